@@ -1,0 +1,164 @@
+"""The one protocol between the engine and the wire.
+
+The engine knows two kinds of memory that other ranks take part in, and both are made by the transport, because a transport may be able to
+let a peer read them where they lie:
+
+* a **window** holds the resting shards of one segment: every rank owns the slice ``ranges[rank]`` of one logical buffer. ``gather`` brings
+  the peers' slices together (all-gather). A window may rest *replicated* (the whole buffer is here, our slice of it is ours to write and
+  the others' slices are brought up to date by ``gather``), or *sharded* (only our slice is here).
+* a **gradient buffer** is a temporary whole-segment buffer out of a bounded pool. ``reduce`` hands it over: every rank ends with the sum
+  over ranks of its own slice (reduce-scatter), and the buffer returns to the pool by itself.
+
+The reduction is the canonical tree of ``comm/ordered.py``: ranks of one node in local order, then node sums in node order, in fp32.
+
+Invariants. Every call returns a Work or is small and blocking. Nothing here divides by the number of ranks. A slice of a window is only
+written between ``begin_write()`` (all ranks have finished reading) and ``window.publish()`` (all ranks may read again). Payload bytes are
+counted in ``Transport.traffic`` by (operation, link class), once, here.
+
+Cost per rank, N equal shares, buffer of B bytes: ``gather`` and ``reduce`` receive (and send) ``B (N-1)/N`` each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from zeroshard.core.layout import Range
+
+__all__ = ["DoneWork", "GradBuffer", "Traffic", "Transport", "Window", "Work"]
+
+
+@runtime_checkable
+class Work(Protocol):
+    """Something under way."""
+
+    def wait(self) -> None:
+        """Return when the result is valid (on accelerators: in the order of the current stream). Idempotent.
+
+        Raises StallError naming the operation's key and the ranks awaited after the transport's ``stall_timeout_s``, and PeerLostError
+        when such a rank has ended.
+        """
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once. Never blocks; may make progress."""
+
+
+class DoneWork:
+    """A Work that was finished when it was made."""
+
+    def wait(self) -> None: ...
+
+    def done(self) -> bool:
+        return True
+
+
+class Window(Protocol):
+    """The resting shards of one segment, one slice per rank."""
+
+    key: str
+    ranges: tuple[Range, ...]
+    local: torch.Tensor  # [ranges[rank] length] this rank's slice, at rest; ours to write between begin_write() and publish()
+    full: torch.Tensor | None  # [numel] where the whole buffer rests here: replicated windows, or a mapping of all ranks' shards
+    aliased: bool  # full is a mapping of the peers' own memory (or there is no peer): gather moves nothing, nobody may write full
+
+    def gather(self, out: torch.Tensor | None = None) -> Work:
+        """Bring every rank's slice together in `out` [numel] (default: ``full``, in place).
+
+        Valid once the peers have published as often as we have. With ``aliased`` and no `out` it copies nothing.
+        """
+
+    def publish(self) -> None:
+        """Say that our slice is written and may be read. Never blocks."""
+
+    def close(self) -> None:
+        """Give the memory back (peers keep theirs). Tensors handed out stay valid as long as somebody holds them."""
+
+
+@dataclass
+class GradBuffer:
+    """A temporary whole-segment buffer on loan from the transport's pool."""
+
+    data: torch.Tensor  # [numel]; contents undefined when handed out
+    slot: int = 0  # the transport's own bookkeeping
+
+
+@dataclass
+class Traffic:
+    """Payload bytes received from other ranks and calls, by (operation, link class): the one place where they are counted."""
+
+    bytes: dict[tuple[str, str], int] = field(default_factory=dict)
+    calls: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def add(self, operation: str, link: str, num_bytes: int) -> None:
+        """Count `num_bytes` of payload of one call of `operation` ("all_gather", "reduce_scatter", ...) over `link` ("shared_memory", "gloo", "nccl", "local")."""
+        key = (operation, link)
+        self.bytes[key] = self.bytes.get(key, 0) + num_bytes
+        self.calls[key] = self.calls.get(key, 0) + 1
+
+    def reset(self) -> None:
+        self.bytes.clear()
+        self.calls.clear()
+
+
+class Transport(Protocol):
+    """How the ranks of one group exchange bytes. Made collectively, with the same arguments on every rank."""
+
+    name: str  # "one_process", "shared_memory", "gloo", "mixed", "nccl"
+    rank: int
+    size: int
+    one_sided: bool  # gathers need nothing from the peer's program: ranks may gather different units at different times
+    traffic: Traffic
+    stall_timeout_s: float
+
+    def window(
+        self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, replicated: bool
+    ) -> Window:
+        """Allocate one segment's resting memory (collective; zero-filled). `key` is unique among live windows and names it in errors."""
+
+    def grad_buffer(self, key: str, numel: int, dtype: torch.dtype, device: torch.device) -> GradBuffer:
+        """Borrow a buffer of `numel` elements from the pool.
+
+        Where the pool is full, wait for a reduce under way and serve the peers meanwhile; never deadlocks, even when ranks run units in
+        opposite order and the pool holds one buffer.
+        """
+
+    def return_buffer(self, buffer: GradBuffer) -> None:
+        """Give back a buffer that was never handed to `reduce`."""
+
+    def reduce(
+        self,
+        key: str,
+        buffer: GradBuffer | None,
+        ranges: Sequence[Range],
+        out: torch.Tensor,
+        *,
+        wire_dtype: torch.dtype,
+        accumulate: bool,
+    ) -> Work:
+        """Sum every rank's buffer over ranks in the canonical order, and store (or add) our slice of it in `out`.
+
+        The n-th reduce of one `key` on this rank meets the n-th of the same key on every other rank. `buffer` None contributes zeros.
+        `wire_dtype` is the buffers' dtype, the same on every rank. `out` [ranges[rank] length]
+        is fp32 (or the dtype in which gradients rest); it must not be touched before the Work is waited for. Sums are formed in fp32.
+        """
+
+    def begin_write(self) -> None:
+        """Return when every rank has called it: all reads of all windows are over, slices may be written."""
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Give every rank's `payload` (any sizes, small) to every rank, in rank order. Blocking; serves peers meanwhile."""
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Copy `tensor` from rank `source` of the group into every other rank's, in place. Blocking."""
+
+    def progress(self) -> None:
+        """Take note of what has arrived and do the sums that have become possible. Never blocks."""
+
+    def abandon(self) -> None:
+        """After an exception on all ranks: forget everything under way, meet the other ranks, and be usable again. Collective."""
+
+    def close(self) -> None:
+        """Release threads, sockets and memory. Idempotent."""

@@ -1,0 +1,1 @@
+"""The engine: units, hooks, streams."""
