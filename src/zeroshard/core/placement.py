@@ -1,0 +1,107 @@
+"""Where a state may rest along a mesh axis, on which tier, and which collectives lead from one placement to another.
+
+R = replicated, S = sharded, P = partial: a sum over ranks not yet formed (DTensor's words; ZeRO, section 5, states the three stages in
+them). The mesh has two axes, (node, local); one node is the mesh (1, N). Nothing here moves a byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Cell", "Mesh", "Move", "Placement", "Tier", "moves"]
+
+
+class Placement(Enum):
+    """How the ranks along one mesh axis hold a state."""
+
+    REPLICATE = "R"
+    SHARD = "S"
+    PARTIAL = "P"
+
+
+class Tier(Enum):
+    """Which memory a state rests in."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Move(Enum):
+    """A collective, or the free local cut, along one axis."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    SLICE = "slice"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The data parallel ranks: `num_nodes` groups of `node_size`."""
+
+    num_nodes: int
+    node_size: int
+
+    def __post_init__(self) -> None:
+        assert self.num_nodes >= 1 and self.node_size >= 1, self
+
+    @property
+    def size(self) -> int:
+        return self.num_nodes * self.node_size
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The placement of one state along (node, local), and its tier."""
+
+    node: Placement
+    local: Placement
+    tier: Tier = Tier.DEVICE
+
+    @classmethod
+    def parse(cls, text: str, tier: Tier = Tier.DEVICE) -> Cell:
+        """Read a cell as the table writes it: ``"S S"`` is sharded along both axes."""
+        node, local = text.split()
+        return cls(Placement(node), Placement(local), tier)
+
+    def __str__(self) -> str:
+        return f"{self.node.value} {self.local.value}"
+
+    @property
+    def axes(self) -> tuple[Placement, Placement]:
+        return (self.node, self.local)
+
+    def num_shards(self, mesh: Mesh) -> int:
+        """Return into how many parts the state is cut on `mesh`."""
+        node = mesh.num_nodes if self.node is Placement.SHARD else 1
+        local = mesh.node_size if self.local is Placement.SHARD else 1
+        return node * local
+
+    @property
+    def is_sharded(self) -> bool:
+        return Placement.SHARD in self.axes
+
+    @property
+    def is_partial(self) -> bool:
+        return Placement.PARTIAL in self.axes
+
+
+_MOVES: dict[tuple[Placement, Placement], tuple[Move, ...]] = {
+    (Placement.SHARD, Placement.REPLICATE): (Move.ALL_GATHER,),
+    (Placement.PARTIAL, Placement.SHARD): (Move.REDUCE_SCATTER,),
+    (Placement.PARTIAL, Placement.REPLICATE): (Move.REDUCE_SCATTER, Move.ALL_GATHER),
+    (Placement.REPLICATE, Placement.SHARD): (Move.SLICE,),
+}
+
+
+def moves(source: Placement, target: Placement) -> tuple[Move, ...]:
+    """Return the steps that lead from `source` to `target` along one axis.
+
+    Raises ValueError for a move that does not exist: a partial sum cannot be made from a finished one.
+    """
+    if source is target:
+        return ()
+    if (source, target) not in _MOVES:
+        raise ValueError(f"no way leads from {source.name} to {target.name}")
+    return _MOVES[source, target]

@@ -1,0 +1,155 @@
+"""The table: which state rests where, for every stage of ZeRO and its relatives. A stage is a row, never a class.
+
+ZeRO, section 5: P_os (zero1), P_os+g (zero2), P_os+g+p (zero3); ZeRO++, section 3.2: hpz; MiCS, section 3: mics. `between` is the weight
+between a unit's forward and its backward; `grad` is the gradient between micro-batches; `optim` is the master and the moments.
+
+Invariant: a policy that makes no sense cannot be built. Cost functions stand here too, so that the planner, the tests and the engine read
+the same ones: ``bytes_at_rest`` (ZeRO, section 3.1 and figure 1) and ``wire_bytes`` (ZeRO, section 7).
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from zeroshard.core.placement import Cell, Mesh, Placement, Tier
+from zeroshard.core.precision import Precision
+
+__all__ = ["ROWS", "STAGES", "Cells", "Policy", "RestBytes", "WireBytes", "row"]
+
+RestPoint = Literal["after_step", "between_micro_batches"]
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Where the states of one unit rest."""
+
+    weight: Cell
+    between: Cell
+    grad: Cell
+    optim: Cell
+
+    def __post_init__(self) -> None:
+        for name, cell in (("weight", self.weight), ("between", self.between), ("optim", self.optim)):
+            if cell.is_partial:
+                raise ValueError(f"{name}={cell}: only a gradient can be a partial sum")
+        if self.grad.is_partial and self.grad.tier is Tier.DISK:
+            raise ValueError(f"grad={self.grad} on disk: a partial sum changes at every micro-batch and cannot rest on disk")
+        for axis, weight, between, grad, optim in zip(
+            ("node", "local"), self.weight.axes, self.between.axes, self.grad.axes, self.optim.axes, strict=True
+        ):
+            if grad is Placement.SHARD and optim is not Placement.SHARD:
+                raise ValueError(f"optim={self.optim} is sharded less finely than grad={self.grad} on the {axis} axis, which it reads")
+            if weight is Placement.SHARD and optim is not Placement.SHARD:
+                raise ValueError(f"optim={self.optim} is sharded less finely than weight={self.weight} on the {axis} axis, which it writes")
+            if weight is Placement.REPLICATE and between is Placement.SHARD:
+                raise ValueError(f"between={self.between} is sharded more finely than weight={self.weight} on the {axis} axis")
+
+
+@dataclass(frozen=True)
+class RestBytes:
+    """Bytes per rank at rest, by state."""
+
+    weight: float
+    master: float
+    grad: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.weight + self.master + self.grad + self.optimizer
+
+
+@dataclass(frozen=True)
+class WireBytes:
+    """Payload bytes that one rank sends (and receives) per step, by what they carry."""
+
+    gather: float  # weights, before forward and backward
+    reduce: float  # gradients
+    publish: float  # weights after the step, or gradient sums where every rank steps everything
+
+    @property
+    def total(self) -> float:
+        return self.gather + self.reduce + self.publish
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A row of the table. `units` overrides the cells of single units by name."""
+
+    name: str
+    default: Cells
+    units: dict[str, Cells] = field(default_factory=dict, hash=False)
+
+    def cells(self, unit: str = "") -> Cells:
+        """Return where the states of `unit` rest."""
+        return self.units.get(unit, self.default)
+
+    def bytes_at_rest(
+        self, point: RestPoint, *, numel: int, mesh: Mesh, precision: Precision, moment_bytes: int = 8, unit: str = ""
+    ) -> RestBytes:
+        """Return the bytes per rank of `numel` trained parameters, padding excluded.
+
+        `point` is "after_step" (and zero_grad) or "between_micro_batches" (inside ``no_sync``); `moment_bytes` is what the optimizer keeps
+        per parameter (8 for Adam).
+        """
+        cells = self.cells(unit)
+        share = {name: numel / getattr(cells, name).num_shards(mesh) for name in ("weight", "grad", "optim")}
+        grad = share["grad"] * precision.accumulate.itemsize if point == "between_micro_batches" else 0.0
+        return RestBytes(
+            weight=share["weight"] * precision.compute.itemsize,
+            master=0.0 if precision.weight_is_master else share["optim"] * precision.master.itemsize,
+            grad=grad,
+            optimizer=share["optim"] * moment_bytes,
+        )
+
+    def wire_bytes(
+        self, *, numel: int, size: int, precision: Precision, micro_batches: int = 1, no_sync: bool = False, unit: str = ""
+    ) -> WireBytes:
+        """Return the payload per rank and step on one node of `size` ranks, padding excluded.
+
+        `micro_batches` forwards and backwards before the step; `no_sync` says that all but the last ran inside ``engine.no_sync()``.
+        """
+        cells = self.cells(unit)
+        remote = (size - 1) / size
+        psi, wire = numel * precision.compute.itemsize, numel * precision.wire.itemsize
+        gathers = (cells.weight.is_sharded + cells.between.is_sharded) * micro_batches
+        reduces = 1 if no_sync and cells.grad.is_partial else micro_batches
+        publish = psi if cells.optim.is_sharded and not cells.weight.is_sharded else 0
+        if not cells.optim.is_sharded:
+            publish = numel * torch.float32.itemsize  # every rank steps everything, so it needs the whole sum
+        return WireBytes(gathers * psi * remote, reduces * wire * remote, publish * remote)
+
+
+def _row(name: str, weight: str, between: str, grad: str, optim: str) -> Policy:
+    return Policy(name, Cells(*(Cell.parse(text) for text in (weight, between, grad, optim))))
+
+
+ROWS: dict[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        #    row          weight  between  grad    optim
+        _row("ddp", "R R", "R R", "P P", "R R"),
+        _row("zero1", "R R", "R R", "P P", "S S"),
+        _row("zero2", "R R", "R R", "S S", "S S"),
+        _row("zero3", "S S", "S S", "S S", "S S"),
+        _row("zero3-keep", "S S", "R R", "S S", "S S"),
+        _row("hpz", "S S", "R S", "S S", "S S"),
+        _row("mics", "R S", "R S", "P S", "R S"),
+        _row("hfsdp", "R S", "R S", "P S", "S S"),
+    )
+}
+
+STAGES: dict[int, str] = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
+
+
+def row(name: str) -> Policy:
+    """Return the row called `name`; raises ValueError naming the nearest one."""
+    if name not in ROWS:
+        near = difflib.get_close_matches(name, ROWS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"policy {name!r} is not a row of the table ({', '.join(ROWS)}){hint}")
+    return ROWS[name]

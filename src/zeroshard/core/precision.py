@@ -1,0 +1,80 @@
+"""Which dtype each state of a trained parameter has.
+
+Mixed precision training (Micikevicius et al., 2018) keeps an fp32 master beside half-precision weights; ZeRO, section 3.1, counts its
+bytes: 2 (weight) + 4 (master) + 8 (Adam's moments), and the gradient. In fp32 the weight, or this rank's slice of it, *is* the master.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["PRECISIONS", "Precision", "dtype_name", "parse_dtype"]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def parse_dtype(name: str | torch.dtype) -> torch.dtype:
+    """Return the dtype called `name` ("fp32", "bf16", "fp16"); raises ValueError naming the choices."""
+    if isinstance(name, torch.dtype):
+        name = _NAMES.get(name, str(name))
+    if name not in _DTYPES:
+        raise ValueError(f"dtype {name!r} is not one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the short name of `dtype` ("fp32"), or torch's own."""
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of one training run; each may be given as a dtype or by its short name.
+
+    compute: weights, activations and gradients as autograd makes them. reduce: gradients on the wire (default: compute).
+    accumulate: gradients at rest, fp32 or compute. master: what the optimizer steps.
+    """
+
+    compute: torch.dtype = torch.float32
+    reduce: torch.dtype | None = None
+    accumulate: torch.dtype = torch.float32
+    master: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "reduce", "accumulate", "master"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, self.compute if value is None else parse_dtype(value))
+        if self.master is not torch.float32:
+            raise ValueError(f"master={dtype_name(self.master)!r} is not supported: the optimizer steps fp32 masters")
+        if self.accumulate not in (torch.float32, self.compute):
+            raise ValueError(f"accumulate={dtype_name(self.accumulate)!r} must be 'fp32' or the compute dtype {dtype_name(self.compute)!r}")
+
+    @property
+    def wire(self) -> torch.dtype:
+        """The dtype of gradients on the wire."""
+        assert self.reduce is not None
+        return self.reduce
+
+    @property
+    def weight_is_master(self) -> bool:
+        """Whether the optimizer steps the weights themselves, without a second copy."""
+        return self.compute is self.master
+
+    @property
+    def needs_loss_scaling(self) -> bool:
+        return self.compute is torch.float16
+
+    def describe(self) -> str:
+        """Return the four dtypes in one line."""
+        parts = {"compute": self.compute, "reduce": self.wire, "accumulate": self.accumulate, "master": self.master}
+        return ", ".join(f"{name}={dtype_name(dtype)}" for name, dtype in parts.items())
+
+
+PRECISIONS: dict[str, Precision] = {
+    "fp32": Precision(torch.float32),
+    "bf16": Precision(torch.bfloat16),
+    "fp16": Precision(torch.float16),
+}
