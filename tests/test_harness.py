@@ -1,0 +1,167 @@
+"""The harness itself: results in rank order, every failure named, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import harness
+from tests.harness import RankError, run_ranks, spawn_ranks
+
+
+def _rank_and_sum(rank: int, world_size: int, offset: int) -> tuple[int, float]:
+    value = torch.tensor([float(rank + offset)])
+    dist.all_reduce(value)
+    return rank, value.item()
+
+
+def _pid(rank: int, world_size: int) -> int:
+    return os.getpid()
+
+
+def _fail_on(rank: int, world_size: int, failing: int) -> None:
+    if rank == failing:
+        raise ValueError(f"rank {rank} says no")
+
+
+def _fail_while_others_wait(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise KeyError("gone")
+    dist.barrier()
+
+
+def _hang(rank: int, world_size: int) -> None:
+    if rank == 1:
+        _sleep_in_a_function_with_this_name()
+
+
+def _sleep_in_a_function_with_this_name() -> None:
+    time.sleep(600)
+
+
+def _die(rank: int, world_size: int, dying: int) -> str:
+    print(f"hello from {rank}")
+    if rank == dying:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "survived"
+
+
+def _assert_something(rank: int, world_size: int) -> None:
+    answer = 41 + rank
+    assert answer == 42
+
+
+def _change_the_environment(rank: int, world_size: int) -> None:
+    os.environ["ZS_TEST_LEFTOVER"] = "1"
+    torch.set_num_threads(2)
+    torch.set_default_dtype(torch.float64)
+
+
+def _read_the_environment(rank: int, world_size: int) -> tuple[str | None, int, torch.dtype]:
+    return os.environ.get("ZS_TEST_LEFTOVER"), torch.get_num_threads(), torch.get_default_dtype()
+
+
+def _leave_the_group(rank: int, world_size: int) -> None:
+    dist.destroy_process_group()
+
+
+def _read_variable(rank: int, world_size: int, name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_results_come_in_rank_order_from_one_group(world_size: int) -> None:
+    expected = sum(rank + 10 for rank in range(world_size))
+    assert run_ranks(world_size, _rank_and_sum, 10) == [(rank, expected) for rank in range(world_size)]
+
+
+def test_a_pool_keeps_its_processes_between_calls() -> None:
+    assert run_ranks(2, _pid) == run_ranks(2, _pid)
+
+
+def test_an_error_names_the_rank_its_type_and_message_and_keeps_the_pool() -> None:
+    pids = run_ranks(2, _pid)
+    with pytest.raises(RankError, match="rank 1 says no") as caught:
+        run_ranks(2, _fail_on, 1)
+    assert (caught.value.rank, caught.value.type_name, caught.value.message) == (1, "ValueError", "rank 1 says no")
+    assert list(caught.value.errors) == [1]
+    assert "_fail_on" in caught.value.errors[1].traceback
+    assert run_ranks(2, _pid) == pids
+
+
+def test_a_rank_that_waits_for_a_failed_one_is_ended_and_the_first_failure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness._exchange, "__defaults__", (0.5,))
+    pids = run_ranks(2, _pid)
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, _fail_while_others_wait)
+    assert caught.value.type_name == "KeyError"
+    assert caught.value.errors[0].type_name == "Timeout"
+    assert "_fail_while_others_wait" in caught.value.errors[0].traceback
+    assert not any(map(_is_running, pids))
+    assert run_ranks(2, _rank_and_sum, 0) == [(0, 1.0), (1, 1.0)]
+
+
+def test_a_hang_shows_the_stack_of_the_rank_that_hangs() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, _hang, timeout=1)
+    assert list(caught.value.errors) == [1]
+    assert "_sleep_in_a_function_with_this_name" in caught.value.errors[1].traceback
+
+
+def test_a_dead_rank_is_an_error_with_its_signal_and_a_new_pool_follows() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, _die, 0)
+    assert (caught.value.rank, caught.value.message) == (0, "signal SIGKILL")
+    assert run_ranks(2, _rank_and_sum, 0) == [(0, 1.0), (1, 1.0)]
+
+
+def test_a_failed_assert_shows_the_values_beside_it() -> None:
+    with pytest.raises(RankError, match="answer = 41"):
+        run_ranks(2, _assert_something)
+
+
+def test_settings_are_put_back_after_each_call() -> None:
+    run_ranks(2, _change_the_environment)
+    assert run_ranks(2, _read_the_environment) == [(None, 1, torch.float32)] * 2
+
+
+def test_a_group_that_was_destroyed_is_replaced() -> None:
+    run_ranks(2, _leave_the_group)
+    assert run_ranks(2, _rank_and_sum, 0) == [(0, 1.0), (1, 1.0)]
+
+
+def test_a_local_function_is_refused_before_any_rank_sees_it() -> None:
+    with pytest.raises(TypeError, match="top level"):
+        run_ranks(2, lambda rank, world_size: None)
+
+
+def test_fresh_processes_report_death_output_and_results() -> None:
+    dead, alive = spawn_ranks(2, _die, 0, env={"ZS_TEST": "1"})
+    assert (dead.exitcode, dead.stdout, dead.result) == (-signal.SIGKILL, "hello from 0\n", None)
+    assert (alive.exitcode, alive.stdout, alive.result) == (0, "hello from 1\n", "survived")
+
+
+def test_fresh_processes_take_an_environment_and_show_tracebacks() -> None:
+    assert [r.result for r in spawn_ranks(2, _read_variable, "ZS_TEST", env={"ZS_TEST": "x"}, init_group=False)] == ["x", "x"]
+    good, bad = spawn_ranks(2, _fail_on, 1, init_group=False)
+    assert (good.exitcode, bad.exitcode) == (0, 1)
+    assert "ValueError: rank 1 says no" in bad.stderr
+
+
+def test_fresh_processes_that_hang_are_killed() -> None:
+    fine, hung = spawn_ranks(2, _hang, timeout=1, init_group=False)
+    assert (fine.exitcode, hung.exitcode) == (0, -signal.SIGKILL)
+    assert "_sleep_in_a_function_with_this_name" in hung.stderr
