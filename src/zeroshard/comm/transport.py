@@ -113,9 +113,7 @@ class Transport(Protocol):
     traffic: Traffic
     stall_timeout_s: float
 
-    def window(
-        self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, replicated: bool
-    ) -> Window:
+    def window(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, replicated: bool) -> Window:
         """Allocate one segment's resting memory (collective; zero-filled). `key` is unique among live windows and names it in errors."""
 
     def grad_buffer(self, key: str, numel: int, dtype: torch.dtype, device: torch.device) -> GradBuffer:

@@ -1,0 +1,44 @@
+"""Which transport serves a group of ranks: the only place that looks at backends and devices.
+
+Invariant: decided from what is the same on every rank. It does not downgrade silently: what was asked for by name is made or refused.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import distributed as dist
+
+from zeroshard.comm.gloo import GlooTransport
+from zeroshard.comm.one_process import OneProcess
+from zeroshard.comm.transport import Transport
+from zeroshard.errors import ConfigError
+
+__all__ = ["make_transport"]
+
+
+def make_transport(
+    group: dist.ProcessGroup | None,
+    *,
+    name: str = "auto",
+    device: torch.device | None = None,
+    node_size: int | None = None,
+    ordered: bool | None = None,
+    stall_timeout_s: float = 300.0,
+    pool_bytes: int | None = None,
+) -> Transport:
+    """Make the transport of `group` (None: the default group, or one process where there is none). Collective.
+
+    `name` "auto" takes what fits `device`; "one_process", "shared_memory", "gloo", "mixed" and "nccl" are made or refused with ConfigError.
+    `node_size` ranks form a node of the canonical sum. `ordered` asks for that sum on backends that have a faster one of their own.
+    `pool_bytes` bounds the gradient buffers (at least one is always given).
+    """
+    device = torch.device("cpu") if device is None else device
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None or (group.size() == 1 and name in ("auto", "one_process")):
+        if name not in ("auto", "one_process"):
+            raise ConfigError(f"transport {name!r} needs torch.distributed: call zeroshard.init_distributed() first")
+        return OneProcess(stall_timeout_s=stall_timeout_s, pool_bytes=pool_bytes)
+    if name in ("auto", "gloo"):
+        return GlooTransport(group, node_size=node_size, stall_timeout_s=stall_timeout_s, pool_bytes=pool_bytes)
+    raise ConfigError(f"unknown transport {name!r}; one of: auto, one_process, shared_memory, gloo, mixed, nccl")
