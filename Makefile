@@ -1,0 +1,67 @@
+# Every target does its own set-up on a fresh machine: .venv, torch, then this project with what the target needs. `make help` lists them.
+
+PYTHON ?= python3
+TORCH_VERSION ?= 2.13.0
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+NPROC ?= 2
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help train test test-slow bench lint clean
+
+help:
+	@echo "make train       train a GPT with ZeRO-3 on $(NPROC) processes and show it   (ARGS='--steps 100 ...')"
+	@echo "make test        lint, types, the whole test suite with coverage: what CI runs"
+	@echo "make test-slow   the tests that take minutes or repeat random faults"
+	@echo "make bench       the step benchmark, DeepSpeed included   (ARGS='...')"
+	@echo "make lint        ruff and mypy only"
+	@echo "make clean       remove .venv and every cache"
+
+train: $(VENV)/.ready-base
+	$(BIN)/zeroshard run --nproc $(NPROC) examples/train_gpt.py $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
+
+test-slow: $(VENV)/.ready-test
+	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+
+bench: $(VENV)/.ready-bench
+	$(BIN)/zeroshard bench step $(ARGS)
+
+lint: $(VENV)/.ready-test
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* dist
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "zeroshard needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first: on Linux the plain package brings gigabytes of CUDA libraries, and package metadata cannot ask for the CPU build.
+# The configured package index is asked for the CPU build before PyTorch's own, so that a mirror or an offline wheel folder is enough.
+$(VENV)/.ready-torch: $(BIN)/python
+	@if $(BIN)/python -c 'import torch, sys; sys.exit(torch.__version__.split("+")[0] != "$(TORCH_VERSION)")' 2>/dev/null; then \
+		echo "torch $(TORCH_VERSION) is installed"; \
+	elif [ "$$(uname)" != Linux ] || nvidia-smi >/dev/null 2>&1; then \
+		echo "installing torch $(TORCH_VERSION), default build"; $(PIP) install "torch==$(TORCH_VERSION)"; \
+	else \
+		echo "installing torch $(TORCH_VERSION), CPU build"; \
+		$(PIP) install "torch==$(TORCH_VERSION)+cpu" 2>/dev/null || $(PIP) install "torch==$(TORCH_VERSION)" --index-url $(TORCH_CPU_INDEX); \
+	fi
+	@touch $@
+
+$(VENV)/.ready-base: $(VENV)/.ready-torch pyproject.toml
+	$(PIP) install -e .
+	@touch $@
+
+$(VENV)/.ready-test $(VENV)/.ready-bench: $(VENV)/.ready-%: $(VENV)/.ready-torch pyproject.toml
+	$(PIP) install -e ".[$*]"
+	@touch $@
