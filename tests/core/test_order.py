@@ -29,7 +29,7 @@ def next_predictions(order: Order[str], trace: list[str], *, phase: str = "forwa
     return out
 
 
-# -- by example -------------------------------------------------------------------------------------------------------------------------
+# -- by example ----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_first_pass_predicts_nothing() -> None:
@@ -114,7 +114,7 @@ def test_eviction_takes_what_is_not_expected_first_and_then_what_is_needed_last(
     assert to_evict("abc", list("abc"), sizes=sizes, excess_bytes=0) == []
 
 
-# -- properties -------------------------------------------------------------------------------------------------------------------------
+# -- properties ----------------------------------------------------------------------------------------------------------------------------
 
 
 @given(TRACES, st.integers(-1, 19), st.sampled_from(UNITS))

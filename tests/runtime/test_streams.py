@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.streams import LANES, AcceleratorStreams, CheckingStreams, Lane, NoStreams, StreamRace, Streams, make_streams
 
-# -- the discipline of the module docstring -------------------------------------------------------------------------------------------
+# -- the discipline of the module docstring ------------------------------------------------------------------------------------------------
 
 
 def gather_use_free(streams: Streams) -> None:
@@ -159,7 +159,7 @@ def test_memory_freed_on_another_lane_must_be_ordered_for_the_lane_that_will_get
         checking.free("x")
 
 
-# -- the oracle: all pairs, by reachability ---------------------------------------------------------------------------------------------
+# -- the oracle: all pairs, by reachability ------------------------------------------------------------------------------------------------
 
 Step = tuple[str, Lane, str]  # what, lane, buffer
 STEPS = st.tuples(st.sampled_from(["read", "write", "alloc", "fork", "mark", "join"]), st.sampled_from(LANES), st.sampled_from("ab"))
@@ -207,7 +207,7 @@ def test_a_race_is_reported_exactly_when_the_oracle_finds_one(program: list[Step
     assert bool(checking.races) == oracle(program)
 
 
-# -- the other implementations ----------------------------------------------------------------------------------------------------------
+# -- the other implementations -------------------------------------------------------------------------------------------------------------
 
 
 def test_no_streams_takes_every_call() -> None:

@@ -1,0 +1,239 @@
+"""Which optimizers may step a parameter in pieces, and how state that is older than the sharding is cut.
+
+ZeRO, section 5.1, partitions the optimizer: each rank steps flat slices of parameters and sees nothing else. That is the same training
+only if the rule is *elementwise*: a new element depends on the old element, its gradient and its moments, never on the shape, the norm or
+the other elements of its parameter. Known classes are looked up; any other is probed on a few thousand numbers.
+
+Invariant: the user's optimizer, its parameters, gradients, state and hooks, and torch's random number generators are as they were.
+Cost: nothing for the known classes; some ten milliseconds per distinct param group for the others.
+
+What it does not do: prove anything. A probe of three steps does not see a rule that looks at norms from its hundredth step on.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.errors import ConfigError
+
+__all__ = ["ELEMENTWISE", "check_elementwise", "shard_state"]
+
+ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+
+_REFUSED: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.Adafactor: "it keeps second moments per row and column and scales by norms of whole parameters",
+    torch.optim.LBFGS: "its history and line search take dot products over all parameters",
+    torch.optim.Muon: "it orthogonalises whole matrices",
+    torch.optim.SparseAdam: "it reads sparse gradients, and gradients here rest in dense flat buffers",
+}
+
+_REMEDY = "use an elementwise optimizer, for example torch.optim.AdamW"
+
+# The probe's parameter, as one matrix, one convolution kernel and one vector, and cut as a layout cuts it: on multiples of 64, unevenly
+# (so that the blocks of a blockwise rule do not happen to match), with a tail that is no multiple of anything.
+_SHAPES: tuple[tuple[int, ...], ...] = ((135, 243), (5, 27, 27, 9), (32805,))
+_CUTS = ((0, 192), (192, 19264), (19264, 32805))
+_SCALES = (1.0, 0.01, 30.0)  # values and gradients of each piece: norms of pieces must differ from the norm of the whole
+_NUM_STEPS = 3
+_MIN_LR = 1e-3  # a schedule that warms up from 0 would hide everything
+
+_SCALARS = frozenset({"eta", "mu", "mu_product", "step"})  # 0-d state of torch.optim that belongs to the whole parameter
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError unless `optimizer` gives the same bits on pieces of a parameter as on the whole.
+
+    Classes of torch.optim are known by name. Any other class, subclasses of the known ones included, is probed with the options of each
+    param group: three steps on one parameter whole, and on its pieces by optimizers that do not see each other, as on three ranks.
+    """
+    name = type(optimizer).__qualname__
+    for refused, reason in _REFUSED.items():
+        if isinstance(optimizer, refused):
+            raise ConfigError(f"optimizer {name} cannot be sharded: {reason}; {_REMEDY}")
+    if type(optimizer) in ELEMENTWISE:
+        return
+    probed: list[str] = []
+    for index, group in enumerate(optimizer.param_groups):
+        options = repr({key: value for key, value in group.items() if key not in ("params", "param_names")})
+        if options not in probed:
+            probed.append(options)
+            _probe(optimizer, index, f"optimizer {name} (param group {index})")
+
+
+def shard_state(
+    state: dict[str, Any],
+    param_shape: Sequence[int],
+    piece_start: int,
+    piece_stop: int,
+    *,
+    stride: Sequence[int] | None = None,
+    name: str = "",
+) -> dict[str, Any]:
+    """Return the part of one parameter's optimizer state that belongs to elements ``[piece_start, piece_stop)`` of it.
+
+    Tensors of the parameter's shape are flattened in the order of the parameter's dense `stride` (default: row-major) and sliced, bf16 and
+    fp16 ones lifted to fp32 as the master is; tensors of one element, numbers and None are copied. The result shares no memory with
+    `state`. Raises ConfigError naming the key (and the parameter `name`) for anything else.
+    """
+    shape = torch.Size(param_shape)
+    piece: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            if value.shape == shape and not (value.dim() == 0 and key in _SCALARS):
+                piece[key] = _master_like(_flatten(value.detach(), stride)[piece_start:piece_stop])
+                continue
+            if value.numel() == 1:
+                piece[key] = value.detach().clone()
+                continue
+        elif value is None or isinstance(value, bool | int | float | complex):
+            piece[key] = value
+            continue
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        raise ConfigError(
+            f"optimizer state {key!r} of parameter {name!r} is {what}, and only tensors of the parameter's shape {tuple(shape)}, "
+            "one-element tensors and numbers can be cut: call shard() before the first optimizer.step()"
+        )
+    return piece
+
+
+def _flatten(tensor: torch.Tensor, stride: Sequence[int] | None) -> torch.Tensor:
+    if stride is None:
+        return tensor.reshape(-1)
+    return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -stride[dim])).reshape(-1)
+
+
+def _master_like(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype in (torch.bfloat16, torch.float16):
+        return tensor.to(torch.float32)
+    return tensor.clone()
+
+
+def _probe(optimizer: torch.optim.Optimizer, index: int, name: str) -> None:
+    """Raise ConfigError unless whole and pieces end with the same bits under the options of param group `index`."""
+    params = optimizer.param_groups[index]["params"]
+    device = torch.device("cpu") if not params or params[0].is_meta else params[0].device
+    values, grads = _numbers(device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda"):
+        try:
+            pieces = [_Run(optimizer, index, (stop - start,)).steps(values[start:stop], grads[:, start:stop]) for start, stop in _CUTS]
+            wholes = {shape: _Run(optimizer, index, shape).steps(values, grads) for shape in _SHAPES}
+        except Exception as error:
+            raise ConfigError(
+                f"{name} is not known to be elementwise, and a trial step raised {type(error).__name__}: {error}; {_REMEDY}"
+            ) from error
+    cut = torch.cat(pieces)
+    if torch.equal(cut, values):
+        raise ConfigError(f"{name} is not known to be elementwise, and a trial step changed nothing; {_REMEDY}")
+    for shape, whole in wholes.items():
+        if not torch.isfinite(whole).all():
+            raise ConfigError(f"{name} is not known to be elementwise, and a trial step gave numbers that are not finite; {_REMEDY}")
+        differ = int((whole.view(torch.int32) != cut.view(torch.int32)).sum())
+        if differ:
+            raise ConfigError(
+                f"{name} is not elementwise: in {_NUM_STEPS} trial steps {differ} of {cut.numel()} elements of a parameter of shape "
+                f"{shape} came out differently when it was stepped in pieces, as ZeRO does; {_REMEDY}"
+            )
+
+
+def _numbers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values [numel] and gradients [steps, numel], the same every time."""
+    generator = torch.Generator().manual_seed(0)
+    numel = _CUTS[-1][1]
+    scale = torch.cat([torch.full((stop - start,), size) for (start, stop), size in zip(_CUTS, _SCALES, strict=True)])
+    values = torch.randn(numel, generator=generator) * scale
+    grads = torch.randn(_NUM_STEPS, numel, generator=generator) * scale
+    return values.to(device), grads.to(device)
+
+
+class _Run:
+    """A copy of the user's optimizer, on one parameter of our own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, ...]) -> None:
+        group = optimizer.param_groups[index]
+        model = group["params"][0] if group["params"] else None
+        device = model.device if model is not None and not model.is_meta else torch.device("cpu")
+        self.param = nn.Parameter(torch.zeros(shape, device=device))
+        self.optimizer = _copy(optimizer)
+        self.optimizer.param_groups = [_probe_group(group, self.param)]
+        self.optimizer.state = defaultdict(dict)
+        if model is not None and optimizer.state.get(model):
+            self.optimizer.state[self.param] = _resized_state(optimizer.state[model], model, self.param)
+
+    def steps(self, values: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
+        """Return `values` [numel] after a step with each of `grads` [steps, numel]."""
+        with torch.no_grad():
+            self.param.copy_(values.view(self.param.shape))
+        step = _unhooked_step(type(self.optimizer))
+        for grad in grads:
+            self.param.grad = grad.view(self.param.shape).clone()
+            step(self.optimizer)
+        return self.param.detach().reshape(-1)
+
+
+def _copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return a copy without state, groups and hooks, which reaches nothing of the user's.
+
+    By hand: copy.copy() would keep the three attributes of ``Optimizer.__getstate__`` and lose a subclass's own. Attributes are copied
+    deeply, but wherever they lead to a parameter of the user's they find a stand-in on the meta device. Instance attributes that shadow
+    methods, such as the ``step`` that every LR scheduler puts there, lead back to the user's optimizer and are left out.
+    """
+    cls = type(optimizer)
+    clone = object.__new__(cls)
+    memo: dict[int, Any] = {id(optimizer): clone}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            memo[id(param)] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad)
+    for name, value in vars(optimizer).items():
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            vars(clone)[name] = OrderedDict()
+        elif name not in ("state", "param_groups") and not callable(getattr(cls, name, None)):
+            vars(clone)[name] = copy.deepcopy(value, memo)
+    return clone
+
+
+def _probe_group(group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
+    options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    if "param_names" in options:
+        options["param_names"] = ["probe"]
+    lr = options.get("lr")
+    if lr is not None and float(lr) < _MIN_LR:
+        options["lr"] = torch.full_like(lr, _MIN_LR) if isinstance(lr, torch.Tensor) else _MIN_LR
+    return {"params": [param], **options}
+
+
+def _resized_state(state: dict[str, Any], model: torch.Tensor, param: torch.Tensor) -> dict[str, Any]:
+    """Return state that the constructor made for `model`, for `param` instead: tensors of its shape are filled with their first value."""
+    resized: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == model.shape and value.numel() > 0 and value.dim() > 0:
+            first = value.detach().reshape(-1)[0].item()
+            resized[key] = torch.full(param.shape, first, dtype=value.dtype, device=param.device)
+        else:
+            resized[key] = copy.deepcopy(value)
+    return resized
+
+
+def _unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], object]:
+    """Return the class's ``step`` without torch's wrapper around it, which runs the hooks registered for all optimizers."""
+    step: Any = cls.step
+    return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else step  # type: ignore[no-any-return]
