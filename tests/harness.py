@@ -15,6 +15,7 @@ dtype are put back after each call; anything else a test changes is the test's t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -317,10 +318,8 @@ def _exchange(workers: list[_Worker], job: bytes, timeout: float, peer_grace: fl
     pending = {worker.connection: worker for worker in workers}
     for worker in workers:
         worker.mark_output()
-        try:
+        with contextlib.suppress(OSError):  # already dead: the loop below finds out how
             worker.connection.send_bytes(job)
-        except OSError:  # already dead: the loop below finds out how
-            pass
     while pending and (left := deadline - time.monotonic()) > 0:
         for connection in wait(list(pending), timeout=left):
             assert isinstance(connection, Connection)

@@ -1,0 +1,81 @@
+"""The ``zeroshard`` program: which command runs, and how errors end (one line on stderr, the exit code of the contract).
+
+A command is a parser with a ``handler`` default, a function from the parsed arguments to the exit code; it imports what it needs when it
+runs, so that ``--help``, ``--version`` and usage errors answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import traceback
+
+from zeroshard._version import __version__
+from zeroshard.errors import ZeroshardError
+from zeroshard.launch.options import LineParser, UsageError, add_run_options, parse_run
+
+__all__ = ["main"]
+
+EXIT_USAGE, EXIT_INTERNAL, EXIT_IO = 2, 70, 74
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit code; ``--help``, ``--version`` and usage errors end through SystemExit."""
+    arguments = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in arguments
+    try:
+        return _dispatch(arguments)
+    except UsageError as error:
+        return _complain(f"{error}", EXIT_USAGE)
+    except ZeroshardError as error:
+        code, message = error.exit_code, f"{error}"
+    except BrokenPipeError:
+        return EXIT_IO
+    except OSError as error:
+        code, message = EXIT_IO, f"{error}"
+    except KeyboardInterrupt:
+        return _complain("interrupted", 130)
+    except Exception as error:
+        code, message = EXIT_INTERNAL, f"internal error, {type(error).__name__}: {error}"
+    if debug:
+        traceback.print_exc()
+    return _complain(message + ("" if debug else " (--debug shows where)" if code == EXIT_INTERNAL else ""), code)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    parser, run_parser = _build_parser()
+    if arguments[:1] == ["run"]:
+        options = parse_run(run_parser, arguments[1:])
+        from zeroshard.launch.run import launch
+
+        return launch(options)
+    parsed = parser.parse_args(arguments)
+    if parsed.command is None:
+        parser.print_help(sys.stderr)
+        return EXIT_USAGE
+    return int(parsed.handler(parsed))
+
+
+def _build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    parser = LineParser(
+        prog="zeroshard",
+        description="ZeRO for PyTorch: launch, measure.",
+        epilog="example:\n  zeroshard run --nproc 2 examples/train_gpt.py",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"zeroshard {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LineParser)
+    run_parser = commands.add_parser("run", help="start a script on every rank", allow_abbrev=False)
+    add_run_options(run_parser)
+    bench = importlib.util.find_spec("zeroshard.launch.bench")
+    if bench is not None and bench.origin is not None:  # a checkout without the benchmarks has no such command
+        from zeroshard.launch.bench import add_parser
+
+        add_parser(commands)
+    return parser, run_parser
+
+
+def _complain(message: str, code: int) -> int:
+    sys.stderr.write(f"zeroshard: {message}\n")
+    return code

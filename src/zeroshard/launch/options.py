@@ -1,0 +1,239 @@
+"""What ``zeroshard run`` takes: its own options, those of torchrun, then the script and, byte for byte, the script's arguments.
+
+torch's own parser could do this, but importing it takes seconds and a usage error must not. So the names of torchrun's options and whether
+they take a value stand here, as data; a test compares the table with the parser of the installed torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.machinery
+import os
+import socket
+import sys
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+__all__ = ["REFUSED", "TORCHRUN_FLAGS", "TORCHRUN_VALUES", "LineParser", "RunOptions", "UsageError", "add_run_options", "parse_run"]
+
+DEFAULT_GRACE_S = 3
+
+TORCHRUN_VALUES = {
+    "--nnodes": "number of nodes, or a range MIN:MAX",
+    "--node-rank": "rank of this node (static rendezvous)",
+    "--master-addr": "address of the node with rank 0 (static rendezvous)",
+    "--master-port": "port on the node with rank 0 (static rendezvous)",
+    "--local-addr": "address of this node, as the others reach it",
+    "--rdzv-backend": "rendezvous backend: c10d, static, ...",
+    "--rdzv-endpoint": "rendezvous endpoint, HOST:PORT",
+    "--rdzv-id": "name of the job, the same on every node",
+    "--rdzv-conf": "more rendezvous settings, KEY=VALUE,...",
+    "--max-restarts": "how often the whole group is started again after a failure (default 0)",
+    "--monitor-interval": "seconds between two looks at the ranks (default 0.1)",
+    "--event-log-handler": "torchrun.handlers entry point for events",
+    "--role": "name of the ranks' role",
+    "--log-dir": "where redirected output goes",
+    "--redirects": "redirect stdout (1), stderr (2) or both (3) of all or some ranks into files",
+    "--tee": "like --redirects, and to the console as well",
+    "--local-ranks-filter": "show only these local ranks' output",
+    "--duplicate-stdout-filters": "copy matching stdout lines to one file",
+    "--duplicate-stderr-filters": "copy matching stderr lines to one file",
+    "--logs-specs": "torchrun.logs_specs entry point",
+    "--numa-binding": "bind each rank near its GPU: node, socket, exclusive, core-complex",
+    "--signals-to-handle": "signals to pass on to the ranks",
+    "--shutdown-timeout": f"seconds that ranks have to end after a failure, then SIGKILL (default {DEFAULT_GRACE_S})",
+}
+TORCHRUN_FLAGS = {
+    "--standalone": "one node, a free port (the default unless a rendezvous, a master or nodes are named)",
+    "--module": "the script is a module's name, as in python -m",
+    "--no-python": "the script is a program to be started directly",
+    "--virtual-local-rank": "LOCAL_RANK is 0 everywhere and each rank sees its own GPU only",
+}
+SHORT = {"-m": "--module", "-t": "--tee", "-r": "--redirects"}
+REFUSED = {
+    "--run-path": "each rank always gets an interpreter of its own, in which the script runs",
+    "--start-method": "it only matters for functions, and scripts are always started as fresh processes",
+}
+OWN_VALUES = ("--nproc", "--nproc-per-node")
+OWN_FLAGS = ("--debug", "--help", "-h")
+NPROC_WORDS = ("auto", "cpu", "gpu", "xpu")
+PLACES_THE_JOB = ("--nnodes", "--node-rank", "--master-addr", "--master-port", "--rdzv-backend", "--rdzv-endpoint")
+
+EXAMPLE = "example:\n  zeroshard run --nproc 2 examples/train_gpt.py --steps 100"
+
+
+class UsageError(Exception):
+    """The command line makes no sense: one line that says what and where, exit code 2."""
+
+
+class LineParser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """A parsed ``zeroshard run`` line. ``torchrun`` are torchrun's options as they were given; ``kind`` is script, module or command."""
+
+    script: str
+    args: list[str] = field(default_factory=list)
+    kind: str = "script"
+    nproc: str | None = None
+    torchrun: list[str] = field(default_factory=list)
+    standalone: bool = True
+    grace_s: float = DEFAULT_GRACE_S
+    debug: bool = False
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``zeroshard run`` on the parser, which also makes its ``--help``."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "%(prog)s [--nproc N] [torchrun options] script.py ..."
+    parser.description = "Start one process per rank, end them all when one fails, and show the first failure last."
+    parser.epilog = EXAMPLE
+    parser.add_argument(
+        "--nproc", "--nproc-per-node", metavar="N", help="ranks here: a number, auto, cpu or gpu (default: one per GPU, else 1)"
+    )
+    parser.add_argument("--debug", action="store_true", help="show the log of torch's launcher and our own tracebacks")
+    group = parser.add_argument_group("torchrun options")
+    short = {long: name for name, long in SHORT.items()}
+    for name, text in TORCHRUN_VALUES.items():
+        group.add_argument(name, *filter(None, [short.get(name)]), metavar="VALUE", help=text)
+    for name, text in TORCHRUN_FLAGS.items():
+        group.add_argument(name, *filter(None, [short.get(name)]), action="store_true", help=text)
+
+
+def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
+    """Parse what follows ``zeroshard run``.
+
+    Raises:
+        UsageError: an unknown option, a bad number, a script that is not there.
+    """
+    options, rest = _split(argv)
+    given = parser.parse_args(_canonical(options))  # also answers --help
+    if not rest:
+        raise UsageError("no script given")
+    _check_nproc(given.nproc)
+    if given.module and given.no_python:
+        raise UsageError("--module and --no-python exclude each other")
+    kind = "module" if given.module else "command" if given.no_python else "script"
+    _check_target(kind, rest[0])
+    named = [name for name in PLACES_THE_JOB if getattr(given, _dest(name)) is not None or _from_environment(name) is not None]
+    if given.standalone and named:
+        raise UsageError(f"--standalone and {named[0]} exclude each other")
+    _check_port(given)
+    return RunOptions(
+        script=rest[0],
+        args=rest[1:],
+        kind=kind,
+        nproc=given.nproc,
+        torchrun=_for_torchrun(options),
+        standalone=not named,
+        grace_s=_grace(given.shutdown_timeout),
+        debug=given.debug,
+    )
+
+
+def _dest(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+def _from_environment(name: str) -> str | None:
+    return os.environ.get(f"PET_{_dest(name).upper()}")  # torchrun's own defaults, set by cluster operators
+
+
+def _long(name: str) -> str:
+    return SHORT.get(name, name.replace("_", "-") if name.startswith("--") else name)
+
+
+def _split(argv: list[str]) -> tuple[list[tuple[str, str | None]], list[str]]:
+    """Cut the line into (option, value) pairs and everything from the script on, which nobody may touch."""
+    options: list[tuple[str, str | None]] = []
+    index = 0
+    while index < len(argv):
+        token = argv[index]
+        index += 1
+        if token == "--":
+            return options, argv[index:]
+        if not token.startswith("-") or token == "-":
+            return options, argv[index - 1 :]
+        written, joined, value = token.partition("=")
+        name = _long(written)
+        if name in TORCHRUN_FLAGS or name in OWN_FLAGS:
+            if joined:
+                raise UsageError(f"{written} takes no value")
+            options.append((name, None))
+        elif name in TORCHRUN_VALUES or name in OWN_VALUES:
+            if not joined:
+                if index == len(argv):
+                    raise UsageError(f"{written} needs a value")
+                value = argv[index]
+                index += 1
+            options.append((name, value))
+        else:
+            raise UsageError(_unknown(written, name))
+    return options, []
+
+
+def _unknown(written: str, name: str) -> str:
+    if name in REFUSED:
+        return f"{written} has no place here: {REFUSED[name]}"
+    near = difflib.get_close_matches(name, [*TORCHRUN_VALUES, *TORCHRUN_FLAGS, *OWN_VALUES, *OWN_FLAGS], n=1)
+    return f"unknown option {written}" + (f", did you mean {near[0]}?" if near else "") + "; the script's own options come after it"
+
+
+def _canonical(options: list[tuple[str, str | None]]) -> list[str]:
+    return [name if value is None else f"{name}={value}" for name, value in options]
+
+
+def _for_torchrun(options: list[tuple[str, str | None]]) -> list[str]:
+    ours = {*OWN_VALUES, *OWN_FLAGS, "--module", "--no-python", "--shutdown-timeout", "--standalone"}
+    return _canonical([(name, value) for name, value in options if name not in ours])
+
+
+def _check_nproc(nproc: str | None) -> None:
+    if nproc is None or nproc in NPROC_WORDS:
+        return
+    if not nproc.isdecimal() or int(nproc) < 1:
+        raise UsageError(f"--nproc must be a number of at least 1, or one of {', '.join(NPROC_WORDS)}, not {nproc!r}")
+
+
+def _grace(text: str | None) -> float:
+    try:
+        grace_s = float(DEFAULT_GRACE_S if text is None else text)
+    except ValueError:
+        grace_s = -1.0
+    if not 0 <= grace_s < 1e6:
+        raise UsageError(f"--shutdown-timeout must be a number of seconds, not {text!r}")
+    return grace_s
+
+
+def _check_target(kind: str, target: str) -> None:
+    if kind == "script":
+        if not os.path.exists(target):
+            raise UsageError(f"script {target!r} not found in {os.getcwd()}")
+        if not os.path.isfile(target) or not os.access(target, os.R_OK):
+            raise UsageError(f"script {target!r} is not a file that can be read")
+    elif kind == "module":
+        top = target.partition(".")[0]
+        if importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None and top not in sys.builtin_module_names:
+            raise UsageError(f"module {target!r} not found")
+
+
+def _check_port(given: argparse.Namespace) -> None:
+    """A port that the user pinned and that is taken is told now, not after the rendezvous' timeout."""
+    if given.master_port is None or given.node_rank not in (None, "0") or given.rdzv_backend not in (None, "static"):
+        return
+    if not given.master_port.isdecimal() or not 0 < int(given.master_port) < 65536:
+        raise UsageError(f"--master-port must be a port number, not {given.master_port!r}")
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(given.master_port)))
+        except OSError as error:
+            raise UsageError(
+                f"--master-port {given.master_port} cannot be used: {error.strerror}; leave it out to get a free one"
+            ) from None

@@ -1,0 +1,132 @@
+"""``zeroshard run``: torch.distributed.run with a free port, sane threads, a short grace, no orphans, and the first failure shown last.
+
+The agent is torch's own, so rendezvous, restarts and logs are what torchrun users know. Around it stand three things: each rank is started
+through ``worker.py``, which makes it die with the launcher and write its failure down; a :class:`~zeroshard.launch.supervisor.Supervisor`
+watches the ranks; and the failures it found are printed when everything has ended.
+
+On one node everything is bound to loopback, as far as torch lets us choose (its TCP store listens on every interface).
+
+What it does not do yet: hostfiles, Slurm, stall detection from outside.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from typing import Any
+
+from zeroshard.launch import worker
+from zeroshard.launch.options import RunOptions, UsageError
+from zeroshard.launch.supervisor import Failure, Supervisor, exit_code_of
+
+__all__ = ["launch"]
+
+
+def launch(options: RunOptions) -> int:
+    """Run the script on every rank and return the exit code of the job (DESIGN: 0, 1, 2, 3, 70 to 75, 128 + signal)."""
+    import torch.distributed.run as torchrun
+
+    if not options.debug:
+        _silence_torch_launcher()
+    with tempfile.TemporaryDirectory(prefix="zeroshard-run-") as directory:
+        arguments = _torchrun_arguments(torchrun, options, directory)
+        _set_environment(options, directory, num_ranks=int(arguments.nproc_per_node))
+        supervisor = Supervisor(directory, options.grace_s, on_restart=_report_restart)
+        supervisor.start()
+        begin = time.monotonic()
+        return _run(torchrun, arguments, supervisor, begin)
+
+
+def _run(torchrun: Any, arguments: Any, supervisor: Supervisor, begin: float) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    agent_failures: list[Failure] = []
+    statuses: dict[int, int] = {}
+    try:
+        torchrun.run(arguments)
+    except ChildFailedError as error:
+        statuses = {failure.pid: failure.exitcode for failure in error.failures.values()}
+        agent_failures = [Failure(rank, failure.pid, time.monotonic(), failure.exitcode) for rank, failure in error.failures.items()]
+    except SignalException as error:
+        _say(f"ended by {signal.Signals(error.sigval).name}")
+        return 128 + int(error.sigval)
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 128 + signal.SIGINT
+    finally:
+        supervisor.stop()
+    failures = supervisor.failures(statuses) or agent_failures
+    if not failures:
+        return 0
+    _report(failures, begin)
+    return exit_code_of(failures[0])
+
+
+def _torchrun_arguments(torchrun: Any, options: RunOptions, directory: str) -> Any:
+    """torchrun's namespace for this job. The script's arguments never pass through its parser."""
+    line = [*options.torchrun]
+    if options.standalone:
+        line += ["--standalone"]
+        if not any(option.startswith("--local-addr") for option in options.torchrun):
+            line += ["--local-addr", "127.0.0.1"]
+    if options.nproc is not None or "PET_NPROC_PER_NODE" not in os.environ:
+        line += ["--nproc-per-node", options.nproc or _default_nproc()]
+    if "--log-dir" not in "".join(options.torchrun):
+        line += ["--log-dir", directory]  # torch makes a directory in any case, and leaves it
+    arguments = torchrun.parse_args([*line, worker.__file__])
+    try:
+        arguments.nproc_per_node = str(torchrun.determine_local_world_size(arguments.nproc_per_node))
+        torchrun.parse_min_max_nnodes(arguments.nnodes)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(str(error)) from None
+    # torch replaces ${local_rank} and halves every $$ in the arguments; doubled dollars come out as they went in.
+    arguments.training_script_args = [argument.replace("$", "$$") for argument in (options.kind, options.script, *options.args)]
+    return arguments
+
+
+def _default_nproc() -> str:
+    import torch
+
+    return str(max(torch.cuda.device_count(), 1))
+
+
+def _set_environment(options: RunOptions, directory: str, num_ranks: int) -> None:
+    """Set what the ranks inherit; what the user has set stays."""
+    os.environ[worker.DIRECTORY], os.environ[worker.LAUNCHER_PID] = directory, str(os.getpid())
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(round(options.grace_s), 1))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // num_ranks, 1)))
+    if options.standalone:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _silence_torch_launcher() -> None:
+    """Its log says in forty lines, after the fact, what our report says in one block."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"zeroshard run: {line}\n")
+    sys.stderr.flush()
+
+
+def _report_restart(failures: list[Failure]) -> None:
+    for failure in failures[:1]:
+        _say(f"starting again after rank {failure.rank} failed: {failure.how}\n{failure.traceback or failure.message}")
+
+
+def _report(failures: list[Failure], begin: float) -> None:
+    """Other failures that have something to say, a line each; then the first one, whole, last."""
+    first, *others = failures
+    for failure in others:
+        if not failure.silent:
+            _say(f"rank {failure.rank} failed too, {failure.at - first.at:+.2f} s after the first: {failure.message.splitlines()[0]}")
+    hint = " (often the kernel, out of memory)" if first.status == -signal.SIGKILL else ""
+    block = f"rank {first.rank} failed first, {first.at - begin:.2f} s after the start: {first.how}{hint}"
+    _say("\n".join(filter(None, [block, (first.traceback or first.message).rstrip()])))

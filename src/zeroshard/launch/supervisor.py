@@ -1,0 +1,249 @@
+"""Watch the ranks of this machine, end those that are left when one failed, and say which failed first.
+
+The launcher's agent polls its children every 0.1 s, too coarse to tell a cause from its effects: a rank that is killed takes its peers
+down within milliseconds. So each rank announces itself on a FIFO, one thread sleeps on the FIFO and on a pidfd per rank, and a rank that
+raises says so, with the time, before it tears anything down.
+
+Who is first ([Note: blame]): failures are ordered by time, with three corrections, since the time of a silent death is only when the
+launcher woke up for it:
+
+- a rank killed by a signal that no peer sends counts ``SIGNAL_LEAD_S`` earlier: peers may report its broken connections sooner;
+- a rank that ended with an exit code and no word counts ``SILENT_LEAD_S`` earlier, for the same reason;
+- a rank that says itself that it failed because a peer was lost counts ``CONSEQUENCE_LAG_S`` later.
+
+No torch here, and no signal is sent before a rank has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Failure", "Supervisor", "blame_order", "exit_code_of"]
+
+SIGNAL_LEAD_S = 1.0
+SILENT_LEAD_S = 0.05
+CONSEQUENCE_LAG_S = 1.0
+CONTRACT_EXIT_CODES = frozenset({3, 70, 71, 72, 73, 74, 75})
+# A peer's broken connection may end in SIGABRT (a C++ thread that throws); SIGTERM and SIGINT are what launchers send.
+SIGNALS_OF_A_CONSEQUENCE = frozenset({signal.SIGABRT, signal.SIGTERM, signal.SIGINT})
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed. ``status`` is the exit code, negative for a signal, None while not known; ``at`` is CLOCK_MONOTONIC seconds."""
+
+    rank: int
+    pid: int
+    at: float
+    status: int | None = None
+    message: str = ""
+    traceback: str = ""
+    consequence: bool = False
+
+    @property
+    def silent(self) -> bool:
+        """Whether the rank ended without saying why."""
+        return not self.message and not self.traceback
+
+    @property
+    def how(self) -> str:
+        """The exit code or the signal, in words."""
+        if self.status is None:
+            return "ended in an unknown way"
+        if self.status >= 0:
+            return f"exit code {self.status}"
+        return f"killed by {_signal_name(-self.status)}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def blame_order(failures: list[Failure]) -> list[Failure]:
+    """The failures, the one to blame first ([Note: blame])."""
+
+    def key(failure: Failure) -> float:
+        if failure.consequence:
+            return failure.at + CONSEQUENCE_LAG_S
+        if not failure.silent:
+            return failure.at
+        if failure.status is not None and failure.status < 0:
+            return failure.at - (0.0 if -failure.status in SIGNALS_OF_A_CONSEQUENCE else SIGNAL_LEAD_S)
+        return failure.at - SILENT_LEAD_S
+
+    return sorted(failures, key=key)
+
+
+def exit_code_of(failure: Failure) -> int:
+    """What the launcher ends with: 128 + signal, a code of the contract as it is, 1 for every other failure of the user's script."""
+    if failure.status is None:
+        return 1
+    if failure.status < 0:
+        return 128 - failure.status
+    return failure.status if failure.status in CONTRACT_EXIT_CODES else 1
+
+
+@dataclass
+class _Watched:
+    """One rank of one generation (the agent may start the whole group again). ``end_by`` is when our patience with it is over."""
+
+    rank: int
+    generation: int
+    pid: int
+    pidfd: int
+    end_by: float | None = None
+    ended_at: float | None = None
+    failed_at: float | None = None
+    status: int | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.ended_at is None
+
+
+class Supervisor:
+    """A thread that watches the ranks announced in ``directory``; when one fails, the rest have ``grace_s`` seconds to end.
+
+    ``on_restart`` is called, in the thread, with the failures of a generation when the agent has started the next.
+    """
+
+    def __init__(self, directory: str, grace_s: float, on_restart: Callable[[list[Failure]], None]) -> None:
+        self.directory = Path(directory)
+        self.grace_s = grace_s
+        self._on_restart = on_restart
+        self._watched: dict[int, _Watched] = {}  # by process id
+        self._generation = 0
+        self._restart_count = 0
+        self._unread = b""
+        self._stopping = False
+        os.mkfifo(self.directory / "events", 0o600)
+        self._fifo = os.open(self.directory / "events", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._fifo, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._watch, name="zeroshard-supervisor", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self, grace_s: float = 0.5) -> None:
+        """Watch until no rank is left, at most ``grace_s`` seconds, then end those that are, and the thread."""
+        deadline = time.monotonic() + grace_s
+        while any(watched.alive for watched in list(self._watched.values())) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._stopping = True
+        os.write(self._fifo, b"\n")
+        self._thread.join()
+        for watched in self._watched.values():
+            self._kill(watched)
+            os.close(watched.pidfd)
+        self._selector.close()
+        os.close(self._fifo)
+
+    def failures(self, statuses: dict[int, int]) -> list[Failure]:
+        """The failures of the last generation, the one to blame first; call after :meth:`stop`.
+
+        ``statuses`` are exit codes by process id as the agent knows them: it may have reaped a child before the thread looked.
+        """
+        return self._failures_of(self._generation, statuses)
+
+    def _failures_of(self, generation: int, statuses: dict[int, int]) -> list[Failure]:
+        failures = []
+        for watched in self._watched.values():
+            status = statuses.get(watched.pid, watched.status)
+            if watched.generation == generation and (status not in (None, 0) or watched.failed_at is not None):
+                failures.append(self._describe(watched, status))
+        return blame_order(failures)
+
+    def knows(self, pid: int) -> bool:
+        """Whether the process announced itself."""
+        return pid in self._watched
+
+    def _describe(self, watched: _Watched, status: int | None) -> Failure:
+        said: dict[str, object] = {}
+        with contextlib.suppress(OSError, ValueError):
+            said = json.loads((self.directory / f"failure-{watched.pid}.json").read_text(encoding="utf-8"))
+        at = watched.failed_at if watched.failed_at is not None else watched.ended_at
+        if "exit_code" in said and (status is None or status < 0):
+            status = int(str(said["exit_code"]))  # it was ended by us while it was still tearing down
+        return Failure(
+            rank=watched.rank,
+            pid=watched.pid,
+            at=at if at is not None else time.monotonic(),
+            status=status,
+            message=str(said.get("message", "")),
+            traceback=str(said.get("traceback", "")),
+            consequence=bool(said.get("consequence", False)),
+        )
+
+    def _watch(self) -> None:
+        while not self._stopping:
+            for key, _ in self._selector.select(self._patience()):
+                if key.fd == self._fifo:
+                    self._read_events()
+                else:
+                    self._record_end(key.data)
+            for watched in self._watched.values():
+                if watched.end_by is not None and watched.end_by <= time.monotonic():
+                    self._kill(watched)
+
+    def _patience(self) -> float | None:
+        pending = [watched.end_by for watched in self._watched.values() if watched.alive and watched.end_by is not None]
+        return max(min(pending) - time.monotonic(), 0.01) if pending else None
+
+    def _read_events(self) -> None:
+        self._unread += os.read(self._fifo, 1 << 16)
+        *lines, self._unread = self._unread.split(b"\n")
+        for line in filter(None, lines):
+            event = json.loads(line)
+            if "failed_at" in event:
+                if (failed := self._watched.get(event["pid"])) is not None:
+                    failed.failed_at = event["failed_at"]
+                    self._start_grace(failed.generation)
+            else:
+                self._add(event["rank"], event["restart_count"], event["pid"])
+
+    def _add(self, rank: int, restart_count: int, pid: int) -> None:
+        # A group that changed its members starts again with the same count, and then a rank comes twice.
+        again = any(watched.rank == rank and watched.generation == self._generation for watched in self._watched.values())
+        if again or restart_count > self._restart_count:
+            self._on_restart(self._failures_of(self._generation, {}))
+            self._generation += 1
+        self._restart_count = restart_count
+        with contextlib.suppress(ProcessLookupError):  # dead and reaped already: the agent's exit code is all there is
+            watched = _Watched(rank, self._generation, pid, os.pidfd_open(pid))
+            self._watched = {**self._watched, pid: watched}  # other threads iterate over the old one
+            self._selector.register(watched.pidfd, selectors.EVENT_READ, watched)
+
+    def _record_end(self, watched: _Watched) -> None:
+        watched.ended_at = time.monotonic()
+        self._selector.unregister(watched.pidfd)
+        with contextlib.suppress(ChildProcessError):  # the agent reaped it first, see failures()
+            result = os.waitid(os.P_PIDFD, watched.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if result is not None:
+                watched.status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        if watched.status not in (None, 0):
+            self._start_grace(watched.generation)
+
+    def _start_grace(self, generation: int) -> None:
+        for watched in self._watched.values():
+            if watched.generation == generation and watched.end_by is None:
+                watched.end_by = time.monotonic() + self.grace_s
+
+    @staticmethod
+    def _kill(watched: _Watched) -> None:
+        if watched.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(watched.pid, signal.SIGKILL)  # the agent makes each rank the leader of a group of its own

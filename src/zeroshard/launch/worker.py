@@ -1,0 +1,140 @@
+"""Run one rank's script as ``python script.py`` would, and tell the launcher how it went.
+
+Started by ``zeroshard run`` as ``python -u worker.py script|module|command TARGET ARGS...``, once per rank. It
+
+1. asks the kernel to end this process when the launcher dies (also by SIGKILL): ranks never outlive their launcher;
+2. announces itself on the launcher's FIFO, so that the launcher can watch the process;
+3. runs the target as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``;
+4. on an uncaught exception writes rank, time and traceback to a file, announces that too, and ends with the exception's exit code.
+
+Invariant: a failure is written down *before* anything is torn down, so its time is earlier than that of every failure it causes in
+another rank. Standard library only, and no import of zeroshard: it must cost nothing and shadow nothing of the user's.
+
+What it does not do: catch signals, print the traceback (the launcher does, last), or touch the process group.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import ctypes
+import faulthandler
+import importlib.machinery
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+import types
+
+__all__ = ["main"]
+
+DIRECTORY = "ZEROSHARD_RUN_DIRECTORY"
+LAUNCHER_PID = "ZEROSHARD_RUN_PID"
+PR_SET_PDEATHSIG = 1
+
+
+def main(argv: list[str]) -> None:
+    """Run ``argv`` = [kind, target, *args]; ends through SystemExit when the target fails."""
+    directory, launcher = os.environ.pop(DIRECTORY), int(os.environ.pop(LAUNCHER_PID))
+    _die_with(launcher)
+    _announce(directory, {"pid": os.getpid(), "rank": _env_int("RANK"), "restart_count": _env_int("TORCHELASTIC_RESTART_COUNT")})
+    kind, target, *args = argv
+    if kind == "command":
+        os.execvp(target, [target, *args])  # keeps the process id and the wish to die with the launcher
+    faulthandler.enable()
+    try:
+        _run_script(target, args) if kind == "script" else _run_module(target, args)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            message = error.code if isinstance(error.code, str) else ""
+            _write_failure(directory, {"message": message, "traceback": "", "exit_code": error.code if isinstance(error.code, int) else 1})
+        raise
+    except BaseException as error:
+        sys.exit(_fail(directory, error))
+
+
+def _die_with(launcher: int) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:  # it died before the kernel was asked
+        os._exit(128 + signal.SIGKILL)
+
+
+def _env_int(name: str) -> int:
+    return int(os.environ.get(name, "0"))
+
+
+def _announce(directory: str, message: dict[str, int | float]) -> None:
+    line = json.dumps(message).encode() + b"\n"  # far below PIPE_BUF, so one write is one line
+    with contextlib.suppress(OSError):  # a launcher that is gone takes this process with it
+        fifo = os.open(os.path.join(directory, "events"), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            os.write(fifo, line)
+        finally:
+            os.close(fifo)
+
+
+def _run_script(path: str, args: list[str]) -> None:
+    """What the interpreter does for ``python path args``, in a fresh ``__main__`` module."""
+    sys.argv[:] = [path, *args]
+    sys.path[0:1] = [] if sys.flags.safe_path else [os.path.dirname(os.path.realpath(path))]
+    module = types.ModuleType("__main__")
+    module.__dict__.update(
+        __file__=os.path.abspath(path),
+        __builtins__=builtins,
+        __loader__=importlib.machinery.SourceFileLoader("__main__", path),
+        __cached__=None,
+    )
+    sys.modules["__main__"] = module  # spawned children and pickle look the script's classes up here, also at exit
+    with open(path, "rb") as file:
+        code = compile(file.read(), os.path.abspath(path), "exec", dont_inherit=True)
+    exec(code, module.__dict__)
+
+
+def _run_module(name: str, args: list[str]) -> None:
+    sys.argv[:] = [name, *args]
+    sys.path[0:1] = [] if sys.flags.safe_path else [os.getcwd()]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _fail(directory: str, error: BaseException) -> int:
+    """Write the failure down and return the exit code."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>", "<frozen importlib._bootstrap>"):
+        frames = frames.tb_next  # what stands between the interpreter and the script says nothing to the user
+    zeroshard_errors = sys.modules.get("zeroshard.errors")
+    ours = zeroshard_errors is not None and isinstance(error, zeroshard_errors.ZeroshardError)
+    exit_code = int(getattr(error, "exit_code", 1)) if ours else 1
+    message = "".join(traceback.format_exception_only(type(error), error)).strip()
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    known = _write_failure(
+        directory,
+        {"message": message, "traceback": text, "exit_code": exit_code, "consequence": type(error).__name__ == "PeerLostError"},
+    )
+    if not known:
+        sys.stderr.write(text)
+    elif sys.excepthook is not sys.__excepthook__:
+        sys.excepthook(type(error), error, frames)
+    return exit_code
+
+
+def _write_failure(directory: str, failure: dict[str, object]) -> bool:
+    """Write the file, then announce it; returns whether the file could be written."""
+    at = time.monotonic()
+    path = os.path.join(directory, f"failure-{os.getpid()}.json")
+    try:
+        with open(path + ".part", "w", encoding="utf-8") as file:
+            json.dump({"at": at, **failure}, file)
+        os.rename(path + ".part", path)
+    except OSError:
+        return False
+    _announce(directory, {"pid": os.getpid(), "failed_at": at})
+    return True
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
