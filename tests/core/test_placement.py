@@ -1,0 +1,60 @@
+"""Cells read and write as the table does, and know into how many parts they cut a state."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from zeroshard.core.placement import Cell, Mesh, Move, Placement, Tier, moves
+
+R, S, P = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
+
+
+@pytest.mark.parametrize(("node", "local"), list(product(Placement, Placement)))
+def test_a_cell_reads_what_it_writes(node: Placement, local: Placement) -> None:
+    cell = Cell(node, local, Tier.HOST)
+    assert Cell.parse(str(cell), Tier.HOST) == cell
+    assert cell.axes == (node, local)
+
+
+@pytest.mark.parametrize("text", ["", "R", "R R R", "R X", "r r"])
+def test_a_cell_that_is_not_of_the_table_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        Cell.parse(text)
+
+
+@pytest.mark.parametrize(("text", "num_shards"), [("R R", 1), ("S S", 24), ("R S", 8), ("S R", 3), ("P P", 1), ("P S", 8)])
+def test_a_state_is_cut_along_the_sharded_axes(text: str, num_shards: int) -> None:
+    cell = Cell.parse(text)
+    assert cell.num_shards(Mesh(num_nodes=3, node_size=8)) == num_shards
+    assert (cell.is_sharded, cell.is_partial) == ("S" in text, "P" in text)
+
+
+def test_a_mesh_counts_its_ranks_and_has_at_least_one() -> None:
+    assert Mesh(2, 4).size == 8
+    for axes in ((0, 4), (2, 0)):
+        with pytest.raises(AssertionError):
+            Mesh(*axes)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "steps"),
+    [
+        (R, R, ()),
+        (S, S, ()),
+        (P, P, ()),
+        (S, R, (Move.ALL_GATHER,)),
+        (P, S, (Move.REDUCE_SCATTER,)),
+        (P, R, (Move.REDUCE_SCATTER, Move.ALL_GATHER)),
+        (R, S, (Move.SLICE,)),
+    ],
+)
+def test_moves_lead_from_one_placement_to_another(source: Placement, target: Placement, steps: tuple[Move, ...]) -> None:
+    assert moves(source, target) == steps
+
+
+@pytest.mark.parametrize("source", [R, S])
+def test_a_finished_sum_does_not_become_partial_again(source: Placement) -> None:
+    with pytest.raises(ValueError, match=f"{source.name} to PARTIAL"):
+        moves(source, P)
