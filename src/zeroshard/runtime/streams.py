@@ -151,7 +151,7 @@ class AcceleratorStreams:
     def write(self, buffer: Hashable) -> None: ...
 
 
-class StreamRace(AssertionError):  # noqa: N818
+class StreamRace(AssertionError):
     """Two accesses of one buffer that nothing orders, or an access of freed memory."""
 
     def __init__(self, buffer: Hashable, first: _Access, second: _Access, reason: str) -> None:

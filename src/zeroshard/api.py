@@ -1,0 +1,199 @@
+"""``zeroshard.shard`` and ``zeroshard.init_distributed``: from a plain model to an Engine.
+
+The order matters: everything that can be refused is refused, and everything that could differ between ranks is compared, before the first
+parameter is touched; afterwards nothing is refused any more.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeroshard.buffer import Meter
+from zeroshard.comm.agree import agree
+from zeroshard.comm.select import make_transport
+from zeroshard.config import Config, build_config
+from zeroshard.core.precision import Precision, dtype_name
+from zeroshard.errors import ConfigError, ZeroshardError
+from zeroshard.optim.elementwise import check_elementwise
+from zeroshard.optim.sharded import check_parameters
+from zeroshard.runtime.build import Context, compute_dtype
+from zeroshard.runtime.cut import UnitPlan, cut_units, named_parameters_once
+from zeroshard.runtime.engine import Engine, digest_of
+from zeroshard.runtime.streams import make_streams
+
+__all__ = ["init_distributed", "shard"]
+
+_OWNER = "_zeroshard_engine"  # set on a sharded module: shard() refuses to do it twice
+
+
+def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -> None:
+    """Join the process group that torchrun (or ``zeroshard run``) describes in the environment.
+
+    Does nothing for a single process (no ``RANK`` in the environment) or where a group exists already. With CUDA each rank takes the
+    device of its ``LOCAL_RANK``; the backend is then nccl for CUDA and gloo for CPU tensors, else gloo.
+    """
+    if dist.is_initialized() or "RANK" not in os.environ:
+        return
+    if torch.cuda.is_available() and int(os.environ.get("LOCAL_RANK", 0)) < torch.cuda.device_count():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        backend = backend or "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend or "gloo", timeout=timedelta(seconds=timeout_s))
+
+
+def shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    stage: int | None = None,
+    policy: Any = None,
+    config: Config | dict[str, Any] | str | Path | None = None,
+    units: Any = None,
+    mesh: Any = None,
+    sync_from: int | None = None,
+    **overrides: Any,
+) -> Engine:
+    """Shard `model` and `optimizer` in place over the data parallel ranks, and return the engine.
+
+    Both stay the objects they were. `stage` 0 to 3 or `policy` (a row's name, or a Policy) says where each state rests (default: stage 3);
+    `config` is a Config, a dict or a path to JSON, and keywords go before it; `units` are module classes, qualified names or a
+    callable(name, module) -> bool (default: found automatically); `mesh` a one-dimensional DeviceMesh of the data parallel ranks (default:
+    all ranks); `sync_from` a rank whose weights and buffers all others take (default: the ranks' weights are compared). Further keywords
+    are those of Config: precision, comm, offload, prefetch_bytes, stall_timeout_s, strict. Collective.
+
+    Raises ConfigError for what cannot be done, and PlanMismatch where the ranks disagree, on every rank, before anything is changed.
+    """
+    group = _group_of(mesh)
+    error: ZeroshardError | None = None
+    report: dict[str, str] = {}
+    try:
+        settings = build_config(config, stage=stage, policy=policy, units=units, **overrides)
+        settings.refuse_unsupported()
+        _check_model(model, optimizer, group)
+        precision = settings.resolved_precision()
+        _check_precision(model, precision)
+        plans = cut_units(model, settings.units)
+        report = _report(model, settings, plans, values=sync_from is None)
+    except ZeroshardError as refused:
+        error = refused
+    agree(group, report, error=error)
+    device = next(model.parameters()).device
+    transport = make_transport(
+        group,
+        name=settings.comm.transport,
+        device=device,
+        node_size=settings.comm.node_size,
+        ordered=settings.comm.ordered,
+        stall_timeout_s=settings.stall_timeout_s,
+        pool_bytes=2 * max(plan.numel for plan in plans) * precision.wire.itemsize,
+    )
+    if sync_from is not None:
+        _broadcast(model, transport, sync_from)
+    context = Context(
+        policy=settings.resolved_policy(),
+        precision=precision,
+        transport=transport,
+        streams=make_streams(device),
+        meter=Meter(),
+        device=device,
+        trains=optimizer is not None,
+        strict=settings.strict,
+    )
+    engine = Engine(model, plans, context, prefetch_bytes=settings.prefetch_bytes)
+    model.__dict__[_OWNER] = True
+    if optimizer is not None:
+        engine.attach(optimizer)
+    return engine
+
+
+def _group_of(mesh: Any) -> dist.ProcessGroup | None:
+    if mesh is not None:
+        if getattr(mesh, "ndim", None) != 1:
+            raise ConfigError("mesh must be a one-dimensional DeviceMesh of the data parallel ranks: slice yours by its axis name")
+        group: dist.ProcessGroup = mesh.get_group()
+        return group
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ConfigError("WORLD_SIZE is set but there is no process group: call zeroshard.init_distributed() before shard()")
+    return None
+
+
+def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, group: dist.ProcessGroup | None) -> None:
+    if model.__dict__.get(_OWNER):
+        raise ConfigError(f"{type(model).__name__} is sharded already: call engine.close() first")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ConfigError("the model is wrapped in DistributedDataParallel: give shard() the module inside (model.module)")
+    parameters = named_parameters_once(model)
+    if not parameters:
+        raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to shard")
+    devices: dict[torch.device, str] = {}
+    for name, parameter in parameters.items():
+        devices.setdefault(parameter.device, name)
+        if parameter.layout is not torch.strided:
+            raise ConfigError(f"parameter {name!r} is sparse, which cannot be sharded: use a dense one")
+        if parameter.is_complex() or (parameter.dtype.itemsize == 1 and parameter.is_floating_point()):
+            raise ConfigError(f"parameter {name!r} is {dtype_name(parameter.dtype)}, which is not supported: use a real dtype of 16 or 32 bits")
+    if len(devices) > 1:
+        shown = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise ConfigError(f"the parameters are on {len(devices)} devices ({shown}): move the model to one device before shard()")
+    for name, module in model.named_modules():
+        if module.__dict__.get(_OWNER):
+            raise ConfigError(f"submodule {name!r} is sharded already: shard the whole model once, from the outside")
+        if type(module).__module__.startswith("torch.distributed.fsdp") or hasattr(module, "_get_fsdp_state"):
+            raise ConfigError(f"module {name or 'itself'!r} is managed by FSDP: give shard() the plain module")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise ConfigError(f"module {name!r} makes sparse gradients (sparse=True), which cannot be sharded: use sparse=False")
+    if optimizer is not None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        check_parameters(optimizer, {id(p): name for name, p in parameters.items() if p.requires_grad})
+        check_elementwise(optimizer)
+
+
+def _check_precision(model: nn.Module, precision: Precision) -> None:
+    for name, parameter in named_parameters_once(model).items():
+        narrow = parameter.is_floating_point() and parameter.dtype.itemsize < precision.compute.itemsize
+        if narrow:
+            raise ConfigError(
+                f"parameter {name!r} is {dtype_name(parameter.dtype)} but precision computes in {dtype_name(precision.compute)}: pass "
+                f"precision={dtype_name(parameter.dtype)!r}, or call model.float() before building the optimizer"
+            )
+
+
+def _report(model: nn.Module, settings: Config, plans: list[UnitPlan], *, values: bool) -> dict[str, str]:
+    """What must be the same on every rank, in the order in which a difference is named."""
+    precision = settings.resolved_precision()
+    report = {
+        "policy": settings.resolved_policy().name,
+        "precision": precision.describe(),
+        "comm": settings.comm.model_dump_json(),
+        "prefetch_bytes": str(settings.prefetch_bytes),
+        "strict": str(settings.strict),
+    }
+    for name, parameter in named_parameters_once(model).items():
+        kind = f"{tuple(parameter.shape)} {dtype_name(compute_dtype(parameter, precision))} {'trained' if parameter.requires_grad else 'frozen'}"
+        report[f"parameter {name}"] = kind
+    for plan in plans:
+        report[f"unit {plan.name}"] = ", ".join(plan.parameters)
+    if values:
+        for name, parameter in named_parameters_once(model).items():
+            report[f"initial value of {name}"] = digest_of(parameter)
+    return report
+
+
+def _broadcast(model: nn.Module, transport: Any, source: int) -> None:
+    if not 0 <= source < transport.size:
+        raise ConfigError(f"sync_from={source} is not a rank of this group of {transport.size}")
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dense = tensor.data.contiguous()
+            transport.broadcast(dense, source)
+            if dense.data_ptr() != tensor.data_ptr():
+                tensor.data.copy_(dense)

@@ -1,0 +1,98 @@
+"""SealedGrad: what a parameter and its pieces carry as ``.grad`` while the gradient rests with the engine.
+
+Between a backward and the optimizer's step the gradient of a sharded model is a set of sums in progress, one slice per rank. Code that
+reads ``param.grad`` there (``torch.nn.utils.clip_grad_norm_``, ``GradScaler.unscale_``, a logger) would get nothing, or a rank-local norm.
+A sealed gradient answers every such read with StateError naming the parameter and what to call instead.
+
+It does answer what keeps ordinary code working: ``is None`` (it is not), metadata, ``zero_()``, and being thrown away (``zero_grad()``),
+which is how the engine learns that the user dropped the gradient: the sealed object of a piece holds the resting memory alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from zeroshard.errors import StateError
+
+__all__ = ["SealedGrad"]
+
+_METADATA = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "grad_fn", "requires_grad", "is_leaf", "layout", "ndim", "is_sparse", "is_cuda", "is_cpu")
+)
+_QUERIES = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex", "get_device", "__hash__")
+)
+_KEEPERS = frozenset((torch.Tensor.requires_grad_, torch.Tensor.detach_))
+
+
+class SealedGrad(torch.Tensor):
+    """A gradient of the right shape, dtype and device, whose numbers are not to be read."""
+
+    _name: str
+    _holds: object  # keeps the resting gradient alive
+    _on_zero: Callable[[], None]
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, name: str, holds: object, on_zero: Callable[[], None]) -> SealedGrad:
+        sealed = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        sealed._name = name
+        sealed._holds = holds
+        sealed._on_zero = on_zero
+        return sealed
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"SealedGrad({self._name})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _METADATA or func in _QUERIES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func in _KEEPERS:
+            return args[0]
+        if func is torch.Tensor.__repr__:
+            return args[0].__repr__()
+        if func is torch.Tensor.zero_:
+            args[0]._on_zero()
+            return args[0]
+        if func is torch._foreach_zero_:
+            for grad in args[0]:
+                grad.zero_()
+            return None
+        raise _refusal(getattr(func, "__name__", str(func)), (args, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise _refusal(str(func), (args, kwargs))
+
+
+def _find(value: Any) -> SealedGrad | None:
+    if isinstance(value, SealedGrad):
+        return value
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            found = _find(item)
+            if found is not None:
+                return found
+    return None
+
+
+def _refusal(operation: str, arguments: Any) -> StateError:
+    sealed = _find(arguments)
+    name = sealed._name if sealed is not None else "?"
+    return StateError(
+        f"the gradient of {name!r} rests sharded and cannot be read by {operation.strip('_') or operation}: clip with "
+        f"engine.clip_grad_norm_(max_norm), read it whole with engine.full_grad(param) on every rank, scale fp16 losses with "
+        f"engine.backward(loss), and step only an optimizer that was given to zs.shard() or engine.attach()"
+    )

@@ -1,0 +1,248 @@
+"""Re-point the user's optimizer, in place, at the 1-D pieces of the master shards.
+
+ZeRO, section 5.1: each rank updates the optimizer states of its partition alone. Every param group keeps its options, its order, its
+identity; only its ``params`` change: to this rank's pieces of the same parameters, in the same order. So any elementwise ``torch.optim``
+class, any LR scheduler and ``zero_grad()`` keep working. A rank that owns nothing of a group holds one empty piece there.
+
+Invariants: a step reads real gradients only inside the step itself; before and after it every piece carries a SealedGrad. A step refuses
+any entry that is not our piece. It does not know how gradients are summed: the engine hands them over through ``StepHooks``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from zeroshard.core.layout import Piece
+from zeroshard.errors import ConfigError, StateError
+from zeroshard.optim.elementwise import check_elementwise, shard_state
+from zeroshard.optim.sealed import SealedGrad
+
+__all__ = ["OwnedPiece", "ShardedOptimizer", "StepHooks", "check_parameters"]
+
+_STATE_KEY = "zeroshard"
+
+
+class StepHooks(Protocol):
+    """What the engine does around a step."""
+
+    def before_step(self) -> bool:
+        """Finish the gradients; return whether the step may be taken (False: skip, the pieces get no gradient)."""
+
+    def after_step(self) -> None:
+        """Publish what the step wrote."""
+
+    def zero_gradient(self, parameter: nn.Parameter) -> None:
+        """Set one parameter's resting gradient to zero."""
+
+
+@dataclass
+class OwnedPiece:
+    """One piece that this rank steps."""
+
+    name: str  # of the parameter
+    parameter: nn.Parameter
+    piece: Piece
+    tensor: nn.Parameter  # [piece.numel] fp32, a view of the master
+    grad: Callable[[], torch.Tensor | None]  # its slice of the averaged gradient, or None where no rank used the parameter
+    holds: Callable[[], object]  # what keeps the resting gradient alive
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+    """Raise ConfigError unless `optimizer` holds exactly the trainable parameters in `names` (id -> qualified name)."""
+    held: dict[int, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ConfigError(
+                    f"optimizer param group {index} holds a parameter of shape {tuple(parameter.shape)} that is not one of this model's: "
+                    "build the optimizer from model.parameters() of the model given to shard()"
+                )
+            held[id(parameter)] = index
+    missing = [name for key, name in names.items() if key not in held]
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise ConfigError(
+            f"parameter {missing[0]!r}{more} is trainable but not in the optimizer: add it, or set requires_grad=False before shard()"
+        )
+
+
+class ShardedOptimizer:
+    """The tie between one optimizer and the pieces of one engine."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, hooks: StepHooks, *, rank: int, world: int) -> None:
+        self.optimizer = optimizer
+        self.groups: list[list[OwnedPiece]] = []
+        self.parameters: list[list[nn.Parameter]] = []  # per group, the model's own
+        self.sealed = False
+        self._hooks = hooks
+        self._rank = rank
+        self._world = world
+        self._empty: list[nn.Parameter | None] = []
+        self._handles: list[Any] = []
+        self._prepared = False
+
+    def attach(self, pieces: dict[int, list[OwnedPiece]], device: torch.device) -> None:
+        """Replace every group's parameters by this rank's pieces; `pieces` maps id(parameter) to them.
+
+        Raises ConfigError for an optimizer whose step is not elementwise, and for state that cannot be cut.
+        """
+        optimizer = self.optimizer
+        check_elementwise(optimizer)
+        new_state: dict[torch.Tensor, dict[str, Any]] = {}
+        for group in optimizer.param_groups:
+            originals = list(group["params"])
+            owned = [piece for parameter in originals for piece in pieces.get(id(parameter), ())]
+            for parameter in originals:
+                state = optimizer.state.get(parameter)
+                for piece in pieces.get(id(parameter), ()):
+                    if state:
+                        new_state[piece.tensor] = shard_state(state, tuple(parameter.shape), piece.piece.start, piece.piece.stop)
+            empty = None if owned else nn.Parameter(torch.empty(0, device=device))
+            self.groups.append(owned)
+            self.parameters.append(originals)
+            self._empty.append(empty)
+        for parameter in list(optimizer.state):
+            del optimizer.state[parameter]
+        optimizer.state.update(new_state)
+        for group, owned, empty in zip(optimizer.param_groups, self.groups, self._empty, strict=True):
+            group["params"] = [piece.tensor for piece in owned] if empty is None else [empty]
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+            optimizer.register_state_dict_post_hook(self._label_state),
+            optimizer.register_load_state_dict_pre_hook(self._check_state),
+        ]
+
+    def detach(self) -> None:
+        """Give the optimizer its original parameters back, without state, and take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for group, originals in zip(self.optimizer.param_groups, self.parameters, strict=True):
+            group["params"] = originals
+        self.optimizer.state.clear()
+
+    def pieces(self) -> Iterable[OwnedPiece]:
+        for group in self.groups:
+            yield from group
+
+    def state_bytes(self) -> int:
+        """Return the bytes of the optimizer's own state on this rank."""
+        tensors = (value for state in self.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor))
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.numel() > 1)
+
+    def seal(self) -> None:
+        """Let every piece without a gradient carry a sealed one, which keeps the resting gradient alive."""
+        for piece in self.pieces():
+            if not isinstance(piece.tensor.grad, SealedGrad):
+                zero = self._zeroing(piece.parameter)
+                piece.tensor.grad = SealedGrad(piece.tensor, piece.name, piece.holds(), zero)
+        for empty in self._empty:
+            if empty is not None and empty.grad is None:
+                empty.grad = SealedGrad(empty, "(no piece of this group on this rank)", None, lambda: None)
+        self.sealed = True
+
+    def clear(self) -> None:
+        """Take the sealed gradients off: no gradient rests."""
+        for group in self.groups:
+            for piece in group:
+                piece.tensor.grad = None
+        for empty in self._empty:
+            if empty is not None:
+                empty.grad = None
+        self.sealed = False
+
+    def _zeroing(self, parameter: nn.Parameter) -> Callable[[], None]:
+        hooks = self._hooks
+        return lambda: hooks.zero_gradient(parameter)
+
+    def dropped(self) -> list[nn.Parameter]:
+        """Return the model's parameters whose gradient the user has cleared on the optimizer's side since `seal`."""
+        if not self.sealed:
+            return []
+        out: list[nn.Parameter] = []
+        for owned, originals, empty in zip(self.groups, self.parameters, self._empty, strict=True):
+            marks = [piece.tensor for piece in owned] if empty is None else [empty]
+            if all(mark.grad is None for mark in marks):
+                out += originals
+            else:
+                out += [piece.parameter for piece in owned if piece.tensor.grad is None]
+        return out
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_entries()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
+        if closure is None:
+            self._prepare()
+            return None
+
+        def closed() -> Any:
+            loss = closure()
+            self._prepare()
+            return loss
+
+        rest = dict(kwargs)
+        rest.pop("closure", None)
+        return (args[0], closed, *args[2:]), rest
+
+    def _check_entries(self) -> None:
+        for index, (group, owned, empty) in enumerate(zip(self.optimizer.param_groups, self.groups, self._empty, strict=False)):
+            expected = [piece.tensor for piece in owned] if empty is None else [empty]
+            if len(group["params"]) != len(expected) or any(a is not b for a, b in zip(group["params"], expected, strict=True)):
+                raise StateError(
+                    f"optimizer param group {index} no longer holds the pieces that shard() put there: parameters cannot be added to or "
+                    "taken from a sharded optimizer; call engine.close(), change the groups and shard() again"
+                )
+        if len(self.optimizer.param_groups) != len(self.groups):
+            raise StateError(
+                f"the optimizer has {len(self.optimizer.param_groups)} param groups but was sharded with {len(self.groups)}: add_param_group() "
+                "on a sharded optimizer is not supported; call engine.close(), add the group and shard() again"
+            )
+
+    def _prepare(self) -> None:
+        """Unseal: hand the averaged gradients to the pieces, or None to all of them when the step is to be skipped."""
+        take = self._hooks.before_step()
+        for piece in self.pieces():
+            grad = piece.grad() if take else None
+            if grad is not None and grad.dtype is not piece.tensor.dtype:
+                grad = grad.to(piece.tensor.dtype)
+            piece.tensor.grad = grad
+        for empty in self._empty:
+            if empty is not None:
+                empty.grad = None
+        self._prepared = True
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._prepared:  # the closure was never called: nothing was stepped
+            return
+        self._prepared = False
+        self.seal()
+        self._hooks.after_step()
+
+    def _label_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        names = [
+            [{"name": p.name, "start": p.piece.start, "stop": p.piece.stop, "shape": list(p.parameter.shape)} for p in owned]
+            for owned in self.groups
+        ]
+        state[_STATE_KEY] = {"rank": self._rank, "world": self._world, "pieces": names}
+        return state
+
+    def _check_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        label = state.get(_STATE_KEY)
+        if label is None:
+            raise StateError(
+                "this optimizer state was not saved from a sharded optimizer: give it to the optimizer before shard(), which cuts it, "
+                "or save and load with zeroshard's checkpoints"
+            )
+        mine = self._label_state(optimizer, {})[_STATE_KEY]
+        for what in ("rank", "world", "pieces"):
+            if label[what] != mine[what]:
+                shown = f"{label[what]} against {mine[what]}" if what != "pieces" else "names or ranges differ"
+                raise StateError(f"this optimizer state belongs to another {what} ({shown}): each rank loads the state that it saved")
+        return {key: value for key, value in state.items() if key != _STATE_KEY}
+

@@ -1,0 +1,260 @@
+"""What happens while autograd runs: which gradients came, when a unit is complete, when the backward is over.
+
+A unit's gradients are handed over (``GradientPath.reduce``) when the last of its trainable parameters has one. Whatever is incomplete then
+(a module that ran in part, or not at all, on this rank) is handed over when the backward of the unit's inputs is done, or at the end.
+
+[Note: nested backwards] Reentrant checkpointing runs a backward inside a backward. Each autograd graph task that touches us is pushed on a
+stack and popped by its final callback; only the outermost one ends the pass.
+
+Invariant: outside ``no_sync`` every trainable segment is reduced at least once per backward, on every rank, so two-sided reduces meet also
+when a unit ran on some ranks only (the others contribute zeros).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from zeroshard.buffer import Meter
+from zeroshard.comm.transport import Transport
+from zeroshard.core.digest import Digest
+from zeroshard.core.precision import dtype_name
+from zeroshard.errors import ConfigError, StateError
+from zeroshard.optim.sealed import SealedGrad
+from zeroshard.optim.sharded import ShardedOptimizer
+from zeroshard.runtime.gradients import GradientPath
+from zeroshard.runtime.unit import Segment, Unit
+from zeroshard.runtime.weights import Weights
+
+__all__ = ["Backward"]
+
+
+class Backward:
+    """One engine's gradients, from the first hook of a backward to the optimizer's step."""
+
+    def __init__(self, weights: Weights, *, meter: Meter, digest: Digest, transport: Transport) -> None:
+        self.sync = True  # False inside no_sync()
+        self.has_gradient = False  # since the last drop of everything
+        self.changed = False  # since the last finalize
+        self.scaled: bool | None = None  # whether the loss of these gradients was scaled; None: no backward yet
+        self.scaling = False  # inside engine.backward()
+        self.optimizer: ShardedOptimizer | None = None
+        self._weights = weights
+        self._meter = meter
+        self._digest = digest
+        self._transport = transport
+        self._tasks: list[int] = []
+        self._reduced: set[int] = set()  # units handed over in this backward
+        self._seals: dict[int, SealedGrad] = {}
+        self._trainable = [unit for unit in weights.units if unit.trainable]
+        self._all_paths = [path for unit in self._trainable for path in self._paths(unit)]
+        weights.make_room = self.make_room
+
+    # ------------------------------------------------------------------ hooks
+
+    def enter(self) -> None:
+        """Note that a backward is running, once per graph task."""
+        task = torch._C._current_graph_task_id()
+        if task in self._tasks:
+            return
+        if task < 0:
+            raise StateError("a backward hook ran outside a backward")
+        if not self._tasks:
+            self._begin()
+        self._tasks.append(task)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._leave(task))
+
+    @property
+    def running(self) -> bool:
+        return bool(self._tasks)
+
+    def before_unit(self, unit: Unit, epoch: int) -> None:
+        """A gradient arrives at `unit`'s outputs: its weights are needed as they were in the forward under `epoch`."""
+        self.enter()
+        self._weights.check_epoch(unit, epoch)
+        unit.in_backward = True
+        self._weights.need(unit, "backward")
+
+    def after_inputs(self, unit: Unit) -> None:
+        """The gradients of `unit`'s inputs are there: whatever did not get one by now gets none in this backward."""
+        if unit.in_backward and self._tasks:
+            if unit.pending and unit.arrived:
+                self._hand_over(unit)
+            self._weights.after_backward(unit)
+
+    def take(self, unit: Unit, segment: Segment, index: int, parameter: torch.Tensor) -> None:
+        """Autograd has finished the gradient of one parameter."""
+        self.enter()
+        grad, parameter.grad = parameter.grad, None
+        assert grad is not None, segment.names[index]
+        if grad.layout is not torch.strided:
+            raise ConfigError(f"parameter {segment.names[index]!r} has a sparse gradient, which cannot be sharded: use sparse=False")
+        assert segment.grad is not None, segment.key
+        with torch.no_grad():
+            segment.grad.add(index, grad, sync=self.sync, make_room=self.make_room)
+        del grad
+        if id(parameter) not in unit.arrived:
+            unit.arrived.add(id(parameter))
+            unit.pending -= 1
+        if unit.pending <= 0:
+            self._hand_over(unit)
+            if not unit.has_frozen:
+                self._weights.after_backward(unit)
+
+    def make_room(self, num_bytes: int) -> None:
+        """Wait for reduces under way, oldest first, until `num_bytes` fit the budget."""
+        budget = self._weights.budget_bytes
+        if not budget or self._meter.live + num_bytes <= budget:
+            return
+        for unit in reversed(self._trainable):
+            for segment in unit.trainable:
+                assert segment.grad is not None
+                if segment.grad.in_flight:
+                    segment.grad.finish()
+                    if self._meter.live + num_bytes <= budget:
+                        return
+
+    # ------------------------------------------------------------------ a pass
+
+    def _begin(self) -> None:
+        self.collect_dropped()
+        if self.scaled is not None and self.has_gradient and self.scaled != self.scaling:
+            raise StateError("fp16: this backward's loss is scaled otherwise than an earlier one's: call engine.backward(loss) for all")
+        self.scaled = self.scaling
+        self.changed = True
+        self.has_gradient = True
+        self._reduced.clear()
+        self._weights.begin("backward")
+        for unit in self._trainable:
+            unit.arrived.clear()
+            unit.pending = 0
+            for segment in unit.trainable:
+                for parameter in segment.parameters:
+                    parameter.grad = None
+                    unit.pending += parameter.requires_grad
+
+    def _hand_over(self, unit: Unit) -> None:
+        unit.pending = 0
+        for segment in unit.trainable:
+            path = segment.grad
+            assert path is not None
+            if path.cells.grad.is_partial and not self.sync:
+                continue
+            self._reduce(unit, segment)
+        self._transport.progress()
+        if self._transport.one_sided:  # elsewhere what is over must not depend on timing
+            for path in self.paths():
+                path.finish(block=False)
+
+    def _reduce(self, unit: Unit, segment: Segment) -> None:
+        path = segment.grad
+        assert path is not None
+        layout = segment.flat.layout
+        self._digest.fold("reduce", unit.name, dtype_name(path.precision.wire), layout.numel, ordered=False)
+        if self._weights.trace is not None:
+            self._weights.trace("reduce", unit.name)
+        path.reduce(make_room=self.make_room)
+        self._reduced.add(unit.index)
+
+    def _leave(self, task: int) -> None:
+        self._tasks.remove(task)
+        if self._tasks:
+            return
+        for unit in reversed(self._trainable):
+            late = any(segment.grad is not None and segment.grad.has_local for segment in unit.trainable)
+            if late or unit.index not in self._reduced:
+                self._hand_over(unit)
+        for unit in self._weights.units:
+            if unit.in_backward:
+                self._weights.after_backward(unit)
+        self._weights.end_pass()
+        self.seal()
+
+    def flush(self) -> None:
+        """Reduce the partial sums that still rest here (every backward was inside ``no_sync``)."""
+        if any(path.has_local for unit in self._trainable for path in self._paths(unit)):
+            for unit in reversed(self._trainable):
+                for segment in unit.trainable:
+                    self._reduce(unit, segment)
+
+    @staticmethod
+    def _paths(unit: Unit) -> list[GradientPath]:
+        return [segment.grad for segment in unit.trainable if segment.grad is not None]
+
+    # ------------------------------------------------------------------ what the user sees as .grad
+
+    def seal(self) -> None:
+        """Put sealed gradients where autograd or the step has left none."""
+        holds = self.optimizer is None
+        for unit in self._trainable:
+            for segment in unit.trainable:
+                path = segment.grad
+                assert path is not None
+                for index, parameter in enumerate(segment.parameters):
+                    if path.used[index]:
+                        parameter.grad = self._seal_of(segment, index, parameter, path.resting() if holds else None)
+        if self.optimizer is not None:
+            self.optimizer.seal()
+            for unit in self._trainable:
+                for path in self._paths(unit):
+                    if path.flat.window.local.numel():
+                        path.let_go()
+
+    def _seal_of(self, segment: Segment, index: int, parameter: nn.Parameter, holds: object) -> SealedGrad:
+        sealed = self._seals.get(id(parameter))
+        if sealed is None or sealed.dtype is not parameter.dtype:
+            path = segment.grad
+            assert path is not None
+            sealed = SealedGrad(parameter, segment.names[index], None, lambda: path.zero(index))
+            self._seals[id(parameter)] = sealed
+        sealed._holds = holds
+        return sealed
+
+    def collect_dropped(self) -> None:
+        """Forget the gradients that the user has cleared, on the model's side or the optimizer's."""
+        if not self.has_gradient or self._tasks:
+            return
+        cleared = {id(p) for p in self.optimizer.dropped()} if self.optimizer is not None else set()
+        anything = False
+        for unit in self._trainable:
+            for segment in unit.trainable:
+                path = segment.grad
+                assert path is not None
+                gone = [
+                    index
+                    for index, parameter in enumerate(segment.parameters)
+                    if path.used[index] and (parameter.grad is None or id(parameter) in cleared)
+                ]
+                if gone:
+                    path.drop(gone)
+                    for index in gone:
+                        segment.parameters[index].grad = None
+                anything = anything or any(path.used)
+        if not anything:
+            self.forget()
+
+    def forget(self) -> None:
+        """No gradient rests here any more."""
+        self.has_gradient = False
+        self.changed = True
+        self.scaled = None
+        if self.optimizer is not None:
+            self.optimizer.clear()
+
+    def abandon(self) -> None:
+        """After an exception: no backward is running and no gradient rests."""
+        self._tasks.clear()
+        self._reduced.clear()
+        for unit in self._trainable:
+            for path in self._paths(unit):
+                path.abandon()
+            for segment in unit.trainable:
+                for parameter in segment.parameters:
+                    parameter.grad = None
+        self.forget()
+
+    def paths(self) -> Sequence[GradientPath]:
+        """Return every trainable segment's gradient path, in unit order."""
+        return self._all_paths

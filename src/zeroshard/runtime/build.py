@@ -1,0 +1,96 @@
+"""From a model and a policy to units at rest: lay out, take the weights in, let go of the originals.
+
+One unit after another, so that beyond the shards at most one unit exists twice. Segments hold parameters of one dtype and one
+trainability (LoRA's frozen base and its adapters are two segments of one unit). Collective: windows are made on every rank in unit order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zeroshard.buffer import FlatBuffer, Lanes, Meter
+from zeroshard.comm.transport import Transport
+from zeroshard.core.layout import Layout
+from zeroshard.core.policy import Policy
+from zeroshard.core.precision import Precision, dtype_name
+from zeroshard.runtime.cut import UnitPlan
+from zeroshard.runtime.gradients import GradientPath
+from zeroshard.runtime.unit import Segment, Unit, UnitState, memory_stride
+
+__all__ = ["Context", "build_units", "compute_dtype"]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every part of one engine shares."""
+
+    policy: Policy
+    precision: Precision
+    transport: Transport
+    streams: Lanes
+    meter: Meter
+    device: torch.device
+    trains: bool  # an optimizer is there, or will be: masters are kept
+    strict: bool = False
+
+
+def compute_dtype(parameter: torch.Tensor, precision: Precision) -> torch.dtype:
+    """Return the dtype in which `parameter` computes: floating-point ones in the precision's, others in their own."""
+    return precision.compute if parameter.is_floating_point() else parameter.dtype
+
+
+def build_units(plans: Sequence[UnitPlan], context: Context) -> list[Unit]:
+    """Take every planned unit's parameters over; afterwards they rest as the policy says."""
+    units = []
+    for index, plan in enumerate(plans):
+        cells = context.policy.cells(plan.name)
+        groups: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
+        for name, parameter in plan.parameters.items():
+            kind = (compute_dtype(parameter, context.precision), parameter.requires_grad)
+            groups.setdefault(kind, {})[name] = parameter
+        segments = [
+            _build_segment(f"{plan.name}:{dtype_name(dtype)}{'' if trainable else ':frozen'}", members, dtype, trainable, plan.name, context)
+            for (dtype, trainable), members in groups.items()
+        ]
+        modules = {id(module) for _, module in plan.roots} or {id(module) for _, module in plan.owners}
+        unit = Unit(index, plan.name, segments, cells, spans_one_module=len(modules) == 1, strict=context.strict)
+        if cells.weight.is_sharded:
+            unit.state = UnitState.RESTING
+        for segment in segments:
+            segment.detach() if cells.weight.is_sharded else segment.attach()
+            segment.flat.window.publish()
+        units.append(unit)
+    return units
+
+
+def _build_segment(
+    key: str, members: dict[str, nn.Parameter], dtype: torch.dtype, trainable: bool, unit: str, context: Context
+) -> Segment:
+    cells = context.policy.cells(unit)
+    parameters = list(members.values())
+    layout = Layout.build([(name, tuple(p.shape)) for name, p in members.items()], context.transport.size)
+    flat = FlatBuffer(
+        key,
+        layout,
+        [memory_stride(p) for p in parameters],
+        dtype=dtype,
+        device=context.device,
+        transport=context.transport,
+        replicated=not cells.weight.is_sharded,
+        streams=context.streams,
+        meter=context.meter,
+    )
+    segment = Segment(list(members), parameters, flat, context.transport.rank)
+    whole = not cells.optim.is_sharded
+    if trainable:
+        if context.trains:
+            segment.make_master(whole=whole, dtype=context.precision.master)
+        segment.grad = GradientPath(
+            flat, cells, context.precision, transport=context.transport, streams=context.streams, meter=context.meter
+        )
+    segment.store([p.data for p in parameters], whole_master=whole)
+    return segment

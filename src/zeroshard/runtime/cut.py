@@ -1,0 +1,183 @@
+"""Cut a module tree into units: groups of parameters that are gathered together.
+
+Automatic units are the repeated blocks (siblings of one class and one set of parameter shapes, as in a ModuleList of layers), and what is
+left over (embeddings, final norms, heads), packed in definition order. Invariants: every parameter is in exactly one unit, a tied one
+where it is met first; no unit is larger than max(one repeated block, the largest single parameter, 1/8 of the model); the cut depends on
+the module tree alone, so that it is the same on every rank.
+
+What it does not do: it touches no parameter and installs nothing; it reads names, classes, shapes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from zeroshard.errors import ConfigError
+
+__all__ = ["UnitPlan", "UnitSpec", "cut_units", "describe_units", "named_parameters_once"]
+
+UnitSpec = Callable[[str, nn.Module], bool] | Sequence[str | type[nn.Module]]
+
+
+@dataclass
+class UnitPlan:
+    """One unit to be: its parameters, and the modules whose forward needs them."""
+
+    name: str
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # qualified name -> parameter, in definition order
+    roots: list[tuple[str, nn.Module]] = field(default_factory=list)  # modules whose forward spans the unit
+    owners: list[tuple[str, nn.Module]] = field(default_factory=list)  # modules that hold the parameters themselves
+
+    @property
+    def numel(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
+
+def named_parameters_once(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return every parameter under the first of its names, in definition order."""
+    return dict(model.named_parameters(remove_duplicate=True))
+
+
+def cut_units(model: nn.Module, units: UnitSpec | None = None) -> list[UnitPlan]:
+    """Return the units of `model` in definition order; `units` are module classes, qualified names or a callable(name, module) -> bool.
+
+    Raises ConfigError when a name or class in `units` matches nothing, or a chosen module holds no parameter of its own.
+    """
+    parameters = named_parameters_once(model)
+    chosen = _repeated_blocks(model) if units is None else _chosen_blocks(model, units)
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    unassigned = dict.fromkeys(parameters)  # ordered set
+    blocks: dict[str, UnitPlan] = {}
+    for name, module in chosen:
+        plan = UnitPlan(name or "model", roots=[(name, module)])
+        for parameter in module.parameters():
+            own = names[id(parameter)]
+            if own in unassigned:
+                plan.parameters[own] = parameter
+                del unassigned[own]
+        if plan.parameters:
+            blocks[plan.name] = plan
+    limit = max(
+        [plan.numel for plan in blocks.values()]
+        + [parameter.numel() for parameter in parameters.values()]
+        + [sum(parameter.numel() for parameter in parameters.values()) // 8]
+    )
+    plans = _in_order(parameters, blocks, unassigned, limit)
+    _find_owners(model, plans)
+    return plans
+
+
+def describe_units(plans: Iterable[UnitPlan]) -> str:
+    """Return the cut as a table in plain text: unit, number of parameters, elements."""
+    rows = [f"{plan.name:<40} {len(plan.parameters):>5} parameters {plan.numel:>14,} elements" for plan in plans]
+    return "\n".join(rows)
+
+
+def _in_order(
+    parameters: dict[str, nn.Parameter], blocks: dict[str, UnitPlan], unassigned: dict[str, None], limit: int
+) -> list[UnitPlan]:
+    """Merge blocks and packed leftovers into one list, in definition order of their first parameters."""
+    block_of = {name: plan for plan in blocks.values() for name in plan.parameters}
+    plans: list[UnitPlan] = []
+    seen: set[int] = set()
+    rest: UnitPlan | None = None
+    for name, parameter in parameters.items():
+        if name not in unassigned:
+            rest = None
+            block = block_of[name]
+            if id(block) not in seen:
+                seen.add(id(block))
+                plans.append(block)
+            continue
+        if rest is None or rest.numel + parameter.numel() > limit:
+            rest = UnitPlan(name)
+            plans.append(rest)
+        rest.parameters[name] = parameter
+    return plans
+
+
+def _signature(module: nn.Module) -> tuple[object, ...]:
+    shapes = tuple((name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters())
+    return (type(module), shapes)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Find siblings of one class and shape; with submodules if any such exist, else leaf modules (a plain stack of layers)."""
+    total = sum(p.numel() for p in named_parameters_once(model).values())
+    for with_children in (True, False):
+        found: list[tuple[str, nn.Module]] = []
+        _search(model, "", with_children, total // 8, found)
+        if found:
+            return found
+    return []
+
+
+def _search(module: nn.Module, prefix: str, with_children: bool, limit: int, found: list[tuple[str, nn.Module]]) -> bool:
+    """Collect the outermost repeated blocks below `module` that are small enough or hold no smaller ones; return whether there were any."""
+    children = [(name, child) for name, child in module.named_children() if _has_parameters(child)]
+    eligible = [child for _, child in children if bool(next(child.children(), None)) or not with_children]
+    counts = Counter(_signature(child) for child in eligible)
+    any_found = False
+    for name, child in children:
+        path = f"{prefix}{name}"
+        repeated = child in eligible and counts[_signature(child)] >= 2
+        if repeated and sum(p.numel() for p in child.parameters()) <= limit:
+            found.append((path, child))
+            any_found = True
+            continue
+        inner: list[tuple[str, nn.Module]] = []
+        below = _search(child, f"{path}.", with_children, limit, inner)
+        if repeated and (not below or not _worth_descending(child, inner)):
+            found.append((path, child))
+            any_found = True
+        else:
+            found.extend(inner)
+            any_found = any_found or below
+    return any_found
+
+
+def _worth_descending(block: nn.Module, inner: list[tuple[str, nn.Module]]) -> bool:
+    """Whether the repeated blocks inside a large repeated block hold most of it (a stage of layers, not a layer with two heads)."""
+    total = sum(p.numel() for p in block.parameters())
+    return 2 * sum(p.numel() for _, module in inner for p in module.parameters()) > total and len(inner) > 3
+
+
+def _chosen_blocks(model: nn.Module, units: UnitSpec) -> list[tuple[str, nn.Module]]:
+    modules = dict(model.named_modules())
+    if callable(units) and not isinstance(units, type):
+        picked = [name for name, module in modules.items() if units(name, module)]
+    else:
+        wanted: Sequence[str | type[nn.Module]] = [units] if isinstance(units, (str, type)) else units
+        picked = []
+        for want in wanted:
+            if isinstance(want, str):
+                hits = [name for name in modules if name == want]
+            else:
+                hits = [name for name, module in modules.items() if isinstance(module, want)]
+            if not hits:
+                label = want if isinstance(want, str) else want.__name__
+                raise ConfigError(f"units: {label!r} matches no module of {type(model).__name__}; names are those of model.named_modules()")
+            picked += hits
+    # A unit inside another takes its parameters first: innermost blocks are assigned before the ones around them.
+    order = sorted(dict.fromkeys(picked), key=lambda name: -name.count(".") if name else 1)
+    chosen = [(name, modules[name]) for name in order]
+    for name, module in chosen:
+        if not _has_parameters(module):
+            raise ConfigError(f"units: module {name!r} ({type(module).__name__}) holds no parameters, so it cannot be a unit")
+    return chosen
+
+
+def _find_owners(model: nn.Module, plans: list[UnitPlan]) -> None:
+    plan_of = {id(parameter): plan for plan in plans for parameter in plan.parameters.values()}
+    for name, module in model.named_modules():
+        owned = {id(plan_of[id(p)]): plan_of[id(p)] for p in module._parameters.values() if p is not None}
+        for plan in owned.values():
+            plan.owners.append((name, module))

@@ -1,0 +1,395 @@
+"""The engine: one object per sharded model, made by ``zeroshard.shard``.
+
+It holds the parts together and answers the user; the parts do the work:
+
+    hooks.py --> weights.py   (gather, prefetch, release units)       --> unit.py --> buffer.py --> comm/
+             --> backward.py  (gradients, units complete, seals)      --> gradients.py
+    optimizer.step() --> finalize.py (average, agree, clip)           --> then publish
+
+The loop of the design, without overlap: gather, forward, release, gather, backward, release, reduce, accumulate, finalize, step, publish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from zeroshard.core.digest import Digest
+from zeroshard.core.policy import Policy
+from zeroshard.errors import ConfigError, StateError
+from zeroshard.optim.scaler import LossScaler
+from zeroshard.optim.sharded import OwnedPiece, ShardedOptimizer, check_parameters
+from zeroshard.runtime.backward import Backward
+from zeroshard.runtime.build import Context, build_units
+from zeroshard.runtime.cut import UnitPlan
+from zeroshard.runtime.finalize import Finalizer
+from zeroshard.runtime.hooks import Hooks
+from zeroshard.runtime.reports import MemoryReport, TrafficReport
+from zeroshard.runtime.unit import Segment, Unit, UnitState
+from zeroshard.runtime.weights import Weights
+
+__all__ = ["Engine", "digest_of"]
+
+
+class Engine:
+    """A sharded model and its optimizer. Made by :func:`zeroshard.shard`; every method is called on every rank."""
+
+    def __init__(self, module: nn.Module, plans: Sequence[UnitPlan], context: Context, *, prefetch_bytes: int | None) -> None:
+        self.module = module
+        self._context = context
+        self._digest = Digest()
+        self._weights = Weights(
+            build_units(plans, context),
+            streams=context.streams,
+            meter=context.meter,
+            digest=self._digest,
+            prefetch_bytes=prefetch_bytes,
+            ordered=not context.transport.one_sided,
+        )
+        self._backward = Backward(self._weights, meter=context.meter, digest=self._digest, transport=context.transport)
+        self._scaler = LossScaler() if context.precision.needs_loss_scaling else None
+        self._finalizer = Finalizer(self._backward, context.transport, self._digest, self._scaler)
+        self._hooks = Hooks(module, plans, self._weights, self._backward, compute=context.precision.compute)
+        self._hooks.write_back = self._store_unit
+        self._sharded: ShardedOptimizer | None = None
+        self._closed = False
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The user's optimizer, or None where none is attached."""
+        return None if self._sharded is None else self._sharded.optimizer
+
+    @property
+    def policy(self) -> Policy:
+        """The row of the table in force."""
+        return self._context.policy
+
+    @property
+    def loss_scale(self) -> float:
+        """The fp16 loss scale (1.0 in other precisions)."""
+        return 1.0 if self._scaler is None else self._scaler.scale
+
+    @property
+    def steps_skipped(self) -> int:
+        """Steps that were not taken because a gradient was not finite."""
+        return self._finalizer.skipped
+
+    @property
+    def units(self) -> dict[str, int]:
+        """Elements of each unit, in order."""
+        return {unit.name: sum(slot.numel for s in unit.segments for slot in s.flat.layout.slots) for unit in self._weights.units}
+
+    def __repr__(self) -> str:
+        transport = self._context.transport
+        return (
+            f"Engine({type(self.module).__name__}, policy={self.policy.name}, {self._context.precision.describe()}, units={len(self.units)}, "
+            f"rank {transport.rank} of {transport.size} over {transport.name})"
+        )
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Shard `optimizer`, built from ``model.parameters()``, in place.
+
+        After ``shard(model)`` without one, bf16 and fp16 masters start from the weights as they are in that precision; give the optimizer
+        to ``shard()`` to keep the fp32 numbers. Raises ConfigError for parameters of another model, missing ones, or a step that is not
+        elementwise.
+        """
+        self._check_open()
+        if self._sharded is not None:
+            raise ConfigError("an optimizer is attached already: one engine has one optimizer; use param groups, or shard a second model")
+        names = {id(p): name for unit in self._weights.units for s in unit.trainable for name, p in zip(s.names, s.parameters, strict=True)}
+        check_parameters(optimizer, names)
+        pieces: dict[int, list[OwnedPiece]] = {}
+        for unit in self._weights.units:
+            whole = not unit.cells.optim.is_sharded
+            for segment in unit.trainable:
+                if segment.master is None:
+                    segment.make_master(whole=whole, dtype=self._context.precision.master)
+                for piece in self._owned(segment, whole):
+                    pieces.setdefault(id(piece.parameter), []).append(piece)
+        sharded = ShardedOptimizer(optimizer, self, rank=self._context.transport.rank, world=self._context.transport.size)
+        sharded.attach(pieces, self._context.device)
+        self._sharded = sharded
+        self._backward.optimizer = sharded
+
+    def _owned(self, segment: Segment, whole: bool) -> list[OwnedPiece]:
+        path, master = segment.grad, segment.master
+        assert path is not None and master is not None
+        out = []
+        for piece in segment.owned_pieces(whole=whole):
+            span = slice(piece.shard_start, piece.shard_stop)
+            tensor = nn.Parameter(master[span])
+
+            def grad(index: int = piece.index, span: slice = span) -> torch.Tensor | None:
+                resting = path.resting()
+                return resting.tensor[span] if resting is not None and path.used[index] else None
+
+            out.append(OwnedPiece(piece.name, segment.parameters[piece.index], piece, tensor, grad, path.resting))
+        return out
+
+    # ------------------------------------------------------------------ a step
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the backward of `loss` (0-d); in fp16 of the scaled loss."""
+        self._check_open()
+        self._backward.scaling = self._scaler is not None
+        try:
+            (loss.float() * self._scaler.scale if self._scaler is not None else loss).backward()  # type: ignore[no-untyped-call]
+        finally:
+            self._backward.scaling = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Say that more micro-batches follow before the step: gradients rest where the policy's cell says meanwhile."""
+        before, self._backward.sync = self._backward.sync, False
+        try:
+            yield
+        finally:
+            self._backward.sync = before
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients so that their 2-norm over all ranks is at most `max_norm`.
+
+        Returns the norm before, a 0-d fp32 tensor, the same number on every rank and in every row. Raises StateError without a gradient.
+        """
+        self._check_open()
+        return self._finalizer.clip(float(max_norm))
+
+    def before_step(self) -> bool:
+        """Called by the optimizer's step hook: agree on the gradients, wait until every rank is done reading the weights."""
+        result = self._finalizer.finalize()
+        for unit in self._weights.units:
+            if unit.state is UnitState.GATHERING:
+                self._weights.discard(unit)
+        self._context.transport.begin_write()
+        return result.finite
+
+    def after_step(self) -> None:
+        """Called by the optimizer's step hook: publish what was stepped."""
+        streams = self._context.streams
+        with torch.no_grad():
+            for unit in self._weights.units:
+                for segment in unit.trainable:
+                    streams.write(segment.key)
+                    segment.publish(whole_master=not unit.cells.optim.is_sharded)
+        self._weights.invalidate()
+        self._finalizer.after_step()
+
+    def zero_gradient(self, parameter: nn.Parameter) -> None:
+        """Called through a sealed gradient's ``zero_()``."""
+        segment, index = self._find(parameter)
+        assert segment.grad is not None
+        segment.grad.zero(index)
+
+    # ------------------------------------------------------------------ parameters and gradients, whole
+
+    @contextmanager
+    def gathered(self, params: Iterable[nn.Parameter] | nn.Parameter | None = None, *, writeback: bool = False) -> Iterator[None]:
+        """Hold full parameters (default: all) readable inside the context, collectively.
+
+        With `writeback`, edits inside are kept: those of rank 0, or the same on every rank; others raise StateError at the end. Edits
+        without it are lost and raise where they are seen.
+        """
+        self._check_open()
+        units = self._units_of(params)
+        saved, self._hooks.may_save = self._hooks.may_save, True
+        try:
+            for unit in units:
+                unit.depth += 1
+                self._weights.need(unit, "forward")
+            if not writeback:
+                yield
+                return
+            with ExitStack() as stack:
+                copies = [stack.enter_context(unit.writable()) for unit in units]
+                before = [_digests(tensors) for tensors in copies]
+                yield
+                self._keep_edits(units, copies, before)
+            for unit, tensors in zip(units, copies, strict=True):
+                self._store_unit(unit, tensors, refresh=False)
+            self._refresh(units)
+        finally:
+            self._hooks.may_save = saved
+            for unit in units:
+                unit.depth -= 1
+                if unit.depth == 0 and unit.state is UnitState.FULL and unit.cells.weight.is_sharded and not unit.in_backward:
+                    self._weights.release(unit)
+
+    def _keep_edits(self, units: Sequence[Unit], copies: list[list[torch.Tensor]], before: list[list[str]]) -> None:
+        """Bring rank 0's edits to every rank; raise when another rank made edits of its own."""
+        transport = self._context.transport
+        after = [_digests(tensors) for tensors in copies]
+        answers = [answer.decode().split(",") for answer in transport.exchange(",".join(d for row in after for d in row).encode())]
+        changed = transport.exchange(bytes(a != b for x, y in zip(after, before, strict=True) for a, b in zip(x, y, strict=True)))
+        position = 0
+        for unit, tensors in zip(units, copies, strict=True):
+            for tensor in tensors:
+                mine = {rank: answer[position] for rank, answer in enumerate(answers)}
+                rivals = [rank for rank in mine if changed[rank][position] and mine[rank] != mine[0]]
+                if rivals:
+                    raise StateError(f"unit {unit.name!r} was edited differently on ranks 0 and {rivals}: edit on rank 0 alone, or the same on every rank")
+                if len(set(mine.values())) > 1:
+                    transport.broadcast(tensor, 0)
+                position += 1
+
+    def _store_unit(self, unit: Unit, copies: list[torch.Tensor], *, refresh: bool = True) -> None:
+        """Write edited copies into the weights at rest and the masters, on every rank."""
+        self._context.transport.begin_write()
+        for segment, copy in zip(unit.segments, copies, strict=True):
+            segment.store(segment.flat.views_of(copy), whole_master=not unit.cells.optim.is_sharded)
+            segment.flat.window.publish()
+        if refresh:
+            self._refresh([unit])
+
+    def _refresh(self, units: Sequence[Unit]) -> None:
+        """Weights have been written: what is gathered now is gathered anew, and older forwards cannot run backward."""
+        self._weights.epoch += 1
+        for unit in units:
+            if unit.state is UnitState.FULL and unit.cells.weight.is_sharded:
+                self._weights.release(unit)
+                if unit.depth:
+                    self._weights.need(unit, "forward")
+
+    def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, torch.Tensor]:
+        """Return the model's whole ``state_dict()`` on CPU, streamed a unit at a time; empty on other ranks unless `rank0_only` is False."""
+        self._check_open()
+        keep = not rank0_only or self._context.transport.rank == 0
+        values: dict[int, torch.Tensor] = {}
+        for unit in self._weights.units:
+            with self.gathered([p for s in unit.segments for p in s.parameters]):
+                if keep:
+                    for segment in unit.segments:
+                        for parameter in segment.parameters:
+                            values[id(parameter)] = parameter.detach().to("cpu", copy=True)
+        if not keep:
+            return {}
+        out: dict[str, torch.Tensor] = {}
+        for prefix, module in self.module.named_modules(remove_duplicate=False):
+            dot = f"{prefix}." if prefix else ""
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    out[dot + name] = values[id(parameter)]
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    out[dot + name] = buffer.detach().to("cpu", copy=True)
+        return out
+
+    def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Return the averaged gradient of `param` [its shape] on every rank, or None where no rank used it. Collective."""
+        self._check_open()
+        segment, index = self._find(param)
+        path = segment.grad
+        if path is None:
+            return None
+        self._finalizer.finalize()
+        if not path.used[index]:
+            return None
+        flat = segment.flat
+        resting = path.resting()
+        local = resting.tensor if resting is not None else torch.zeros_like(flat.window.local, dtype=path.precision.accumulate)
+        if path.sums_are_replicated:
+            whole = local
+        else:
+            whole = torch.empty(flat.layout.numel, dtype=local.dtype, device=local.device)
+            self._context.transport.all_gather(f"{segment.key}.full_grad", local, flat.layout.ranges, whole).wait()
+        return flat.views_of(whole)[index].clone()
+
+    # ------------------------------------------------------------------ reports
+
+    def memory(self) -> MemoryReport:
+        """Return the bytes of this rank at rest by state, in use beyond that now, and the peak of the latter."""
+        self._backward.collect_dropped()
+        at_rest = dict.fromkeys(("weight", "master", "grad", "optimizer"), 0)
+        for unit in self._weights.units:
+            for segment in unit.segments:
+                at_rest["weight"] += segment.flat.rest_bytes
+                if segment.master is not None and not segment.master_is_weight:
+                    at_rest["master"] += segment.master.numel() * segment.master.element_size()
+                if segment.grad is not None:
+                    at_rest["grad"] += segment.grad.rest_bytes
+        if self._sharded is not None:
+            at_rest["optimizer"] = self._sharded.state_bytes()
+        cells = self.policy.default
+        tiers = {"weight": cells.weight, "master": cells.optim, "grad": cells.grad, "optimizer": cells.optim}
+        meter = self._context.meter
+        return MemoryReport(at_rest, meter.live, meter.peak, {name: cell.tier.value for name, cell in tiers.items()})
+
+    def traffic(self) -> TrafficReport:
+        """Return the payload bytes and calls per collective since `reset_traffic`."""
+        counted = self._context.transport.traffic
+        by_operation: dict[str, int] = {}
+        by_link: dict[str, int] = {}
+        calls: dict[str, int] = {}
+        for (operation, link), num_bytes in counted.bytes.items():
+            by_operation[operation] = by_operation.get(operation, 0) + num_bytes
+            by_link[link] = by_link.get(link, 0) + num_bytes
+            calls[operation] = calls.get(operation, 0) + counted.calls[operation, link]
+        return TrafficReport(by_operation, calls, by_link)
+
+    def reset_traffic(self) -> None:
+        """Count payload from zero."""
+        self._context.transport.traffic.reset()
+
+    # ------------------------------------------------------------------ recovery and the end
+
+    def reset(self) -> None:
+        """After an exception in forward or backward, on every rank: units at rest, no gradient, ready for the next forward."""
+        self._check_open()
+        self._context.transport.abandon()
+        self._weights.abandon()
+        self._backward.abandon()
+        self._finalizer.abandon()
+
+    def close(self) -> None:
+        """Gather everything, take the hooks off and give back a plain module and optimizer (without its state). Collective."""
+        if self._closed:
+            return
+        self._backward.abandon()
+        for unit in self._weights.units:
+            self._weights.need(unit, "forward")
+            for segment in unit.segments:
+                for parameter in segment.parameters:
+                    parameter.data = parameter.data.clone()
+                    parameter.grad = None
+        self._hooks.remove()
+        if self._sharded is not None:
+            self._sharded.detach()
+        self._context.transport.begin_write()
+        self._context.transport.close()
+        self._closed = True
+
+    # ------------------------------------------------------------------ helpers
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("this engine is closed: the module is plain again; call zeroshard.shard() for a new one")
+
+    def _find(self, parameter: nn.Parameter) -> tuple[Segment, int]:
+        for unit in self._weights.units:
+            for segment in unit.segments:
+                for index, other in enumerate(segment.parameters):
+                    if other is parameter:
+                        return segment, index
+        raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} is not one of this model's")
+
+    def _units_of(self, params: Iterable[nn.Parameter] | nn.Parameter | None) -> list[Unit]:
+        if params is None:
+            return list(self._weights.units)
+        wanted = {id(p) for p in ([params] if isinstance(params, nn.Parameter) else params)}
+        return [unit for unit in self._weights.units if any(id(p) in wanted for s in unit.segments for p in s.parameters)]
+
+
+def _digests(tensors: Sequence[torch.Tensor]) -> list[str]:
+    return [digest_of(tensor) for tensor in tensors]
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Return a 64-bit digest of `tensor`'s bytes, as hexadecimal text."""
+    data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_64_hexdigest(data)

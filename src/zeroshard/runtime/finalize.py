@@ -1,0 +1,178 @@
+"""From resting sums to averaged gradients, agreed between the ranks: what stands between the last backward and the optimizer's step.
+
+    wait for the reduces . gather the sums (rows that step everything everywhere) . divide . exchange once: digest, used parameters, overflow
+
+ZeRO, section 5.2, leaves the norm to a reduction over partitions; here every rank sends the fp64 sums of squares of its pieces and all add
+them in rank order, so that the result is the same number on every rank and in every row. Division by the number of ranks comes after the
+sum. A step with a number that is not finite is skipped on every rank, its masters and moments untouched.
+
+Invariant: idempotent until the next backward. Cost: one small exchange per step, one more for a norm.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeroshard.comm.transport import Transport
+from zeroshard.core.digest import Digest, first_difference
+from zeroshard.errors import PlanMismatch, StateError
+from zeroshard.optim.scaler import LossScaler
+from zeroshard.runtime.backward import Backward
+
+__all__ = ["Finalized", "Finalizer"]
+
+_log = logging.getLogger("zeroshard")
+_HEAD = struct.Struct("<QBB")  # digest, anything used, overflow
+
+
+@dataclass(frozen=True)
+class Finalized:
+    """What the ranks agreed on."""
+
+    finite: bool
+
+
+class Finalizer:
+    """Turns resting sums into averaged gradients, once per step."""
+
+    def __init__(self, backward: Backward, transport: Transport, digest: Digest, scaler: LossScaler | None, *, bad_steps: int = 3) -> None:
+        self.skipped = 0  # steps skipped since the beginning
+        self._backward = backward
+        self._transport = transport
+        self._digest = digest
+        self._scaler = scaler
+        self._bad_steps = bad_steps
+        self._bad_in_a_row = 0
+        self._result: Finalized | None = None
+
+    def finalize(self) -> Finalized:
+        """Return with every resting gradient averaged and agreed upon.
+
+        Raises StateError when no rank has a gradient, PlanMismatch when the ranks did different things, and StateError naming a parameter
+        after three steps in a row without finite gradients (not with fp16, whose scale is still falling).
+        """
+        backward = self._backward
+        backward.collect_dropped()
+        if self._result is not None and not backward.changed:
+            return self._result
+        backward.flush()
+        scale = self._loss_scale()
+        bad: str | None = None
+        paths = backward.paths()
+        for path in paths:
+            path.finish()
+            path.gather_sums()
+        for path in paths:
+            if not path.average(scale):
+                bad = bad or path.key
+        finite = self._agree(bad)
+        backward.changed = False
+        self._result = Finalized(finite)
+        return self._result
+
+    def _loss_scale(self) -> float:
+        if self._scaler is None or not self._backward.has_gradient:
+            return 1.0
+        if not self._backward.scaled:
+            raise StateError("precision 'fp16' needs a scaled loss: call engine.backward(loss) instead of loss.backward()")
+        return self._scaler.scale
+
+    def _agree(self, bad: str | None) -> bool:
+        """Compare digests, unite the used parameters, and return whether every rank's gradients are finite."""
+        paths = self._backward.paths()
+        mine = [flag for path in paths for flag in path.used]
+        bits = sum(1 << index for index, flag in enumerate(mine) if flag)
+        width = (len(mine) + 7) // 8
+        digest = self._digest.value()
+        payload = _HEAD.pack(digest, bits != 0, bad is not None) + bits.to_bytes(width, "little") + (bad or "").encode()
+        answers = self._transport.exchange(payload)
+        heads = [_HEAD.unpack_from(answer) for answer in answers]
+        if len({head[0] for head in heads}) > 1:
+            self._refuse()
+        if not any(head[1] for head in heads):
+            raise StateError("optimizer.step() without a gradient on any rank: call loss.backward() first (and zero_grad() before it, not after)")
+        united = 0
+        for answer in answers:
+            united |= int.from_bytes(answer[_HEAD.size : _HEAD.size + width], "little")
+        position = 0
+        for path in paths:
+            for index in range(len(path.used)):
+                path.used[index] = bool(united >> position & 1)
+                position += 1
+        culprits = [answer[_HEAD.size + width :].decode() for answer, head in zip(answers, heads, strict=True) if head[2]]
+        self._count_bad(culprits)
+        return not culprits
+
+    def _refuse(self) -> None:
+        logs = [answer.decode().split("\n") for answer in self._transport.exchange("\n".join(self._digest.log()).encode())]
+        position, entries = first_difference(logs)
+        shown = "; ".join(f"rank {rank}: {entry}" for rank, entry in enumerate(entries))
+        raise PlanMismatch(
+            f"the ranks did different things in step {self._digest.step}; the first difference is collective {position}: {shown}. Units "
+            "must run on every rank in the same order, as often, and in the same no_sync() contexts"
+        )
+
+    def _count_bad(self, culprits: Sequence[str]) -> None:
+        if not culprits:
+            self._bad_in_a_row = 0
+            return
+        self.skipped += 1
+        self._bad_in_a_row += 1
+        name = self._name_bad() or culprits[0]
+        if self._scaler is None:
+            if self._transport.rank == 0:
+                _log.warning("step %d skipped: the gradient of %s is not finite", self._digest.step, name)
+            if self._bad_in_a_row >= self._bad_steps:
+                raise StateError(
+                    f"{self._bad_in_a_row} steps in a row had gradients that are not finite, first in parameter {name!r}: lower the learning "
+                    "rate, clip with engine.clip_grad_norm_(), or look for a division by zero in the model"
+                )
+
+    def _name_bad(self) -> str | None:
+        """Return the first parameter whose averaged gradient is not finite on any rank (collective; only after a bad step)."""
+        own = ""
+        for path in self._backward.paths():
+            bad = path.first_bad()
+            if bad is not None:
+                own = bad
+                break
+        answers = [answer.decode() for answer in self._transport.exchange(own.encode())]
+        return next((answer for answer in answers if answer), None)
+
+    def norm(self) -> torch.Tensor:
+        """Return the 2-norm of the averaged gradient over all parameters, 0-d fp32, the same number on every rank."""
+        self.finalize()
+        local = [path.squares() for path in self._backward.paths()]
+        if local and len(local[0]) == self._transport.size and self._transport.size > 1:
+            sums = [sum(column) for column in zip(*local, strict=True)]  # every rank holds all sums
+        else:
+            own = sum((values[0] for values in local), 0.0)
+            sums = [struct.unpack("<d", answer)[0] for answer in self._transport.exchange(struct.pack("<d", own))]
+        return torch.tensor(sum(sums), dtype=torch.float64).sqrt().to(torch.float32)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Scale the averaged gradient so that its norm is at most `max_norm`; return the norm before, as torch's clip does."""
+        total = self.norm()
+        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        if float(coefficient) < 1.0:
+            for path in self._backward.paths():
+                path.scale(float(coefficient))
+        return total
+
+    def after_step(self) -> None:
+        """The step is taken or skipped: start the next one."""
+        if self._scaler is not None and self._result is not None:
+            self._scaler.update(not self._result.finite)
+        self._digest.advance()
+        self._result = None
+        self._backward.changed = False
+
+    def abandon(self) -> None:
+        """After an exception: nothing is agreed."""
+        self._result = None
+        self._digest.advance()

@@ -1,0 +1,347 @@
+"""The way of a gradient: from autograd into the segment's buffer, over the wire, into the resting gradient.
+
+    param.grad --copy--> buffer (wire dtype) --reduce--> resting (+=)             cells.grad sharded, or outside no_sync
+    param.grad --add---> partial (accumulate dtype) ... --cast--> buffer --reduce--> resting     cells.grad partial, inside no_sync
+
+The resting gradient is a *sum* over ranks and micro-batches until ``average`` divides it, once, after the sum. Invariants: the bytes of a
+buffer are handed to the transport whole (parameters without a gradient and padding are zeros); the reduces of one segment complete in
+order. Cost: one copy of each gradient, and ``numel * wire (N-1)/N`` bytes on the wire per reduce.
+
+What it does not do: it does not know when a backward ends or who reads the result (runtime/engine.py), nor what a module is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from zeroshard.buffer import FlatBuffer, Flight, Lanes, Meter, empty_pages
+from zeroshard.comm.transport import GradBuffer, Transport
+from zeroshard.core.policy import Cells
+from zeroshard.core.precision import Precision
+
+__all__ = ["GradientPath", "Resting"]
+
+_CHUNK = 1 << 16  # elements; two chunks of fp32 stay in a core's own cache
+
+
+class Resting:
+    """A resting gradient; alive as long as a sealed gradient (or a reduce under way) holds it."""
+
+    __slots__ = ("__weakref__", "divided_by", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.divided_by = 0.0  # the ranks and the loss scale, once averaged; 0 while it is a sum
+
+
+class GradientPath:
+    """The gradients of one trainable segment."""
+
+    def __init__(
+        self, flat: FlatBuffer, cells: Cells, precision: Precision, *, transport: Transport, streams: Lanes, meter: Meter
+    ) -> None:
+        self.flat = flat
+        self.cells = cells
+        self.precision = precision
+        self.used = [False] * len(flat.layout.slots)  # has a gradient since the last drop
+        self._transport = transport
+        self._streams = streams
+        self._meter = meter
+        self._buffer: GradBuffer | None = None
+        self._views: list[torch.Tensor] = []
+        self._seen = [False] * len(self.used)
+        self._partial: torch.Tensor | None = None
+        self._partial_seen = [False] * len(self.used)
+        self._flight: Flight | None = None
+        self._flight_bytes = 0
+        self._held: Resting | None = None
+        self._resting: weakref.ref[Resting] | None = None
+        low, high = flat.layout.ranges[transport.rank]
+        self._direct = transport.size == 1 and precision.wire is precision.accumulate  # nothing to sum: the buffer is the resting gradient
+        self._own = slice(low, high) if self.sums_are_replicated else slice(0, high - low)
+
+    @property
+    def key(self) -> str:
+        return self.flat.key
+
+    @property
+    def sums_are_replicated(self) -> bool:
+        """Whether every rank steps every parameter, and so needs the whole sum."""
+        return not self.cells.optim.is_sharded
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.flat.layout.numel * self.precision.wire.itemsize
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes of the gradient at rest now, partial sums included."""
+        resting = self.resting()
+        held = [t for t in (self._partial, None if resting is None else resting.tensor) if t is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    @property
+    def in_flight(self) -> bool:
+        return self._flight is not None
+
+    def add(self, index: int, grad: torch.Tensor, *, sync: bool, make_room: Callable[[int], None]) -> None:
+        """Take in the gradient of parameter `index`; `make_room(num_bytes)` is called before a buffer is borrowed."""
+        self.used[index] = True
+        if self._partial is not None or (self.cells.grad.is_partial and not sync):
+            self._add_partial(index, grad)
+            return
+        if self._buffer is None:
+            self._borrow(make_room)
+        view = self._views[index]
+        if self._seen[index]:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            self._seen[index] = True
+
+    def _borrow(self, make_room: Callable[[int], None]) -> None:
+        flat = self.flat
+        if self._direct and self.resting() is None:
+            self._buffer = GradBuffer(self._open_resting()[0].tensor)
+            self._views = flat.views_of(self._buffer.data)
+            return
+        make_room(self.buffer_bytes)
+        self._buffer = self._transport.grad_buffer(self.key, flat.layout.numel, self.precision.wire, flat.full.device)
+        self._meter.add(self.buffer_bytes)
+        self._streams.alloc(f"{self.key}.grad")
+        self._views = flat.views_of(self._buffer.data)
+
+    def _add_partial(self, index: int, grad: torch.Tensor) -> None:
+        if self._partial is None:
+            self._partial = empty_pages(self.flat.layout.numel, self.precision.accumulate, self.flat.full.device)
+        view = self.flat.views_of(self._partial)[index]
+        if self._partial_seen[index]:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            self._partial_seen[index] = True
+
+    @property
+    def has_local(self) -> bool:
+        """Whether gradients are here that no reduce has taken yet."""
+        return self._buffer is not None or self._partial is not None
+
+    def reduce(self, *, make_room: Callable[[int], None]) -> None:
+        """Hand what is here to the transport (nothing here: contribute zeros); the sum is added to the resting gradient."""
+        self.finish()
+        if self._partial is not None:
+            if self._buffer is None:
+                self._borrow(make_room)
+            partial = self.flat.views_of(self._partial)
+            for index, seen in enumerate(self._partial_seen):
+                if seen:
+                    self._views[index].copy_(partial[index])
+                    self._seen[index] = True
+            self._partial, self._partial_seen = None, [False] * len(self.used)
+        self._zero_unseen()
+        resting, fresh = self._open_resting()
+        if self._buffer is not None and self._buffer.data is resting.tensor:
+            self._end_round()
+            return
+        if resting.divided_by:  # no zero_grad() since the last step: more is added to that average
+            resting.tensor[self._own].mul_(resting.divided_by)
+            resting.divided_by = 0.0
+        self._streams.fork("reduce")
+        with self._streams.on("reduce"):
+            if self._buffer is not None:
+                self._streams.read(f"{self.key}.grad")
+            self._streams.write(f"{self.key}.resting")
+            work = self._transport.reduce(
+                self.key,
+                self._buffer,
+                self.flat.layout.ranges,
+                resting.tensor[self._own],
+                wire_dtype=self.precision.wire,
+                accumulate=not fresh,
+            )
+            if self.flat.full.device.type != "cpu":
+                work.wait()  # enqueues
+            event = self._streams.mark("reduce")
+        self._flight = Flight(work, self._streams, event)
+        self._flight_bytes = 0 if self._buffer is None else self.buffer_bytes
+        self._end_round()
+
+    def _end_round(self) -> None:
+        self._buffer, self._views = None, []
+        self._seen = [False] * len(self.used)
+
+    def _zero_unseen(self) -> None:
+        if self._buffer is None:
+            return
+        end = 0
+        for slot, seen in zip(self.flat.layout.slots, self._seen, strict=True):
+            if seen:
+                if slot.offset > end:
+                    self._buffer.data[end : slot.offset].zero_()
+                end = slot.stop
+        if end < self.flat.layout.numel:
+            self._buffer.data[end:].zero_()
+        self._streams.write(f"{self.key}.grad")
+
+    def _open_resting(self) -> tuple[Resting, bool]:
+        """Return the resting gradient, held by us until `seal`, and whether it was made just now."""
+        resting = self.resting()
+        if resting is not None:
+            self._held = resting
+            return resting, False
+        layout = self.flat.layout
+        numel = layout.numel if self.sums_are_replicated else layout.shares[self._transport.rank]
+        self._streams.alloc(f"{self.key}.resting")
+        self._held = Resting(empty_pages(numel, self.precision.accumulate, self.flat.full.device))
+        self._resting = weakref.ref(self._held)
+        return self._held, True
+
+    def finish(self, *, block: bool = True) -> None:
+        """Wait for the reduce under way (or only take note that it is over); its buffer is free again."""
+        if self._flight is None or not (block or self._flight.done()):
+            return
+        self._flight.wait()
+        self._flight = None
+        if self._flight_bytes:
+            self._streams.free(f"{self.key}.grad")
+            self._meter.remove(self._flight_bytes)
+            self._flight_bytes = 0
+
+    def gather_sums(self) -> None:
+        """Where every rank steps everything: bring the other ranks' slices of the sum here."""
+        resting = self.resting()
+        if not self.sums_are_replicated or resting is None or self._transport.size == 1:
+            return
+        assert self._flight is None, self.key  # so the reduce lane's own order is enough: nothing on compute has touched the sum
+        with self._streams.on("reduce"):
+            self._streams.write(f"{self.key}.resting")
+            work = self._transport.all_gather(self.key, resting.tensor[self._own], self.flat.layout.ranges, resting.tensor)
+            if self.flat.full.device.type != "cpu":
+                work.wait()
+            event = self._streams.mark("reduce")
+        Flight(work, self._streams, event).wait()
+
+    def resting(self) -> Resting | None:
+        """Return the resting gradient, if one is alive."""
+        return self._held if self._held is not None else (self._resting() if self._resting is not None else None)
+
+    def let_go(self) -> Resting | None:
+        """Stop holding the resting gradient (its sealed gradients do) and return it."""
+        held, self._held = self.resting(), None
+        return held
+
+    def drop(self, indices: Sequence[int]) -> None:
+        """Forget the gradients of parameters `indices`: the user zeroed them."""
+        self.finish()
+        for index in indices:
+            self.used[index] = False
+            self._partial_seen[index] = False
+        if not any(self.used):
+            self._partial, self._held, self._resting = None, None, None
+            return
+        resting = self.resting()
+        if resting is not None:
+            gone = set(indices)
+            for start, stop in self._owned_spans(gone):
+                resting.tensor[start:stop].zero_()
+
+    def zero(self, index: int) -> None:
+        """Set the gradient of parameter `index` to zero, keeping it (``zero_grad(set_to_none=False)``)."""
+        self.finish()
+        if self._partial is not None and self._partial_seen[index]:
+            self.flat.views_of(self._partial)[index].zero_()
+        resting = self.resting()
+        if resting is not None:
+            for start, stop in self._owned_spans({index}):
+                resting.tensor[start:stop].zero_()
+
+    def _owned_spans(self, indices: set[int]) -> list[tuple[int, int]]:
+        layout = self.flat.layout
+        span = (0, layout.numel) if self.sums_are_replicated else layout.ranges[self._transport.rank]
+        return [(p.shard_start, p.shard_stop) for p in layout.pieces_in(span) if p.index in indices]
+
+    def average(self, loss_scale: float) -> bool:
+        """Divide the sum by the number of ranks and by `loss_scale` (a power of two); return whether every number is finite."""
+        resting = self.resting()
+        if resting is None:
+            return True
+        self._streams.read(f"{self.key}.resting")
+        divisor = 1.0 if resting.divided_by else self._transport.size * loss_scale
+        total = torch.zeros((), dtype=torch.float32, device=resting.tensor.device)
+        chunks = _chunks(resting.tensor)
+        for chunk in chunks:
+            if divisor != 1.0:
+                chunk.div_(divisor)
+            total += chunk.sum(dtype=torch.float32)
+        resting.divided_by = resting.divided_by or divisor
+        if bool(torch.isfinite(total)):
+            return True
+        return all(bool(torch.isfinite(chunk).all()) for chunk in chunks)  # the sum itself may have overflowed
+
+    def first_bad(self) -> str | None:
+        """Return the name of the first parameter here whose averaged gradient is not finite."""
+        resting = self.resting()
+        if resting is None:
+            return None
+        layout = self.flat.layout
+        span = (0, layout.numel) if self.sums_are_replicated else layout.ranges[self._transport.rank]
+        for piece in layout.pieces_in(span):
+            if not bool(torch.isfinite(resting.tensor[piece.shard_start : piece.shard_stop]).all()):
+                return piece.name
+        return None
+
+    def squares(self) -> list[float]:
+        """Return, per rank whose pieces are here, the sum of squares of the averaged gradient in fp64, in rank order."""
+        resting = self.resting()
+        layout = self.flat.layout
+        ranks = range(layout.num_shards) if self.sums_are_replicated else (self._transport.rank,)
+        out = []
+        for rank in ranks:
+            base = layout.ranges[rank][0] if self.sums_are_replicated else 0
+            total = 0.0
+            if resting is not None:
+                for piece in layout.pieces(rank):
+                    total += _squares(resting.tensor[base + piece.shard_start : base + piece.shard_stop])
+            out.append(total)
+        return out
+
+    def scale(self, factor: float) -> None:
+        """Multiply the averaged gradient by `factor`."""
+        resting = self.resting()
+        if resting is not None:
+            resting.tensor.mul_(factor)
+
+    def abandon(self) -> None:
+        """After an exception: no gradient at all. The transport has forgotten what was under way."""
+        resting = self.resting()
+        if self._buffer is not None and (resting is None or self._buffer.data is not resting.tensor):
+            self._transport.return_buffer(self._buffer)
+            self._meter.remove(self.buffer_bytes)
+        if self._flight_bytes:
+            self._meter.remove(self._flight_bytes)
+        self._buffer, self._views, self._flight, self._flight_bytes = None, [], None, 0
+        self._partial, self._held, self._resting = None, None, None
+        self._seen = [False] * len(self.used)
+        self._partial_seen = [False] * len(self.used)
+        self.used = [False] * len(self.used)
+
+
+def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cut `tensor` for cache-sized passes on CPU; other devices take it whole."""
+    return torch.split(tensor, _CHUNK) if tensor.device.type == "cpu" else (tensor,)
+
+
+def _squares(tensor: torch.Tensor) -> float:
+    """Return the sum of squares in fp64, a chunk at a time (the conversion stays in cache)."""
+    if tensor.device.type != "cpu":
+        return float(torch.linalg.vector_norm(tensor, dtype=torch.float64) ** 2)
+    total = 0.0
+    scratch = torch.empty(min(_CHUNK, tensor.numel()), dtype=torch.float64)
+    for chunk in _chunks(tensor):
+        wide = scratch[: chunk.numel()]
+        wide.copy_(chunk)
+        total += float(torch.dot(wide, wide))
+    return total

@@ -1,0 +1,228 @@
+"""Everything that is hung on the user's modules and tensors, in one file, and taken off again by ``remove``.
+
+    module.forward  pre: gather the unit(s) whose parameters it needs      post: hook the outputs, release
+    output tensor   grad: gather for backward                              input tensors  grad: the unit's backward is over
+    parameter       after its gradient is accumulated: take it
+    module          state_dict: refuse released weights; load_state_dict: gather, then write back; deepcopy, pickle: refused
+
+Each module that holds parameters itself is hooked, and each module that spans a unit. So a submodule called directly gathers its unit,
+and a gradient that enters a unit by a side door (an auxiliary loss on an inner output) still finds the weights there.
+
+Nothing of torch is patched. The hooks hold the engine's parts, the user's tensors hold nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.errors import ConfigError, StateError
+from zeroshard.runtime.backward import Backward
+from zeroshard.runtime.cut import UnitPlan
+from zeroshard.runtime.unit import Segment, Unit, UnitState
+from zeroshard.runtime.weights import Weights
+
+__all__ = ["Hooks", "tensors_in"]
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor in `value`: a tensor, or nested lists, tuples, dicts (Transformers' outputs among them), dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from tensors_in(getattr(value, name, None))
+
+
+class Hooks:
+    """The hooks of one engine."""
+
+    def __init__(self, model: nn.Module, plans: Sequence[UnitPlan], weights: Weights, backward: Backward, *, compute: torch.dtype) -> None:
+        self.model = model
+        self.may_save = False  # inside gathered(): state_dict() gives full tensors
+        self.write_back: Callable[[Unit, list[torch.Tensor]], None] | None = None  # set by the engine: store what load_state_dict wrote
+        self._weights = weights
+        self._backward = backward
+        self._compute = compute
+        self._handles: list[Any] = []
+        self._loads: dict[int, list[Any]] = {}  # load_state_dict under way: per unit its context, its copies, modules still to load
+        spans = [(module, unit) for plan, unit in zip(plans, weights.units, strict=True) for _, module in plan.roots]
+        owners = [(module, unit) for plan, unit in zip(plans, weights.units, strict=True) for _, module in plan.owners]
+        needed: dict[int, tuple[nn.Module, list[Unit]]] = {}
+        for module, unit in spans + owners:
+            units = needed.setdefault(id(module), (module, []))[1]
+            if unit not in units:
+                units.append(unit)
+        self._install_root(model)
+        for module, units in needed.values():
+            ends = [unit for unit in units if any(module is root and unit is owner for root, owner in spans)]
+            self._install_module(module, units, ends)
+        for module, units in needed.values():
+            self._install_state(module, units)
+        for unit in weights.units:
+            for segment in unit.trainable:
+                self._install_parameters(unit, segment)
+
+    def remove(self) -> None:
+        """Take every hook off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # ------------------------------------------------------------------ the model as a whole
+
+    def _install_root(self, model: nn.Module) -> None:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if torch._C._current_graph_task_id() < 0:
+                if self._backward.running:
+                    raise StateError("the last backward did not finish: call engine.reset() on every rank after an exception")
+                self._check_frozen()
+                self._weights.begin("forward")
+            if self._compute is torch.float32:
+                return None
+            return self._cast(args), self._cast(kwargs)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if torch._C._current_graph_task_id() < 0:
+                self._weights.end_pass()
+
+        self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        self._handles.append(model.register_forward_hook(after, always_call=True))
+
+    def _cast(self, value: Any) -> Any:
+        """Give floating-point inputs of the model the compute dtype, as mixed precision needs."""
+        if isinstance(value, torch.Tensor):
+            return value.to(self._compute) if value.is_floating_point() else value
+        if isinstance(value, dict):
+            return {key: self._cast(item) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self._cast(item) for item in value)
+        return value
+
+    def _check_frozen(self) -> None:
+        for unit in self._weights.units:
+            if not unit.has_frozen:
+                continue
+            for segment in unit.segments:
+                if segment.grad is None:
+                    for name, parameter in zip(segment.names, segment.parameters, strict=True):
+                        if parameter.requires_grad:
+                            raise ConfigError(
+                                f"parameter {name!r} was frozen when the model was sharded and requires a gradient now: set requires_grad "
+                                "before shard(), or close() the engine and shard() again"
+                            )
+
+    # ------------------------------------------------------------------ one module
+
+    def _install_module(self, module: nn.Module, units: list[Unit], ends: list[Unit]) -> None:
+        weights = self._weights
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            in_backward = torch._C._current_graph_task_id() >= 0
+            for unit in units:
+                unit.depth += 1
+                weights.need(unit, "backward" if in_backward else "forward")
+            if ends and torch.is_grad_enabled():
+                self._watch_inputs(ends, args, kwargs)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if output is not None and torch.is_grad_enabled():
+                self._watch_outputs(units, output)
+            in_backward = torch._C._current_graph_task_id() >= 0
+            for unit in units:
+                unit.depth = max(0, unit.depth - 1)
+                if unit.depth == 0:
+                    if in_backward:
+                        unit.in_backward = True  # recomputed: its own backward follows
+                    else:
+                        weights.after_forward(unit)
+
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _watch_outputs(self, units: list[Unit], output: Any) -> None:
+        epoch, backward = self._weights.epoch, self._backward
+
+        def arrived(grad: torch.Tensor) -> None:
+            for unit in units:
+                backward.before_unit(unit, epoch)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+
+    def _watch_inputs(self, units: list[Unit], args: Any, kwargs: Any) -> None:
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if not inputs:
+            return
+        backward = self._backward
+
+        def over(grads: Sequence[torch.Tensor | None]) -> None:
+            for unit in units:
+                backward.after_inputs(unit)
+
+        torch.autograd.graph.register_multi_grad_hook(inputs, over)
+
+    # ------------------------------------------------------------------ parameters
+
+    def _install_parameters(self, unit: Unit, segment: Segment) -> None:
+        def hook_for(index: int) -> Callable[[torch.Tensor], None]:
+            return lambda parameter: self._backward.take(unit, segment, index, parameter)
+
+        for index, parameter in enumerate(segment.parameters):
+            handle = parameter.register_post_accumulate_grad_hook(hook_for(index))  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+
+    # ------------------------------------------------------------------ state_dict, load_state_dict
+
+    def _install_state(self, module: nn.Module, units: list[Unit]) -> None:
+        def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            for unit in units:
+                if not (self.may_save and unit.state is UnitState.FULL) and not self._rests_whole(unit):
+                    raise StateError(
+                        f"state_dict() of {prefix or 'the model'!r}: unit {unit.name!r} rests sharded, its parameters are not here. Use "
+                        "engine.full_state_dict() on every rank, or call state_dict() inside engine.gathered()"
+                    )
+
+        def before_load(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *args: Any) -> None:
+            if metadata.get("assign_to_params_buffers"):
+                raise StateError(
+                    "load_state_dict(assign=True) would replace parameters that are sharded: leave assign out, the numbers are copied"
+                )
+            for unit in units:
+                if unit.index not in self._loads:
+                    unit.depth += 1
+                    self._weights.need(unit, "forward")
+                    context = unit.writable()
+                    self._loads[unit.index] = [context, context.__enter__(), 0]
+                self._loads[unit.index][2] += 1
+
+        def after_load(module: nn.Module, incompatible: Any) -> None:
+            for unit in units:
+                self._loads[unit.index][2] -= 1
+                if self._loads[unit.index][2]:
+                    continue
+                context, copies, _ = self._loads.pop(unit.index)
+                context.__exit__(None, None, None)
+                unit.depth -= 1
+                assert self.write_back is not None
+                self.write_back(unit, copies)
+
+        hooked: Any = module  # these three are untyped in torch
+        self._handles.append(hooked.register_state_dict_pre_hook(before_save))
+        self._handles.append(hooked.register_load_state_dict_pre_hook(before_load))
+        self._handles.append(hooked.register_load_state_dict_post_hook(after_load))
+
+    @staticmethod
+    def _rests_whole(unit: Unit) -> bool:
+        """Whether the parameters are readable outside a forward (rows that step everything everywhere)."""
+        return unit.state is UnitState.FULL and not unit.cells.weight.is_sharded

@@ -1,0 +1,167 @@
+"""When units are gathered, prefetched and released.
+
+The policy's cells decide: sharded ``between`` releases a unit after its forward, sharded ``weight`` after its backward, and a step makes
+replicated weights stale (their gather is the publish, started at once and waited for by the next forward).
+
+    need(unit): make room . start (unless prefetched) . finish . record . prefetch what ran after it last time
+
+Invariants: gathered weights beyond rest and gradient buffers never exceed ``budget_bytes`` = 2 x the largest unit + prefetch_bytes, unless
+one pass needs more at the same time; every decision depends on what the ranks share (order and sizes), never on timing, so that two-sided
+collectives meet. Cost: one dictionary look-up per unit that is there already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from zeroshard.buffer import Lanes, Meter
+from zeroshard.core.digest import Digest
+from zeroshard.core.order import Order
+from zeroshard.core.precision import dtype_name
+from zeroshard.errors import StateError
+from zeroshard.runtime.unit import Unit, UnitState
+
+__all__ = ["Phase", "Weights"]
+
+Phase = Literal["forward", "backward"]
+
+
+class Weights:
+    """The gathered weights of all units."""
+
+    def __init__(
+        self, units: Sequence[Unit], *, streams: Lanes, meter: Meter, digest: Digest, prefetch_bytes: int | None, ordered: bool
+    ) -> None:
+        self.units = tuple(units)
+        self.epoch = 0  # steps, writebacks and loads so far: what a forward's weights are valid under
+        self.trace: Callable[[str, str], None] | None = None  # tests look at the order of events through this
+        self.make_room: Callable[[int], None] = lambda num_bytes: None  # the gradient side waits for its reduces
+        largest = max((unit.nominal_bytes for unit in units), default=0)
+        self.prefetch_bytes = largest if prefetch_bytes is None else prefetch_bytes
+        self.budget_bytes = 2 * largest + self.prefetch_bytes
+        self._streams = streams
+        self._meter = meter
+        self._digest = digest
+        self._ordered = ordered  # two-sided transport: gathers fold in order
+        self._order: Order[int] = Order()
+        self._sizes = {unit.index: unit.full_bytes for unit in units}
+        self._idle: Unit | None = None  # forward over, kept until another unit is needed
+        self._prefetched: dict[int, Unit] = {}
+
+    def begin(self, phase: Phase) -> None:
+        """Start a pass over the model."""
+        self._order.begin(phase)
+
+    def need(self, unit: Unit, phase: Phase) -> None:
+        """Return with `unit` gathered, and the units expected next on their way."""
+        if self._idle is not None and self._idle is not unit:
+            self.release_idle()
+        if unit.state is UnitState.FULL:
+            return
+        if unit.state is UnitState.RESTING:
+            self._make_room(unit)
+            self.start(unit)
+        self._prefetched.pop(unit.index, None)
+        unit.finish_gather()
+        for segment in unit.segments:
+            self._streams.read(segment.key)
+        if self.trace is not None:
+            self.trace("use", unit.name)
+        self._order.record(phase, unit.index)
+        if unit.full_bytes:
+            self._prefetch(unit, phase)
+
+    def start(self, unit: Unit) -> None:
+        """Start gathering `unit`, a collective on two-sided transports."""
+        for segment in unit.segments:
+            flat = segment.flat
+            if self._ordered and not flat.is_local:
+                self._digest.fold("gather", unit.name, dtype_name(flat.dtype), flat.layout.numel, ordered=True)
+        if self.trace is not None:
+            self.trace("gather", unit.name)
+        unit.start_gather()
+
+    def _make_room(self, unit: Unit) -> None:
+        """Let go of what was prefetched for another order, then wait for reduces, until `unit` fits the budget."""
+        excess = self._meter.live + unit.full_bytes - self.budget_bytes
+        if excess > 0 and self._prefetched:
+            for other in list(self._prefetched.values()):
+                self.discard(other)
+        self.make_room(unit.full_bytes)
+
+    def _prefetch(self, unit: Unit, phase: Phase) -> None:
+        under_way = sum(self._sizes[index] for index in self._prefetched)
+        allowed = min(self.budget_bytes - self._meter.live, self.prefetch_bytes - under_way)
+        if allowed <= 0:
+            return
+        live = {other.index for other in self.units if other.state is not UnitState.RESTING}
+        for index in self._order.predict(phase, unit.index, sizes=self._sizes, live_bytes=0, budget_bytes=allowed, live=live):
+            other = self.units[index]
+            if other.full_bytes:
+                self._prefetched[index] = other
+                self.start(other)
+
+    def discard(self, unit: Unit) -> None:
+        """Release a unit that was prefetched and not used."""
+        self._prefetched.pop(unit.index, None)
+        unit.finish_gather()
+        self.release(unit)
+
+    def after_forward(self, unit: Unit) -> None:
+        """`unit`'s module has run: release it now if nothing else of it can follow, else when another unit is needed."""
+        if not unit.cells.between.is_sharded or unit.state is not UnitState.FULL:
+            return
+        if unit.spans_one_module:
+            self.release(unit)
+        else:
+            self._idle = unit
+
+    def release_idle(self) -> None:
+        unit, self._idle = self._idle, None
+        if unit is not None and unit.state is UnitState.FULL and unit.depth == 0 and not unit.in_backward:
+            self.release(unit)
+
+    def release(self, unit: Unit) -> None:
+        if self.trace is not None:
+            self.trace("release", unit.name)
+        unit.release()
+
+    def end_pass(self) -> None:
+        """A forward or backward of the whole model is over: nothing stays that was only expected or idle."""
+        self.release_idle()
+        for unit in list(self._prefetched.values()):
+            self.discard(unit)
+
+    def after_backward(self, unit: Unit) -> None:
+        """`unit`'s backward is over."""
+        unit.in_backward = False
+        if unit.cells.weight.is_sharded and unit.state is UnitState.FULL and unit.depth == 0:
+            self.release(unit)
+
+    def check_epoch(self, unit: Unit, epoch: int) -> None:
+        """Raise StateError when the weights have changed since the forward that ran under `epoch`."""
+        if epoch != self.epoch:
+            raise StateError(
+                f"backward through unit {unit.name!r} of a forward that ran before the last optimizer.step(), load or writeback: "
+                "its weights have changed since; run the forward again (or step after the backward)"
+            )
+
+    def invalidate(self) -> None:
+        """A step, writeback or load has written the shards: replicated copies are stale, and their publish starts."""
+        self.epoch += 1
+        stale = [unit for unit in self.units if unit.cells.optim.is_sharded and not unit.cells.weight.is_sharded]
+        for unit in self.units:
+            if unit.state is UnitState.FULL and unit.depth == 0 and unit.cells.optim.is_sharded:
+                self.release(unit)
+        for unit in stale:
+            if unit.state is UnitState.RESTING:
+                self.start(unit)
+
+    def abandon(self) -> None:
+        """After an exception: every unit back at rest."""
+        self._idle = None
+        self._prefetched.clear()
+        for unit in self.units:
+            unit.abandon()
+            unit.in_backward = False
