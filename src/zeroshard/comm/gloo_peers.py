@@ -12,106 +12,171 @@ meet there are refused with ConfigError. The generation grows with every `abando
 
 Cost: one message per slice that is not empty; tensors on an accelerator are staged through one host copy each way.
 
-[Note: gloo stalls] A gloo receive that times out closes its connection, and a paired work can only be asked whether it is complete by
-waiting for it (both tried on torch 2.13). So `done` of a paired transfer is True only after `wait`, and a StallError is final.
+[Note: gloo waits] A paired gloo work completes only inside its ``wait``, may be waited for once, and a wait that times out closes the
+connection (all tried on torch 2.13). So every transfer is waited for, without a time limit, by a thread that does nothing else; the caller
+looks at what the thread reports. Then `done` is true, a stall leaves the connection whole, and no order of arrival can block another.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 import zlib
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
-from zeroshard.errors import ConfigError, PeerLostError, StallError
+from zeroshard.errors import ConfigError, PeerLostError
 
-__all__ = ["ALL_GATHER", "CONTROL", "REDUCE_SCATTER", "GlooPeers", "Transfer"]
+__all__ = ["ALL_GATHER", "CONTROL", "LOOSE_GATHER", "REDUCE_SCATTER", "GlooPeers", "Transfer"]
 
-ALL_GATHER, REDUCE_SCATTER, CONTROL = 0, 1, 2
+ALL_GATHER, REDUCE_SCATTER, CONTROL, LOOSE_GATHER = 0, 1, 2, 3
 
 _KEY_BITS = 24
 _HASHED = 1 << (_KEY_BITS - 1)
 _GENERATIONS = 16
 _INLINE = 248  # payload bytes that travel with the length in one message
+_FOREVER = timedelta(days=20)  # fits gloo's 31 bits of milliseconds
+_PROBE_S = 0.05
+
+
+class Waiters:
+    """Daemon threads that run blocking jobs, as many as block at one time."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+        self._closed = False
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Run `job` on an idle thread, or on a new one."""
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+                self._jobs.put(job)
+                return
+        threading.Thread(target=self._serve, args=(job,), name="zeroshard-gloo", daemon=True).start()
+
+    def _serve(self, job: Callable[[], None] | None) -> None:
+        while job is not None:
+            job()
+            with self._lock:
+                if self._closed:
+                    return
+                self._idle += 1
+            del job  # it holds tensors
+            job = self._jobs.get()
+
+    def close(self) -> None:
+        """End the idle threads now and the others when their job ends."""
+        with self._lock:
+            self._closed = True
+            for _ in range(self._idle):
+                self._jobs.put(None)
 
 
 class Transfer:
-    """The sends and receives of one operation of one key."""
+    """The sends and receives of one operation of one key ([Note: gloo waits])."""
 
-    def __init__(self, what: str, stall_timeout_s: float) -> None:
-        self._what = what
-        self._stall_timeout_s = stall_timeout_s
-        self._works: list[tuple[int, str, Any]] = []  # (peer, "send" | "receive", dist.Work)
+    def __init__(self, what: str, waiters: Waiters, wake: Callable[[], None]) -> None:
+        self.what = what
+        self.error: PeerLostError | None = None
+        self._waiters = waiters
+        self._wake = wake
+        self._todo: deque[tuple[int, Any]] = deque()  # (peer, dist.Work) that no thread waits for yet
+        self._unfinished: list[int] = []  # peers, once per message
+        self._lock = threading.Lock()
         self._alive: list[torch.Tensor] = []  # gloo reads and writes these until the works are done
         self._arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []  # (device tensor, host copy)
 
     def send(self, group: dist.ProcessGroup, peer: int, tensor: torch.Tensor, tag: int) -> None:
         host = tensor if tensor.device.type == "cpu" else tensor.cpu()
-        self._alive.append(host)
-        self._works.append((peer, "send", _post(group.send, host, peer, tag, self._what)))
+        self._add(peer, host, group.send, tag)
 
     def receive(self, group: dist.ProcessGroup, peer: int, tensor: torch.Tensor, tag: int) -> None:
         host = tensor
         if tensor.device.type != "cpu":
             host = torch.empty(tensor.shape, dtype=tensor.dtype)
             self._arrivals.append((tensor, host))
+        self._add(peer, host, group.recv, tag)
+
+    def _add(self, peer: int, host: torch.Tensor, call: Any, tag: int) -> None:
+        try:
+            work = call([host], peer, tag)
+        except RuntimeError as error:
+            self.error = _lost(self.what, peer, error)
+            return
         self._alive.append(host)
-        self._works.append((peer, "receive", _post(group.recv, host, peer, tag, self._what)))
+        self._unfinished.append(peer)
+        self._todo.append((peer, work))
+
+    def start(self) -> None:
+        """Have a thread wait for what was added."""
+        if self._todo:
+            self._waiters.run(self._serve)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, work = self._todo.popleft()
+            except IndexError:
+                return
+            error = None
+            try:
+                work.wait(_FOREVER)
+            except RuntimeError as failure:
+                error = _lost(self.what, peer, failure)
+            with self._lock:
+                self._unfinished.remove(peer)
+                self.error = self.error or error
+                if not self._unfinished or self.error:
+                    self._wake()
 
     def done(self) -> bool:
-        """Whether everything has been waited for ([Note: gloo stalls])."""
-        return not self._works
+        """Whether everything sent has left and everything awaited has come, or can no longer come."""
+        return not self._unfinished or self.error is not None
 
-    def wait(self) -> None:
-        """Return when everything sent has left and everything awaited has come; raise StallError or PeerLostError."""
-        deadline = time.monotonic() + self._stall_timeout_s
-        late: set[int] = set()
-        for peer, _, work in self._works:
-            left = max(deadline - time.monotonic(), 0.001)
-            if not self._wait_one(peer, work, 0.001 if late else left):
-                late.add(peer)
-        if late:
-            raise StallError(
-                f"{self._what}: rank(s) {sorted(late)} did not come within {self._stall_timeout_s:g} s; see what they are doing, or raise "
-                f"stall_timeout_s if they are only slow"
-            )
+    def awaited(self) -> set[int]:
+        """Return the ranks whose messages have not all come or gone; takes 50 ms, since only a thread of its own can tell."""
+        for _ in range(len(self._todo)):
+            self._waiters.run(self._serve)
+        time.sleep(_PROBE_S)
+        return set(self._unfinished)
+
+    def land(self) -> None:
+        """Finish a transfer that is `done`: raise what went wrong, move staged arrivals to their device."""
+        if self.error is not None:
+            raise self.error
+        assert not self._unfinished, (self.what, self._unfinished)
         for tensor, host in self._arrivals:
             tensor.copy_(host)
-        self._works, self._alive, self._arrivals = [], [], []
-
-    def _wait_one(self, peer: int, work: Any, timeout_s: float) -> bool:
-        try:
-            work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            if "imed out" in str(error) or "timeout" in str(error):
-                return False
-            raise PeerLostError(f"{self._what}: rank {peer} has ended or given up ({_first_line(error)})") from error
-        return True
+        self._alive, self._arrivals = [], []
 
 
-def _post(call: Any, tensor: torch.Tensor, peer: int, tag: int, what: str) -> Any:
-    try:
-        return call([tensor], peer, tag)
-    except RuntimeError as error:
-        raise PeerLostError(f"{what}: rank {peer} has ended or given up ({_first_line(error)})") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n")[0].split("] ")[-1][:120]
+def _lost(what: str, peer: int, error: Exception) -> PeerLostError:
+    reason = str(error).split("\n")[0].split("] ")[-1][:120]
+    return PeerLostError(f"{what}: rank {peer} has ended or given up ({reason})")
 
 
 class GlooPeers:
-    """Tags, transfers and small exchanges over one process group. Ranks are ranks of the group."""
+    """Tags, transfers and small exchanges over one process group. Ranks are ranks of the group.
 
-    def __init__(self, group: dist.ProcessGroup, *, stall_timeout_s: float) -> None:
+    `wake` is called by another thread when a transfer ends; `wait` blocks until a transfer is done and lands it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, wake: Callable[[], None], wait: Callable[[Transfer], None]) -> None:
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
-        self.stall_timeout_s = stall_timeout_s
+        self._wake = wake
+        self._wait = wait
+        self._waiters = Waiters()
         self._generation = 0
         self._key_ids: dict[str, int] = {}
         self._hashed: dict[int, str] = {}
@@ -138,43 +203,43 @@ class GlooPeers:
 
     def post(self, what: str, tag: int, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> Transfer:
         """Start sending and receiving contiguous tensors to and from peers. Empty ones are left out, on both sides."""
-        transfer = Transfer(what, self.stall_timeout_s)
+        transfer = Transfer(what, self._waiters, self._wake)
         for peer, tensor in receives.items():
             if tensor.numel():
                 transfer.receive(self.group, peer, tensor, tag)
         for peer, tensor in sends.items():
             if tensor.numel():
                 transfer.send(self.group, peer, tensor, tag)
+        transfer.start()
         return transfer
 
-    def exchange(self, payload: bytes, peers: list[int] | None = None) -> dict[int, bytes]:
-        """Give `payload` to `peers` (default: all others) and return theirs. Blocking; two rounds when a payload exceeds 248 bytes."""
-        peers = [r for r in range(self.size) if r != self.rank] if peers is None else peers
+    def exchange(self, payload: bytes, peers: Sequence[int]) -> dict[int, bytes]:
+        """Give `payload` to `peers` and return theirs. Blocking; a second round where a payload exceeds 248 bytes."""
         tag = self._tag(0, CONTROL)
+        whole = torch.frombuffer(bytearray(len(payload).to_bytes(8, "little") + payload), dtype=torch.uint8)
         head = torch.zeros(8 + _INLINE, dtype=torch.uint8)
-        head[:8] = torch.frombuffer(bytearray(len(payload).to_bytes(8, "little")), dtype=torch.uint8)
-        if payload:
-            whole = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-            head[8 : 8 + min(len(payload), _INLINE)] = whole[:_INLINE]
+        head[: whole.numel()] = whole[: head.numel()]
         heads = {peer: torch.empty_like(head) for peer in peers}
-        self.post("exchange", tag, {peer: head for peer in peers}, heads).wait()
-        sizes = {peer: int.from_bytes(heads[peer][:8].numpy().tobytes(), "little") for peer in peers}
+        self._wait(self.post("exchange", tag, dict.fromkeys(peers, head), heads))
+        sizes = {peer: int.from_bytes(_to_bytes(heads[peer][:8]), "little") for peer in peers}
         rests = {peer: torch.empty(max(sizes[peer] - _INLINE, 0), dtype=torch.uint8) for peer in peers}
-        rest = whole[_INLINE:] if len(payload) > _INLINE else torch.empty(0, dtype=torch.uint8)
-        self.post("exchange", tag, {peer: rest for peer in peers}, rests).wait()
-        return {peer: heads[peer][8 : 8 + min(sizes[peer], _INLINE)].numpy().tobytes() + rests[peer].numpy().tobytes() for peer in peers}
+        self._wait(self.post("exchange", tag, dict.fromkeys(peers, whole[head.numel() :]), rests))
+        return {peer: _to_bytes(torch.cat([heads[peer][8:], rests[peer]]))[: sizes[peer]] for peer in peers}
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Copy `tensor` from `source` into everyone's, in place. Blocking."""
-        tag, others = self._tag(0, CONTROL), [r for r in range(self.size) if r != source]
-        flat = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
-        sends = {peer: flat for peer in others} if self.rank == source else {}
-        self.post("broadcast", tag, sends, {} if self.rank == source else {source: flat}).wait()
-        if self.rank != source and not tensor.is_contiguous():
-            tensor.detach().copy_(flat)
+    def broadcast(self, tensor: torch.Tensor, source: int, peers: Sequence[int]) -> None:
+        """Send the contiguous `tensor` to `peers` (on the source), or receive it from `source`. Blocking."""
+        tag, own = self._tag(0, CONTROL), self.rank == source
+        self._wait(self.post("broadcast", tag, dict.fromkeys(peers, tensor) if own else {}, {} if own else {source: tensor}))
 
-    def abandon(self, transfers: list[Transfer]) -> None:
-        """Leave `transfers` behind and meet all ranks under fresh tags."""
+    def abandon(self, transfers: Sequence[Transfer]) -> None:
+        """Leave `transfers` behind: what is sent from now on meets nothing sent before. All ranks must call it."""
         self._abandoned.extend(transfers)
         self._generation = (self._generation + 1) % _GENERATIONS
-        self.exchange(b"")
+
+    def close(self) -> None:
+        """End the threads."""
+        self._waiters.close()
+
+
+def _to_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()

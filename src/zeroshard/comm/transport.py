@@ -93,7 +93,10 @@ class Traffic:
     calls: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def add(self, operation: str, link: str, num_bytes: int) -> None:
-        """Count `num_bytes` of payload of one call of `operation` ("all_gather", "reduce_scatter", ...) over `link` ("shared_memory", "gloo", "nccl", "local")."""
+        """Count `num_bytes` of payload of one call of `operation` ("all_gather", "reduce_scatter", ...) over `link` ("shared_memory", "mapped",
+        "gloo", "nccl", "local"). "mapped" is what an aliased gather made readable without moving it, so that sums over links mean the same
+        on every transport.
+        """
         key = (operation, link)
         self.bytes[key] = self.bytes.get(key, 0) + num_bytes
         self.calls[key] = self.calls.get(key, 0) + 1
@@ -141,6 +144,13 @@ class Transport(Protocol):
         The n-th reduce of one `key` on this rank meets the n-th of the same key on every other rank. `buffer` None contributes zeros.
         `wire_dtype` is the buffers' dtype, the same on every rank. `out` [ranges[rank] length]
         is fp32 (or the dtype in which gradients rest); it must not be touched before the Work is waited for. Sums are formed in fp32.
+        """
+
+    def all_gather(self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor) -> Work:
+        """Bring every rank's `local` [ranges[rank] length], memory that is no window, together in `out` [numel].
+
+        `local` may be our own slice of `out`. The n-th call of one key meets the n-th on every other rank. Neither may be touched before
+        the Work is waited for.
         """
 
     def begin_write(self) -> None:

@@ -1,0 +1,180 @@
+"""What the peers on this host have said: records become state here, and here a rank waits.
+
+Invariant: handling a record never blocks, never sums and never copies bulk data, so it may happen inside any call. A record of an older
+generation (sent before an `abandon`) is dropped, but for those that say which memory exists. Cost: none beyond ``links.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from zeroshard.comm import memfd
+from zeroshard.comm.links import MAX_TAIL, Kind, Links, Message
+from zeroshard.comm.parts import Contribution, Meetings
+from zeroshard.errors import StallError
+
+__all__ = ["IDLE_S", "Mailroom", "WindowMemory"]
+
+IDLE_S = 0.002  # a blocked rank that hears nothing for so long relieves its peers ([Note: relief])
+_PATIENT_S = 0.1
+
+
+@dataclass
+class WindowMemory:
+    """A peer's memory for a window, or why there is none."""
+
+    fd: int | None
+    num_bytes: int
+    reason: str
+
+
+@dataclass
+class Counts:
+    """What is forgotten with each generation."""
+
+    epochs: dict[tuple[int, int], int] = field(default_factory=dict)  # (window serial, rank) -> times published
+    reads: dict[int, int] = field(default_factory=dict)  # rank -> begin_writes
+    payloads: dict[int, dict[int, tuple[int, bytearray]]] = field(default_factory=dict)  # exchange -> rank -> (whole size, so far)
+    broadcasts: dict[int, deque[tuple[int, int]]] = field(default_factory=dict)  # rank -> (slot, bytes), in order
+
+
+class Mailroom:
+    """The records of one rank's near peers."""
+
+    def __init__(self, links: Links, peers: Sequence[int], meetings: Meetings, on_ack: Callable[[int, int], None]) -> None:
+        self.links = links
+        self.peers = tuple(peers)
+        self.counts = Counts()
+        self.abandons: dict[int, int] = dict.fromkeys(peers, 0)  # rank -> generation it has entered
+        self.memory: dict[tuple[int, int], WindowMemory] = {}  # (window serial, rank)
+        self._meetings = meetings
+        self._on_ack = on_ack  # (slot, rank)
+        self._slots: dict[tuple[int, int], torch.Tensor] = {}  # (rank, slot) -> its memory, mapped here
+        self._num_exchanges = 0
+
+    def tell(
+        self, kind: Kind, a: int = 0, b: int = 0, *, to: Sequence[int] | None = None, tail: bytes = b"", fd: int | None = None
+    ) -> None:
+        """Send one record to `to` (default: all peers)."""
+        for peer in self.peers if to is None else to:
+            self.links.send(peer, kind, a, b, tail=tail, fd=fd)
+
+    def collect(self, timeout_s: float) -> bool:
+        """Take note of what has arrived, waiting up to `timeout_s` for a first record; return whether there was one."""
+        messages = self.links.receive(timeout_s)
+        for message in messages:
+            self._handle(message)
+        return bool(messages)
+
+    def _handle(self, message: Message) -> None:
+        peer, kind = message.peer, message.kind
+        if kind is Kind.SLOT:
+            assert message.fd is not None, message
+            self._slots[peer, message.a] = memfd.map_bytes(message.fd, message.b)
+            os.close(message.fd)
+        elif kind is Kind.DROP:
+            self._slots.pop((peer, message.a), None)
+        elif kind is Kind.WINDOW:
+            self.memory[message.a, peer] = WindowMemory(message.fd, message.b, message.tail.decode())
+        elif kind is Kind.ABANDON:
+            self.abandons[peer] = message.generation
+        elif message.generation == self.links.generation:
+            self._handle_current(message)
+        else:
+            assert message.generation < self.links.generation, (message, self.links.generation)
+
+    def _handle_current(self, message: Message) -> None:
+        peer, kind, counts = message.peer, message.kind, self.counts
+        if kind is Kind.READY:
+            data = self._slots[peer, message.b][message.c : message.c + message.d]
+            part = Contribution(data, partial(self.links.send, peer, Kind.ACK, message.b), near=True)
+            self._meetings.contribute(message.tail.decode(), message.a, peer, part)
+        elif kind is Kind.NONE:
+            self._meetings.contribute(message.tail.decode(), message.a, peer, Contribution(None))
+        elif kind is Kind.ACK:
+            self._on_ack(message.a, peer)
+        elif kind is Kind.PUBLISHED:
+            counts.epochs[message.a, peer] = message.b
+        elif kind is Kind.READ:
+            counts.reads[peer] = message.a
+        elif kind is Kind.EXCHANGE:
+            _, so_far = counts.payloads.setdefault(message.a, {}).setdefault(peer, (message.b, bytearray()))
+            so_far.extend(message.tail)
+        elif kind is Kind.BROADCAST:
+            counts.broadcasts.setdefault(peer, deque()).append((message.a, message.b))
+
+    def slot_of(self, peer: int, number: int) -> torch.Tensor:
+        """Return the memory of a peer's slot."""
+        return self._slots[peer, number]
+
+    def send_payload(self, payload: bytes) -> int:
+        """Send `payload` to all peers; return the number under which theirs arrive."""
+        sequence = self._num_exchanges
+        self._num_exchanges += 1
+        for start in range(0, max(len(payload), 1), MAX_TAIL):
+            self.tell(Kind.EXCHANGE, sequence, len(payload), tail=payload[start : start + MAX_TAIL])
+        return sequence
+
+    def payloads_missing(self, sequence: int) -> set[int]:
+        """Return the peers whose payload of that exchange is not here in full."""
+        arrived = self.counts.payloads.get(sequence, {})
+        return {peer for peer in self.peers if peer not in arrived or len(arrived[peer][1]) < arrived[peer][0]}
+
+    def take_payloads(self, sequence: int) -> dict[int, bytes]:
+        """Return the peers' payloads of a finished exchange."""
+        return {peer: bytes(so_far) for peer, (_, so_far) in self.counts.payloads.pop(sequence, {}).items()}
+
+    def wait_until(
+        self,
+        ready: Callable[[], bool],
+        what: str,
+        *,
+        progress: Callable[[], None],
+        near: Callable[[], set[int]],
+        far: Callable[[], set[int]] = set,
+        stall_timeout_s: float,
+    ) -> None:
+        """Return when `ready()`; until then call `progress`, serve the peers and relieve them.
+
+        `near` and `far` name the ranks awaited; `far` may be slow and is asked only for the error. Raises StallError and PeerLostError.
+        """
+        deadline = time.monotonic() + stall_timeout_s
+        patience_s = IDLE_S
+        while True:
+            progress()
+            if ready():
+                return
+            self.links.require(sorted(near()), what)
+            now = time.monotonic()
+            if now > deadline:
+                names = sorted(near() | far())
+                raise StallError(
+                    f"{what}: rank(s) {names} did not come within {stall_timeout_s:g} s; see what they are doing, or raise stall_timeout_s "
+                    f"if they are only slow"
+                )
+            if self.collect(min(patience_s, deadline - now + 0.001)):
+                patience_s = IDLE_S
+            elif time.monotonic() - now >= IDLE_S:
+                patience_s = IDLE_S if self._meetings.relieve() else _PATIENT_S
+
+    def forget(self) -> None:
+        """Enter the next generation: whatever was said before it no longer counts."""
+        self.links.generation += 1
+        self.counts = Counts()
+        self._num_exchanges = 0
+
+    def close(self) -> None:
+        """Hang up and unmap. Idempotent."""
+        self.links.close()
+        self._slots.clear()
+        for memory in self.memory.values():
+            if memory.fd is not None:
+                os.close(memory.fd)
+        self.memory.clear()

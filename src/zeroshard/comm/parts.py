@@ -1,0 +1,130 @@
+"""Operations that need a part of every rank: who has contributed what, and the sum (or the copy) once everyone has.
+
+A contribution lies where its owner put it: in our own slot, in a peer's slot that we map, or in a buffer it was received into. Nothing is
+copied until all are there; then a reduce sums our slice of each straight into `out` (``comm/ordered.py``), a gather copies them side by
+side, and the owners are told.
+
+Invariant: the n-th operation of a key here takes exactly the n-th contribution to that key of every rank. Cost: each is read once.
+
+[Note: relief] A rank may hold a slot of ours that it cannot free, because its sum waits for our part, which we cannot give before somebody
+frees a slot of *ours* (units in opposite order, pools of one). So a rank that is blocked, and hears nothing for a moment, copies the slices
+it owes sums of into private memory and acknowledges them (`relieve`). A rank is either busy and will come to its sums, or blocked and
+acknowledges everything; so every slot becomes free, whatever the order. A rank that is merely slow costs the others no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from zeroshard.comm.ordered import ordered_sum
+from zeroshard.errors import PlanMismatch
+
+__all__ = ["Contribution", "Meetings", "Pending", "sum_parts"]
+
+
+@dataclass
+class Contribution:
+    """One rank's part of an operation, as far as it concerns us; `data` None stands for zeros."""
+
+    data: torch.Tensor | None  # uint8
+    release: Callable[[], None] | None = None  # tells the owner that `data` is no longer read
+    near: bool = False  # it came from another rank in shared memory
+
+    def finish(self) -> None:
+        if self.release is not None:
+            self.release()
+            self.release = None
+
+    def copy_out(self) -> None:
+        """Move the data to private memory, so that its owner may have the slot back ([Note: relief])."""
+        if self.release is not None and self.data is not None:
+            self.data = self.data.clone()
+            self.finish()
+
+    def checked(self, num_bytes: int, what: str, rank: int) -> torch.Tensor | None:
+        """Return the data, which must be `num_bytes` long."""
+        if self.data is not None and self.data.numel() != num_bytes:
+            raise PlanMismatch(
+                f"{what}: rank {rank} contributes {self.data.numel()} bytes where {num_bytes} are expected; the ranks cut or cast this "
+                f"unit differently"
+            )
+        return self.data
+
+
+Parts = dict[int, Contribution]
+
+
+@dataclass
+class Pending:
+    """One operation of ours that lacks contributions, or has not been looked at since they came."""
+
+    contributors: frozenset[int]  # ranks whose part it needs
+    consume: Callable[[Parts], None]
+    done: bool = False
+
+
+@dataclass
+class Meetings:
+    """Contributions and pending operations of one rank, by (key, sequence number)."""
+
+    contributions: dict[tuple[str, int], Parts] = field(default_factory=dict)
+    pending: dict[tuple[str, int], Pending] = field(default_factory=dict)
+    sequences: dict[str, int] = field(default_factory=dict)
+
+    def next_sequence(self, key: str) -> int:
+        """Return the number of this rank's next operation of `key`."""
+        sequence = self.sequences.get(key, 0)
+        self.sequences[key] = sequence + 1
+        return sequence
+
+    def contribute(self, key: str, sequence: int, rank: int, contribution: Contribution) -> None:
+        """Note `rank`'s part of an operation, which we need not have begun."""
+        parts = self.contributions.setdefault((key, sequence), {})
+        assert rank not in parts, (key, sequence, rank)
+        parts[rank] = contribution
+
+    def begin(self, key: str, sequence: int, contributors: Iterable[int], consume: Callable[[Parts], None]) -> Pending:
+        """Have `consume` called, inside `finish_ripe`, once all `contributors` have contributed."""
+        pending = self.pending[key, sequence] = Pending(frozenset(contributors), consume)
+        return pending
+
+    def missing(self, key: str, sequence: int) -> set[int]:
+        """Return the ranks whose part of a pending operation has not come."""
+        pending = self.pending.get((key, sequence))
+        return set() if pending is None else set(pending.contributors - self.contributions.get((key, sequence), {}).keys())
+
+    def finish_ripe(self) -> bool:
+        """Finish every operation that has become possible, oldest first; return whether there was one."""
+        ripe = [name for name in self.pending if not self.missing(*name)]
+        for name in ripe:
+            pending, parts = self.pending.pop(name), self.contributions.pop(name, {})
+            pending.consume(parts)
+            for part in parts.values():
+                part.finish()
+            pending.done = True
+        return bool(ripe)
+
+    def relieve(self) -> bool:
+        """Copy out what is owed to the owners of slots ([Note: relief]); return whether there was anything."""
+        owed = [part for parts in self.contributions.values() for part in parts.values() if part.release is not None]
+        for part in owed:
+            part.copy_out()
+        return bool(owed)
+
+    def forget(self) -> None:
+        """Drop everything without telling anybody."""
+        self.contributions.clear()
+        self.pending.clear()
+        self.sequences.clear()
+
+
+def sum_parts(
+    parts: Parts, out: torch.Tensor, what: str, *, size: int, node_size: int | None, wire_dtype: torch.dtype, accumulate: bool
+) -> None:
+    """Store or add the canonical sum of all ranks' parts in `out`."""
+    num_bytes = out.numel() * wire_dtype.itemsize
+    data = [parts[rank].checked(num_bytes, what, rank) for rank in range(size)]
+    ordered_sum([None if d is None else d.view(wire_dtype) for d in data], out, node_size=node_size, accumulate=accumulate)

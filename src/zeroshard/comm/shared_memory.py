@@ -1,0 +1,46 @@
+"""Make the transport of a group of CPU ranks: who is near, what to do when shared memory cannot be had.
+
+Invariant: decided by all ranks together before anything is mapped; a rank never maps memory that a peer serves by messages.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import distributed as dist
+
+from zeroshard.comm.paired import PairedTransport
+from zeroshard.comm.rendezvous import Neighbours, meet_neighbours
+from zeroshard.errors import ConfigError
+
+__all__ = ["make_gloo", "make_paired"]
+
+_logger = logging.getLogger(__name__)
+
+
+def make_gloo(group: dist.ProcessGroup, **options: Any) -> PairedTransport:
+    """Return a transport that sends messages to every rank of `group`. Options are PairedTransport's."""
+    return PairedTransport(group, Neighbours([[rank] for rank in range(group.size())]), **options)
+
+
+def make_paired(group: dist.ProcessGroup, *, required: bool, host_id: str | None = None, **options: Any) -> PairedTransport:
+    """Return a transport that shares memory with the ranks of this host and sends messages to the others.
+
+    Where ranks of one host cannot share memory, `required` raises ConfigError on every rank; else those use gloo, said once in a warning.
+    `host_id` lets tests pretend that ranks live on different hosts.
+    """
+    meeting = make_gloo(group, stall_timeout_s=options.get("stall_timeout_s", 300.0))
+    try:
+        neighbours = meet_neighbours(group.rank(), meeting.exchange_quietly, host_id=host_id)
+    finally:
+        meeting.close()
+    if neighbours.problems:
+        text = f"ranks of one host cannot share memory ({'; '.join(neighbours.problems[:3])})"
+        if required:
+            for sock in neighbours.sockets.values():
+                sock.close()
+            raise ConfigError(f"{text}: make it possible, or choose transport 'gloo'")
+        if group.rank() == 0:
+            _logger.warning("%s: using gloo sockets between them, which is slower", text)
+    return PairedTransport(group, neighbours, **options)

@@ -1,0 +1,150 @@
+"""The pool of gradient buffers: a few slots of memory that peers on this host can read, reused for ever.
+
+A slot is lent to the engine (`take`), handed to a reduce (`hand_over`: it now waits for everyone who reads it) and comes back by itself
+when the last of them has finished (`release`)::
+
+    idle --take--> lent --hand_over--> awaiting {readers} --release of each--> idle
+                    \\--give_back--> idle
+
+Invariant: a slot is idle only when nobody reads it; all slots together stay within `limit_bytes`, but for a single slot, which may be
+larger, and slots that were `spill`ed, which vanish when they come back. Cost: none per use; a slot is reserved and announced once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from zeroshard.comm import memfd
+from zeroshard.comm.transport import GradBuffer
+from zeroshard.errors import ConfigError
+
+__all__ = ["Slot", "SlotPool"]
+
+_PAGE_BYTES = 4096
+FAR = -1  # a reader that stands for all peers reached by messages
+
+
+@dataclass
+class Slot:
+    """One buffer of the pool. `fd` is open only while the slot is being announced."""
+
+    number: int
+    memory: torch.Tensor  # uint8
+    loan: GradBuffer | None = None
+    readers: set[int] = field(default_factory=set)  # who still reads it: ranks (ours included), or FAR
+    spilled: bool = False
+
+    @property
+    def idle(self) -> bool:
+        return self.loan is None and not self.readers
+
+
+class SlotPool:
+    """The slots of one rank.
+
+    With `announce` (called with number, size and descriptor of each new slot) they are shared memory, else private memory. `withdraw` is
+    called with the number of a slot that is dropped. `limit_bytes` None: twice the largest buffer asked for.
+    """
+
+    def __init__(self, announce: Callable[[int, int, int], None] | None, withdraw: Callable[[int], None], limit_bytes: int | None) -> None:
+        self._announce = announce
+        self._withdraw = withdraw
+        self._limit_bytes = limit_bytes
+        self._largest_bytes = 0
+        self._next_number = 0
+        self.slots: dict[int, Slot] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device, *, spill: bool = False) -> GradBuffer | None:
+        """Lend a buffer, or return None when the pool is full and `spill` is off."""
+        num_bytes = max(numel * dtype.itemsize, 1)
+        self._largest_bytes = max(self._largest_bytes, num_bytes)
+        slot = self._fit(num_bytes, device)
+        if slot is None and (spill or self._make_room(num_bytes)):
+            slot = self._create(num_bytes, device)
+            slot.spilled = spill
+        if slot is None:
+            return None
+        slot.loan = GradBuffer(slot.memory[: numel * dtype.itemsize].view(dtype), slot.number)
+        return slot.loan
+
+    def _fit(self, num_bytes: int, device: torch.device) -> Slot | None:
+        fits = [s for s in self.slots.values() if s.idle and s.memory.numel() >= num_bytes and s.memory.device == device]
+        return min(fits, key=lambda slot: slot.memory.numel(), default=None)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Drop idle slots (all too small, or on another device) until `num_bytes` more are within the limit."""
+        limit = 2 * self._largest_bytes if self._limit_bytes is None else self._limit_bytes
+        room = limit - sum(slot.memory.numel() for slot in self.slots.values())
+        for slot in [slot for slot in self.slots.values() if slot.idle]:
+            if room >= num_bytes:
+                break
+            room += slot.memory.numel()
+            self._drop(slot)
+        return room >= num_bytes or not self.slots
+
+    def _create(self, num_bytes: int, device: torch.device) -> Slot:
+        number = self._next_number
+        self._next_number += 1
+        if self._announce is None or device.type != "cpu":
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        else:
+            num_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+            try:
+                fd = memfd.create(num_bytes)
+            except OSError as error:
+                raise ConfigError(
+                    f"no memory for a gradient buffer of {num_bytes} bytes ({error}): lower prefetch_bytes or cut smaller units"
+                ) from error
+            try:
+                memory = memfd.map_bytes(fd, num_bytes)
+                self._announce(number, num_bytes, fd)
+            finally:
+                os.close(fd)
+        slot = self.slots[number] = Slot(number, memory)
+        return slot
+
+    def hand_over(self, buffer: GradBuffer, readers: set[int]) -> None:
+        """End the loan; the slot is idle again once each of `readers` has been released."""
+        slot = self.slots[buffer.slot]
+        assert slot.loan is buffer, f"gradient buffer {buffer.slot} is not on loan"
+        slot.loan, slot.readers = None, set(readers)
+        self._settle(slot)
+
+    def release(self, number: int, reader: int) -> None:
+        """Note that `reader` has finished with slot `number`."""
+        slot = self.slots[number]
+        slot.readers.remove(reader)
+        self._settle(slot)
+
+    def give_back(self, buffer: GradBuffer) -> None:
+        """End the loan of a buffer that nobody will read. Buffers from before `forget` are ignored."""
+        slot = self.slots.get(buffer.slot)
+        if slot is not None and slot.loan is buffer:
+            slot.loan = None
+            self._settle(slot)
+
+    def forget(self) -> None:
+        """Make every slot idle: nobody reads any longer, and loans are void."""
+        for slot in list(self.slots.values()):
+            slot.loan, slot.readers = None, set()
+            self._settle(slot)
+
+    def _settle(self, slot: Slot) -> None:
+        if slot.spilled and slot.idle:
+            self._drop(slot)
+
+    def _drop(self, slot: Slot) -> None:
+        del self.slots[slot.number]
+        self._withdraw(slot.number)
+
+    def readers(self) -> set[int]:
+        """Return who reads any slot."""
+        return {reader for slot in self.slots.values() for reader in slot.readers}
+
+    def total_bytes(self) -> int:
+        """Return the size of all slots together."""
+        return sum(slot.memory.numel() for slot in self.slots.values())
