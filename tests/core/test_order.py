@@ -35,7 +35,8 @@ def next_predictions(order: Order[str], trace: list[str], *, phase: str = "forwa
 def test_the_first_pass_predicts_nothing() -> None:
     order: Order[str] = Order()
     assert next_predictions(order, list("abc")) == [[], [], []]
-    assert not order.is_known("backward")
+    assert order.upcoming("forward", "a") == []
+    assert not order.is_known("forward") and not order.is_known("backward")
 
 
 def test_the_second_pass_predicts_what_follows() -> None:

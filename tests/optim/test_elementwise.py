@@ -158,6 +158,11 @@ class Idle(LocalRule):
         return torch.zeros_like(grad)
 
 
+class Explodes(LocalRule):
+    def direction(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(grad, torch.inf)
+
+
 class MyAdam(torch.optim.AdamW):
     pass
 
@@ -235,7 +240,7 @@ def test_a_subclass_of_a_refused_class_is_refused_too() -> None:
 
 @pytest.mark.parametrize(
     ("cls", "message"),
-    [(Raises, "a trial step raised NotImplementedError: only matrices"), (Idle, "a trial step changed nothing")],
+    [(Raises, "a trial step raised NotImplementedError: only matrices"), (Idle, "changed nothing"), (Explodes, "not finite")],
 )
 def test_a_class_that_cannot_be_probed_is_refused_and_told_why(cls: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -289,6 +294,13 @@ def test_a_rule_that_draws_random_numbers_is_refused_and_the_generator_restored(
     with pytest.raises(ConfigError, match="not elementwise"):
         check_elementwise(Noisy(model_params()))
     assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_an_optimizer_over_named_parameters_is_probed_under_a_name_of_ours() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = MyAdam(model.named_parameters())
+    check_elementwise(optimizer)
+    assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
 
 
 def test_parameters_on_the_meta_device_are_probed_on_the_cpu() -> None:

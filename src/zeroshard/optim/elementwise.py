@@ -5,7 +5,7 @@ only if the rule is *elementwise*: a new element depends on the old element, its
 the other elements of its parameter. Known classes are looked up; any other is probed on a few thousand numbers.
 
 Invariant: the user's optimizer, its parameters, gradients, state and hooks, and torch's random number generators are as they were.
-Cost: nothing for the known classes; some ten milliseconds per distinct param group for the others.
+Cost: nothing for the known classes; under a tenth of a second per distinct param group for the others.
 
 What it does not do: prove anything. A probe of three steps does not see a rule that looks at norms from its hundredth step on.
 """

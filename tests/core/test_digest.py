@@ -1,0 +1,95 @@
+"""Equal histories give equal digests; another unit, shape, dtype, order or step does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from zeroshard.core.digest import Digest, first_difference
+
+
+@dataclass(frozen=True)
+class Call:
+    operation: str = "gather"
+    unit: str = "blocks.0"
+    dtype: str = "bf16"
+    numel: int = 640
+    ordered: bool = True
+
+
+CALLS = st.lists(
+    st.builds(
+        Call,
+        operation=st.sampled_from(["gather", "reduce"]),
+        unit=st.sampled_from([f"blocks.{index}" for index in range(12)]),
+        numel=st.sampled_from([64, 128, 640]),
+        ordered=st.booleans(),
+    ),
+    max_size=12,
+)
+
+
+def digest(calls: list[Call], *, step: int = 0) -> Digest:
+    out = Digest()
+    for _ in range(step):
+        out.advance()
+    for call in calls:
+        out.fold(call.operation, call.unit, call.dtype, call.numel, ordered=call.ordered)
+    return out
+
+
+@given(CALLS, st.integers(0, 3))
+def test_equal_histories_give_equal_digests_of_64_bits(calls: list[Call], step: int) -> None:
+    value = digest(calls, step=step).value()
+    assert value == digest(calls, step=step).value()
+    assert 0 <= value < 1 << 64
+
+
+@pytest.mark.parametrize(
+    "change", [{"operation": "reduce"}, {"unit": "blocks.1"}, {"dtype": "fp32"}, {"numel": 704}, {"ordered": False}], ids=str
+)
+def test_every_field_counts(change: dict[str, object]) -> None:
+    call = Call()
+    assert digest([call]).value() != digest([replace(call, **change)]).value()  # type: ignore[arg-type]
+
+
+def test_the_step_counts_and_starts_anew() -> None:
+    assert digest([Call()], step=1).value() != digest([Call()]).value()
+    run = digest([Call()])
+    run.advance()
+    assert (run.log(), run.value()) == ([], digest([], step=1).value())
+
+
+@given(CALLS, CALLS)
+def test_histories_differ_as_their_logs_do(first: list[Call], second: list[Call]) -> None:
+    one, other = digest(first), digest(second)
+    assume(one.log() != other.log())
+    assert one.value() != other.value()
+
+
+@given(CALLS, st.randoms(use_true_random=False))
+def test_what_is_folded_as_a_set_may_come_in_any_order(calls: list[Call], random: object) -> None:
+    calls = [replace(call, ordered=False) for call in calls]
+    shuffled = list(calls)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert digest(calls).value() == digest(shuffled).value()
+    assert digest(calls).log() == digest(shuffled).log()
+
+
+def test_what_is_folded_in_order_may_not() -> None:
+    calls = [Call(unit="blocks.0"), Call(unit="blocks.1")]
+    assert digest(calls).value() != digest(calls[::-1]).value()
+
+
+def test_a_unit_that_comes_twice_is_not_one_that_never_comes() -> None:
+    call = Call(ordered=False)
+    assert len({digest([call] * count).value() for count in range(4)}) == 4
+
+
+def test_the_first_difference_is_found_and_a_log_that_ended_is_said() -> None:
+    assert first_difference([["a", "b"], ["a", "c"]]) == (1, ["b", "c"])
+    assert first_difference([["a", "b"], ["a"], ["a", "b"]]) == (1, ["b", "nothing", "b"])
+    assert first_difference([["a"], ["a"]]) == (1, ["the same", "the same"])
