@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import distributed as dist
 
+from zeroshard.comm.nccl import NcclTransport
 from zeroshard.comm.one_process import OneProcess
 from zeroshard.comm.shared_memory import make_gloo, make_paired
 from zeroshard.comm.transport import Transport
@@ -48,6 +49,12 @@ def make_transport(
         raise ConfigError(f"unknown transport {name!r}; one of: {', '.join(_NAMES)}")
     if name == "one_process":
         raise ConfigError(f"transport 'one_process' serves one rank, and there are {group.size()}; use 'auto'")
+    if name == "nccl" or (name == "auto" and device.type != "cpu" and _has_native(group, device)):
+        return NcclTransport(
+            group, device=device, ordered=bool(ordered), node_size=node_size, stall_timeout_s=stall_timeout_s, pool_bytes=pool_bytes
+        )
+    if ordered is False:
+        raise ConfigError("ordered=False: on CPU ranks the ordered exchange is the only reduce (and the fast one); leave it out")
     if name == "gloo" or (name == "auto" and device.type != "cpu"):
         return make_gloo(group, node_size=node_size, stall_timeout_s=stall_timeout_s, pool_bytes=pool_bytes)
     if device.type != "cpu":
@@ -61,3 +68,11 @@ def make_transport(
         pool_bytes=pool_bytes,
         alias=alias,
     )
+
+
+def _has_native(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether `group` has a backend of `device`'s own, such as NCCL."""
+    try:
+        return dist.get_backend(group) != "gloo" and group._get_backend(device) is not None
+    except RuntimeError:
+        return False

@@ -93,9 +93,10 @@ class Traffic:
     calls: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def add(self, operation: str, link: str, num_bytes: int) -> None:
-        """Count `num_bytes` of payload of one call of `operation` ("all_gather", "reduce_scatter", ...) over `link` ("shared_memory", "mapped",
-        "gloo", "nccl", "local"). "mapped" is what an aliased gather made readable without moving it, so that sums over links mean the same
-        on every transport.
+        """Count `num_bytes` of payload of one call of `operation` ("all_gather", "reduce_scatter", ...) over `link`.
+
+        Links are "shared_memory", "mapped", "gloo", "nccl" and "local". "mapped" is what an aliased gather made readable without moving it,
+        so that sums over links mean the same on every transport.
         """
         key = (operation, link)
         self.bytes[key] = self.bytes.get(key, 0) + num_bytes

@@ -1,0 +1,263 @@
+"""Accelerators: the backend's own collectives, or the ordered exchange on request.
+
+Equal shares go through one all-gather (in place: our slice of `out` is the input) and one reduce-scatter; unequal ones, which those do not
+take, through one broadcast or one reduce per rank that owns something. With ``ordered=True`` a reduce is an all-to-all of slices and the
+canonical sum on arrival, which takes unequal shares as it is, costs the same bytes, and gives the bits of every other transport; the native
+reduce sums in the backend's order and, for bf16 and fp16, in the wire's dtype.
+
+Invariant: every rank makes the same calls in the same order (the engine's identity check tells when not). Collectives are enqueued behind
+the current stream; `Work.wait` makes the then current stream wait. A hang on the device is the backend's watchdog's to report; where
+Work.wait blocks the host (CPU backends), it ends in StallError.
+
+Cost per rank, N equal shares, buffer of B bytes: gather and reduce receive ``B (N-1)/N`` each; a temporary slice per reduce, N of them when
+ordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from zeroshard.comm.compat import all_gather_single, reduce_scatter_single
+from zeroshard.comm.ordered import ordered_sum
+from zeroshard.comm.streamed_pool import StreamedPool, mark, order_after
+from zeroshard.comm.transport import GradBuffer, Traffic, Work
+from zeroshard.core.layout import Range
+from zeroshard.errors import PeerLostError, StallError, StateError
+
+__all__ = ["NcclTransport"]
+
+
+class NcclTransport:
+    """A Transport over a process group's native collectives (NCCL; any backend that has them, for tests)."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        device: torch.device,
+        ordered: bool = False,
+        node_size: int | None = None,
+        stall_timeout_s: float = 300.0,
+        pool_bytes: int | None = None,
+    ) -> None:
+        self.name = "nccl"
+        self.rank = group.rank()
+        self.size = group.size()
+        self.one_sided = False
+        self.traffic = Traffic()
+        self.stall_timeout_s = stall_timeout_s
+        self.ordered = ordered
+        self._group = group
+        self._device = device
+        self._node_size = node_size
+        self._pool = StreamedPool(pool_bytes)
+        self._temporaries = StreamedPool(pool_bytes)
+        self._under_way: list[NativeWork] = []
+
+    def window(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, replicated: bool) -> NativeWindow:
+        assert len(ranges) == self.size, (key, ranges, self.size)
+        return NativeWindow(self, key, tuple(ranges), dtype, device, replicated)
+
+    def all_gather(self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor) -> Work:
+        itemsize = out.element_size()
+        self.traffic.add("all_gather", "nccl", (out.numel() - local.numel()) * itemsize)
+        group, works = self._group, []
+        if len({stop - start for start, stop in ranges}) == 1:
+            if out.numel():
+                works = [all_gather_single(out, local, group=group, async_op=True)]
+        else:
+            own = out[slice(*ranges[self.rank])]
+            if own.data_ptr() != local.data_ptr():
+                own.copy_(local)
+            for rank, (start, stop) in enumerate(ranges):
+                if stop > start:
+                    works.append(dist.broadcast(out[start:stop], group=group, group_src=rank, async_op=True))
+        return self._started(NativeWork(self, f"gather of {key}", works, lambda: None, [local, out], is_gather=True))
+
+    def grad_buffer(self, key: str, numel: int, dtype: torch.dtype, device: torch.device) -> GradBuffer:
+        for work in [work for work in self._under_way if not work.is_gather]:
+            if self._pool.has_room(numel * dtype.itemsize):
+                break
+            work.finish()
+        return GradBuffer(self._pool.take(numel, dtype, device))
+
+    def return_buffer(self, buffer: GradBuffer) -> None:
+        self._pool.give(buffer.data)
+
+    def reduce(
+        self,
+        key: str,
+        buffer: GradBuffer | None,
+        ranges: Sequence[Range],
+        out: torch.Tensor,
+        *,
+        wire_dtype: torch.dtype,
+        accumulate: bool,
+    ) -> Work:
+        numel = ranges[-1][1]
+        start, stop = ranges[self.rank]
+        data = self._pool.take(numel, wire_dtype, out.device).zero_() if buffer is None else buffer.data
+        assert data.dtype == wire_dtype and data.numel() == numel, (key, data.dtype, data.numel())
+        own = stop - start
+        loan = self._temporaries.take(own * (self.size if self.ordered else 1), wire_dtype, out.device)
+        arrived = loan
+        if self.ordered:
+            sends = [high - low for low, high in ranges]
+            works = [dist.all_to_all_single(arrived, data, [own] * self.size, sends, group=self._group, async_op=True)]
+        elif len({high - low for low, high in ranges}) == 1:
+            works = [reduce_scatter_single(arrived, data, group=self._group, async_op=True)] if numel else []
+        else:
+            works = self._reduce_one_by_one(data, ranges)
+            arrived = data[start:stop]
+        self.traffic.add("reduce_scatter", "nccl", own * (self.size - 1) * wire_dtype.itemsize)
+
+        def finish() -> None:
+            parts: list[torch.Tensor | None] = [*arrived.view(self.size, own)] if self.ordered else [arrived]
+            ordered_sum(parts, out, node_size=self._node_size if self.ordered else None, accumulate=accumulate)
+            self._temporaries.give(loan)
+            self._pool.give(data)
+
+        return self._started(NativeWork(self, f"reduce of {key}", works, finish, [data, arrived, out], is_gather=False))
+
+    def _reduce_one_by_one(self, data: torch.Tensor, ranges: Sequence[Range]) -> list[Any]:
+        """Reduce each rank's slice to that rank, in place."""
+        return [
+            dist.reduce(data[start:stop], group=self._group, group_dst=rank, async_op=True)
+            for rank, (start, stop) in enumerate(ranges)
+            if stop > start
+        ]
+
+    def _started(self, work: NativeWork) -> NativeWork:
+        self._under_way.append(work)
+        return work
+
+    def finished(self, work: NativeWork) -> None:
+        self._under_way = [other for other in self._under_way if other is not work]
+
+    def begin_write(self) -> None:
+        for work in [work for work in self._under_way if work.is_gather]:
+            work.wait()
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=self._device)
+        own = torch.tensor([len(payload)], dtype=torch.int64).to(self._device)
+        self._block(all_gather_single(lengths, own, group=self._group, async_op=True), "exchange")
+        sizes = [int(size) for size in lengths.tolist()]
+        longest = max(*sizes, 1)
+        padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8).to(self._device)
+        everything = torch.empty(self.size * longest, dtype=torch.uint8, device=self._device)
+        self._block(all_gather_single(everything, padded, group=self._group, async_op=True), "exchange")
+        rows = everything.cpu().view(self.size, longest)
+        self.traffic.add("exchange", "nccl", sum(sizes) - len(payload))
+        return [rows[rank, : sizes[rank]].numpy().tobytes() for rank in range(self.size)]
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        data = tensor.detach()
+        flat = data.contiguous() if data.device == self._device else data.to(self._device).contiguous()
+        self._block(dist.broadcast(flat, group=self._group, group_src=source, async_op=True), "broadcast")
+        if flat.data_ptr() != data.data_ptr():
+            data.copy_(flat)
+        if self.rank != source:
+            self.traffic.add("broadcast", "nccl", flat.numel() * flat.element_size())
+
+    def _block(self, work: Any, what: str) -> None:
+        await_native(work, what, self.stall_timeout_s, self.rank, self.size)
+
+    def progress(self) -> None: ...
+
+    def abandon(self) -> None:
+        left, self._under_way = self._under_way, []
+        for work in left:  # a collective that was enqueued cannot be recalled; every rank enqueued the same ones
+            work.forget()
+        self.exchange(b"")
+
+    def close(self) -> None:
+        self._under_way = []
+        self._pool.clear()
+        self._temporaries.clear()
+
+
+class NativeWindow:
+    """One slice per rank, in device memory."""
+
+    def __init__(
+        self, transport: NcclTransport, key: str, ranges: tuple[Range, ...], dtype: torch.dtype, device: torch.device, replicated: bool
+    ) -> None:
+        self.key = key
+        self.ranges = ranges
+        self.aliased = False
+        start, stop = ranges[transport.rank]
+        self.full = torch.zeros(ranges[-1][1], dtype=dtype, device=device) if replicated else None
+        self.local = torch.zeros(stop - start, dtype=dtype, device=device) if self.full is None else self.full[start:stop]
+        self._transport = transport
+
+    def gather(self, out: torch.Tensor | None = None) -> Work:
+        target = self.full if out is None else out
+        if target is None:
+            raise StateError(f"window {self.key} rests sharded: gather needs `out`")
+        return self._transport.all_gather(self.key, self.local, self.ranges, target)
+
+    def publish(self) -> None: ...
+
+    def close(self) -> None:
+        self.full, self.local = None, torch.empty(0)
+
+
+class NativeWork:
+    """Collectives under way and what remains to be done after them."""
+
+    def __init__(
+        self,
+        transport: NcclTransport,
+        what: str,
+        works: list[Any],
+        after: Callable[[], None],
+        alive: list[torch.Tensor],
+        *,
+        is_gather: bool,
+    ) -> None:
+        self.is_gather = is_gather
+        self._transport = transport
+        self._what = what
+        self._works = works
+        self._after = after
+        self._alive = alive  # the collectives' memory, until they are waited for
+        self._finished: Any = None  # an event behind `after`, once that has been enqueued
+
+    def finish(self) -> None:
+        """Let the current stream wait for the collectives and do the rest on it."""
+        if self._finished is None:
+            for work in self._works:
+                await_native(work, self._what, self._transport.stall_timeout_s, self._transport.rank, self._transport.size)
+            self._after()
+            self._finished = mark(self._alive[0].device)
+            self.forget()
+            self._transport.finished(self)
+
+    def wait(self) -> None:
+        self.finish()
+        order_after(self._finished)  # the stream that finished may not be the one that waits now
+
+    def done(self) -> bool:
+        return self._finished is not None or all(work.is_completed() for work in self._works)
+
+    def forget(self) -> None:
+        """Drop what the collectives used."""
+        self._works, self._alive, self._after = [], [], lambda: None
+
+
+def await_native(work: Any, what: str, stall_timeout_s: float, rank: int, size: int) -> None:
+    """Wait for one collective: the current stream on accelerators, the host elsewhere."""
+    try:
+        work.wait(timedelta(seconds=stall_timeout_s))
+    except RuntimeError as error:
+        text = str(error).split("\n")[0].split("] ")[-1][:160]
+        others = [peer for peer in range(size) if peer != rank]
+        if "imed out" in text or "timeout" in text:
+            raise StallError(f"{what}: one of ranks {others} did not come within {stall_timeout_s:g} s ({text})") from error
+        raise PeerLostError(f"{what}: one of ranks {others} has ended or given up ({text})") from error
