@@ -17,30 +17,21 @@ from zeroshard.launch.options import LineParser, UsageError, add_run_options, pa
 
 __all__ = ["main"]
 
-EXIT_USAGE, EXIT_INTERNAL, EXIT_IO = 2, 70, 74
+EXIT_USAGE, EXIT_INTERNAL, EXIT_IO, EXIT_INTERRUPTED = 2, 70, 74, 130
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit code; ``--help``, ``--version`` and usage errors end through SystemExit."""
     arguments = sys.argv[1:] if argv is None else argv
-    debug = "--debug" in arguments
     try:
         return _dispatch(arguments)
-    except UsageError as error:
-        return _complain(f"{error}", EXIT_USAGE)
-    except ZeroshardError as error:
-        code, message = error.exit_code, f"{error}"
-    except BrokenPipeError:
-        return EXIT_IO
-    except OSError as error:
-        code, message = EXIT_IO, f"{error}"
-    except KeyboardInterrupt:
-        return _complain("interrupted", 130)
-    except Exception as error:
-        code, message = EXIT_INTERNAL, f"internal error, {type(error).__name__}: {error}"
-    if debug:
-        traceback.print_exc()
-    return _complain(message + ("" if debug else " (--debug shows where)" if code == EXIT_INTERNAL else ""), code)
+    except (Exception, KeyboardInterrupt) as error:
+        if "--debug" in arguments:
+            traceback.print_exc()
+        code, message = _explain(error)
+        if message:
+            sys.stderr.write(f"zeroshard: {message}\n")
+        return code
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -76,6 +67,16 @@ def _build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     return parser, run_parser
 
 
-def _complain(message: str, code: int) -> int:
-    sys.stderr.write(f"zeroshard: {message}\n")
-    return code
+def _explain(error: BaseException) -> tuple[int, str]:
+    """The exit code and the line for an error; no line when nobody is left to read it."""
+    if isinstance(error, UsageError):
+        return EXIT_USAGE, str(error)
+    if isinstance(error, ZeroshardError):
+        return error.exit_code, str(error)
+    if isinstance(error, BrokenPipeError):
+        return EXIT_IO, ""
+    if isinstance(error, OSError):
+        return EXIT_IO, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED, "interrupted"
+    return EXIT_INTERNAL, f"internal error, {type(error).__name__}: {error} (--debug shows where)"

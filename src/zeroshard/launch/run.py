@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = ["launch"]
 
 def launch(options: RunOptions) -> int:
     """Run the script on every rank and return the exit code of the job (DESIGN: 0, 1, 2, 3, 70 to 75, 128 + signal)."""
+    begin = time.monotonic()
     import torch.distributed.run as torchrun
 
     if not options.debug:
@@ -37,7 +39,6 @@ def launch(options: RunOptions) -> int:
         _set_environment(options, directory, num_ranks=int(arguments.nproc_per_node))
         supervisor = Supervisor(directory, options.grace_s, on_restart=_report_restart)
         supervisor.start()
-        begin = time.monotonic()
         return _run(torchrun, arguments, supervisor, begin)
 
 
@@ -126,7 +127,8 @@ def _report(failures: list[Failure], begin: float) -> None:
     first, *others = failures
     for failure in others:
         if not failure.silent:
-            _say(f"rank {failure.rank} failed too, {failure.at - first.at:+.2f} s after the first: {failure.message.splitlines()[0]}")
+            line = textwrap.shorten(failure.message or failure.how, 160, placeholder=" ...")
+            _say(f"rank {failure.rank} failed too, {failure.at - first.at:+.2f} s after the first: {line}")
     hint = " (often the kernel, out of memory)" if first.status == -signal.SIGKILL else ""
     block = f"rank {first.rank} failed first, {first.at - begin:.2f} s after the start: {first.how}{hint}"
     _say("\n".join(filter(None, [block, (first.traceback or first.message).rstrip()])))

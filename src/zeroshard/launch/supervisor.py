@@ -9,7 +9,7 @@ launcher woke up for it:
 
 - a rank killed by a signal that no peer sends counts ``SIGNAL_LEAD_S`` earlier: peers may report its broken connections sooner;
 - a rank that ended with an exit code and no word counts ``SILENT_LEAD_S`` earlier, for the same reason;
-- a rank that says itself that it failed because a peer was lost counts ``CONSEQUENCE_LAG_S`` later.
+- a rank that says itself that it failed because a peer was lost, or that we ended, counts ``CONSEQUENCE_LAG_S`` later.
 
 No torch here, and no signal is sent before a rank has failed.
 """
@@ -104,6 +104,7 @@ class _Watched:
     pid: int
     pidfd: int
     end_by: float | None = None
+    ended_by_us: bool = False
     ended_at: float | None = None
     failed_at: float | None = None
     status: int | None = None
@@ -185,7 +186,7 @@ class Supervisor:
             status=status,
             message=str(said.get("message", "")),
             traceback=str(said.get("traceback", "")),
-            consequence=bool(said.get("consequence", False)),
+            consequence=bool(said.get("consequence", watched.ended_by_us and watched.failed_at is None)),
         )
 
     def _watch(self) -> None:
@@ -245,5 +246,6 @@ class Supervisor:
     @staticmethod
     def _kill(watched: _Watched) -> None:
         if watched.alive:
+            watched.ended_by_us = True
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(watched.pid, signal.SIGKILL)  # the agent makes each rank the leader of a group of its own

@@ -15,6 +15,7 @@ What it does not do: catch signals, print the traceback (the launcher does, last
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import ctypes
@@ -28,6 +29,7 @@ import sys
 import time
 import traceback
 import types
+from typing import NoReturn
 
 __all__ = ["main"]
 
@@ -37,7 +39,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str]) -> None:
-    """Run ``argv`` = [kind, target, *args]; ends through SystemExit when the target fails."""
+    """Run ``argv`` = [kind, target, *args]; returns when the target did, and ends the process when it failed."""
     directory, launcher = os.environ.pop(DIRECTORY), int(os.environ.pop(LAUNCHER_PID))
     _die_with(launcher)
     _announce(directory, {"pid": os.getpid(), "rank": _env_int("RANK"), "restart_count": _env_int("TORCHELASTIC_RESTART_COUNT")})
@@ -55,7 +57,7 @@ def main(argv: list[str]) -> None:
             _write_failure(directory, {"message": message, "traceback": "", "exit_code": error.code if isinstance(error.code, int) else 1})
         raise
     except BaseException as error:
-        sys.exit(_fail(directory, error))
+        _leave(_fail(directory, error))
 
 
 def _die_with(launcher: int) -> None:
@@ -117,9 +119,18 @@ def _fail(directory: str, error: BaseException) -> int:
     )
     if not known:
         sys.stderr.write(text)
-    elif sys.excepthook is not sys.__excepthook__:
-        sys.excepthook(type(error), error, frames)
+    elif sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith("torch."):
+        sys.excepthook(type(error), error, frames)  # the user's own; torch's only prints what the launcher will
     return exit_code
+
+
+def _leave(exit_code: int) -> NoReturn:
+    """End without the interpreter's teardown: after a failure it waits for threads, and backends whose peers are gone abort in it."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code)
 
 
 def _write_failure(directory: str, failure: dict[str, object]) -> bool:

@@ -1,0 +1,105 @@
+"""The ``zeroshard`` program: answers at once, one line per error, the exit codes of the contract."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from zeroshard._version import __version__
+from zeroshard.errors import CheckpointError, ConfigError
+from zeroshard.launch import cli
+from zeroshard.launch.options import UsageError
+
+PROGRAM = str(Path(sys.executable).parent / "zeroshard")
+# Coverage measures our subprocesses, which costs more than all they do here.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+
+
+def _zeroshard(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([PROGRAM, *argv], capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["run", "--help"], 0),
+        (["fly"], 2),
+        (["run", "--nproc", "0", "x.py"], 2),
+        (["run", "no_such_script.py"], 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_help_version_and_usage_errors_answer_within_300_ms(argv: list[str], code: int) -> None:
+    times = []
+    for _ in range(5):
+        begin = time.monotonic()
+        assert _zeroshard(*argv).returncode == code
+        times.append(time.monotonic() - begin)
+    assert min(times) < 0.3, times
+
+
+def test_help_imports_neither_torch_nor_numpy() -> None:
+    code = "import sys; from zeroshard.launch.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nprint(sorted(sys.modules))"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT).stdout
+    assert "'argparse'" in modules
+    assert "'torch'" not in modules and "'numpy'" not in modules and "'pydantic'" not in modules
+
+
+def test_the_module_is_the_program() -> None:
+    answer = subprocess.run([sys.executable, "-m", "zeroshard", "--version"], capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    assert answer.stdout == f"zeroshard {__version__}\n" == _zeroshard("--version").stdout
+
+
+@pytest.mark.parametrize("argv", [["fly"], ["run", "--nproc", "0", "x.py"], ["run"], ["run", "--nprocs", "2"]], ids=" ".join)
+def test_a_usage_error_is_one_line_on_stderr(argv: list[str]) -> None:
+    answer = _zeroshard(*argv)
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert answer.stderr.startswith("zeroshard") and answer.stderr.count("\n") == 1
+
+
+def test_no_command_shows_the_help_as_an_error() -> None:
+    answer = _zeroshard()
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert "zeroshard run --nproc 2" in answer.stderr
+
+
+def test_help_shows_an_example() -> None:
+    assert "example:" in _zeroshard("--help").stdout
+    assert "example:" in _zeroshard("run", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UsageError("no"), 2, "zeroshard: no\n"),
+        (ConfigError("stage=4"), 3, "zeroshard: stage=4\n"),
+        (CheckpointError("torn"), 73, "zeroshard: torn\n"),
+        (FileNotFoundError(2, "No such file or directory", "x"), 74, "zeroshard: [Errno 2] No such file or directory: 'x'\n"),
+        (ValueError("oops"), 70, "zeroshard: internal error, ValueError: oops (--debug shows where)\n"),
+        (KeyboardInterrupt(), 130, "zeroshard: interrupted\n"),
+        (BrokenPipeError(), 74, ""),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_errors_become_one_line_and_a_code(
+    error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_dispatch", fail)
+    assert cli.main(["anything"]) == code
+    assert capsys.readouterr().err == line
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cli, "_dispatch", lambda arguments: 1 // 0)
+    assert cli.main(["run", "--debug"]) == 70
+    assert "Traceback" in capsys.readouterr().err

@@ -1,0 +1,119 @@
+"""The line that ``zeroshard run`` takes: torchrun's options as torchrun has them, and a script whose arguments nobody touches."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroshard.launch.options import (
+    REFUSED,
+    TORCHRUN_FLAGS,
+    TORCHRUN_VALUES,
+    LineParser,
+    RunOptions,
+    UsageError,
+    add_run_options,
+    parse_run,
+)
+
+SCRIPT = __file__
+
+
+def _parse(*argv: str) -> RunOptions:
+    parser = LineParser(prog="zeroshard run", allow_abbrev=False)
+    add_run_options(parser)
+    return parse_run(parser, list(argv))
+
+
+def test_the_table_of_torchruns_options_is_that_of_the_installed_torch() -> None:
+    from torch.distributed.run import get_args_parser
+
+    flags, values = set(), set()
+    for action in get_args_parser()._actions:
+        names = {name for name in action.option_strings if name.startswith("--") and "_" not in name}
+        (flags if action.nargs == 0 else values).update(names)
+    assert set(TORCHRUN_FLAGS) == flags - {"--help", *REFUSED}
+    assert set(TORCHRUN_VALUES) == values - {"--nproc-per-node", *REFUSED}
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\0"))))
+def test_what_follows_the_script_is_passed_on_as_it_is(args: list[str]) -> None:
+    assert _parse("--nproc", "2", SCRIPT, *args).args == args
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--nnodes", "2", "--rdzv-endpoint=host:1"], ["--nnodes=2", "--rdzv_endpoint", "host:1"]],
+    ids=["dashes", "underscores"],
+)
+def test_torchruns_options_pass_in_every_spelling(argv: list[str]) -> None:
+    options = _parse(*argv, SCRIPT)
+    assert options.torchrun == ["--nnodes=2", "--rdzv-endpoint=host:1"]
+    assert not options.standalone
+
+
+def test_without_a_place_for_the_job_it_stands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _parse(SCRIPT).standalone
+    monkeypatch.setenv("PET_NNODES", "2")  # torchrun reads its defaults from such variables
+    assert not _parse(SCRIPT).standalone
+
+
+@pytest.mark.parametrize(("argv", "kind"), [(["-m", "json.tool"], "module"), (["--no-python", "ls"], "command"), ([SCRIPT], "script")])
+def test_scripts_modules_and_programs_can_be_started(argv: list[str], kind: str) -> None:
+    assert _parse(*argv, "-x").kind == kind
+    assert _parse(*argv, "-x").args == ["-x"]
+
+
+def test_two_dashes_end_the_launchers_options() -> None:
+    assert _parse("--nproc=2", "--", SCRIPT, "--nproc", "3").args == ["--nproc", "3"]
+
+
+def test_the_grace_is_three_seconds_unless_the_user_says_otherwise() -> None:
+    assert _parse(SCRIPT).grace_s == 3
+    assert _parse("--shutdown-timeout", "10", SCRIPT).grace_s == 10
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "no script given"),
+        (["--nproc", "2"], "no script given"),
+        (["--nproc"], "--nproc needs a value"),
+        (["--nproc", "0", SCRIPT], "--nproc must be a number of at least 1"),
+        (["--nproc", "-1", SCRIPT], "--nproc must be a number of at least 1"),
+        (["--nproc", "two", SCRIPT], "not 'two'"),
+        (["--nprocs", "2", SCRIPT], r"unknown option --nprocs, did you mean --nproc\?"),
+        (["--standalone=1", SCRIPT], "--standalone takes no value"),
+        (["--run-path", SCRIPT], "--run-path has no place here"),
+        (["-m", "--no-python", "json.tool"], "exclude each other"),
+        (["--standalone", "--nnodes", "2", SCRIPT], "--standalone and --nnodes exclude each other"),
+        (["--shutdown-timeout", "soon", SCRIPT], "--shutdown-timeout must be a number"),
+        (["--master-port", "http", SCRIPT], "--master-port must be a port number"),
+        (["-m", "no_such_module_here"], "module 'no_such_module_here' not found"),
+        (["no_such_script.py"], "script 'no_such_script.py' not found in"),
+        (["."], "is not a file that can be read"),
+    ],
+)
+def test_a_line_that_makes_no_sense_is_refused_with_the_reason(argv: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        _parse(*argv)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pinned_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(UsageError, match=f"--master-port {port} cannot be used"):
+            _parse("--master-port", port, SCRIPT)
+
+
+def test_a_module_is_looked_up_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "explosive.py").write_text("raise SystemExit('ran')")
+    monkeypatch.chdir(tmp_path)
+    assert _parse("-m", "explosive").kind == "module"
+    assert "explosive" not in sys.modules

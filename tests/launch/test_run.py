@@ -1,0 +1,261 @@
+"""``zeroshard run`` for real: arguments, environment, failures, and nobody left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+PROGRAM = str(Path(sys.executable).parent / "zeroshard")
+
+# Each rank says who it is, then waits; what it waits in is the test's business.
+HELLO = """
+import os, pathlib, signal, sys, time
+rank = int(os.environ["RANK"])
+here = pathlib.Path(__file__).parent
+(here / f"pid-{rank}.part").write_text(str(os.getpid()))
+(here / f"pid-{rank}.part").rename(here / f"pid-{rank}")
+"""
+GROUP = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.ones(4)
+"""
+STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+WAIT = "time.sleep(600)\n"
+
+
+class _Job:
+    """A launcher under test: its process, and the ranks that its script announced."""
+
+    def __init__(self, directory: Path, text: str, *options: str, args: tuple[str, ...] = (), env: dict[str, str] | None = None) -> None:
+        self.directory = directory
+        script = directory / "script.py"
+        script.write_text(text)
+        self.process = subprocess.Popen(
+            [PROGRAM, "run", *options, str(script), *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(env or {})},
+            errors="surrogateescape",
+        )
+
+    def ranks(self, count: int) -> list[int]:
+        """The process ids of the ranks, once they have announced themselves."""
+        paths = [self.directory / f"pid-{rank}" for rank in range(count)]
+        _wait_until(lambda: all(path.exists() for path in paths) or self.process.poll() is not None, 60)
+        return [int(path.read_text()) for path in paths]
+
+    def wait_for(self, name: str) -> None:
+        _wait_until((self.directory / name).exists, 60)
+
+    def end(self, timeout: float = 60.0) -> tuple[int, str, str]:
+        stdout, stderr = self.process.communicate(timeout=timeout)
+        return self.process.returncode, stdout, stderr
+
+
+def _wait_until(condition: Callable[[], bool], timeout: float) -> float:
+    """Returns how long it took."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < timeout, f"not within {timeout} s"
+        time.sleep(0.01)
+    return time.monotonic() - begin
+
+
+def _running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+Launch = Callable[..., _Job]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    jobs: list[_Job] = []
+
+    def start(text: str, *options: str, args: tuple[str, ...] = (), env: dict[str, str] | None = None) -> _Job:
+        directory = tmp_path / str(len(jobs))
+        directory.mkdir()
+        jobs.append(_Job(directory, text, *options, args=args, env=env))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.process.kill()  # the ranks follow
+        job.process.communicate()
+
+
+def test_arguments_and_environment_reach_every_rank_as_they_are(launch: Launch, tmp_path: Path) -> None:
+    arguments = ("a b", "'", '"', "", "--nproc", "-x", "--", "$HOME", "${local_rank}", "$$", "%s", "*", "\n", "é\udcff", "a\\", "--debug=1")
+    script = (
+        "import json, os, sys\n"
+        "names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'OMP_NUM_THREADS', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME')\n"
+        "own = [name for name in os.environ if name.startswith('ZEROSHARD')]\n"
+        "print(json.dumps([sys.argv[1:], {name: os.environ[name] for name in names}, own, __name__]) + '\\n', end='')\n"
+    )
+    job = launch(script, "--nproc", "2", args=arguments, env={"TMPDIR": str(tmp_path)})
+    code, stdout, stderr = job.end()
+    assert (code, stderr) == (0, "")
+    ranks = sorted((json.loads(line) for line in stdout.splitlines()), key=lambda rank: rank[1]["RANK"])
+    assert [rank[0] for rank in ranks] == [list(arguments)] * 2
+    assert [rank[1]["RANK"] for rank in ranks] == ["0", "1"]
+    threads = str(max(len(os.sched_getaffinity(0)) // 2, 1)) if "OMP_NUM_THREADS" not in os.environ else os.environ["OMP_NUM_THREADS"]
+    assert {rank[1]["OMP_NUM_THREADS"] for rank in ranks} == {threads}
+    assert {rank[1]["MASTER_ADDR"] for rank in ranks} == {"127.0.0.1"}
+    assert {rank[1]["GLOO_SOCKET_IFNAME"] for rank in ranks} == {"lo"}
+    assert [rank[2:] for rank in ranks] == [[[], "__main__"]] * 2
+    assert [path.name for path in tmp_path.iterdir() if path.name != "0"] == []  # nothing left in the temporary folder
+
+
+def test_threads_that_the_user_chose_stay(launch: Launch) -> None:
+    job = launch("import os; print(os.environ['OMP_NUM_THREADS'])", "--nproc", "1", env={"OMP_NUM_THREADS": "7"})
+    assert job.end()[:2] == (0, "7\n")
+
+
+def test_the_first_failure_is_shown_last_with_its_traceback(launch: Launch) -> None:
+    job = launch(
+        HELLO + GROUP + "if rank == 1:\n    raise ValueError('no good')\nwhile True:\n    dist.all_reduce(value)\n", "--nproc", "2"
+    )
+    job.ranks(2)
+    code, _, stderr = job.end()
+    assert code == 1
+    before, _, block = stderr.rpartition("zeroshard run: ")
+    lines = block.splitlines()
+    assert lines[0].startswith("rank 1 failed first, ") and lines[0].endswith("exit code 1")
+    assert (lines[1], lines[-1]) == ("Traceback (most recent call last):", "ValueError: no good")
+    assert block.count('File "') == 1
+    assert "no good" not in before
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [("from zeroshard.errors import PlanMismatch; raise PlanMismatch('stage differs')", 72), ("sys.exit(75)", 75), ("os._exit(9)", 1)],
+    ids=["error of ours", "preempted", "silent"],
+)
+def test_the_exit_code_is_that_of_the_first_failure(launch: Launch, failure: str, code: int) -> None:
+    job = launch(HELLO + f"if rank == 0:\n    {failure}\n" + WAIT, "--nproc", "2")
+    assert job.end()[0] == code
+
+
+def test_ranks_that_ignore_the_request_to_end_are_gone_within_five_seconds(launch: Launch) -> None:
+    job = launch(
+        HELLO + STUBBORN + "if rank == 0:\n    (here / 'pid-1').exists() or time.sleep(1)\n    raise ValueError\n" + WAIT, "--nproc", "2"
+    )
+    pids = job.ranks(2)
+    os.kill(pids[1], signal.SIGSTOP)  # a stopped process does not even hear SIGTERM
+    begin = time.monotonic()
+    code, _, stderr = job.end()
+    assert code == 1
+    assert time.monotonic() - begin < 5
+    assert "rank 0 failed first" in stderr
+    assert not any(map(_running, pids))
+
+
+MOMENTS = {
+    "starting": HELLO + WAIT,
+    "importing": HELLO + "import torch\n" + WAIT,
+    "joining": HELLO + "import torch.distributed as dist\nif rank == 1:\n    time.sleep(600)\ndist.init_process_group('gloo')\n",
+    "reducing": HELLO + GROUP + "while True:\n    dist.all_reduce(value)\n    (here / f'deep-{rank}').touch()\n",
+    "computing": HELLO + GROUP + "(here / f'deep-{rank}').touch()\nwhile rank == 1:\n    value.sum()\ndist.all_reduce(value)\n",
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_rank_ends_the_job_within_three_seconds_and_is_named(launch: Launch, moment: str) -> None:
+    job = launch(MOMENTS[moment], "--nproc", "2")
+    pids = job.ranks(2)
+    if "deep" in MOMENTS[moment]:
+        job.wait_for("deep-0")
+        job.wait_for("deep-1")
+    os.kill(pids[1], signal.SIGKILL)
+    seconds = _wait_until(lambda: job.process.poll() is not None, 10)
+    code, _, stderr = job.end()
+    assert code == 128 + signal.SIGKILL
+    assert stderr.splitlines()[-1].startswith("zeroshard run: rank 1 failed first, ")
+    assert "killed by SIGKILL" in stderr.splitlines()[-1]
+    assert seconds < 3
+    assert not any(map(_running, pids))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rank_killed_at_a_random_moment_is_named(launch: Launch, seed: int) -> None:
+    job = launch(MOMENTS["reducing"], "--nproc", "3")
+    pids = job.ranks(3)
+    time.sleep(seed * 0.2)
+    os.kill(pids[seed % 3], signal.SIGKILL)
+    seconds = _wait_until(lambda: job.process.poll() is not None, 10)
+    code, _, stderr = job.end()
+    assert (code, seconds < 3) == (137, True)
+    assert f"rank {seed % 3} failed first" in stderr.splitlines()[-1]
+    assert not any(map(_running, pids))
+
+
+@pytest.mark.parametrize("stop", [False, True], ids=["running", "stopped"])
+def test_when_the_launcher_is_killed_the_ranks_die(launch: Launch, stop: bool) -> None:
+    job = launch(HELLO + STUBBORN + WAIT, "--nproc", "2")
+    pids = job.ranks(2)
+    if stop:
+        os.kill(pids[0], signal.SIGSTOP)
+    job.process.kill()
+    _wait_until(lambda: not any(map(_running, pids)), 2)
+    assert job.end()[0] == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: signal.Signals(number).name)
+def test_a_signal_to_the_launcher_ends_the_ranks_and_is_said(launch: Launch, number: signal.Signals) -> None:
+    job = launch(HELLO + WAIT, "--nproc", "2")
+    pids = job.ranks(2)
+    job.process.send_signal(number)
+    code, _, stderr = job.end(timeout=10)
+    assert code == 128 + number
+    assert stderr == f"zeroshard run: ended by {number.name}\n"
+    assert not any(map(_running, pids))
+
+
+def test_a_group_that_is_started_again_says_why_and_may_succeed(launch: Launch) -> None:
+    job = launch(
+        HELLO + "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    raise ValueError('first try')\n",
+        "--nproc",
+        "2",
+        "--max-restarts=1",
+    )
+    code, _, stderr = job.end()
+    assert code == 0
+    assert "starting again after rank" in stderr and "ValueError: first try" in stderr
+    assert "failed first" not in stderr
+
+
+def test_modules_and_programs_run_too(launch: Launch) -> None:
+    assert subprocess.run([PROGRAM, "run", "-m", "json.tool", "--help"], capture_output=True, text=True, timeout=60).stdout.startswith(
+        "usage:"
+    )
+    echo = subprocess.run([PROGRAM, "run", "--no-python", "echo", "$a  b"], capture_output=True, text=True, timeout=60)
+    assert (echo.returncode, echo.stdout) == (0, "$a  b\n")
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_launchers_started_at_once_all_get_ports_of_their_own(launch: Launch, count: int) -> None:
+    script = (
+        "import os, socket, time\n"
+        "port = int(os.environ['MASTER_PORT'])\n"
+        "socket.create_connection((os.environ['MASTER_ADDR'], port)).close()\n"
+        "print(port)\n"
+        "time.sleep(1)\n"
+    )
+    jobs = [launch(script, "--nproc", "1") for _ in range(count)]
+    ends = [job.end(timeout=300) for job in jobs]
+    assert [end[0] for end in ends] == [0] * count, [end[2] for end in ends]
+    assert len({end[1] for end in ends}) == count

@@ -1,0 +1,152 @@
+"""Who failed first: the rule, then real processes that announce themselves and fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zeroshard.launch.supervisor import Failure, Supervisor, blame_order, exit_code_of
+
+
+def _first(*failures: Failure) -> int:
+    return blame_order(list(failures))[0].rank
+
+
+def test_the_earliest_report_is_to_blame() -> None:
+    assert _first(Failure(0, 10, at=2.0, status=1, message="b"), Failure(1, 11, at=1.0, status=1, message="a")) == 1
+
+
+def test_a_killed_rank_is_to_blame_although_its_peer_reported_sooner() -> None:
+    assert _first(Failure(0, 10, at=1.00, status=1, message="connection reset"), Failure(1, 11, at=1.02, status=-signal.SIGKILL)) == 1
+
+
+def test_an_abort_or_a_sigterm_may_be_a_consequence() -> None:
+    for number in (signal.SIGABRT, signal.SIGTERM):
+        assert _first(Failure(0, 10, at=1.00, status=1, message="ValueError"), Failure(1, 11, at=1.02, status=-number)) == 0
+
+
+def test_a_silent_exit_is_to_blame_only_when_the_report_came_just_before_it() -> None:
+    silent = Failure(1, 11, at=1.02, status=5)
+    assert _first(Failure(0, 10, at=1.0, status=1, message="connection reset"), silent) == 1
+    assert _first(Failure(0, 10, at=0.5, status=1, message="ValueError"), silent) == 0
+
+
+def test_a_rank_that_lost_a_peer_is_not_to_blame() -> None:
+    lost = Failure(0, 10, at=1.0, status=71, message="PeerLostError: rank 1 has ended", consequence=True)
+    assert _first(lost, Failure(1, 11, at=1.5, status=1, message="ValueError")) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(1, 1), (5, 1), (2, 1), (3, 3), (70, 70), (71, 71), (72, 72), (73, 73), (74, 74), (75, 75), (-9, 137), (-11, 139), (None, 1)],
+)
+def test_exit_codes_are_those_of_the_contract(status: int | None, code: int) -> None:
+    assert exit_code_of(Failure(0, 10, at=0.0, status=status)) == code
+
+
+def test_a_failure_says_how_in_words() -> None:
+    assert Failure(0, 1, 0.0, status=-9).how == "killed by SIGKILL"
+    assert Failure(0, 1, 0.0, status=-60).how == "killed by signal 60"
+    assert Failure(0, 1, 0.0, status=7).how == "exit code 7"
+    assert Failure(0, 1, 0.0).how == "ended in an unknown way"
+
+
+class _Ranks:
+    """Processes that look like ranks to the supervisor."""
+
+    def __init__(self, directory: Path, supervisor: Supervisor) -> None:
+        self.directory, self.supervisor = directory, supervisor
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, rank: int, code: str, restart_count: int = 0) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)
+        self.processes.append(process)
+        self.announce({"pid": process.pid, "rank": rank, "restart_count": restart_count})
+        _wait_until(lambda: self.supervisor.knows(process.pid))
+        return process
+
+    def announce(self, message: dict[str, float]) -> None:
+        with open(self.directory / "events", "wb", buffering=0) as fifo:
+            fifo.write(json.dumps(message).encode() + b"\n")
+
+
+def _wait_until(condition: object, timeout: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[_Ranks]:
+    restarted: list[list[Failure]] = []
+    supervisor = Supervisor(str(tmp_path), grace_s=0.3, on_restart=restarted.append)
+    supervisor.start()
+    ranks = _Ranks(tmp_path, supervisor)
+    ranks.restarted = restarted  # type: ignore[attr-defined]
+    yield ranks
+    for process in ranks.processes:
+        process.kill()
+        process.wait()
+
+
+def test_a_killed_process_is_seen_without_being_reaped(ranks: _Ranks) -> None:
+    process = ranks.start(1, "import time; time.sleep(60)")
+    os.kill(process.pid, signal.SIGKILL)
+    ranks.supervisor.stop()
+    (failure,) = ranks.supervisor.failures({})
+    assert (failure.rank, failure.status) == (1, -signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+
+
+def test_after_a_failure_the_others_are_ended_when_the_grace_is_over(ranks: _Ranks) -> None:
+    stubborn = ranks.start(0, "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)")
+    ranks.start(1, "raise SystemExit(1)")
+    begin = time.monotonic()
+    assert stubborn.wait(timeout=5) == -signal.SIGKILL
+    assert time.monotonic() - begin < 2
+    ranks.supervisor.stop()
+    assert [failure.rank for failure in ranks.supervisor.failures({})] == [1, 0]
+
+
+def test_a_failure_that_was_announced_counts_from_then_even_if_the_process_lingers(ranks: _Ranks) -> None:
+    process = ranks.start(0, "import time; time.sleep(60)")
+    report = {"at": 1.5, "message": "ValueError: no", "traceback": "Traceback ...", "exit_code": 72}
+    (ranks.directory / f"failure-{process.pid}.json").write_text(json.dumps(report))
+    ranks.announce({"pid": process.pid, "failed_at": 1.5})
+    assert process.wait(timeout=5) == -signal.SIGKILL
+    ranks.supervisor.stop()
+    (failure,) = ranks.supervisor.failures({process.pid: -9})
+    assert (failure.at, failure.status, failure.message) == (1.5, 72, "ValueError: no")
+
+
+def test_a_clean_end_is_no_failure_and_disturbs_nobody(ranks: _Ranks) -> None:
+    other = ranks.start(0, "import time; time.sleep(0.8)")
+    ranks.start(1, "pass")
+    assert other.wait(timeout=5) == 0
+    ranks.supervisor.stop()
+    assert ranks.supervisor.failures({}) == []
+
+
+def test_a_new_generation_reports_the_old_one_and_starts_with_a_clean_slate(ranks: _Ranks) -> None:
+    ranks.start(0, "raise SystemExit(4)").wait()
+    time.sleep(0.1)
+    fine = ranks.start(0, "import time; time.sleep(0.8)", restart_count=1)
+    assert [failure.status for failure in ranks.restarted[0]] == [4]  # type: ignore[attr-defined]
+    assert fine.wait(timeout=5) == 0
+    ranks.supervisor.stop()
+    assert ranks.supervisor.failures({}) == []
+
+
+def test_what_is_left_at_the_end_is_ended(ranks: _Ranks) -> None:
+    process = ranks.start(0, "import time; time.sleep(60)")
+    ranks.supervisor.stop(grace_s=0.1)
+    assert process.wait(timeout=5) == -signal.SIGKILL
