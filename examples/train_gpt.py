@@ -1,0 +1,357 @@
+"""Train a small GPT, byte by byte, on the source of Python's own standard library, sharded with ZeRO.
+
+    zeroshard run --nproc 2 examples/train_gpt.py                      # ZeRO-3 on two processes, a few minutes
+    zeroshard run --nproc 2 examples/train_gpt.py --stage 2 --precision bf16
+    zeroshard run --nproc 2 examples/train_gpt.py --compare            # stages 0, 1, 2, 3 one after another, one table
+    zeroshard run --nproc 2 examples/train_gpt.py --data my.txt more/*.txt --layers 8 --width 384
+    python examples/train_gpt.py --steps 50                            # one process needs no launcher
+
+Everything but five lines is plain PyTorch; those five are marked `# zeroshard`. The text is on every machine already (``--data`` takes any
+files instead), one file in ten is kept for validation, and the loss is in nats per byte, beside that of a unigram model, which knows how
+often each byte occurs and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sysconfig
+import time
+import zlib
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.syntax import Syntax
+from rich.table import Table
+from torch import Tensor, nn
+
+import zeroshard as zs
+
+VALIDATION_WINDOWS = 64
+MB = 1e6
+
+
+# ---- the model: a decoder-only transformer ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    layers: int = 4
+    width: int = 192
+    heads: int = 6
+    context: int = 128
+    vocabulary: int = 256  # bytes
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.norm1 = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+        self.norm2 = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width, bias=False)
+        self.down = nn.Linear(4 * config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, time, width]
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # [batch, heads, time, width / heads] each
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.token = nn.Embedding(config.vocabulary, config.width)
+        self.position = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                residual = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.layers) if residual else 0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return the mean loss in nats, or without `targets` the logits [batch, time, vocabulary]."""
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).float()
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    @torch.no_grad()
+    def generate(self, prompt: bytes, num_bytes: int, temperature: float = 0.7, seed: int = 0) -> bytes:
+        """Continue `prompt`. Every rank calls it with the same arguments, so that all run the same forwards in step."""
+        device = self.head.weight.device
+        generator = torch.Generator(device).manual_seed(seed)
+        tokens = torch.tensor([list(prompt)], device=device)
+        for _ in range(num_bytes):
+            logits = self(tokens[:, -self.config.context :])[:, -1] / temperature
+            tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
+        return bytes(tokens[0].tolist())
+
+
+# ---- the data --------------------------------------------------------------------------------------------------------------------------
+
+
+def load_text(files: list[Path] | None) -> tuple[Tensor, Tensor]:
+    """Return the bytes of the training files and of the validation files: one file in ten, chosen by its name."""
+    if files:  # few files are cut, each into nine tenths and one
+        texts = [path.read_bytes() for path in files]
+        train = b"\n".join(text[: len(text) * 9 // 10] for text in texts)
+        validation = b"\n".join(text[len(text) * 9 // 10 :] for text in texts)
+    else:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+        names = [name for name in names if not {"site-packages", "dist-packages", "test", "tests"} & set(name.split("/"))]
+        held_out = [name for name in names if zlib.crc32(name.encode()) % 10 == 0]
+        train = b"\n".join((root / name).read_bytes() for name in names if name not in held_out)
+        validation = b"\n".join((root / name).read_bytes() for name in held_out)
+    if len(validation) < 1000:
+        raise SystemExit(f"train_gpt: only {len(validation)} bytes of validation text, at least 1000 are needed; give more with --data")
+    return torch.frombuffer(bytearray(train), dtype=torch.uint8), torch.frombuffer(bytearray(validation), dtype=torch.uint8)
+
+
+def windows(text: Tensor, starts: Tensor, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cut inputs and targets [len(starts), context] out of `text`."""
+    both = text[starts[:, None] + torch.arange(context + 1)].long().to(device)
+    return both[:, :-1], both[:, 1:]
+
+
+def unigram_loss(train: Tensor, validation: Tensor) -> float:
+    """Return the nats per byte that byte frequencies alone reach on `validation`."""
+    counts = torch.bincount(train.long(), minlength=256).double() + 1
+    return float(-(counts / counts.sum()).log()[validation.long()].mean())
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks; (0, 1) without a launcher."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def across_ranks(*values: float) -> Tensor:
+    """Return every rank's values [ranks, values]."""
+    mine = torch.tensor([values], dtype=torch.float64)
+    everyone = [mine] * rank_and_size()[1]
+    if dist.is_initialized():
+        dist.all_gather_object(everyone, mine)
+    return torch.cat(everyone)
+
+
+@torch.no_grad()
+def validate(model: GPT, text: Tensor, device: torch.device) -> float:
+    """Return the mean loss over fixed windows, shared out among the ranks so that each runs the same number of forwards."""
+    (rank, ranks), context = rank_and_size(), model.config.context
+    starts = torch.linspace(0, len(text) - context - 1, VALIDATION_WINDOWS).long()
+    mine = [(rank + ranks * i) % VALIDATION_WINDOWS for i in range(math.ceil(VALIDATION_WINDOWS / ranks))]
+    losses = [float(model(*windows(text, starts[part], context, device))) for part in torch.tensor(mine).split(8)]
+    return float(across_ranks(sum(losses) / len(losses)).mean())
+
+
+# ---- training --------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """What one training did; the same on every rank."""
+
+    stage: int
+    losses: list[float]  # nats per byte, mean over ranks, one per step
+    validation: float
+    tokens_per_s: float
+    memory: dict[str, int]  # bytes per rank and state at the end of a backward, where everything is held
+    temporary: int  # bytes of gathered weights and gradient buffers per rank, at their peak
+    traffic: dict[str, int]  # bytes that a rank receives in one step, by collective
+    sample: str
+
+
+def process_mb() -> float:
+    """Return the memory of this process in MB; a page shared by two processes counts half in each."""
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return math.nan
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024 / MB
+
+
+def train(args: argparse.Namespace, stage: int, text: Tensor, held_out: Tensor, console: Console) -> Result:
+    """Train one model from the seed on."""
+    device = torch.device(f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(args.seed)
+    model = GPT(GPTConfig(args.layers, args.width, args.heads, args.context)).to(device)
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+
+    def rate(s: int) -> float:  # a short warm-up, then a cosine down to 5%
+        return min((s + 1) / max(1, args.steps // 20), 0.05 + 0.95 * (1 + math.cos(math.pi * s / args.steps)) / 2)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    engine = zs.shard(model, optimizer, stage=stage, precision=args.precision)  # zeroshard
+
+    rank, ranks = rank_and_size()
+    generator = torch.Generator().manual_seed(1000 * args.seed + rank)
+    tokens_per_step = args.accumulate * args.batch * args.context * ranks
+    losses, seconds, traffic = [], [], Counter()
+    line = TextColumn("{task.completed}/{task.total} loss {task.fields[loss]:.3f}{task.fields[status]}")
+    columns = (TextColumn(f"[bold]ZeRO-{stage}"), BarColumn(bar_width=10), line, TimeRemainingColumn(compact=True))
+    with Progress(*columns, console=console, disable=not console.is_terminal or rank != 0) as progress:
+        task = progress.add_task("training", total=args.steps, loss=math.nan, status="")
+        for step in range(args.steps):
+            started = time.perf_counter()
+            losses.append(0.0)
+            for micro in range(args.accumulate):
+                starts = torch.randint(len(text) - args.context, (args.batch,), generator=generator)
+                inputs, targets = windows(text, starts, args.context, device)
+                with engine.no_sync() if micro + 1 < args.accumulate else nullcontext():  # zeroshard
+                    loss = model(inputs, targets) / args.accumulate
+                    engine.backward(loss)  # zeroshard: loss.backward(), scaled under fp16
+                losses[-1] += loss.item()
+            engine.clip_grad_norm_(1.0)  # zeroshard
+            memory = engine.memory()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            seconds.append(time.perf_counter() - started)
+            if (step + 1) % max(1, args.steps // (4 if args.compare else 12)) == 0 or step + 1 == args.steps:
+                traffic.update(engine.traffic().bytes)  # of the training steps alone, not of the validation
+                validation = validate(model, held_out, device)
+                engine.reset_traffic()
+                now = across_ranks(losses[-1], process_mb())
+                speed = tokens_per_step / statistics.median(seconds)
+                status = f"  val {validation:.3f}  {speed:5.0f} tok/s  {now[:, 1].max():.0f} MB/rank"
+                progress.update(task, status=status)
+                if not console.is_terminal:
+                    console.print(f"ZeRO-{stage}  step {step + 1:4d}/{args.steps}  loss {now[:, 0].mean():.3f}{status}")
+            progress.update(task, advance=1, loss=losses[-1])
+    sample = model.generate(b"def ", args.sample).decode(errors="replace")  # every rank, in step: each forward gathers the weights
+    per_step = {name: count // args.steps for name, count in traffic.items()}
+    engine.close()
+    mean_losses = across_ranks(*losses).mean(0).tolist()
+    return Result(stage, mean_losses, validation, speed, dict(memory.at_rest), memory.peak, per_step, sample)
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------------------------------
+
+
+def closing_table(result: Result, num_parameters: int, precision: str) -> Table:
+    """Bytes per rank by state and traffic per step, beside plain data parallel training, where every rank holds everything."""
+    (_, ranks), weight = rank_and_size(), 4 if precision == "fp32" else 2
+    per_parameter = {"weight": weight, "master": 0 if weight == 4 else 4, "grad": 4, "optimizer": 8}
+    held = {state: width * num_parameters for state, width in per_parameter.items()}
+    received = 2 * weight * num_parameters * (ranks - 1) // ranks  # a ring all-reduce of the gradients
+    table = Table(title=f"One of {ranks} ranks, MB", title_justify="left")
+    for name in ("", f"ZeRO-{result.stage}", "plain data parallel", "ratio"):
+        table.add_column(name, justify="right" if name else "left")
+
+    def row(name: str, ours: int, plain: int) -> None:
+        table.add_row(name, f"{ours / MB:.2f}", f"{plain / MB:.2f}", f"{ours / plain:.2f}" if plain else "")
+
+    for state in held | result.memory:
+        if held.get(state, 0) or result.memory.get(state, 0):
+            row(state, result.memory.get(state, 0), held.get(state, 0))
+    table.add_section()
+    row("held at the end of a backward", sum(result.memory.values()), sum(held.values()))
+    table.add_row("gathered weights, gradient buffers (peak)", f"{result.temporary / MB:.2f}", end_section=True)
+    for name, count in result.traffic.items():
+        table.add_row(f"received per step: {name}", f"{count / MB:.2f}")
+    row("received per step", sum(result.traffic.values()), received)
+    return table
+
+
+def comparison_table(results: list[Result]) -> Table:
+    """One row for each stage."""
+    table = Table(title=f"The same training under each stage, {rank_and_size()[1]} ranks", title_justify="left")
+    for name in ("stage", "last loss", "validation", "held MB/rank", "gathered, peak", "received MB/step", "tokens/s"):
+        table.add_column(name, justify="right")
+    for r in results:
+        sizes = [f"{value / MB:.2f}" for value in (sum(r.memory.values()), r.temporary, sum(r.traffic.values()))]
+        table.add_row(f"ZeRO-{r.stage}", f"{r.losses[-1]:.6f}", f"{r.validation:.6f}", *sizes, f"{r.tokens_per_s:.0f}")
+    return table
+
+
+def verdict(args: argparse.Namespace, results: list[Result]) -> str:
+    """Say whether all losses of all steps are equal.
+
+    Micro-batches under ``no_sync`` are added before the ranks where gradients rest whole (stages 0 and 1) and after them where they rest in
+    shards (2 and 3): two orders of one sum, so with --accumulate the losses are equal within each pair and close between them.
+    """
+    pairs = [results] if args.accumulate == 1 else [results[:2], results[2:]]
+    equal = all(r.losses == pair[0].losses and r.validation == pair[0].validation for pair in pairs for r in pair)
+    which = "of all stages" if len(pairs) == 1 else "of stages 0 and 1, and of stages 2 and 3,"
+    apart = max(abs(a - b) for r in results for a, b in zip(r.losses, results[0].losses, strict=True))
+    said = "[bold green]equal[/], bit for bit," if equal else "[bold red]NOT equal[/]"
+    return f"The losses {which} are {said} over {args.steps} steps. Largest difference from stage 0: {apart:.1g}"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a small GPT on Python's standard library, sharded with ZeRO.")
+    parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage; 0 is plain data parallel (default: 3)")
+    parser.add_argument("--compare", action="store_true", help="train with stages 0, 1, 2 and 3, one after another")
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--context", type=int, default=128, help="bytes that the model sees")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per rank and micro-batch")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
+    parser.add_argument("--steps", type=int, help="default: 600, or 60 with --compare")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sample", type=int, default=300, help="bytes of text to generate at the end")
+    parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="text to train on")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    args = parser.parse_args()
+    args.steps = args.steps or (60 if args.compare else 600)
+    return args
+
+
+def main() -> None:
+    args = parse()
+    zs.init_distributed()  # zeroshard
+    rank, ranks = rank_and_size()
+    console = Console(quiet=rank != 0, highlight=False)
+    console.width = min(console.width, 100) if console.is_terminal else 96
+    text, held_out = load_text(args.data)
+    unigram = unigram_loss(text, held_out)
+    with torch.device("meta"):
+        num_parameters = sum(p.numel() for p in GPT(GPTConfig(args.layers, args.width, args.heads, args.context)).parameters())
+    console.print(
+        f"[bold]GPT[/], {num_parameters / 1e6:.2f} M parameters, {args.precision}, {ranks} rank(s); "
+        f"{len(text) / MB:.1f} MB of text to train on, {len(held_out) / MB:.1f} MB held out"
+    )
+    results = [train(args, stage, text, held_out, console) for stage in (range(4) if args.compare else [args.stage])]
+    last = results[-1]
+    console.print(Panel(Syntax(last.sample, "python", theme="ansi_dark", word_wrap=True), title="generated", title_align="left"))
+    if args.compare:
+        console.print(comparison_table(results), verdict(args, results), sep="\n")
+    else:
+        console.print(closing_table(last, num_parameters, args.precision))
+    console.print(f"Nats per byte on text never seen: unigram model {unigram:.3f}, [bold]this model {last.validation:.3f}[/]")
+    if args.json and rank == 0:
+        settings = {key: value for key, value in vars(args).items() if key not in ("data", "json")}
+        args.json.write_text(json.dumps({"settings": settings, "unigram": unigram, "results": [asdict(r) for r in results]}, indent=1))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""``zeroshard bench``: the project's benchmarks, and the command line of them.
+
+`plan` says what is compared, `driver` takes the turns, `leader` and `worker` are the processes, `contenders` and `model` what they train,
+`stats` and `results` what is made of the numbers, `tables` how they are shown. docs/benchmarks.md explains the method.
+
+What it does not do: import torch. Only the worker processes do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from zeroshard.launch.bench.plan import CONTENDERS, SIZES
+
+__all__ = ["add_parser"]
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``bench`` with its subcommands to what ``ArgumentParser.add_subparsers`` returned."""
+    bench = commands.add_parser("bench", help="measure this library beside the others")
+    kinds = bench.add_subparsers(dest="bench", metavar="WHAT", required=True)
+    _add_step(kinds)
+    _add_overhead(kinds)
+    report = kinds.add_parser("report", help="print saved results as markdown")
+    report.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    report.add_argument("--json", action="store_true", help="print medians, intervals and verdicts as JSON instead")
+    report.set_defaults(handler=_report)
+
+
+def _add_step(kinds: Any) -> None:
+    contenders = "\n".join(f"  {name:20} {what}" for name, what in CONTENDERS.items())
+    step = kinds.add_parser(
+        "step",
+        help="time of a training step, memory, bytes on the wire",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"contenders:\n{contenders}\n\nexample:\n  zeroshard bench step --sizes medium --contenders zero3,torch-ddp,fsdp2",
+    )
+    step.add_argument(
+        "--sizes", type=_names(SIZES), default=["medium"], metavar="NAME,...", help=f"of {', '.join(SIZES)} (default: medium)"
+    )
+    step.add_argument(
+        "--precision", type=_names(("fp32", "bf16")), default=["fp32"], metavar="NAME,...", help="fp32, bf16 or both (default: fp32)"
+    )
+    step.add_argument("--contenders", type=_names(CONTENDERS), metavar="NAME,...", help="default: all that the project compares")
+    step.add_argument("--nproc", type=_count(1), default=2, help="ranks of each contender (default: 2)")
+    step.add_argument("--threads", type=_count(1), help="threads per rank (default: cores / ranks)")
+    step.add_argument("--warmup", type=_count(1), default=8, help="steps before the first turn (default and least: 8)")
+    step.add_argument(
+        "--alive", type=_count(2), help="contenders whose processes live at the same time; 2 is strictly A B A B (default: by size)"
+    )
+    step.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    step.add_argument("--data", nargs="+", default=[], metavar="FILE", help="train on the bytes of these files, not on random tokens")
+    step.add_argument("--deepspeed-python", metavar="PATH", help="interpreter for the DeepSpeed contenders, where theirs is another one")
+    step.add_argument("--profile", action="store_true", help="also record which operators take the time")
+    _add_common(step, steps=5)
+    step.set_defaults(handler=_step)
+
+
+def _add_overhead(kinds: Any) -> None:
+    overhead = kinds.add_parser("overhead", help="what the engine costs in one process: microseconds per unit and step, and the ratio")
+    overhead.add_argument("--sizes", type=_names(SIZES), default=["medium"], metavar="NAME,...", help="for the ratio (default: medium)")
+    overhead.add_argument("--threads", type=_count(1), help="threads for the ratio (default: cores)")
+    _add_common(overhead, steps=20)
+    overhead.set_defaults(handler=_overhead)
+
+
+def _add_common(parser: argparse.ArgumentParser, *, steps: int) -> None:
+    parser.add_argument("--pairs", type=_count(1), help="A/B pairs per comparison (default: 12, or 30 for the targets of a few percent)")
+    parser.add_argument("--steps", type=_count(1), default=steps, help=f"timed steps per turn (default: {steps})")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="save everything measured, raw numbers included, as JSON")
+    parser.add_argument("--json", action="store_true", help="print that JSON instead of tables")
+
+
+def _names(known: Any) -> Any:
+    """An argparse type: names separated by commas, each one of `known`."""
+
+    def names(text: str) -> list[str]:
+        chosen = text.split(",")
+        for name in chosen:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+        return list(dict.fromkeys(chosen))
+
+    return names
+
+
+def _count(least: int) -> Any:
+    """An argparse type: a whole number, at least `least`."""
+
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return count
+
+
+def _step(arguments: argparse.Namespace) -> int:
+    from zeroshard.launch.bench.commands import step
+
+    threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // arguments.nproc)
+    return step(arguments, threads=threads)
+
+
+def _overhead(arguments: argparse.Namespace) -> int:
+    from zeroshard.launch.bench.commands import overhead
+
+    return overhead(arguments, threads=arguments.threads or len(os.sched_getaffinity(0)))
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from zeroshard.launch.bench.commands import report
+
+    return report(arguments.files, as_json=arguments.json)

@@ -1,0 +1,253 @@
+"""Every contender as the same three calls: forward, backward, update. One small builder each, and nothing shared but the model.
+
+Each builder gets the same freshly initialised fp32 model and gives back a :class:`Trainee`. All use torch's fused AdamW with the same
+learning rate, no clipping, and in bf16 weights in bf16 with an fp32 master, except where a builder's docstring says what its library does
+instead. Nothing is tuned for this library's sake: where a peer has a faster or leaner setting that keeps the numbers, it is used and named.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zeroshard.launch.bench.model import GPT
+from zeroshard.launch.bench.plan import CONTENDERS, Size
+
+__all__ = ["LEARNING_RATE", "Builder", "Missing", "Setup", "Trainee", "adamw", "builder_for"]
+
+LEARNING_RATE = 3e-4
+DEEPSPEED_BUCKET = 6_500_000  # elements; its defaults (5e8) would put this whole model into one bucket
+
+
+class Missing(Exception):
+    """The library that a contender needs is not installed here."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a builder needs to know."""
+
+    size: Size
+    precision: str  # "fp32" or "bf16"
+    device: torch.device
+
+    @property
+    def bf16(self) -> bool:
+        return self.precision == "bf16"
+
+
+@dataclass
+class Trainee:
+    """A model being trained by one contender."""
+
+    forward: Callable[[Tensor, Tensor], Tensor]
+    backward: Callable[[Tensor], object]
+    update: Callable[[], object]  # optimizer step and zero_grad
+    facts: dict[str, Any] = field(default_factory=dict)
+    engine: Any = None  # zeroshard's, where it is one of ours
+
+
+Builder = Callable[[nn.Module, Setup], Trainee]
+
+
+def adamw(parameters: Iterable[Tensor]) -> torch.optim.AdamW:
+    """The optimizer of every contender."""
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+
+
+def builder_for(name: str) -> Builder:
+    """Return the builder of contender `name`; raises Missing when its library cannot be imported here. Imports that library."""
+    assert name in CONTENDERS, f"contender {name!r} is not in the plan"
+    if name.startswith("deepspeed"):
+        return _deepspeed(int(name[9]), reshard=name.endswith("-reshard"))
+    if name.startswith("fsdp2"):
+        return _fsdp2(reshard=not name.endswith("-keep"))
+    if name.startswith("torch-ddp"):
+        return _torch_ddp(views=name == "torch-ddp")
+    if name == "torch-zero1":
+        return _torch_zero1()
+    if name in ("compute", "plain"):
+        return _compute if name == "compute" else _plain
+    row, _, transport = name.partition("@")
+    return _zeroshard(row, transport or "auto")
+
+
+def _zeroshard(row: str, transport: str) -> Builder:
+    import zeroshard as zs
+
+    def build(model: nn.Module, setup: Setup) -> Trainee:
+        optimizer = adamw(model.parameters())
+        engine = zs.shard(model, optimizer, policy=row, precision=setup.precision, comm=zs.Comm.model_validate({"transport": transport}))
+
+        def update() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return Trainee(model, Tensor.backward, update, engine=engine)
+
+    return build
+
+
+class _Master:
+    """AdamW on fp32 copies of (slices of) a model's parameters: the optimizer itself where the model is fp32 already.
+
+    ``pairs`` are (working slice, its fp32 master), both flat; where the model is fp32 the master shares the working slice's memory.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], rank: int = 0, num_shards: int = 1) -> None:
+        self.slices: list[tuple[nn.Parameter, int, int]] = []
+        self.working: list[Tensor] = []
+        self.masters: list[nn.Parameter] = []
+        for parameter in parameters:
+            begin, end = (parameter.numel() * r // num_shards for r in (rank, rank + 1))
+            working = parameter.data.view(-1)[begin:end]
+            self.slices.append((parameter, begin, end))
+            self.working.append(working)
+            self.masters.append(nn.Parameter(working.float() if working.dtype != torch.float32 else working))
+        self.optimizer = adamw(self.masters)
+
+    def update(self) -> None:
+        """Step with the gradients that the parameters hold, write the weights back, and drop the gradients."""
+        for (parameter, begin, end), master in zip(self.slices, self.masters, strict=True):
+            assert parameter.grad is not None, "every parameter of this model takes part in every step"
+            master.grad = parameter.grad.view(-1)[begin:end].float()
+        self.optimizer.step()
+        with torch.no_grad():
+            for working, master in zip(self.working, self.masters, strict=True):
+                if working.data_ptr() != master.data_ptr():
+                    working.copy_(master)
+        for (parameter, _, _), master in zip(self.slices, self.masters, strict=True):
+            parameter.grad = master.grad = None
+
+
+def _plain(model: nn.Module, setup: Setup) -> Trainee:
+    """Plain PyTorch on every rank by itself."""
+    model = model.bfloat16() if setup.bf16 else model
+    if setup.bf16:
+        return Trainee(model, Tensor.backward, _Master(model.parameters()).update)
+    optimizer = adamw(model.parameters())
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Trainee(model, Tensor.backward, update)
+
+
+def _compute(model: nn.Module, setup: Setup) -> Trainee:
+    """Forward and backward as in `plain`, and the step on one shard of the parameters: a sharded trainer whose wire takes no time.
+
+    The ranks drift apart, so its losses mean nothing.
+    """
+    model = model.bfloat16() if setup.bf16 else model
+    master = _Master(model.parameters(), dist.get_rank(), dist.get_world_size())
+    return Trainee(model, Tensor.backward, master.update, facts={"trains": False})
+
+
+def _torch_ddp(*, views: bool) -> Builder:
+    """torch DDP. In bf16 a bf16 model with an fp32 master by hand, which DDP itself does not offer: half the wire of autocast."""
+
+    from torch.nn.parallel import DistributedDataParallel
+
+    def build(model: nn.Module, setup: Setup) -> Trainee:
+        model = model.bfloat16() if setup.bf16 else model
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
+        if setup.bf16:
+            return Trainee(wrapped, Tensor.backward, _Master(model.parameters()).update)
+        optimizer = adamw(model.parameters())
+
+        def update() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return Trainee(wrapped, Tensor.backward, update)
+
+    return build
+
+
+def _torch_zero1() -> Builder:
+    """torch DDP with ZeroRedundancyOptimizer, which keeps no master: bf16 is autocast over fp32 weights."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    def build(model: nn.Module, setup: Setup) -> Trainee:
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
+
+        def forward(tokens: Tensor, targets: Tensor) -> Tensor:
+            context: AbstractContextManager[object] = torch.autocast(setup.device.type, torch.bfloat16) if setup.bf16 else nullcontext()
+            with context:
+                loss = wrapped(tokens, targets)
+                assert isinstance(loss, Tensor)
+                return loss
+
+        def update() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return Trainee(forward, Tensor.backward, update)
+
+    return build
+
+
+def _fsdp2(*, reshard: bool) -> Builder:
+    """torch fully_shard, a group per block and one for the rest. In bf16 its gradients are reduced in bf16, its default and the faster."""
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    def build(model: nn.Module, setup: Setup) -> Trainee:
+        assert isinstance(model, GPT)
+        mesh = init_device_mesh(setup.device.type, (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if setup.bf16 else MixedPrecisionPolicy()
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        optimizer = adamw(model.parameters())
+
+        def update() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return Trainee(model, Tensor.backward, update, facts={"units": len(model.blocks) + 1})
+
+    return build
+
+
+def _deepspeed(stage: int, *, reshard: bool) -> Builder:
+    """DeepSpeed with torch's fused AdamW as client optimizer, clipping off (it clips at 1.0 by itself) and buckets fit for this size."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise Missing(
+            f"DeepSpeed cannot be imported: {error}; pip install 'zeroshard[bench]', or name an interpreter that has it"
+        ) from error
+
+    def build(model: nn.Module, setup: Setup) -> Trainee:
+        zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": DEEPSPEED_BUCKET, "allgather_bucket_size": DEEPSPEED_BUCKET}
+        if stage == 3:
+            zero["stage3_prefetch_bucket_size"] = DEEPSPEED_BUCKET
+        if reshard:
+            zero["stage3_max_reuse_distance"] = zero["stage3_max_live_parameters"] = 0
+        config = {
+            "train_micro_batch_size_per_gpu": setup.size.batch,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": zero,
+            "bf16": {"enabled": setup.bf16},
+        }
+        engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+        return Trainee(engine, engine.backward, engine.step)
+
+    return build

@@ -1,0 +1,155 @@
+"""What is compared with what, at which sizes, and in which order: names and lists, decided before any process starts.
+
+A **contender** is one way of training the same model on the same data with the same optimizer. A **comparison** is a contender beside a
+reference, with the speed ratio (reference seconds / contender seconds, so more than 1 is faster) that the project promises, if it does.
+Contenders of one **block** are alive at the same time and take turns: A B A B ..., or A B C A B C ... . Several comparisons share a block
+when memory allows it, since every turn then serves all of them; with ``alive=2`` each comparison is a block of its own.
+
+What it does not do: import torch. The command line reads this file to answer ``--help``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["COMPARISONS", "CONTENDERS", "MEMORY_CLAIMS", "OVERHEAD_SIZE", "SIZES", "Comparison", "Size", "blocks", "comparisons_for"]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A decoder-only GPT and what one rank feeds it in a step."""
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    context: int = 128
+    batch: int = 1  # sequences per rank and step
+    alive: int = 4  # contenders that fit into 24 GiB together
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters of `model.GPT` of this size."""
+        block = 12 * self.width**2 + 4 * self.width
+        return self.layers * block + (2 * self.vocabulary + self.context + 2) * self.width
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per rank and step."""
+        return self.batch * self.context
+
+
+SIZES = {
+    size.name: size
+    for size in (
+        Size("tiny", layers=2, width=32, heads=2, vocabulary=256, context=16, batch=2),
+        Size("small", layers=6, width=384, heads=6, vocabulary=960, batch=4, alive=8),  # 11.4M
+        Size("medium", layers=10, width=640, heads=10, vocabulary=512, batch=2),  # 49.9M
+        Size("large", layers=16, width=1024, heads=16, vocabulary=4096, batch=1, alive=2),  # 209.9M
+    )
+}
+
+OVERHEAD_SIZE = Size("overhead", layers=48, width=16, heads=1, vocabulary=256, context=8, batch=1)
+"""So narrow that a step is Python and dispatch, with almost no arithmetic in it."""
+
+CONTENDERS = {
+    "ddp": "this library, stage 0",
+    "zero1": "this library, stage 1",
+    "zero2": "this library, stage 2",
+    "zero3": "this library, stage 3",
+    "zero3-keep": "this library, stage 3, weights kept from forward to backward",
+    "ddp@gloo": "the same over sockets",
+    "zero1@gloo": "the same over sockets",
+    "zero2@gloo": "the same over sockets",
+    "zero3@gloo": "the same over sockets",
+    "zero3-keep@gloo": "the same over sockets",
+    "torch-ddp": "torch DistributedDataParallel, gradients as views of its buckets",
+    "torch-ddp-copy": "torch DistributedDataParallel as it comes, gradients copied into buckets",
+    "torch-zero1": "torch DDP with ZeroRedundancyOptimizer",
+    "fsdp2": "torch fully_shard per block",
+    "fsdp2-keep": "torch fully_shard per block, reshard_after_forward=False",
+    "deepspeed1": "DeepSpeed stage 1",
+    "deepspeed2": "DeepSpeed stage 2",
+    "deepspeed3": "DeepSpeed stage 3 (in effect keeps weights from forward to backward)",
+    "deepspeed3-reshard": "DeepSpeed stage 3, made to gather again before backward",
+    "compute": "forward, backward and the step on one shard, with no communication at all",
+    "plain": "plain PyTorch, every rank by itself",
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`contender` beside `reference`; ``target`` is the least promised ratio of reference seconds to contender seconds."""
+
+    contender: str
+    reference: str
+    target: float | None = None
+    pairs: int = 12  # at least this many A/B pairs, unless the caller says otherwise
+
+
+COMPARISONS = (
+    Comparison("zero3", "torch-ddp", 1.0),
+    Comparison("zero3", "fsdp2", 1.8),
+    Comparison("zero3", "compute", 1 / 1.1, pairs=30),
+    Comparison("zero3", "deepspeed3", 1.6),
+    Comparison("zero3", "deepspeed3-reshard"),
+    Comparison("zero3-keep", "torch-ddp", 1.0),
+    Comparison("zero3-keep", "fsdp2-keep"),
+    Comparison("zero2", "torch-ddp", 1.0),
+    Comparison("zero2", "deepspeed2"),
+    Comparison("zero1", "torch-ddp", 1.0),
+    Comparison("zero1", "torch-zero1"),
+    Comparison("zero1", "deepspeed1"),
+    Comparison("ddp", "torch-ddp", 1.0),
+    Comparison("zero3@gloo", "fsdp2", 1.4),
+    Comparison("zero3@gloo", "torch-ddp"),
+    Comparison("zero2@gloo", "torch-ddp"),
+    Comparison("zero1@gloo", "torch-ddp"),
+    Comparison("zero3-keep@gloo", "fsdp2-keep"),
+    Comparison("ddp@gloo", "torch-ddp"),
+    Comparison("torch-ddp-copy", "torch-ddp"),
+)
+"""What `bench step` measures, with the ratios that the project promises at the medium size."""
+
+MEMORY_CLAIMS = tuple((row, "torch-ddp") for row in ("zero1", "zero2", "zero3"))
+"""(contender, reference): the contender's peak memory above the imports is promised to be below the reference's."""
+
+
+def comparisons_for(contenders: Sequence[str]) -> list[Comparison]:
+    """Return the comparisons among `contenders`; one that has none of its own is put beside the first other contender, without a target."""
+    chosen = [c for c in COMPARISONS if c.contender in contenders and c.reference in contenders]
+    for name in contenders:
+        others = [other for other in ("torch-ddp", *contenders) if other in contenders and other != name]
+        if others and not any(name in (c.contender, c.reference) for c in chosen):
+            chosen.append(Comparison(name, others[0]))
+    return chosen
+
+
+def blocks(comparisons: Iterable[Comparison], *, alive: int) -> list[tuple[tuple[str, ...], list[Comparison]]]:
+    """Cut `comparisons` into blocks of at most `alive` contenders, greedily, so that contenders are shared where they can be.
+
+    Returns (contenders in the order in which they take turns, comparisons measured in this block) per block. Every comparison is in exactly
+    one block. Raises ValueError when `alive` is below 2.
+    """
+    if alive < 2:
+        raise ValueError(f"alive={alive}: a comparison needs two contenders at a time")
+    remaining = list(comparisons)
+    result = []
+    while remaining:
+        members: list[str] = []
+        inside: list[Comparison] = []
+        while remaining:
+
+            def newcomers(comparison: Comparison, members: list[str] = members) -> int:
+                return len({comparison.contender, comparison.reference} - set(members))
+
+            best = min(remaining, key=newcomers)  # the first of those that bring the fewest
+            if len(members) + newcomers(best) > alive:
+                break
+            members += [name for name in (best.contender, best.reference) if name not in members]
+            inside.append(best)
+            remaining.remove(best)
+        result.append((tuple(members), inside))
+    return result

@@ -1,0 +1,188 @@
+"""Results as tables: on the terminal, in markdown for docs/benchmarks.md, and as plain values for programs.
+
+All three are made from one list of rows of text, so that they cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from zeroshard.launch.bench.plan import MEMORY_CLAIMS
+from zeroshard.launch.bench.results import ComparisonResult, ContenderResult, Report, Run
+from zeroshard.launch.bench.stats import bootstrap_median, judge
+
+__all__ = ["markdown", "show", "summary"]
+
+MB = 1e6
+LOSS_REFERENCES = ("torch-ddp", "plain", "ddp")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table as text."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+def show(report: Report, console: Console) -> None:
+    """Print every table of `report`."""
+    for grid in _grids(report):
+        table = Table(title=grid.title, title_justify="left")
+        for i, name in enumerate(grid.header):
+            table.add_column(name, justify="left" if i == 0 else "right", no_wrap=i == 0)
+        for row in grid.rows:
+            table.add_row(*row)
+        console.print(table)
+    for note in _notes(report):
+        console.print(note, markup=False, highlight=False)
+
+
+def markdown(report: Report) -> str:
+    """Return every table of `report` as markdown."""
+    machine = report.machine
+    load = f"{machine['load_before'][0]:.1f} before, {machine.get('load_after', [float('nan')])[0]:.1f} after"
+    lines = [
+        f"`{' '.join(report.command)}`, {report.started}; {machine['processor']} ({machine['flags']}), {machine['cores']} cores, "
+        f"{machine['memory_gib']} GiB, Linux {machine['kernel']}, Python {machine['python']}, {_versions(report)}; load average {load}.",
+        "",
+    ]
+    for grid in _grids(report):
+        lines += [f"**{grid.title}**", "", "| " + " | ".join(grid.header) + " |", "|---" + "|---:" * (len(grid.header) - 1) + "|"]
+        lines += ["| " + " | ".join(row) + " |" for row in grid.rows] + [""]
+    lines += [f"- {note}" for note in _notes(report)]
+    return "\n".join(lines) + "\n"
+
+
+def summary(report: Report) -> dict[str, Any]:
+    """Return medians, intervals and verdicts without the raw numbers."""
+    runs = []
+    for run in report.runs:
+        comparisons = [
+            {
+                "contender": c.contender,
+                "reference": c.reference,
+                "ratio": asdict(c.ratio),
+                "difference_s": asdict(c.difference_s),
+                "target": c.target,
+                "pairs": len(c.pairs),
+                "verdict": _verdict(c),
+            }
+            for c in run.comparisons
+        ]
+        head = {name: getattr(run, name) for name in ("size", "precision", "num_ranks", "threads", "device", "num_parameters", "tokens")}
+        runs.append(head | {"comparisons": comparisons})
+    return {"kind": report.kind, "started": report.started, "runs": runs}
+
+
+def _grids(report: Report) -> list[Grid]:
+    grids = []
+    for run in report.runs:
+        grids += [_contender_grid(run), _comparison_grid(run)]
+    return [grid for grid in grids if grid.rows]
+
+
+def _title(run: Run) -> str:
+    ranks = f"{run.num_ranks} ranks" if run.num_ranks > 1 else "one process"
+    return (
+        f"{run.size}, {run.num_parameters / 1e6:.1f}M parameters, {run.precision}, {ranks} x {run.threads} threads, "
+        f"{run.tokens} tokens per rank and step, {run.device}"
+    )
+
+
+def _contender_grid(run: Run) -> Grid:
+    header = ("contender", "ms/step", "tokens/s", "held B/param", "at rest B/param", "peak MB", "sent MB/step", "loss - reference")
+    rows = []
+    for c in run.contenders:
+        if c.skipped or not c.step_s:
+            continue
+        median_s = bootstrap_median(c.step_s).median
+        rows.append(
+            (
+                c.name,
+                f"{median_s * 1000:.1f}",
+                f"{run.tokens * run.num_ranks / median_s:.0f}",
+                f"{_held(c, 'after_backward') / run.num_parameters:.1f}",
+                f"{_held(c, 'after_update') / run.num_parameters:.1f}",
+                f"{c.above_imports / MB:.0f}",
+                f"{c.wire_bytes / MB:.1f}" + ("" if c.wire_exclusive else " (shared interface)"),
+                _loss_difference(run, c),
+            )
+        )
+    return Grid(_title(run), header, rows)
+
+
+def _held(contender: ContenderResult, when: str) -> int:
+    """Bytes of the states: live tensor storages, or this library's own account, since memory shared by ranks is mapped more than once."""
+    own = contender.memory.get(when)
+    return sum(own["at_rest"].values()) if own else int(getattr(contender, f"live_{when}"))
+
+
+def _comparison_grid(run: Run) -> Grid:
+    header = ("contender / reference", "times as fast", "95% interval", "pairs x steps", "target", "verdict")
+    rows = []
+    for c in run.comparisons:
+        ratio = c.ratio
+        target = f">= {c.target:.3g}" if c.target is not None else ""
+        name, pairs = f"{c.contender} / {c.reference}", f"{len(c.pairs)} x {c.steps}"
+        rows.append((name, f"{ratio.median:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}", pairs, target, _verdict(c)))
+    for name, reference in MEMORY_CLAIMS:
+        ours, theirs = run.contender(name), run.contender(reference)
+        if ours and theirs and theirs.above_imports > 0:
+            share = ours.above_imports / theirs.above_imports
+            rows.append((f"{name} / {reference}: peak memory", f"{share:.3f}", "", "1", "< 1", "holds" if share < 1 else "misses"))
+    return Grid("Compared: " + _title(run), header, rows)
+
+
+def _verdict(comparison: ComparisonResult) -> str:
+    if comparison.target is None:
+        return ""
+    return str(judge(comparison.ratio, comparison.target, num_pairs=len(comparison.pairs)))
+
+
+def _loss_difference(run: Run, contender: ContenderResult) -> str:
+    """The largest difference from the reference over the first losses."""
+    reference = next((c for name in LOSS_REFERENCES if (c := run.contender(name)) is not None), None)
+    if reference is None or not contender.facts.get("trains", True):
+        return ""
+    if reference.name == contender.name:
+        return "reference"
+    difference = max(abs(a - b) for a, b in zip(contender.losses, reference.losses, strict=False))
+    return "equal" if difference == 0 else f"{difference:.1e}"
+
+
+def _versions(report: Report) -> str:
+    versions: dict[str, str] = {}
+    for run in report.runs:
+        for contender in run.contenders:
+            versions |= contender.facts.get("versions", {})
+    return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+
+
+def _notes(report: Report) -> list[str]:
+    notes = []
+    for run in report.runs:
+        for c in run.contenders:
+            if c.skipped:
+                notes.append(f"{'FAILED' if c.failed else 'Skipped'}: {c.skipped.splitlines()[0]}")
+            if c.operators:
+                top = "; ".join(f"{name} {ms:.1f} ms x {calls:.0f}" for name, ms, calls in c.operators[:8])
+                notes.append(f"{run.size} {run.precision} {c.name}, own time per step of its operators in the calling thread: {top}")
+    for run in report.runs:
+        for comparison in run.comparisons:
+            units = next((c.facts.get("units") for c in run.contenders if c.name == comparison.contender), None)
+            if report.kind == "overhead" and comparison.target is None and units:
+                us = [
+                    value * 1e6 / units
+                    for value in (comparison.difference_s.median, comparison.difference_s.low, comparison.difference_s.high)
+                ]
+                notes.append(
+                    f"The engine's own time: {us[0]:.0f} µs per unit and step (95% interval {us[1]:.0f} to {us[2]:.0f}; {units} units)"
+                )
+    return notes
