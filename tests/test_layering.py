@@ -1,0 +1,175 @@
+"""Dependencies point strictly down, read from the source: every import statement counts, also those inside functions.
+
+The layers are those of the design; within one layer a package may use another only in one direction.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parent.parent / "src" / "zeroshard"
+TREES = {path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
+
+LAYERS = {
+    "_version": 0,
+    "errors": 0,
+    "core": 0,
+    "comm": 1,
+    "tier": 1,
+    "buffer": 2,
+    "runtime": 3,
+    "optim": 3,
+    "nn": 3,
+    "checkpoint": 4,
+    "planner": 4,
+    "config": 4,
+    "api": 5,
+    "zeroshard": 5,  # the package itself names what api.py offers
+    "launch": 6,
+    "integrations": 6,
+    "__main__": 6,
+}
+STRANGERS = {("comm", "tier"), ("tier", "comm")}  # they meet in buffer.py
+ONLY = {"planner": {"core", "errors"}, "integrations": {"zeroshard"}}  # whose imports are named one by one
+
+PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
+MODULE_HOOKS = {
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+    "register_backward_hook",
+}
+SHARED_HOOKS = {  # an optimizer has hooks of the same names, which are not meant
+    "register_state_dict_pre_hook",
+    "register_state_dict_post_hook",
+    "register_load_state_dict_pre_hook",
+    "register_load_state_dict_post_hook",
+}
+
+
+def _package_of(name: str) -> str:
+    """What a file belongs to: ``comm/gloo.py`` -> ``comm``, ``buffer.py`` -> ``buffer``, ``__init__.py`` -> ``zeroshard``."""
+    top = name.split("/")[0].removesuffix(".py")
+    return "zeroshard" if top == "__init__" else top
+
+
+def _imports(tree: ast.AST, file_name: str) -> Iterator[str]:
+    """Absolute names of what the file imports, wherever the statement stands."""
+    here = ["zeroshard", *file_name.split("/")[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def _edges(tree: ast.AST, file_name: str) -> set[str]:
+    """The packages of ours that the file uses, its own excluded."""
+    ours = [name.split(".") for name in _imports(tree, file_name) if name.split(".")[0] == "zeroshard"]
+    targets = {parts[1] if len(parts) > 1 and parts[1] in LAYERS else "zeroshard" for parts in ours}
+    return targets - {_package_of(file_name)}
+
+
+def _violations(tree: ast.AST, file_name: str) -> list[str]:
+    package = _package_of(file_name)
+    found = []
+    for target in sorted(_edges(tree, file_name)):
+        if LAYERS[target] > LAYERS[package]:
+            found.append(f"{file_name}: {package} (layer {LAYERS[package]}) imports {target} (layer {LAYERS[target]}), which is above it")
+        if (package, target) in STRANGERS:
+            found.append(f"{file_name}: {package} and {target} never import each other")
+        if package in ONLY and target not in ONLY[package]:
+            found.append(f"{file_name}: {package} may import {', '.join(sorted(ONLY[package]))} only, not {target}")
+    return found
+
+
+def _module_hooks(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        name, receiver = node.func.attr, ast.unparse(node.func.value)
+        is_hook = name in MODULE_HOOKS or name.startswith("register_module_")
+        if is_hook or (name in SHARED_HOOKS and not receiver.endswith("optimizer")):
+            yield f"line {node.lineno}: {receiver}.{name}"
+
+
+def _offers_nothing(tree: ast.Module) -> bool:
+    return len(tree.body) == 1  # the docstring
+
+
+def _declares_all(tree: ast.Module) -> bool:
+    assigned = [ast.unparse(node).split("=")[0].split(":")[0].strip() for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    return "__all__" in assigned
+
+
+def test_every_file_has_a_layer() -> None:
+    assert [name for name in TREES if _package_of(name) not in LAYERS] == []
+
+
+def test_modules_import_only_what_lies_below_them() -> None:
+    assert [line for name, tree in TREES.items() for line in _violations(tree, name)] == []
+
+
+def test_within_a_layer_packages_use_each_other_in_one_direction_only() -> None:
+    graph: dict[str, set[str]] = {}
+    for name, tree in TREES.items():
+        package = _package_of(name)
+        graph.setdefault(package, set()).update(target for target in _edges(tree, name) if LAYERS[target] == LAYERS[package])
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle
+
+
+def test_only_the_runtimes_hooks_file_registers_module_hooks() -> None:
+    assert [f"{name}: {hook}" for name, tree in TREES.items() if name != "runtime/hooks.py" for hook in _module_hooks(tree)] == []
+
+
+def test_nothing_is_pickled() -> None:
+    assert [
+        f"{name}: {module}" for name, tree in TREES.items() for module in _imports(tree, name) if module.split(".")[0] in PICKLING
+    ] == []
+
+
+def test_every_module_says_what_it_is_and_what_it_offers() -> None:
+    assert [name for name, tree in TREES.items() if not ast.get_docstring(tree)] == []
+    assert [name for name, tree in TREES.items() if not _declares_all(tree) and not _offers_nothing(tree)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "complaint"),
+    [
+        ("core/layout.py", "import zeroshard.comm.transport", "above"),
+        ("core/layout.py", "def late():\n    from ..buffer import FlatBuffer", "above"),
+        ("runtime/unit.py", "from zeroshard import config", "above"),
+        ("runtime/unit.py", "import zeroshard as zs", "above"),
+        ("comm/gloo.py", "from zeroshard.tier import store", "never import each other"),
+        ("planner/time.py", "from zeroshard.comm import transport", "may import core, errors only"),
+        ("integrations/lightning.py", "from zeroshard.runtime.engine import Engine", "may import zeroshard only"),
+    ],
+)
+def test_the_rules_catch_what_they_forbid(name: str, source: str, complaint: str) -> None:
+    assert any(complaint in line for line in _violations(ast.parse(source), name))
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("runtime/unit.py", "from . import hooks\nfrom zeroshard.optim.sealed import SealedGrad"),
+        ("integrations/lightning.py", "import zeroshard as zs\nfrom zeroshard import Engine"),
+        ("__init__.py", "from zeroshard.api import shard"),
+        ("comm/gloo.py", "import torch\nfrom ..core.layout import Range"),
+    ],
+)
+def test_the_rules_allow_what_the_design_allows(name: str, source: str) -> None:
+    assert _violations(ast.parse(source), name) == []
+
+
+def test_the_hook_rule_tells_modules_from_optimizers() -> None:
+    assert list(_module_hooks(ast.parse("module.register_forward_hook(f)\nself.model.register_state_dict_pre_hook(f)"))) != []
+    assert list(_module_hooks(ast.parse("self.optimizer.register_state_dict_pre_hook(f)\nparameter.register_hook(f)"))) == []
