@@ -153,7 +153,7 @@ def _loss_difference(run: Run, contender: ContenderResult) -> str:
         return ""
     if reference.name == contender.name:
         return "reference"
-    difference = max(abs(a - b) for a, b in zip(contender.losses, reference.losses, strict=False))
+    difference = max((abs(a - b) for a, b in zip(contender.losses, reference.losses, strict=False)), default=0.0)
     return "equal" if difference == 0 else f"{difference:.1e}"
 
 
