@@ -352,6 +352,7 @@ class PairedTransport:
         self.mail.close()
         self._far_pool.clear()
         self._slots.slots.clear()
+        self.windows.clear()
         self._gathers, self._arriving = [], []
 
 

@@ -177,12 +177,13 @@ def _make_aliased(transport: PairedTransport, key: str, serial: int, ranges: tup
     else:
         own = _await_memory(transport, key, serial, [0])[0]
     start, stop = (edge * dtype.itemsize for edge in ranges[transport.rank])
+    reason = own.reason if transport.rank == 0 else ""
     if own.fd is not None:
         try:
             memfd.reserve(own.fd, start, stop)
         except OSError as error:
-            own.reason = str(error)
-    _agree_on_memory(transport, key, num_bytes, [own])
+            reason = str(error)
+    _agree_on_memory(transport, key, num_bytes, [own], reason)
     assert own.fd is not None, own
     full = memfd.map_bytes(own.fd, num_bytes).view(dtype)
     os.close(own.fd)
@@ -199,7 +200,7 @@ def _make_mapped(
     num_bytes = (ranges[-1][1] if replicated else stop - start) * dtype.itemsize
     own = _offer(transport, serial, num_bytes, reserved=True)
     theirs = _await_memory(transport, key, serial, transport.near)
-    _agree_on_memory(transport, key, num_bytes, [own, *theirs])
+    _agree_on_memory(transport, key, num_bytes, [own, *theirs], own.reason)
     assert own.fd is not None, own
     whole = memfd.map_bytes(own.fd, num_bytes).view(dtype)
     window = PairedWindow(transport, key, serial, ranges, whole if replicated else None, whole[start:stop] if replicated else whole)
@@ -233,10 +234,9 @@ def _await_memory(transport: PairedTransport, key: str, serial: int, peers: Sequ
     return [memory.pop((serial, peer)) for peer in peers]
 
 
-def _agree_on_memory(transport: PairedTransport, key: str, num_bytes: int, memories: list[WindowMemory]) -> None:
-    """Raise ConfigError on every rank when any rank lacks memory; closes the descriptors then."""
-    reasons = [memory.reason for memory in memories if memory.reason]
-    answers = [answer.decode() for answer in transport.exchange_quietly(reasons[0].encode() if reasons else b"")]
+def _agree_on_memory(transport: PairedTransport, key: str, num_bytes: int, memories: list[WindowMemory], reason: str) -> None:
+    """Raise ConfigError on every rank when any rank has a `reason` why it lacks memory; closes the descriptors then."""
+    answers = [answer.decode() for answer in transport.exchange_quietly(reason.encode())]
     short = {rank: answer for rank, answer in enumerate(answers) if answer}
     if short:
         for memory in memories:

@@ -1,0 +1,175 @@
+"""The small parts by themselves, in one process: sockets, slots, axes, selection."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+import torch
+
+from zeroshard.comm.gloo_peers import Waiters
+from zeroshard.comm.links import MAX_TAIL, Kind, Links, Message
+from zeroshard.comm.mesh import Axes
+from zeroshard.comm.parts import Contribution, Meetings
+from zeroshard.comm.rendezvous import _agree
+from zeroshard.comm.select import make_transport
+from zeroshard.comm.slots import FAR, SlotPool
+from zeroshard.errors import ConfigError, PeerLostError, StallError
+
+CPU = torch.device("cpu")
+
+
+def pair(stall_timeout_s: float = 10.0) -> tuple[Links, Links]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Links({1: ours}, stall_timeout_s=stall_timeout_s), Links({0: theirs}, stall_timeout_s=stall_timeout_s)
+
+
+def test_two_ranks_with_full_sockets_do_not_deadlock() -> None:
+    links = pair()
+    received: list[list[Message]] = [[], []]
+
+    def talk(rank: int) -> None:
+        for number in range(300):  # far more than a socket buffer holds
+            links[rank].send(1 - rank, Kind.EXCHANGE, number, tail=bytes(MAX_TAIL))
+        while len(received[rank]) < 300:
+            received[rank] += links[rank].receive(5.0)
+
+    threads = [threading.Thread(target=talk, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [[message.a for message in messages] for messages in received] == [list(range(300))] * 2
+    for link in links:
+        link.close()
+
+
+def test_what_a_peer_said_before_it_hung_up_still_counts() -> None:
+    ours, theirs = pair()
+    ours.send(1, Kind.ACK, 1)  # unread when the peer closes: the kernel then reports a reset before the data
+    for number in range(5):
+        theirs.send(0, Kind.READ, number)
+    theirs.close()
+    messages = ours.receive(1.0)
+    assert [message.a for message in messages] == [0, 1, 2, 3, 4]
+    assert ours.lost == {1}
+    ours.send(1, Kind.ACK, 2)  # nobody is there: whoever waits finds out
+    with pytest.raises(PeerLostError, match=r"waiting: rank\(s\) \[1\]"):
+        ours.require([1], "waiting")
+    ours.close()
+
+
+def test_a_peer_that_reads_nothing_is_a_stall() -> None:
+    ours, theirs = pair(stall_timeout_s=0.3)
+    with pytest.raises(StallError, match="rank 1 reads no messages"):
+        for _ in range(1000):
+            ours.send(1, Kind.EXCHANGE, tail=bytes(MAX_TAIL))
+    ours.close()
+    theirs.close()
+
+
+def test_another_thread_can_end_a_wait() -> None:
+    ours, theirs = pair()
+    threading.Timer(0.05, ours.wake).start()
+    assert ours.receive(10.0) == []
+    ours.close()
+    ours.wake()  # after the end: nothing
+    theirs.close()
+
+
+def make_pool(limit_bytes: int | None) -> tuple[SlotPool, list[int], list[int]]:
+    made: list[int] = []
+    dropped: list[int] = []
+    return SlotPool(lambda number, num_bytes, fd: made.append(num_bytes), dropped.append, limit_bytes), made, dropped
+
+
+def test_the_pool_stays_within_its_limit_and_always_gives_one() -> None:
+    pool, made, dropped = make_pool(8192)
+    first = pool.take(3000, torch.float32, CPU)  # larger than the limit, but the only one
+    assert first is not None and first.data.numel() == 3000
+    assert pool.take(64, torch.float32, CPU) is None
+    pool.hand_over(first, {0, 1, FAR})
+    for reader in (0, FAR, 1):
+        assert pool.take(64, torch.float32, CPU) is None
+        pool.release(first.slot, reader)
+    again = pool.take(64, torch.float32, CPU)  # the idle slot fits
+    assert again is not None and again.slot == first.slot and made == [12288] and not dropped
+    pool.give_back(again)
+    assert pool.take(4000, torch.float32, CPU) is not None  # the idle slot does not: it is dropped first
+    assert dropped == [first.slot] and pool.total_bytes() == 16384
+
+
+def test_a_spilled_slot_vanishes_when_it_comes_back() -> None:
+    pool, _, dropped = make_pool(4096)
+    first = pool.take(1024, torch.float32, CPU)
+    spilled = pool.take(1024, torch.float32, CPU, spill=True)
+    assert first is not None and spilled is not None
+    pool.hand_over(spilled, {1})
+    pool.release(spilled.slot, 1)
+    assert dropped == [spilled.slot] and pool.total_bytes() == 4096
+
+
+def test_a_loan_from_before_an_abandon_cannot_be_given_back() -> None:
+    pool, _, _ = make_pool(4096)
+    old = pool.take(1024, torch.float32, CPU)
+    pool.forget()
+    new = pool.take(1024, torch.float32, CPU)
+    assert old is not None and new is not None and old.slot == new.slot
+    pool.give_back(old)
+    assert pool.take(1024, torch.float32, CPU) is None  # `new` is still on loan
+
+
+def test_relief_copies_what_is_owed_and_tells_the_owner() -> None:
+    meetings = Meetings()
+    told: list[str] = []
+    data = torch.arange(8, dtype=torch.uint8)
+    meetings.contribute("unit", 0, 1, Contribution(data, lambda: told.append("ack"), near=True))
+    assert meetings.relieve() and told == ["ack"]
+    data.zero_()
+    assert meetings.contributions["unit", 0][1].data is not None
+    assert meetings.contributions["unit", 0][1].data.tolist() == list(range(8))
+    assert not meetings.relieve()
+
+
+def test_waiting_threads_are_reused() -> None:
+    waiters, gate = Waiters(), threading.Event()
+    before = threading.active_count()
+    done: list[int] = []
+    for number in range(20):
+        finished = threading.Event()
+        waiters.run(lambda number=number, finished=finished: (done.append(number), finished.set()))  # type: ignore[misc]
+        finished.wait(5)
+        while waiters._idle == 0 and threading.active_count() > before:
+            pass
+    assert done == list(range(20)) and threading.active_count() <= before + 2
+    for _ in range(3):
+        waiters.run(lambda: gate.wait(5) and None)
+    gate.set()
+    waiters.close()
+
+
+def test_axes_of_a_world() -> None:
+    axes = Axes.of(8, 4)
+    assert axes.num_nodes == 2 and axes.coordinates(5) == (1, 1)
+    assert axes.local_group(5) == (4, 5, 6, 7) and axes.node_group(5) == (1, 5)
+    assert Axes.of(3, None).local_group(2) == (0, 1, 2)
+    with pytest.raises(ConfigError, match="node_size 3 does not divide the 8 ranks"):
+        Axes.of(8, 3)
+
+
+def test_a_host_where_one_pair_cannot_connect_counts_as_many() -> None:
+    hosts = [{"host": name, "error": ""} for name in ("a", "b", "a", "b", "a")]
+    groups, _, problems = _agree(hosts, [{}] * 5)
+    assert groups == [[0, 2, 4], [1, 3]] and not problems
+    groups, _, problems = _agree(hosts, [{}, {}, {}, {"1": "refused"}, {}])
+    assert groups == [[0, 2, 4], [1], [3]] and problems == ["rank 3 to rank 1: refused"]
+    hosts[0]["error"] = "no memfd"
+    groups, _, problems = _agree(hosts, [{}] * 5)
+    assert groups == [[0], [1, 3], [2, 4]] and problems == ["rank 0: no memfd"]
+
+
+def test_selection_refuses_what_it_cannot_give() -> None:
+    assert make_transport(None).name == "one_process"
+    with pytest.raises(ConfigError, match=r"init_distributed"):
+        make_transport(None, name="gloo")
