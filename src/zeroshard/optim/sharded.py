@@ -47,6 +47,7 @@ class OwnedPiece:
     name: str  # of the parameter
     parameter: nn.Parameter
     piece: Piece
+    stride: tuple[int, ...]  # of the parameter in the flat buffer
     tensor: nn.Parameter  # [piece.numel] fp32, a view of the master
     grad: Callable[[], torch.Tensor | None]  # its slice of the averaged gradient, or None where no rank used the parameter
     holds: Callable[[], object]  # what keeps the resting gradient alive
@@ -101,7 +102,9 @@ class ShardedOptimizer:
                 state = optimizer.state.get(parameter)
                 for piece in pieces.get(id(parameter), ()):
                     if state:
-                        new_state[piece.tensor] = shard_state(state, tuple(parameter.shape), piece.piece.start, piece.piece.stop)
+                        new_state[piece.tensor] = shard_state(
+                            state, tuple(parameter.shape), piece.piece.start, piece.piece.stop, stride=piece.stride, name=piece.name
+                        )
             empty = None if owned else nn.Parameter(torch.empty(0, device=device))
             self.groups.append(owned)
             self.parameters.append(originals)

@@ -46,6 +46,7 @@ class Backward:
         self._digest = digest
         self._transport = transport
         self._tasks: list[int] = []
+        self._flights: dict[str, GradientPath] = {}  # reduces under way, oldest first
         self._reduced: set[int] = set()  # units handed over in this backward
         self._seals: dict[int, SealedGrad] = {}
         self._trainable = [unit for unit in weights.units if unit.trainable]
@@ -108,13 +109,17 @@ class Backward:
         budget = self._weights.budget_bytes
         if not budget or self._meter.live + num_bytes <= budget:
             return
-        for unit in reversed(self._trainable):
-            for segment in unit.trainable:
-                assert segment.grad is not None
-                if segment.grad.in_flight:
-                    segment.grad.finish()
-                    if self._meter.live + num_bytes <= budget:
-                        return
+        for key, path in list(self._flights.items()):
+            path.finish()
+            del self._flights[key]
+            if self._meter.live + num_bytes <= budget:
+                return
+
+    def finish(self) -> None:
+        """Wait for every reduce under way, in the order in which they were started: the last wait then covers the ones before it."""
+        for path in self._flights.values():
+            path.finish()
+        self._flights.clear()
 
     # ------------------------------------------------------------------ a pass
 
@@ -156,6 +161,8 @@ class Backward:
         if self._weights.trace is not None:
             self._weights.trace("reduce", unit.name)
         path.reduce(make_room=self.make_room)
+        self._flights.pop(path.key, None)
+        self._flights[path.key] = path
         self._reduced.add(unit.index)
 
     def _leave(self, task: int) -> None:
@@ -246,6 +253,7 @@ class Backward:
     def abandon(self) -> None:
         """After an exception: no backward is running and no gradient rests."""
         self._tasks.clear()
+        self._flights.clear()
         self._reduced.clear()
         for unit in self._trainable:
             for path in self._paths(unit):

@@ -121,6 +121,7 @@ class Engine:
     def _owned(self, segment: Segment, whole: bool) -> list[OwnedPiece]:
         path, master = segment.grad, segment.master
         assert path is not None and master is not None
+        strides = segment.flat.strides
         out = []
         for piece in segment.owned_pieces(whole=whole):
             span = slice(piece.shard_start, piece.shard_stop)
@@ -130,7 +131,7 @@ class Engine:
                 resting = path.resting()
                 return resting.tensor[span] if resting is not None and path.used[index] else None
 
-            out.append(OwnedPiece(piece.name, segment.parameters[piece.index], piece, tensor, grad, path.resting))
+            out.append(OwnedPiece(piece.name, segment.parameters[piece.index], piece, strides[piece.index], tensor, grad, path.resting))
         return out
 
     # ------------------------------------------------------------------ a step
@@ -176,7 +177,7 @@ class Engine:
         with torch.no_grad():
             for unit in self._weights.units:
                 for segment in unit.trainable:
-                    streams.write(segment.key)
+                    streams.write(segment.flat.rest_name)
                     segment.publish(whole_master=not unit.cells.optim.is_sharded)
         self._weights.invalidate()
         self._finalizer.after_step()

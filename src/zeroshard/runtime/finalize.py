@@ -64,8 +64,8 @@ class Finalizer:
         scale = self._loss_scale()
         bad: str | None = None
         paths = backward.paths()
+        backward.finish()
         for path in paths:
-            path.finish()
             path.gather_sums()
         for path in paths:
             if not path.average(scale):

@@ -57,6 +57,8 @@ class GradientPath:
         self._partial_seen = [False] * len(self.used)
         self._flight: Flight | None = None
         self._flight_bytes = 0
+        self._flight_name = ""
+        self._round = 0  # buffers borrowed so far: names them apart
         self._held: Resting | None = None
         self._resting: weakref.ref[Resting] | None = None
         low, high = flat.layout.ranges[transport.rank]
@@ -71,6 +73,10 @@ class GradientPath:
     def sums_are_replicated(self) -> bool:
         """Whether every rank steps every parameter, and so needs the whole sum."""
         return not self.cells.optim.is_sharded
+
+    @property
+    def _buffer_name(self) -> str:
+        return f"{self.key}.grad.{self._round}"
 
     @property
     def buffer_bytes(self) -> int:
@@ -111,7 +117,8 @@ class GradientPath:
         make_room(self.buffer_bytes)
         self._buffer = self._transport.grad_buffer(self.key, flat.layout.numel, self.precision.wire, flat.full.device)
         self._meter.add(self.buffer_bytes)
-        self._streams.alloc(f"{self.key}.grad")
+        self._round += 1
+        self._streams.alloc(self._buffer_name)
         self._views = flat.views_of(self._buffer.data)
 
     def _add_partial(self, index: int, grad: torch.Tensor) -> None:
@@ -147,12 +154,13 @@ class GradientPath:
             self._end_round()
             return
         if resting.divided_by:  # no zero_grad() since the last step: more is added to that average
+            self._streams.write(f"{self.key}.resting")
             resting.tensor[self._own].mul_(resting.divided_by)
             resting.divided_by = 0.0
         self._streams.fork("reduce")
         with self._streams.on("reduce"):
             if self._buffer is not None:
-                self._streams.read(f"{self.key}.grad")
+                self._streams.read(self._buffer_name)
             self._streams.write(f"{self.key}.resting")
             work = self._transport.reduce(
                 self.key,
@@ -165,8 +173,9 @@ class GradientPath:
             if self.flat.full.device.type != "cpu":
                 work.wait()  # enqueues
             event = self._streams.mark("reduce")
-        self._flight = Flight(work, self._streams, event)
+        self._flight = Flight([work], self._streams, event)
         self._flight_bytes = 0 if self._buffer is None else self.buffer_bytes
+        self._flight_name = self._buffer_name
         self._end_round()
 
     def _end_round(self) -> None:
@@ -184,7 +193,7 @@ class GradientPath:
                 end = slot.stop
         if end < self.flat.layout.numel:
             self._buffer.data[end:].zero_()
-        self._streams.write(f"{self.key}.grad")
+        self._streams.write(self._buffer_name)
 
     def _open_resting(self) -> tuple[Resting, bool]:
         """Return the resting gradient, held by us until `seal`, and whether it was made just now."""
@@ -206,7 +215,7 @@ class GradientPath:
         self._flight.wait()
         self._flight = None
         if self._flight_bytes:
-            self._streams.free(f"{self.key}.grad")
+            self._streams.free(self._flight_name)
             self._meter.remove(self._flight_bytes)
             self._flight_bytes = 0
 
@@ -222,7 +231,7 @@ class GradientPath:
             if self.flat.full.device.type != "cpu":
                 work.wait()
             event = self._streams.mark("reduce")
-        Flight(work, self._streams, event).wait()
+        Flight([work], self._streams, event).wait()
 
     def resting(self) -> Resting | None:
         """Return the resting gradient, if one is alive."""
@@ -268,7 +277,7 @@ class GradientPath:
         resting = self.resting()
         if resting is None:
             return True
-        self._streams.read(f"{self.key}.resting")
+        self._streams.write(f"{self.key}.resting")
         divisor = 1.0 if resting.divided_by else self._transport.size * loss_scale
         total = torch.zeros((), dtype=torch.float32, device=resting.tensor.device)
         chunks = _chunks(resting.tensor)
@@ -312,6 +321,7 @@ class GradientPath:
         """Multiply the averaged gradient by `factor`."""
         resting = self.resting()
         if resting is not None:
+            self._streams.write(f"{self.key}.resting")
             resting.tensor.mul_(factor)
 
     def abandon(self) -> None:

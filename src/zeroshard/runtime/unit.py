@@ -23,9 +23,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from zeroshard.buffer import FlatBuffer, Flight, empty_pages, poison_value
+from zeroshard.buffer import FlatBuffer, Flight, Lanes, empty_pages, gather, poison_value
 from zeroshard.core.layout import Piece
-from zeroshard.core.placement import Placement
 from zeroshard.core.policy import Cells
 from zeroshard.errors import StateError
 from zeroshard.runtime.gradients import GradientPath
@@ -165,7 +164,7 @@ class Unit:
         self.in_backward = False
         self.arrived: set[int] = set()  # parameters whose gradient has come in this backward
         self.pending = 0  # trainable parameters whose gradient has not come in this backward
-        self._flights: list[Flight] = []
+        self._flight: Flight | None = None
         self._strict = strict
 
     def __repr__(self) -> str:
@@ -195,8 +194,8 @@ class Unit:
             raise StateError(f"unit {self.name!r} cannot go from {self.state.value} to {state.value}")
         self.state = state
 
-    def start_gather(self) -> None:
-        """Start bringing the weights together."""
+    def start_gather(self, streams: Lanes, *, fork: bool = True) -> None:
+        """Start bringing the weights together (`fork`: see buffer.gather)."""
         for segment in self.segments:
             always = not (segment.flat.dtype.is_floating_point or segment.flat.dtype.is_complex)
             name = segment.written(scalar=self._strict or always)
@@ -206,13 +205,13 @@ class Unit:
                     "edit it inside engine.gathered(writeback=True)"
                 )
         self._move(UnitState.GATHERING)
-        self._flights = [segment.flat.to(Placement.REPLICATE) for segment in self.segments]
+        self._flight = gather([segment.flat for segment in self.segments], streams, fork=fork)
 
     def finish_gather(self) -> None:
         """Wait for the weights and point the parameters at them."""
-        for flight in self._flights:
-            flight.wait()
-        self._flights = []
+        assert self._flight is not None, self
+        self._flight.wait()
+        self._flight = None
         self._move(UnitState.FULL)
         for segment in self.segments:
             segment.attach()
@@ -235,7 +234,7 @@ class Unit:
     def abandon(self) -> None:
         """After an exception: back to rest from whatever state. Flights under way have been abandoned by the transport."""
         if self.state is not UnitState.RESTING:
-            self._flights = []
+            self._flight = None
             self.state = UnitState.RESTING
             for segment in self.segments:
                 segment.detach()

@@ -72,7 +72,7 @@ class Weights:
         if unit.full_bytes:
             self._prefetch(unit, phase)
 
-    def start(self, unit: Unit) -> None:
+    def start(self, unit: Unit, *, fork: bool = True) -> None:
         """Start gathering `unit`, a collective on two-sided transports."""
         for segment in unit.segments:
             flat = segment.flat
@@ -80,7 +80,7 @@ class Weights:
                 self._digest.fold("gather", unit.name, dtype_name(flat.dtype), flat.layout.numel, ordered=True)
         if self.trace is not None:
             self.trace("gather", unit.name)
-        unit.start_gather()
+        unit.start_gather(self._streams, fork=fork)
 
     def _make_room(self, unit: Unit) -> None:
         """Let go of what was prefetched for another order, then wait for reduces, until `unit` fits the budget."""
@@ -154,9 +154,11 @@ class Weights:
         for unit in self.units:
             if unit.state is UnitState.FULL and unit.depth == 0 and unit.cells.optim.is_sharded:
                 self.release(unit)
+        fork = True  # once for all: nothing touches compute between these gathers
         for unit in stale:
             if unit.state is UnitState.RESTING:
-                self.start(unit)
+                self.start(unit, fork=fork)
+                fork = False
 
     def abandon(self) -> None:
         """After an exception: every unit back at rest."""

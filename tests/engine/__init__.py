@@ -1,0 +1,1 @@
+"""Tests of the engine: real ranks, every row of the table it makes sense for."""

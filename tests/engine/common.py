@@ -1,0 +1,123 @@
+"""What the engine's tests share: a small model on odd shapes, its data, and one training loop for every contender."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zeroshard as zs
+
+ROWS = ("ddp", "zero1", "zero2", "zero3", "zero3-keep")
+TRANSPORTS = ("shared_memory", "gloo")
+VOCABULARY = 37
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """A language model without attention: embedding, repeated blocks, final norm, head; no size is a round number."""
+
+    def __init__(self, width: int = 19, layers: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        logits = self.head(self.norm(h))
+        return logits if y is None else nn.functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the token batch of `rank` at `step`, different for every pair."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    tokens = torch.randint(0, VOCABULARY, (3, 9), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def make_model(**sizes: int) -> Net:
+    torch.manual_seed(0)
+    return Net(**sizes)
+
+
+def two_groups(model: nn.Module, make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> torch.optim.Optimizer:
+    """Return an optimizer with weight decay on matrices only."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    return make([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], **{"lr": 1e-2, **options})
+
+
+@dataclass
+class Run:
+    """What one training run leaves behind."""
+
+    losses: list[float]
+    state: dict[str, torch.Tensor]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def differs_from(self, other: Run) -> list[str]:
+        """Return the names of parameters that differ in any bit, and "losses" where those differ."""
+        names = [name for name, value in self.state.items() if not torch.equal(value, other.state[name])]
+        return names + (["losses"] if self.losses != other.losses else [])
+
+
+def train(
+    rank: int,
+    kind: str,
+    steps: int,
+    *,
+    micro_batches: int = 1,
+    no_sync: bool = False,
+    clip: float | None = None,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = two_groups,
+    model: Callable[[], nn.Module] = make_model,
+    **options: Any,
+) -> Run:
+    """Train `model` on this rank for `steps`; `kind` is a row, "plain" (one process) or "torch-ddp"."""
+    module, engine = model(), None
+    inner = module
+    tied = optimizer(module)
+    if kind == "torch-ddp":
+        module = DistributedDataParallel(module)
+    elif kind != "plain":
+        engine = zs.shard(module, tied, policy=kind, **{"stall_timeout_s": 20, **options})
+    syncs: Any = engine or module
+    losses, norms = [], []
+    for step in range(steps):
+        for micro in range(micro_batches):
+            x, y = batch(rank, step * micro_batches + micro)
+            hold = no_sync and micro < micro_batches - 1
+            with syncs.no_sync() if hold else contextlib.nullcontext():
+                loss = module(x, y)
+                engine.backward(loss) if engine else loss.backward()
+            losses.append(loss.item())
+        if clip is not None:
+            norms.append(float(engine.clip_grad_norm_(clip) if engine else nn.utils.clip_grad_norm_(module.parameters(), clip)))
+        tied.step()
+        tied.zero_grad()
+    extra: dict[str, Any] = {"norms": norms}
+    if engine is None:
+        return Run(losses, {k: v.clone() for k, v in inner.state_dict().items()}, extra)
+    extra |= {"memory": engine.memory(), "traffic": engine.traffic(), "units": engine.units}
+    state = engine.full_state_dict(rank0_only=False)
+    engine.close()
+    return Run(losses, state, extra)

@@ -1,0 +1,97 @@
+"""Correctness is bits: every row, transport and unit cut trains to the same parameters as plain data parallel training."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import zeroshard as zs
+from tests.engine.common import ROWS, TRANSPORTS, Block, Run, train, two_groups
+from tests.harness import run_ranks
+
+STEPS = 200
+
+
+def _rows(rank: int, world: int, transport: str, fused: bool, steps: int) -> dict[str, list[str]]:
+    """Train every row; return what differs from the ddp row, and at two ranks from torch's DDP."""
+    make = functools.partial(two_groups, fused=fused, foreach=False)
+    runs = {row: train(rank, row, steps, optimizer=make, comm=zs.Comm(transport=transport)) for row in ROWS}
+    if world == 2:
+        runs["torch-ddp"] = train(rank, "torch-ddp", steps, optimizer=make)
+    return {row: run.differs_from(runs["ddp"]) for row, run in runs.items()}
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "single"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_rows_give_the_same_bits_after_200_steps(world: int, transport: str, fused: bool) -> None:
+    for differences in run_ranks(world, _rows, transport, fused, STEPS, timeout=110):
+        assert not any(differences.values()), differences
+
+
+def _cuts(rank: int, world: int) -> dict[str, list[str]]:
+    cuts = {"automatic": None, "class": [Block], "names": ["blocks.1", "head"], "one": [""], "leaves": lambda name, module: name.endswith("up")}
+    runs: dict[str, Run] = {cut: train(rank, "zero3", 60, units=units, clip=0.1) for cut, units in cuts.items()}
+    assert len({len(run.extra["units"]) for run in runs.values()}) >= 4
+    return {cut: run.differs_from(runs["automatic"]) for cut, run in runs.items()}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_any_unit_cut_gives_the_same_bits(world: int) -> None:
+    for differences in run_ranks(world, _cuts, timeout=100):
+        assert not any(differences.values()), differences
+
+
+def _clipped(rank: int, world: int, precision: str) -> tuple[dict[str, list[str]], list[list[float]]]:
+    runs = {row: train(rank, row, 40, clip=0.05, precision=precision) for row in ROWS}
+    return {row: run.differs_from(runs["ddp"]) for row, run in runs.items()}, [run.extra["norms"] for run in runs.values()]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_clipping_and_precision_keep_the_rows_equal(world: int, precision: str) -> None:
+    for differences, norms in run_ranks(world, _clipped, precision, timeout=100):
+        assert not any(differences.values()), differences
+        assert all(series == norms[0] for series in norms)
+        assert max(norms[0]) > 0.05
+
+
+def _accumulated(rank: int, world: int, no_sync: bool, precision: str) -> dict[str, Run]:
+    kinds = [*ROWS, "torch-ddp"] if precision == "fp32" else ROWS
+    options = {} if precision == "fp32" else {"precision": precision}
+    return {kind: train(rank, kind, 30, micro_batches=3, no_sync=no_sync, **({} if kind == "torch-ddp" else options)) for kind in kinds}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("no_sync", [True, False], ids=["no_sync", "every-backward"])
+def test_accumulated_micro_batches_add_up_in_the_classes_the_design_names(no_sync: bool, precision: str) -> None:
+    for runs in run_ranks(2, _accumulated, no_sync, precision, timeout=100):
+        first = ["ddp", "zero1"] + (["torch-ddp"] if precision == "fp32" and no_sync else [])
+        classes = [first, ["zero2", "zero3", "zero3-keep"]] if no_sync else [list(ROWS)]
+        for members in classes:
+            for member in members:
+                assert runs[member].differs_from(runs[members[0]]) == [], (member, members[0])
+        for name, value in runs["zero3"].state.items():
+            torch.testing.assert_close(value, runs["ddp"].state[name], rtol=2e-2, atol=2e-3 if precision == "fp32" else 2e-2)
+
+
+OPTIMIZERS = {
+    "sgd-momentum": functools.partial(two_groups, make=torch.optim.SGD, momentum=0.9),
+    "adam": functools.partial(two_groups, make=torch.optim.Adam),
+    "adamw-foreach": functools.partial(two_groups, foreach=True),
+    "adagrad": functools.partial(two_groups, make=torch.optim.Adagrad),
+    "rmsprop": functools.partial(two_groups, make=torch.optim.RMSprop),
+}
+
+
+def _optimizers(rank: int, world: int, name: str) -> dict[str, list[str]]:
+    runs = {kind: train(rank, kind, 200, optimizer=OPTIMIZERS[name]) for kind in ("ddp", "zero1", "zero2", "zero3", "torch-ddp")}
+    return {kind: run.differs_from(runs["torch-ddp"]) for kind, run in runs.items()}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_other_elementwise_optimizers_give_ddps_bits(name: str) -> None:
+    for differences in run_ranks(2, _optimizers, name, timeout=100):
+        assert not any(differences.values()), differences
