@@ -310,8 +310,11 @@ class _Outcome:
     usable: bool = True
 
 
-def _exchange(workers: list[_Worker], job: bytes, timeout: float, peer_grace: float = PEER_GRACE_S) -> _Outcome:
-    """Send the job to every worker and collect the replies; those that are late are dumped and marked, not yet killed."""
+def _exchange(workers: list[_Worker], job: bytes, timeout: float, peer_grace: float) -> _Outcome:
+    """Send the job to every worker and collect the replies; those that are late are dumped and marked, not yet killed.
+
+    ``peer_grace`` is how many seconds the others may go on once one failed.
+    """
     outcome = _Outcome()
     begin = time.monotonic()
     deadline = begin + timeout
@@ -364,9 +367,9 @@ class _Pool:
         self.workers = _start_all(world_size, True, None)
 
     def run(self, job: bytes, timeout: float) -> _Outcome:
-        outcome = _exchange(self.workers, job, timeout)
+        outcome = _exchange(self.workers, job, timeout, PEER_GRACE_S)
         if outcome.failures and outcome.usable:
-            check = _exchange(self.workers, _job("barrier"), BARRIER_TIMEOUT_S + 3)
+            check = _exchange(self.workers, _job("barrier"), BARRIER_TIMEOUT_S + 3, PEER_GRACE_S)
             outcome.usable = not check.failures and all(check.results.values())
         return outcome
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,10 +79,9 @@ def _read_variable(rank: int, world_size: int, name: str) -> str | None:
 
 def _is_running(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return True
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -103,7 +105,7 @@ def test_an_error_names_the_rank_its_type_and_message_and_keeps_the_pool() -> No
 
 
 def test_a_rank_that_waits_for_a_failed_one_is_ended_and_the_first_failure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness._exchange, "__defaults__", (0.5,))
+    monkeypatch.setattr(harness, "PEER_GRACE_S", 0.5)
     pids = run_ranks(2, _pid)
     with pytest.raises(RankError) as caught:
         run_ranks(2, _fail_while_others_wait)
@@ -146,6 +148,20 @@ def test_a_group_that_was_destroyed_is_replaced() -> None:
 def test_a_local_function_is_refused_before_any_rank_sees_it() -> None:
     with pytest.raises(TypeError, match="top level"):
         run_ranks(2, lambda rank, world_size: None)
+
+
+def test_a_pool_dies_with_the_process_that_started_it() -> None:
+    code = "from tests.harness import run_ranks\nfrom tests.test_harness import _pid\nprint(*run_ranks(2, _pid), flush=True)\ninput()"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=harness.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        pids = [int(pid) for pid in owner.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(_is_running, pids))
+        owner.kill()
+    deadline = time.monotonic() + 5
+    while any(map(_is_running, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_fresh_processes_report_death_output_and_results() -> None:
