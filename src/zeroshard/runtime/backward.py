@@ -12,6 +12,7 @@ when a unit ran on some ranks only (the others contribute zeros).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -85,9 +86,11 @@ class Backward:
                 self._hand_over(unit)
             self._weights.after_backward(unit)
 
-    def take(self, unit: Unit, segment: Segment, index: int, parameter: torch.Tensor) -> None:
-        """Autograd has finished the gradient of one parameter."""
+    def take(self, place: tuple[int, int], index: int, parameter: torch.Tensor) -> None:
+        """Autograd has finished the gradient of parameter `index` in the segment at `place` (unit, segment)."""
         self.enter()
+        unit = self._weights.units[place[0]]
+        segment = unit.segments[place[1]]
         grad, parameter.grad = parameter.grad, None
         assert grad is not None, segment.names[index]
         if grad.layout is not torch.strided:
@@ -100,14 +103,19 @@ class Backward:
             unit.arrived.add(id(parameter))
             unit.pending -= 1
         if unit.pending <= 0:
-            self._hand_over(unit)
+            if unit.index not in self._reduced:  # else this comes late (a nested backward): all of it goes at the end, at once
+                self._hand_over(unit)
             if not unit.has_frozen:
                 self._weights.after_backward(unit)
 
     def make_room(self, num_bytes: int) -> None:
-        """Wait for reduces under way, oldest first, until `num_bytes` fit the budget."""
+        """Wait for reduces under way, oldest first, until `num_bytes` fit the budget.
+
+        One-sided transports bound the gradient buffers by their own pool. To wait for a sum there could be to wait for ever: ranks may run
+        their units in different order, each with the part that the other lacks still to come.
+        """
         budget = self._weights.budget_bytes
-        if not budget or self._meter.live + num_bytes <= budget:
+        if not budget or self._meter.live + num_bytes <= budget or self._transport.one_sided:
             return
         for key, path in list(self._flights.items()):
             path.finish()
@@ -214,7 +222,14 @@ class Backward:
         if sealed is None or sealed.dtype is not parameter.dtype:
             path = segment.grad
             assert path is not None
-            sealed = SealedGrad(parameter, segment.names[index], None, lambda: path.zero(index))
+            weak = weakref.ref(path)  # see [Note: weak hooks] in hooks.py
+
+            def zero() -> None:
+                alive = weak()
+                if alive is not None:
+                    alive.zero(index)
+
+            sealed = SealedGrad(parameter, segment.names[index], None, zero)
             self._seals[id(parameter)] = sealed
         sealed._holds = holds
         return sealed

@@ -13,6 +13,7 @@ Nothing of torch is patched. The hooks hold the engine's parts, the user's tenso
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -158,25 +159,42 @@ class Hooks:
 
         for tensor in tensors_in(output):
             if tensor.requires_grad:
+                node = tensor.grad_fn  # held: torch 2.13 crashes in register_hook on a view whose base was written to, otherwise
                 tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+                del node
 
     def _watch_inputs(self, units: list[Unit], args: Any, kwargs: Any) -> None:
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if not inputs:
             return
         backward = self._backward
+        num_inputs = len(inputs)
+        waiting: dict[int, int] = {}  # graph task -> inputs still without a gradient
 
-        def over(grads: Sequence[torch.Tensor | None]) -> None:
-            for unit in units:
-                backward.after_inputs(unit)
+        def arrived(grad: torch.Tensor) -> None:
+            task = torch._C._current_graph_task_id()
+            waiting[task] = waiting.get(task, num_inputs) - 1
+            if not waiting[task]:
+                del waiting[task]
+                for unit in units:
+                    backward.after_inputs(unit)
 
-        torch.autograd.graph.register_multi_grad_hook(inputs, over)
+        for tensor in inputs:  # not torch's multi-grad hook, whose closure holds the graph that holds it
+            tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------ parameters
 
     def _install_parameters(self, unit: Unit, segment: Segment) -> None:
+        backward = weakref.ref(self._backward)  # [Note: weak hooks] what hangs on a tensor is invisible to the garbage collector
+        place = (unit.index, unit.segments.index(segment))
+
         def hook_for(index: int) -> Callable[[torch.Tensor], None]:
-            return lambda parameter: self._backward.take(unit, segment, index, parameter)
+            def taken(parameter: torch.Tensor) -> None:
+                alive = backward()
+                if alive is not None:
+                    alive.take(place, index, parameter)
+
+            return taken
 
         for index, parameter in enumerate(segment.parameters):
             handle = parameter.register_post_accumulate_grad_hook(hook_for(index))  # type: ignore[no-untyped-call]

@@ -1,0 +1,421 @@
+"""The cases that bend every engine of this kind, each against torch's DDP (or data parallel training by hand) with equal bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard as zs
+from tests.engine.common import ROWS, Block, Net, Run, batch, make_model, two_groups
+from tests.harness import run_ranks
+
+STEPS = 6
+WIDTH = 19
+Backward = Callable[..., None]
+
+
+# ---------------------------------------------------------------------------------------------------------------- one case, every contender
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and what a step does with it before ``optimizer.step()``; the numbers it returns are compared too."""
+
+    model: Callable[[], nn.Module]
+    run: Callable[[nn.Module, Backward, int, int], list[torch.Tensor]]
+    ddp: dict[str, Any] | None = field(default_factory=dict)  # how torch's DDP takes it; None: it cannot, so by hand
+    gloo: bool = True  # whether the ranks gather the same units in the same order
+
+
+class ByHand:
+    """Data parallel training in a dozen lines: what each backward adds is summed over the ranks, and averaged at the end."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.totals: dict[nn.Parameter, torch.Tensor] = {}
+
+    def backward(self, loss: torch.Tensor, **options: bool) -> None:
+        for p in self.parameters:
+            p.grad = None
+        loss.backward(**options)
+        for p in self.parameters:
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            used = torch.tensor(float(p.grad is not None))
+            dist.all_reduce(grad)
+            dist.all_reduce(used)
+            if used:
+                self.totals[p] = self.totals[p] + grad if p in self.totals else grad
+
+    def finish(self) -> None:
+        for p in self.parameters:
+            p.grad = self.totals[p] / dist.get_world_size() if p in self.totals else None
+        self.totals.clear()
+
+
+def _simple(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
+    loss = module(*batch(rank, step))
+    backward(loss)
+    return [loss.detach()]
+
+
+def _train(rank: int, kind: str, case: Case, steps: int = STEPS, **options: Any) -> Run:
+    inner = module = case.model()
+    backward: Backward = torch.Tensor.backward
+    trainable = nn.ParameterList([p for p in inner.parameters() if p.requires_grad])
+    optimizer = two_groups(trainable)
+    engine, hand = None, None
+    if kind == "reference" and case.ddp is not None:
+        module = DistributedDataParallel(module, **case.ddp)
+    elif kind == "reference":
+        hand = ByHand(module)
+        backward = hand.backward
+    else:
+        engine = zs.shard(module, optimizer, policy=kind, stall_timeout_s=20, strict=True, **options)
+    seen: list[torch.Tensor] = []
+    for step in range(steps):
+        seen += case.run(module, backward, rank, step)
+        if hand is not None:
+            hand.finish()
+        optimizer.step()
+        optimizer.zero_grad()
+    losses = [value.double().sum().item() for value in seen]
+    if engine is None:
+        return Run(losses, {k: v.clone() for k, v in inner.state_dict().items()}, {"state": len(optimizer.state)})
+    assert all(not unit.in_backward and unit.depth == 0 for unit in engine._weights.units)
+    state = engine.full_state_dict(rank0_only=False)
+    engine.close()
+    return Run(losses, state)
+
+
+def _compare(rank: int, world: int, name: str) -> dict[str, list[str]]:
+    """Train one case everywhere; return what differs from the reference."""
+    case = CASES[name]
+    reference = _train(rank, "reference", case)
+    assert all(loss == loss for loss in reference.losses), "the reference is NaN"
+    runs = {row: _train(rank, row, case, comm=zs.Comm(transport="shared_memory")) for row in ROWS}
+    if case.gloo:
+        runs["zero3 on gloo"] = _train(rank, "zero3", case, comm=zs.Comm(transport="gloo"))
+    return {kind: run.differs_from(reference) for kind, run in runs.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------- the models
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 4)
+        self.head.weight = self.embed.weight
+
+
+class Checkpointed(Net):
+    """Blocks recomputed inside backward: one at a time, two together (`span`), or within each other (`nested`)."""
+
+    def __init__(self, *, reentrant: bool, span: int = 1, nested: bool = False) -> None:
+        super().__init__(WIDTH, 4)
+        self.reentrant, self.span, self.nested = reentrant, span, nested
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.embed(x)
+        for start in range(0, len(self.blocks), self.span):
+            h = checkpoint(self._run, h, start, use_reentrant=self.reentrant)
+        logits = self.head(self.norm(h))
+        assert y is not None
+        return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    def _run(self, h: torch.Tensor, start: int) -> torch.Tensor:
+        for block in self.blocks[start : start + self.span]:
+            h = checkpoint(block, h, use_reentrant=self.reentrant) if self.nested else block(h)
+        return h
+
+
+class InnerCheckpoint(Block):
+    """Only a part of the block is recomputed."""
+
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(lambda t: nn.functional.gelu(self.up(self.norm(t))), x, use_reentrant=self.reentrant)
+        return x + self.down(hidden)
+
+
+class ReentrantInner(InnerCheckpoint):
+    reentrant = True
+
+
+class Fork(nn.Module):
+    """A block of which a rank runs one half, the other, or both."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(width, width + 2), nn.Linear(width + 2, width))
+        self.right = nn.Sequential(nn.Linear(width, width + 3), nn.Linear(width + 3, width))
+
+    def forward(self, x: torch.Tensor, halves: str) -> torch.Tensor:
+        if "l" in halves:
+            x = x + self.left(x)
+        if "r" in halves:
+            x = x + self.right(x)
+        return x
+
+
+class Chain(nn.Module):
+    """An embedding, a chain of blocks that are each told something, a head."""
+
+    def __init__(self, make: Callable[[int], nn.Module], layers: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, WIDTH)
+        self.blocks = nn.ModuleList(make(WIDTH) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, 37)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, tell: Any = None) -> torch.Tensor:
+        h = self.embed(x)
+        for index, block in enumerate(self.blocks):
+            h = block(h) if tell is None else block(h, tell[index])
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+
+class Routed(Net):
+    """Runs the blocks that it is told to, in that order; `spare` runs where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 4)
+        self.spare = Block(WIDTH)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, route: list[int], spare: bool = False) -> torch.Tensor:  # type: ignore[override]
+        h = self.embed(x)
+        for index in route:
+            h = self.blocks[index](h)
+        if spare:
+            h = self.spare(h)
+        return nn.functional.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
+
+
+@dataclass
+class Output:
+    hidden: torch.Tensor
+    extra: torch.Tensor | None = None
+
+
+class Wrapping(Block):
+    """Returns its result in a container, with views and its own input in it; `kind` is set per block."""
+
+    kind = "tuple"
+
+    def forward(self, value: Any) -> Any:  # type: ignore[override]
+        x = _hidden(value)
+        h = super().forward(x)
+        if self.kind == "dict":
+            return {"h": h.transpose(0, 1), "x": x, "none": None, "deep": [(h,)]}
+        if self.kind == "dataclass":
+            return Output(h, x)
+        if self.kind == "tuple":
+            return (h, h, x, "text", 3)
+        if self.kind == "chunks":
+            return list(h.chunk(2, dim=0))
+        if self.kind == "input":
+            return x
+        return x.view(-1, WIDTH)  # a view of its input
+
+
+def _hidden(value: Any) -> torch.Tensor:
+    if isinstance(value, dict):
+        return value["h"].transpose(0, 1) + 0.5 * value["deep"][0][0]
+    if isinstance(value, Output):
+        return value.hidden + value.extra
+    if isinstance(value, tuple):
+        return value[0] + 0.25 * value[1] - value[2]
+    if isinstance(value, list):
+        return torch.cat(value)
+    return value.view(3, -1, WIDTH) if value.dim() == 2 else value
+
+
+class Containers(Net):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 1)
+        self.blocks = nn.ModuleList(Wrapping(WIDTH) for _ in range(6))
+        for block, kind in zip(self.blocks, ["dict", "dataclass", "tuple", "chunks", "input", "view"], strict=True):
+            block.kind = kind
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        h: Any = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        assert y is not None
+        return nn.functional.cross_entropy(self.head(self.norm(_hidden(h))).flatten(0, 1), y.flatten())
+
+
+class InPlace(Block):
+    """Writes into its input's successor, its output and, through a view, part of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu_(self.up(self.norm(x)))
+        out = self.down(h)
+        out += x
+        out[:, 0].mul_(0.5)
+        return out
+
+
+class LoraLinear(nn.Module):
+    def __init__(self, width: int, rank: int = 3) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.base(x) + self.up(self.down(x))
+
+
+def _lora() -> Chain:
+    model = Chain(LoraLinear)
+    model.embed.requires_grad_(False)
+    model.head.requires_grad_(False)
+    return model
+
+
+class Convolutions(nn.Module):
+    """Convolutions whose weights lie in channels_last order, and a transposed weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(5, 5, 3, padding=1) for _ in range(3))
+        self.to(memory_format=torch.channels_last)
+        self.mix = nn.Linear(5, 7)
+        self.mix.weight = nn.Parameter(torch.randn(5, 7).t())
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        for conv in self.convs:
+            x = torch.relu(conv(x))
+        return self.last(self.mix(x.mean((2, 3)))).square().mean()
+
+
+# ---------------------------------------------------------------------------------------------------------------- what a step does
+
+
+def _two_forwards(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
+    first, second = module(*batch(rank, 2 * step)), module(*batch(rank, 2 * step + 1))
+    backward(first + 0.5 * second)
+    return [first.detach(), second.detach()]
+
+
+def _two_losses(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
+    losses = [module(*batch(rank, 2 * step + i)) for i in range(2)]
+    for loss in losses if step % 2 else reversed(losses):
+        backward(loss)
+    return [loss.detach() for loss in losses]
+
+
+def _retained(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
+    loss = module(*batch(rank, step))
+    backward(loss, retain_graph=True)
+    backward(loss)
+    return [loss.detach()]
+
+
+def _halves(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
+    tell = [("l", "r", "lr")[(rank + step + index) % 3] for index in range(3)]
+    loss = module(*batch(rank, step), tell)
+    backward(loss)
+    return [loss.detach()]
+
+
+def _routes_by_rank(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
+    route = [[0, 1, 2, 3], [0, 3], [3, 1], []][(step + 2 * rank) % 4]
+    loss = module(*batch(rank, step), route, rank == step % 2)
+    backward(loss)
+    return [loss.detach()]
+
+
+def _routes_by_step(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
+    route = [[0, 1, 2, 3], [3, 2, 1, 0], [1, 1, 2], [2, 0, 2, 0, 3], [0], [0, 1, 2, 3]][step]
+    with torch.no_grad():
+        module.eval()
+        before = module(*batch(9, step), [2, 1])
+        module.train()
+    loss = module(*batch(rank, step), route, step % 2 == 0)
+    backward(loss)
+    return [before, loss.detach()]
+
+
+def _never(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
+    loss = module(*batch(rank, step), [0, 1, 2, 3])
+    backward(loss)
+    return [loss.detach()]
+
+
+def _no_longer(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
+    loss = module(*batch(rank, step), [0, 1, 2, 3], step < 2)
+    backward(loss)
+    return [loss.detach()]
+
+
+def _evaluated(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
+    loss = module(*batch(rank, step))
+    module.eval()
+    with torch.inference_mode() if step % 2 else torch.no_grad():
+        between = module(*batch(rank, step + 50)).clone()
+    module.train()
+    backward(loss)
+    with torch.no_grad():
+        after = module(*batch(rank, step + 60)).clone()
+    return [loss.detach(), between, after]
+
+
+def _images(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
+    loss = module(torch.randn(2, 5, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank)))
+    backward(loss)
+    return [loss.detach()]
+
+
+def _seeded(make: Callable[..., nn.Module], *args: Any, **options: Any) -> Callable[[], nn.Module]:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return make(*args, **options)
+
+    return model
+
+
+_UNUSED = {"find_unused_parameters": True}
+
+CASES = {
+    "tied embedding and head": Case(_seeded(Tied), _simple),
+    "tied, two forwards": Case(_seeded(Tied), _two_forwards),
+    "checkpoint": Case(_seeded(Checkpointed, reentrant=False), _simple),
+    "checkpoint reentrant": Case(_seeded(Checkpointed, reentrant=True), _simple),
+    "checkpoint over two blocks": Case(_seeded(Checkpointed, reentrant=False, span=2), _simple),
+    "checkpoint reentrant over two blocks": Case(_seeded(Checkpointed, reentrant=True, span=2), _simple),
+    "checkpoint nested": Case(_seeded(Checkpointed, reentrant=False, span=2, nested=True), _simple),
+    "checkpoint reentrant nested": Case(_seeded(Checkpointed, reentrant=True, span=2, nested=True), _simple, ddp=None),
+    "checkpoint inside a block": Case(_seeded(Chain, InnerCheckpoint), _simple),
+    "checkpoint reentrant inside a block": Case(_seeded(Chain, ReentrantInner), _simple),
+    "checkpoint, two losses": Case(_seeded(Checkpointed, reentrant=False, span=2), _two_losses, ddp=None),
+    "two forwards, one backward": Case(make_model, _two_forwards),
+    "two losses, two backwards": Case(make_model, _two_losses, ddp=None),
+    "retained graph": Case(make_model, _retained, ddp=None),
+    "a unit that runs in part": Case(_seeded(Chain, Fork), _halves, ddp=_UNUSED),
+    "units that run on some ranks": Case(_seeded(Routed), _routes_by_rank, ddp=_UNUSED, gloo=False),
+    "unused on all ranks": Case(_seeded(Routed), _never, ddp=_UNUSED),
+    "no longer used": Case(_seeded(Routed), _no_longer, ddp=_UNUSED),
+    "order changes between steps and in eval": Case(_seeded(Routed), _routes_by_step, ddp=None),
+    "evaluation between and inside steps": Case(make_model, _evaluated),
+    "containers and views": Case(_seeded(Containers), _simple, ddp=_UNUSED),
+    "in-place edits of outputs": Case(_seeded(Chain, InPlace), _simple),
+    "frozen base, LoRA adapters": Case(_seeded(_lora), _simple),
+    "memory formats": Case(_seeded(Convolutions), _images),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hard_case_trains_to_ddps_bits_in_every_row(name: str) -> None:
+    for differences in run_ranks(2, _compare, name):
+        assert not any(differences.values()), differences
