@@ -6,6 +6,7 @@ parameter is touched; afterwards nothing is refused any more.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -107,9 +108,17 @@ def shard(
     )
     engine = Engine(model, plans, context, prefetch_bytes=settings.prefetch_bytes)
     model.__dict__[_OWNER] = True
+    _return_freed_memory()
     if optimizer is not None:
         engine.attach(optimizer)
     return engine
+
+
+def _return_freed_memory() -> None:
+    """Let the allocator give the pages of the original parameters back to the system (glibc keeps them otherwise)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _group_of(mesh: Any) -> dist.ProcessGroup | None:

@@ -28,7 +28,7 @@ from zeroshard.core.placement import Placement
 
 __all__ = ["FlatBuffer", "Flight", "Lanes", "Meter", "empty_pages", "poison_value"]
 
-_HUGE_BYTES = 4 * 2**20  # below this the allocator's own free lists serve better than fresh pages
+_HUGE_BYTES = 2 * 2**20  # below this the allocator's own free lists serve better than fresh pages
 
 
 class Lanes(Protocol):

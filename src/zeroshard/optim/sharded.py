@@ -10,6 +10,7 @@ any entry that is not our piece. It does not know how gradients are summed: the 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -161,8 +162,14 @@ class ShardedOptimizer:
         self.sealed = False
 
     def _zeroing(self, parameter: nn.Parameter) -> Callable[[], None]:
-        hooks = self._hooks
-        return lambda: hooks.zero_gradient(parameter)
+        hooks, target = weakref.ref(self._hooks), weakref.ref(parameter)  # a gradient must not keep the engine alive
+
+        def zero() -> None:
+            engine, alive = hooks(), target()
+            if engine is not None and alive is not None:
+                engine.zero_gradient(alive)
+
+        return zero
 
     def dropped(self) -> list[nn.Parameter]:
         """Return the model's parameters whose gradient the user has cleared on the optimizer's side since `seal`."""

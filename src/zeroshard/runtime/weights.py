@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import torch
+
 from zeroshard.buffer import Lanes, Meter
 from zeroshard.core.digest import Digest
 from zeroshard.core.order import Order
@@ -110,7 +112,8 @@ class Weights:
 
     def after_forward(self, unit: Unit) -> None:
         """`unit`'s module has run: release it now if nothing else of it can follow, else when another unit is needed."""
-        if not unit.cells.between.is_sharded or unit.state is not UnitState.FULL:
+        kept = not unit.cells.between.is_sharded and torch.is_grad_enabled()  # for a backward that may follow
+        if kept or not unit.cells.weight.is_sharded or unit.state is not UnitState.FULL:
             return
         if unit.spans_one_module:
             self.release(unit)

@@ -1,0 +1,193 @@
+"""Bytes: at rest as the formula says, at peak within three units, and gone when the model is."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import zeroshard as zs
+from tests.engine.common import Net, batch, make_model, two_groups
+from tests.harness import run_ranks
+from zeroshard.core.layout import ALIGN
+from zeroshard.core.placement import Mesh
+from zeroshard.core.policy import row as policy_row
+from zeroshard.core.precision import PRECISIONS
+
+
+def _live_storages() -> dict[int, int]:
+    """Return every live tensor storage by address with its bytes, found without the engine's help."""
+    found: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and type(thing).__name__ != "SealedGrad":
+            storage = thing.untyped_storage()
+            if storage.nbytes() > 1024:
+                found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def _at_rest(rank: int, world: int, row: str, precision: str) -> dict[str, Any]:
+    gc.collect()
+    before = _live_storages()
+    model = make_model(width=48, layers=4)
+    numel = sum(p.numel() for p in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = zs.shard(model, optimizer, policy=row, precision=precision, comm=zs.Comm(transport="gloo"))
+    for step in range(2):
+        x, y = batch(rank, step)
+        model(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    del x, y
+    with torch.no_grad():  # finishes the publish of replicated rows
+        model(batch(rank, 0)[0])
+    gc.collect()
+    reported = engine.memory()
+    live = sum(size for address, size in _live_storages().items() if address not in before)
+    with engine.no_sync():
+        model(*batch(rank, 9)).backward()
+    between = engine.memory()
+    optimizer.zero_grad()
+    num_slots, num_units = len(list(model.parameters())), len(engine.units)
+    engine.close()
+    return {"numel": numel, "report": reported, "between": between, "live": live, "slots": num_slots, "units": num_units}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3", "zero3-keep"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_bytes_at_rest_are_the_formulas_within_padding(world: int, row: str, precision: str) -> None:
+    policy, mesh = policy_row(row), Mesh(1, world)
+    for seen in run_ranks(world, _at_rest, row, precision):
+        for point, report in (("after_step", seen["report"]), ("between_micro_batches", seen["between"])):
+            formula = policy.bytes_at_rest(point, numel=seen["numel"], mesh=mesh, precision=PRECISIONS[precision])
+            padding = ALIGN * (seen["slots"] + world * seen["units"])  # elements per state
+            for state, width in (("weight", 4), ("master", 4), ("grad", 4), ("optimizer", 8)):
+                excess = report.at_rest[state] - getattr(formula, state)
+                slack = padding * width
+                assert -slack <= excess <= slack, (point, state, excess, slack)
+        assert seen["report"].at_rest["grad"] == 0
+        pooled = 3 * 4 * seen["numel"] / 4  # gradient buffers between steps: three of the largest unit, which is under a quarter here
+        assert seen["live"] <= seen["report"].total + pooled, "something else is alive"
+
+
+def _peak(rank: int, world: int, row: str) -> dict[str, int]:
+    """Sample live full weights and gradient buffers at every hook of every module."""
+    model = make_model(width=64, layers=6)
+    optimizer = two_groups(model)
+    engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(transport="gloo"))
+    weights = engine._weights
+    segments = [segment for unit in weights.units for segment in unit.segments]
+    peak = 0
+
+    def sample(*_: Any) -> None:
+        nonlocal peak
+        full = sum(segment.flat.full.untyped_storage().nbytes() for segment in segments)
+        grads = sum(s.grad.buffer_bytes for s in segments if s.grad is not None and s.grad._buffer is not None)
+        flying = sum(s.grad._flight_bytes for s in segments if s.grad is not None)
+        peak = max(peak, full + grads + flying)
+
+    for module in model.modules():
+        module.register_forward_pre_hook(sample)
+        module.register_forward_hook(sample)
+        module.register_full_backward_hook(sample)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(sample)
+    for step in range(3):
+        model(*batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    largest = max(unit.nominal_bytes for unit in weights.units)
+    reported = engine.memory().peak
+    engine.close()
+    return {"peak": peak, "largest": largest, "reported": reported}
+
+
+@pytest.mark.parametrize("row", ["zero3"])
+def test_full_weights_and_gradients_stay_within_three_units(row: str) -> None:
+    for seen in run_ranks(2, _peak, row):
+        assert 0 < seen["peak"] <= 3 * seen["largest"], seen
+        assert seen["reported"] <= 3 * seen["largest"], seen
+
+
+def _shared_rest(rank: int, world: int) -> tuple[int, int, int]:
+    """Return private plus proportional bytes of this process before and after sharding, and the model's bytes."""
+
+    def pss() -> int:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what the C allocator keeps for itself is not ours to measure
+        with open("/proc/self/smaps_rollup") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+    def train(layers: int) -> tuple[int, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(layers)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        engine = zs.shard(model, optimizer, stage=3, comm=zs.Comm(transport="shared_memory"))
+        model(torch.ones(1, 1024)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        return 4 * sum(p.numel() for p in model.parameters()), engine
+
+    train(1)[1].close()  # what is imported and allocated once
+    before = pss()
+    num_bytes, engine = train(24)
+    after = pss()
+    engine.close()
+    return before, after, num_bytes
+
+
+def test_the_operating_system_agrees_that_shards_lie_once_per_host() -> None:
+    for before, after, full in run_ranks(2, _shared_rest):
+        assert after - before < full / 2 + 40 * 2**20, f"{(after - before) / 2**20:.0f} MiB for shards of {full / 2**21:.0f} MiB"
+
+
+def _units(rank: int, world: int) -> list[str]:
+    model = Net(width=24, layers=24)
+    engine = zs.shard(model, stage=3)
+    names = list(engine.units)
+    engine.close()
+    return names
+
+
+def test_a_model_of_24_blocks_gets_at_least_24_units() -> None:
+    names = run_ranks(1, _units)[0]
+    assert len(names) >= 24
+    assert [name for name in names if name.startswith("blocks.")] == [f"blocks.{i}" for i in range(24)]
+
+
+def _growth(rank: int, world: int, transport: str) -> tuple[Counter[str], Counter[str], list[bool]]:
+    """Train 200 steps; return live tensors by shape at step 5 and at the end, and whether everything is gone after `del`."""
+    model = make_model()
+    optimizer = two_groups(model)
+    engine = zs.shard(model, optimizer, stage=3, comm=zs.Comm(transport=transport))
+
+    def census() -> Counter[str]:
+        gc.collect()
+        return Counter(str(tuple(t.shape)) for t in gc.get_objects() if isinstance(t, torch.Tensor))
+
+    seen = []
+    for step in range(200 if transport == "shared_memory" else 40):
+        model(*batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 5:
+            seen.append(census())
+    seen.append(census())
+    watched = [weakref.ref(thing) for thing in (model, optimizer, engine, *model.parameters())]
+    del model, optimizer, engine
+    gc.collect()
+    return seen[0], seen[1], [ref() is None for ref in watched]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_steps_leave_no_growth_and_deleting_the_model_frees_everything(transport: str) -> None:
+    for early, late, gone in run_ranks(2, _growth, transport):
+        assert late - early == Counter(), late - early
+        assert all(gone), gone
