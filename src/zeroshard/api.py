@@ -162,7 +162,7 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, grou
     if optimizer is not None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
-        check_parameters(optimizer, {id(p): name for name, p in parameters.items() if p.requires_grad})
+        check_parameters(optimizer, parameters)
         check_elementwise(optimizer)
 
 

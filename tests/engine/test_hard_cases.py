@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from tests.engine.common import ROWS, Block, Net, Run, batch, make_model, two_groups
 from tests.harness import run_ranks
+from zeroshard.errors import ConfigError, StateError
 
 STEPS = 6
 WIDTH = 19
@@ -419,3 +421,195 @@ CASES = {
 def test_hard_case_trains_to_ddps_bits_in_every_row(name: str) -> None:
     for differences in run_ranks(2, _compare, name):
         assert not any(differences.values()), differences
+
+
+# ---------------------------------------------------------------------------------------------------------------- parameters without gradient
+
+
+def _unused(rank: int, world: int, row: str) -> None:
+    model = _seeded(Routed)()
+    optimizer = two_groups(model)
+    engine = zs.shard(model, optimizer, policy=row)
+    spare = engine.full_state_dict(rank0_only=False)["spare.up.weight"]
+    for step in range(3):
+        model(*batch(rank, step), [0, 1]).backward()
+        assert model.spare.up.weight.grad is None
+        assert engine.full_grad(model.spare.up.weight) is None
+        assert engine.full_grad(model.blocks[0].up.weight) is not None
+        optimizer.step()
+        optimizer.zero_grad()
+    names = {piece.name for piece in engine._sharded.pieces() if piece.tensor in optimizer.state}
+    assert not any(name.startswith(("spare", "blocks.2", "blocks.3")) for name in names), names
+    assert torch.equal(engine.full_state_dict(rank0_only=False)["spare.up.weight"], spare)
+    engine.close()
+
+
+def test_a_parameter_that_no_rank_uses_keeps_value_and_state_and_has_no_gradient() -> None:
+    for row in ROWS:
+        run_ranks(2, _unused, row)
+
+
+def _by_halves(rank: int, world: int) -> dict[str, list[str]]:
+    """One block runs twice: a rank uses one half each time, the other both at once."""
+
+    def run(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
+        x, y = batch(rank, step)
+        tells = ["l", "r"] if rank == step % 2 else ["lr", "lr"]
+        loss = module(x, y, tells)
+        backward(loss)
+        return [loss.detach()]
+
+    class Twice(Chain):
+        def __init__(self) -> None:
+            super().__init__(Fork, 1)
+            self.blocks.append(self.blocks[0])
+
+    case = Case(_seeded(Twice), run, ddp=None)
+    reference = _train(rank, "reference", case)
+    return {row: _train(rank, row, case).differs_from(reference) for row in ROWS}
+
+
+def test_a_unit_whose_gradients_come_at_different_times_on_different_ranks() -> None:
+    for differences in run_ranks(2, _by_halves):
+        assert not any(differences.values()), differences
+
+
+def _frozen_in_optimizer(rank: int, world: int) -> None:
+    """People write AdamW(model.parameters()) also when half of the model is frozen."""
+    for row in ROWS:
+        model = _seeded(_lora)()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine = zs.shard(model, optimizer, policy=row)
+        before = engine.full_state_dict(rank0_only=False)
+        memory = engine.memory().at_rest
+        for step in range(3):
+            model(*batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        after = engine.full_state_dict(rank0_only=False)
+        changed = {name for name in before if not torch.equal(before[name], after[name])}
+        assert changed == {name for name in before if name.endswith(("down.weight", "up.weight"))}, changed
+        trainable = 3 * 2 * WIDTH * 3
+        assert memory["grad"] == 0 and engine.memory().at_rest["optimizer"] <= 8 * trainable, engine.memory()
+        engine.close()
+        assert list(optimizer.param_groups[0]["params"]) == list(model.parameters())
+
+
+def test_frozen_parameters_may_be_in_the_optimizer_and_take_no_state() -> None:
+    run_ranks(2, _frozen_in_optimizer)
+
+
+def _toggled(rank: int, world: int) -> list[str]:
+    def run(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
+        inner = getattr(module, "module", module)
+        inner.blocks[1].requires_grad_(step % 3 != 1)
+        inner.embed.requires_grad_(step < 4)
+        loss = module(*batch(rank, step))
+        backward(loss)
+        return [loss.detach()]
+
+    case = Case(make_model, run, ddp=None)
+    reference = _train(rank, "reference", case)
+    kinds = [(row, "shared_memory") for row in ROWS] + [("zero3", "gloo")]
+    return [
+        f"{kind}: {name}" for kind in kinds for name in _train(rank, kind[0], case, comm=zs.Comm(transport=kind[1])).differs_from(reference)
+    ]
+
+
+def test_requires_grad_switched_off_and_on_again_skips_the_gradient() -> None:
+    for differences in run_ranks(2, _toggled):
+        assert not differences, differences
+
+
+def _thawed(rank: int, world: int) -> None:
+    model = _seeded(_lora)()
+    engine = zs.shard(model, two_groups(nn.ParameterList([p for p in model.parameters() if p.requires_grad])))
+    model.blocks[1].base.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"'blocks.1.base.weight' was frozen .* requires_grad"):
+        model(*batch(rank, 0))
+    model.blocks[1].base.requires_grad_(False)
+    engine.reset()
+    model(*batch(rank, 0)).backward()
+    engine.close()
+
+
+def test_a_frozen_parameter_that_is_switched_on_later_is_refused_by_name() -> None:
+    run_ranks(2, _thawed)
+
+
+# ---------------------------------------------------------------------------------------------------------------- stale weights, races
+
+
+def _stale(rank: int, world: int, row: str) -> None:
+    model = make_model()
+    optimizer = two_groups(model)
+    engine = zs.shard(model, optimizer, policy=row)
+    losses = [model(*batch(rank, step)) for step in range(2)]
+    losses[0].backward()
+    optimizer.step()
+    with pytest.raises(StateError, match=r"backward through unit '\S+' of a forward that ran before the last optimizer.step\(\)"):
+        losses[1].backward()
+    del losses
+    engine.reset()
+    for step in range(2):
+        model(*batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = model(*batch(rank, 5))
+    with engine.gathered(writeback=True):
+        model.head.weight.mul_(0.5) if not model.head.weight.requires_grad else model.head.weight.data.mul_(0.5)
+    with pytest.raises(StateError, match="backward through unit"):
+        loss.backward()
+    engine.reset()
+    engine.close()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_backward_after_a_step_of_an_older_forward_is_an_error_in_every_row(row: str) -> None:
+    run_ranks(2, _stale, row)
+
+
+def _race(rank: int, world: int, row: str) -> None:
+    """One rank evaluates between backward and step, slowly; the weights that it reads are those of before the step, all of them."""
+    plain, model = make_model(), make_model()
+    optimizer = two_groups(model)
+    engine = zs.shard(model, optimizer, policy=row)
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, output: time.sleep(0.02) if not torch.is_grad_enabled() else None)
+    for step in range(6):
+        plain.load_state_dict(engine.full_state_dict(rank0_only=False))
+        model(*batch(rank, step)).backward()
+        if rank == step % 2:
+            time.sleep(0.03 * (step % 3))
+            with torch.no_grad():
+                assert torch.equal(model(*batch(9, step)), plain(*batch(9, step))), step
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank != step % 2:
+            time.sleep(0.02)
+            with torch.no_grad():
+                model(*batch(9, step))
+    engine.close()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_one_rank_evaluates_between_backward_and_step_with_delays(row: str) -> None:
+    run_ranks(2, _race, row)
+
+
+def test_a_parameter_with_gaps_in_its_memory_trains_as_a_dense_one() -> None:
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    models[1][1].weight = nn.Parameter(torch.stack([models[0][1].weight.detach()] * 2, dim=2)[:, :, 0])
+    assert models[1][1].weight.stride() == (10, 2)
+    optimizers = [two_groups(model) for model in models]
+    engine = zs.shard(models[1], optimizers[1])
+    for _ in range(5):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.ones(2, 7)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    engine.close()
+    for name, value in models[0].state_dict().items():
+        torch.testing.assert_close(models[1].state_dict()[name], value)

@@ -54,8 +54,9 @@ class OwnedPiece:
     holds: Callable[[], object]  # what keeps the resting gradient alive
 
 
-def check_parameters(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
-    """Raise ConfigError unless `optimizer` holds exactly the trainable parameters in `names` (id -> qualified name)."""
+def check_parameters(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
+    """Raise ConfigError unless `optimizer` holds all trainable `parameters` (by qualified name) and no others; frozen ones may be in it."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
     held: dict[int, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -65,7 +66,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, names: dict[int, str]) ->
                     "build the optimizer from model.parameters() of the model given to shard()"
                 )
             held[id(parameter)] = index
-    missing = [name for key, name in names.items() if key not in held]
+    missing = [name for name, parameter in parameters.items() if parameter.requires_grad and id(parameter) not in held]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise ConfigError(

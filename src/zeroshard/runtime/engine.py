@@ -26,7 +26,7 @@ from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import OwnedPiece, ShardedOptimizer, check_parameters
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.build import Context, build_units
-from zeroshard.runtime.cut import UnitPlan
+from zeroshard.runtime.cut import UnitPlan, named_parameters_once
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.reports import MemoryReport, TrafficReport
@@ -103,8 +103,7 @@ class Engine:
         self._check_open()
         if self._sharded is not None:
             raise ConfigError("an optimizer is attached already: one engine has one optimizer; use param groups, or shard a second model")
-        names = {id(p): name for unit in self._weights.units for s in unit.trainable for name, p in zip(s.names, s.parameters, strict=True)}
-        check_parameters(optimizer, names)
+        check_parameters(optimizer, named_parameters_once(self.module))
         pieces: dict[int, list[OwnedPiece]] = {}
         for unit in self._weights.units:
             whole = not unit.cells.optim.is_sharded
