@@ -38,9 +38,9 @@ def _dispatch(arguments: list[str]) -> int:
     parser, run_parser = _build_parser()
     if arguments[:1] == ["run"]:
         options = parse_run(run_parser, arguments[1:])
-        from zeroshard.launch.run import launch
+        from zeroshard.launch.run import launch, leave
 
-        return launch(options)
+        leave(launch(options))
     parsed = parser.parse_args(arguments)
     if parsed.command is None:
         parser.print_help(sys.stderr)
