@@ -1,4 +1,7 @@
-"""Paired sends and receives over an existing gloo process group, matched by key instead of by order of arrival.
+"""Paired sends and receives over gloo, matched by key instead of by order of arrival.
+
+The connections are the transport's own (`connect`), beside those of the process group it serves: a message can meet neither the user's
+traffic, nor another engine's, nor what an earlier transport left under way.
 
 Two ranks that gather different units at the same time would mix them silently if messages were matched by order alone, so every message
 carries a tag made of (generation, key, operation). Gloo keeps the messages of one tag in order (tried: 50 receives posted before 50
@@ -20,6 +23,7 @@ looks at what the thread reports. Then `done` is true, a stall leaves the connec
 from __future__ import annotations
 
 import queue
+import secrets
 import threading
 import time
 import zlib
@@ -30,10 +34,11 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed import distributed_c10d
 
 from zeroshard.errors import ConfigError, PeerLostError
 
-__all__ = ["ALL_GATHER", "CONTROL", "LOOSE_GATHER", "REDUCE_SCATTER", "GlooPeers", "Transfer"]
+__all__ = ["ALL_GATHER", "CONTROL", "LOOSE_GATHER", "REDUCE_SCATTER", "GlooPeers", "Transfer", "connect"]
 
 ALL_GATHER, REDUCE_SCATTER, CONTROL, LOOSE_GATHER = 0, 1, 2, 3
 
@@ -95,16 +100,16 @@ class Transfer:
         self._alive: list[torch.Tensor] = []  # gloo reads and writes these until the works are done
         self._arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []  # (device tensor, host copy)
 
-    def send(self, group: dist.ProcessGroup, peer: int, tensor: torch.Tensor, tag: int) -> None:
+    def send(self, connections: Any, peer: int, tensor: torch.Tensor, tag: int) -> None:
         host = tensor if tensor.device.type == "cpu" else tensor.cpu()
-        self._add(peer, host, group.send, tag)
+        self._add(peer, host, connections.send, tag)
 
-    def receive(self, group: dist.ProcessGroup, peer: int, tensor: torch.Tensor, tag: int) -> None:
+    def receive(self, connections: Any, peer: int, tensor: torch.Tensor, tag: int) -> None:
         host = tensor
         if tensor.device.type != "cpu":
             host = torch.empty(tensor.shape, dtype=tensor.dtype)
             self._arrivals.append((tensor, host))
-        self._add(peer, host, group.recv, tag)
+        self._add(peer, host, connections.recv, tag)
 
     def _add(self, peer: int, host: torch.Tensor, call: Any, tag: int) -> None:
         try:
@@ -164,16 +169,27 @@ def _lost(what: str, peer: int, error: Exception) -> PeerLostError:
     return PeerLostError(f"{what}: rank {peer} has ended or given up ({reason})")
 
 
+def connect(group: dist.ProcessGroup, *, stall_timeout_s: float) -> Any:
+    """Return gloo connections between the ranks of `group`, theirs alone. Collective.
+
+    What comes back is a bare ProcessGroupGloo under a random name in the job's store, not registered with torch.distributed: new_group
+    would have every rank of the job take part, or reuse the store entries of a destroyed group of the same ranks (tried).
+    """
+    name = [secrets.token_hex(16)]
+    dist.broadcast_object_list(name, group=group, group_src=0)
+    store = distributed_c10d.PrefixStore(f"zeroshard/{name[0]}", distributed_c10d._get_default_store())
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), timedelta(seconds=stall_timeout_s))
+
+
 class GlooPeers:
-    """Tags, transfers and small exchanges over one process group. Ranks are ranks of the group.
+    """Tags, transfers and small exchanges over `connections` (see `connect`; None where there is no peer to reach).
 
     `wake` is called by another thread when a transfer ends; `wait` blocks until a transfer is done and lands it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, wake: Callable[[], None], wait: Callable[[Transfer], None]) -> None:
-        self.group = group
-        self.rank = group.rank()
-        self.size = group.size()
+    def __init__(self, connections: Any, rank: int, *, wake: Callable[[], None], wait: Callable[[Transfer], None]) -> None:
+        self._connections = connections
+        self._rank = rank
         self._wake = wake
         self._wait = wait
         self._waiters = Waiters()
@@ -206,10 +222,10 @@ class GlooPeers:
         transfer = Transfer(what, self._waiters, self._wake)
         for peer, tensor in receives.items():
             if tensor.numel():
-                transfer.receive(self.group, peer, tensor, tag)
+                transfer.receive(self._connections, peer, tensor, tag)
         for peer, tensor in sends.items():
             if tensor.numel():
-                transfer.send(self.group, peer, tensor, tag)
+                transfer.send(self._connections, peer, tensor, tag)
         transfer.start()
         return transfer
 
@@ -228,7 +244,7 @@ class GlooPeers:
 
     def broadcast(self, tensor: torch.Tensor, source: int, peers: Sequence[int]) -> None:
         """Send the contiguous `tensor` to `peers` (on the source), or receive it from `source`. Blocking."""
-        tag, own = self._tag(0, CONTROL), self.rank == source
+        tag, own = self._tag(0, CONTROL), self._rank == source
         self._wait(self.post("broadcast", tag, dict.fromkeys(peers, tensor) if own else {}, {} if own else {source: tensor}))
 
     def abandon(self, transfers: Sequence[Transfer]) -> None:
@@ -237,8 +253,9 @@ class GlooPeers:
         self._generation = (self._generation + 1) % _GENERATIONS
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads and, once nothing is under way, the connections."""
         self._waiters.close()
+        self._connections = None
 
 
 def _to_bytes(tensor: torch.Tensor) -> bytes:

@@ -18,9 +18,9 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import distributed as dist
 
 from zeroshard.comm.gloo_peers import LOOSE_GATHER, REDUCE_SCATTER, GlooPeers, Transfer
 from zeroshard.comm.links import Kind, Links
@@ -41,20 +41,22 @@ _SPILL_AFTER_S = 0.1  # how long a full pool waits for far peers, which cannot s
 
 
 class PairedTransport:
-    """A Transport over shared memory, gloo messages, or both."""
+    """A Transport over shared memory, gloo messages, or both. `connections` are gloo's (``gloo_peers.connect``) where a peer is far."""
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        rank: int,
+        size: int,
         neighbours: Neighbours,
         *,
+        connections: Any,
         node_size: int | None = None,
         stall_timeout_s: float = 300.0,
         pool_bytes: int | None = None,
         alias: bool = True,
     ) -> None:
-        self.rank = group.rank()
-        self.size = group.size()
+        self.rank = rank
+        self.size = size
         self.near = [rank for rank in neighbours.group_of(self.rank) if rank != self.rank]
         self.far = [rank for rank in range(self.size) if rank not in neighbours.group_of(self.rank)]
         self.name = _name(neighbours.groups)
@@ -70,7 +72,7 @@ class PairedTransport:
         self._slots = SlotPool(self._announce_slot if self.near else None, self._withdraw_slot, pool_bytes)
         links = Links(neighbours.sockets, stall_timeout_s=stall_timeout_s)
         self.mail = Mailroom(links, self.near, self._meetings, lambda slot, peer: self._slots.release(slot, peer))
-        self.messages = GlooPeers(group, wake=links.wake, wait=self._wait_transfer)
+        self.messages = GlooPeers(connections, rank, wake=links.wake, wait=self._wait_transfer)
         self._far_pool = TensorPool(pool_bytes)
         self._gathers: list[GatherWork] = []
         self._arriving: list[tuple[Transfer, Callable[[], None]]] = []  # far parts of reduces, and what to do when they are here

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import distributed as dist
 
+from zeroshard.comm.gloo_peers import connect
 from zeroshard.comm.paired import PairedTransport
 from zeroshard.comm.rendezvous import Neighbours, meet_neighbours
 from zeroshard.errors import ConfigError
@@ -19,20 +20,27 @@ __all__ = ["make_gloo", "make_paired"]
 _logger = logging.getLogger(__name__)
 
 
-def make_gloo(group: dist.ProcessGroup, **options: Any) -> PairedTransport:
+def make_gloo(group: dist.ProcessGroup, *, stall_timeout_s: float, **options: Any) -> PairedTransport:
     """Return a transport that sends messages to every rank of `group`. Options are PairedTransport's."""
-    return PairedTransport(group, Neighbours([[rank] for rank in range(group.size())]), **options)
+    connections = connect(group, stall_timeout_s=stall_timeout_s)
+    alone = Neighbours([[rank] for rank in range(group.size())])
+    return PairedTransport(group.rank(), group.size(), alone, connections=connections, stall_timeout_s=stall_timeout_s, **options)
 
 
-def make_paired(group: dist.ProcessGroup, *, required: bool, host_id: str | None = None, **options: Any) -> PairedTransport:
+def make_paired(
+    group: dist.ProcessGroup, *, required: bool, host_id: str | None = None, stall_timeout_s: float, **options: Any
+) -> PairedTransport:
     """Return a transport that shares memory with the ranks of this host and sends messages to the others.
 
     Where ranks of one host cannot share memory, `required` raises ConfigError on every rank; else those use gloo, said once in a warning.
     `host_id` lets tests pretend that ranks live on different hosts.
     """
-    meeting = make_gloo(group, stall_timeout_s=options.get("stall_timeout_s", 300.0))
+    rank, size = group.rank(), group.size()
+    connections = connect(group, stall_timeout_s=stall_timeout_s)
+    alone = Neighbours([[peer] for peer in range(size)])
+    meeting = PairedTransport(rank, size, alone, connections=connections, stall_timeout_s=stall_timeout_s)
     try:
-        neighbours = meet_neighbours(group.rank(), meeting.exchange_quietly, host_id=host_id)
+        neighbours = meet_neighbours(rank, meeting.exchange_quietly, host_id=host_id)
     finally:
         meeting.close()
     if neighbours.problems:
@@ -41,6 +49,6 @@ def make_paired(group: dist.ProcessGroup, *, required: bool, host_id: str | None
             for sock in neighbours.sockets.values():
                 sock.close()
             raise ConfigError(f"{text}: make it possible, or choose transport 'gloo'")
-        if group.rank() == 0:
+        if rank == 0:
             _logger.warning("%s: using gloo sockets between them, which is slower", text)
-    return PairedTransport(group, neighbours, **options)
+    return PairedTransport(rank, size, neighbours, connections=connections, stall_timeout_s=stall_timeout_s, **options)

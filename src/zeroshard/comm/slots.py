@@ -60,7 +60,7 @@ class SlotPool:
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, *, spill: bool = False) -> GradBuffer | None:
         """Lend a buffer, or return None when the pool is full and `spill` is off."""
-        num_bytes = max(numel * dtype.itemsize, 1)
+        num_bytes = max(-(-numel * dtype.itemsize // _PAGE_BYTES), 1) * _PAGE_BYTES
         self._largest_bytes = max(self._largest_bytes, num_bytes)
         slot = self._fit(num_bytes, device)
         if slot is None and (spill or self._make_room(num_bytes)):
@@ -92,7 +92,6 @@ class SlotPool:
         if self._announce is None or device.type != "cpu":
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         else:
-            num_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
             try:
                 fd = memfd.create(num_bytes)
             except OSError as error:
