@@ -45,6 +45,10 @@ class SealedGrad(torch.Tensor):
         sealed._on_zero = on_zero
         return sealed
 
+    def hold(self, what: object) -> None:
+        """Keep `what` alive as long as this sealed gradient is somebody's ``.grad``."""
+        self._holds = what
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SealedGrad({self._name})"
 

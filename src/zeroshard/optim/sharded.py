@@ -144,7 +144,9 @@ class ShardedOptimizer:
     def seal(self) -> None:
         """Let every piece without a gradient carry a sealed one, which keeps the resting gradient alive."""
         for piece in self.pieces():
-            if not isinstance(piece.tensor.grad, SealedGrad):
+            if isinstance(piece.tensor.grad, SealedGrad):
+                piece.tensor.grad.hold(piece.holds())
+            else:
                 zero = self._zeroing(piece.parameter)
                 piece.tensor.grad = SealedGrad(piece.tensor, piece.name, piece.holds(), zero)
         for empty in self._empty:

@@ -231,7 +231,7 @@ class Backward:
 
             sealed = SealedGrad(parameter, segment.names[index], None, zero)
             self._seals[id(parameter)] = sealed
-        sealed._holds = holds
+        sealed.hold(holds)
         return sealed
 
     def collect_dropped(self) -> None:

@@ -128,7 +128,10 @@ class Engine:
 
             def grad(index: int = piece.index, span: slice = span) -> torch.Tensor | None:
                 resting = path.resting()
-                return resting.tensor[span] if resting is not None and path.used[index] else None
+                if not path.used[index]:
+                    return None
+                assert resting is not None, f"the gradient of {path.key} is used and not held"
+                return resting.tensor[span]
 
             out.append(OwnedPiece(piece.name, segment.parameters[piece.index], piece, strides[piece.index], tensor, grad, path.resting))
         return out
@@ -167,6 +170,8 @@ class Engine:
         for unit in self._weights.units:
             if unit.state is UnitState.GATHERING:
                 self._weights.discard(unit)
+            elif unit.state is UnitState.FULL:
+                unit.check_memory()
         self._context.transport.begin_write()
         return result.finite
 

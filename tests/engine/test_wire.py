@@ -1,0 +1,94 @@
+"""Bytes on the wire: one function of (row, ranks, dtypes, micro-batches), met exactly by payloads and within 5% by the interface."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import zeroshard as zs
+from tests.engine.common import ROWS, TRANSPORTS, Net, batch, two_groups
+from tests.harness import run_ranks
+from zeroshard.core.policy import row as policy_row
+from zeroshard.core.precision import PRECISIONS
+
+WIDTH = 64  # every parameter but the embedding and the head fills whole slots, so padding is small
+
+
+def _counted(rank: int, world: int, transport: str, precision: str) -> dict[tuple[str, int, bool], dict[str, int]]:
+    """Train one step after a first, for every row, number of micro-batches and no_sync; return the counted payload."""
+    out = {}
+    for row in ROWS:
+        torch.manual_seed(0)
+        model = Net(width=WIDTH, layers=3)
+        optimizer = two_groups(model)
+        engine = zs.shard(model, optimizer, policy=row, precision=precision, comm=zs.Comm(transport=transport), stall_timeout_s=20)
+        padded = sum(s.flat.layout.numel for unit in engine._weights.units for s in unit.segments)
+        for micro_batches, no_sync in ((1, False), (1, False), (2, False), (2, True)):
+            engine.reset_traffic()
+            for micro in range(micro_batches):
+                engine._backward.sync = not (no_sync and micro < micro_batches - 1)
+                model(*batch(rank, micro)).backward()
+            engine._backward.sync = True
+            optimizer.step()
+            optimizer.zero_grad()
+            counted = engine.traffic().bytes
+            small = counted.get("exchange", 0)
+            out[row, micro_batches, no_sync] = {"counted": engine.traffic().total - small, "exchange": small, "padded": padded}
+        engine.close()
+    return out
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_counted_payload_is_the_formula(world: int, transport: str, precision: str) -> None:
+    for seen in run_ranks(world, _counted, transport, precision, timeout=100):
+        for (row, micro_batches, no_sync), numbers in seen.items():
+            formula = policy_row(row).wire_bytes(
+                numel=numbers["padded"], size=world, precision=PRECISIONS[precision], micro_batches=micro_batches, no_sync=no_sync
+            )
+            assert numbers["counted"] == formula.total, (row, micro_batches, no_sync)
+            assert numbers["exchange"] < 1024
+
+
+def _interface(rank: int, world: int, row: str) -> tuple[int, int, float]:
+    """Return bytes that crossed the loopback interface during 4 steps (all ranks), payload of this rank, and the formula's total."""
+
+    def loopback() -> int:
+        with open("/proc/net/dev") as lines:
+            return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
+
+    torch.manual_seed(0)
+    model = Net(width=256, layers=6)  # 19 MB of weights: message headers vanish
+    optimizer = two_groups(model)
+    engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(transport="gloo"), stall_timeout_s=30)
+    model(*batch(rank, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.distributed.barrier()
+    engine.reset_traffic()
+    before = loopback()
+    torch.distributed.barrier()
+    for step in range(4):
+        model(*batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        if row in ("zero1", "zero2"):
+            model(batch(rank, 0)[0])  # the last publish arrives
+    torch.distributed.barrier()
+    crossed = loopback() - before
+    padded = sum(s.flat.layout.numel for unit in engine._weights.units for s in unit.segments)
+    formula = 4 * policy_row(row).wire_bytes(numel=padded, size=world, precision=PRECISIONS["fp32"]).total
+    counted = engine.traffic().total
+    engine.close()
+    return crossed, counted, formula
+
+
+@pytest.mark.parametrize("row", ["zero2", "zero3"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_interface_counts_the_same_within_five_percent(world: int, row: str) -> None:
+    seen = run_ranks(world, _interface, row, timeout=100)
+    formula = sum(expected for _, _, expected in seen)
+    for crossed, _, _ in seen:
+        assert 0.99 * formula <= crossed <= 1.05 * formula, f"{crossed / formula:.3f} of the formula"
