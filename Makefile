@@ -2,7 +2,6 @@
 
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
-TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 NPROC ?= 2
 ARGS ?=
 
@@ -46,7 +45,8 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # torch comes first: on Linux the plain package brings gigabytes of CUDA libraries, and package metadata cannot ask for the CPU build.
-# The configured package index is asked for the CPU build before PyTorch's own, so that a mirror or an offline wheel folder is enough.
+# The configured package index is asked for the CPU build by its local version first; where it has none by that name, plain torch is taken
+# (set PIP_INDEX_URL to PyTorch's CPU wheel index to be sure of the small build).
 $(VENV)/.ready-torch: $(BIN)/python
 	@if $(BIN)/python -c 'import torch, sys; sys.exit(torch.__version__.split("+")[0] != "$(TORCH_VERSION)")' 2>/dev/null; then \
 		echo "torch $(TORCH_VERSION) is installed"; \
@@ -54,7 +54,7 @@ $(VENV)/.ready-torch: $(BIN)/python
 		echo "installing torch $(TORCH_VERSION), default build"; $(PIP) install "torch==$(TORCH_VERSION)"; \
 	else \
 		echo "installing torch $(TORCH_VERSION), CPU build"; \
-		$(PIP) install "torch==$(TORCH_VERSION)+cpu" 2>/dev/null || $(PIP) install "torch==$(TORCH_VERSION)" --index-url $(TORCH_CPU_INDEX); \
+		$(PIP) install "torch==$(TORCH_VERSION)+cpu" 2>/dev/null || $(PIP) install "torch==$(TORCH_VERSION)"; \
 	fi
 	@touch $@
 
