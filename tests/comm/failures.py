@@ -12,6 +12,7 @@ import torch
 
 from tests.comm.cases import check_sum, expected_sum, fill, same
 from tests.comm.common import CPU, Spec, cut, opened, values
+from zeroshard.comm.parts import Contribution
 from zeroshard.comm.transport import Transport, Window
 from zeroshard.errors import ConfigError, PeerLostError, PlanMismatch, StallError, StateError
 
@@ -35,6 +36,33 @@ def opposite_order_needs_one_buffer(rank: int, world_size: int, spec: Spec) -> i
             check_sum(spec, outs[key], expected[key], torch.float32)
         transport.exchange(b"")
         return len(transport._slots.slots)  # type: ignore[attr-defined]
+
+
+def a_slow_rank_costs_no_copies(rank: int, world_size: int, spec: Spec) -> tuple[int, int]:
+    """The last rank is slow in every step; return how often anything was copied out, and how many slots there are."""
+    copied = 0
+
+    def copy_out(part: Contribution) -> None:
+        nonlocal copied
+        copied += 1
+        original(part)
+
+    ranges, numel = cut(*[640] * world_size), 640 * world_size
+    original, Contribution.copy_out = Contribution.copy_out, copy_out  # type: ignore[method-assign]
+    try:
+        with opened(spec, rank, pool_bytes=1) as transport:
+            for step in range(8):
+                buffer = fill(transport, "unit", step, numel, torch.float32)
+                if rank == world_size - 1:
+                    time.sleep(0.02)
+                out = torch.zeros(640)
+                work = transport.reduce("unit", buffer, ranges, out, wire_dtype=torch.float32, accumulate=False)
+                if step % 2:
+                    work.wait()
+            transport.exchange(b"")
+            return copied, len(transport._slots.slots)  # type: ignore[attr-defined]
+    finally:
+        Contribution.copy_out = original  # type: ignore[method-assign]
 
 
 def a_late_rank_is_named(rank: int, world_size: int, spec: Spec) -> None:

@@ -125,11 +125,15 @@ def test_relief_copies_what_is_owed_and_tells_the_owner() -> None:
     told: list[str] = []
     data = torch.arange(8, dtype=torch.uint8)
     meetings.contribute("unit", 0, 1, Contribution(data, lambda: told.append("ack"), near=True))
-    assert meetings.relieve() and told == ["ack"]
+    meetings.relieve(0)
+    assert not told
+    meetings.relieve(1)
+    assert told == ["ack"]
     data.zero_()
     assert meetings.contributions["unit", 0][1].data is not None
     assert meetings.contributions["unit", 0][1].data.tolist() == list(range(8))
-    assert not meetings.relieve()
+    meetings.relieve(1)
+    assert told == ["ack"]
 
 
 def test_waiting_threads_are_reused() -> None:

@@ -46,7 +46,8 @@ class Kind(IntEnum):
     READ = 8  # we have finished reading all windows [count]
     EXCHANGE = 9  # part of a payload [sequence, whole size; bytes]
     BROADCAST = 10  # part of a tensor lies in a slot [sequence, slot, bytes]
-    ABANDON = 11  # we have forgotten everything before this generation
+    STUCK = 11  # we cannot go on before you need our slots no longer
+    ABANDON = 12  # we have forgotten everything before this generation
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from zeroshard.errors import StallError
 
 __all__ = ["IDLE_S", "Mailroom", "WindowMemory"]
 
-IDLE_S = 0.002  # a blocked rank that hears nothing for so long relieves its peers ([Note: relief])
+IDLE_S = 0.002  # a rank that waits for a slot and hears nothing for so long is stuck ([Note: relief])
 _PATIENT_S = 0.1
 
 
@@ -43,6 +43,7 @@ class Counts:
     reads: dict[int, int] = field(default_factory=dict)  # rank -> begin_writes
     payloads: dict[int, dict[int, tuple[int, bytearray]]] = field(default_factory=dict)  # exchange -> rank -> (whole size, so far)
     broadcasts: dict[int, deque[tuple[int, int]]] = field(default_factory=dict)  # rank -> (slot, bytes), in order
+    stuck: set[int] = field(default_factory=set)  # ranks to relieve when we are blocked
 
 
 class Mailroom:
@@ -107,6 +108,8 @@ class Mailroom:
         elif kind is Kind.EXCHANGE:
             _, so_far = counts.payloads.setdefault(message.a, {}).setdefault(peer, (message.b, bytearray()))
             so_far.extend(message.tail)
+        elif kind is Kind.STUCK:
+            counts.stuck.add(peer)
         elif kind is Kind.BROADCAST:
             counts.broadcasts.setdefault(peer, deque()).append((message.a, message.b))
 
@@ -139,11 +142,13 @@ class Mailroom:
         progress: Callable[[], None],
         near: Callable[[], set[int]],
         far: Callable[[], set[int]] = set,
+        idle: Callable[[], None] | None = None,
         stall_timeout_s: float,
     ) -> None:
-        """Return when `ready()`; until then call `progress`, serve the peers and relieve them.
+        """Return when `ready()`; until then call `progress`, serve the peers and relieve those that are stuck.
 
-        `near` and `far` name the ranks awaited; `far` may be slow and is asked only for the error. Raises StallError and PeerLostError.
+        `near` and `far` name the ranks awaited; `far` may be slow and is asked only for the error. `idle` is called when nothing was heard
+        for 2 ms. Raises StallError and PeerLostError.
         """
         deadline = time.monotonic() + stall_timeout_s
         patience_s = IDLE_S
@@ -159,10 +164,14 @@ class Mailroom:
                     f"{what}: rank(s) {names} did not come within {stall_timeout_s:g} s; see what they are doing, or raise stall_timeout_s "
                     f"if they are only slow"
                 )
+            while self.counts.stuck:
+                self._meetings.relieve(self.counts.stuck.pop())
             if self.collect(min(patience_s, deadline - now + 0.001)):
                 patience_s = IDLE_S
             elif time.monotonic() - now >= IDLE_S:
-                patience_s = IDLE_S if self._meetings.relieve() else _PATIENT_S
+                patience_s = _PATIENT_S
+                if idle is not None:
+                    idle()
 
     def forget(self) -> None:
         """Enter the next generation: whatever was said before it no longer counts."""

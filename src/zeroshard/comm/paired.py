@@ -127,7 +127,17 @@ class PairedTransport:
             found.extend([] if taken is None else [taken])
             return bool(found)
 
-        self.wait_until(free, f"a gradient buffer for {key}", near=lambda: self._slots.readers() - {FAR, self.rank})
+        told: set[int] = set()
+
+        def idle() -> None:
+            """Ask for relief once, and relieve ourselves once the peers have ([Note: relief])."""
+            stuck_on = self._slots.readers() - {FAR, self.rank}
+            self.mail.tell(Kind.STUCK, to=sorted(stuck_on - told))
+            told.update(stuck_on)
+            if any(slot.readers == {self.rank} for slot in self._slots.slots.values()):
+                self._meetings.relieve(self.rank)
+
+        self.wait_until(free, f"a gradient buffer for {key}", near=lambda: self._slots.readers() - {FAR, self.rank}, idle=idle)
         return found[0]
 
     def return_buffer(self, buffer: GradBuffer) -> None:
@@ -268,10 +278,16 @@ class PairedTransport:
             self.mail.collect(0.0)
 
     def wait_until(
-        self, ready: Callable[[], bool], what: str, *, near: Callable[[], set[int]] = set, far: Callable[[], set[int]] = set
+        self,
+        ready: Callable[[], bool],
+        what: str,
+        *,
+        near: Callable[[], set[int]] = set,
+        far: Callable[[], set[int]] = set,
+        idle: Callable[[], None] | None = None,
     ) -> None:
         """Serve the peers until `ready()`; see Mailroom.wait_until."""
-        self.mail.wait_until(ready, what, progress=self.progress, near=near, far=far, stall_timeout_s=self.stall_timeout_s)
+        self.mail.wait_until(ready, what, progress=self.progress, near=near, far=far, idle=idle, stall_timeout_s=self.stall_timeout_s)
 
     def _wait_transfer(self, transfer: Transfer) -> None:
         self.wait_until(transfer.done, transfer.what, far=transfer.awaited)

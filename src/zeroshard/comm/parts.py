@@ -7,9 +7,10 @@ side, and the owners are told.
 Invariant: the n-th operation of a key here takes exactly the n-th contribution to that key of every rank. Cost: each is read once.
 
 [Note: relief] A rank may hold a slot of ours that it cannot free, because its sum waits for our part, which we cannot give before somebody
-frees a slot of *ours* (units in opposite order, pools of one). So a rank that is blocked, and hears nothing for a moment, copies the slices
-it owes sums of into private memory and acknowledges them (`relieve`). A rank is either busy and will come to its sums, or blocked and
-acknowledges everything; so every slot becomes free, whatever the order. A rank that is merely slow costs the others no memory.
+frees a slot of *ours* (units in opposite order, pools of one). So a rank that waits for a slot says that it is stuck, and a rank that is
+itself blocked, in whatever call, answers by copying what it owes that rank into private memory and acknowledging it (`relieve`); a rank that
+is busy will come to its sums, or be blocked and then answer. So every slot becomes free, whatever the order. A rank that is merely slow
+costs no copies where nobody else is blocked; ranks that are stuck on one slow rank together copy slices for each other while they idle.
 """
 
 from __future__ import annotations
@@ -107,12 +108,11 @@ class Meetings:
             pending.done = True
         return bool(ripe)
 
-    def relieve(self) -> bool:
-        """Copy out what is owed to the owners of slots ([Note: relief]); return whether there was anything."""
-        owed = [part for parts in self.contributions.values() for part in parts.values() if part.release is not None]
-        for part in owed:
-            part.copy_out()
-        return bool(owed)
+    def relieve(self, rank: int) -> None:
+        """Copy out what lies in `rank`'s slots ([Note: relief])."""
+        for parts in self.contributions.values():
+            if rank in parts:
+                parts[rank].copy_out()
 
     def forget(self) -> None:
         """Drop everything without telling anybody."""
