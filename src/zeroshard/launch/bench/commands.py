@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -36,6 +37,14 @@ def step(arguments: argparse.Namespace, *, threads: int) -> int:
     if not comparisons:
         raise ConfigError(f"--contenders {','.join(contenders)}: a comparison needs at least two")
     result = _new_report("step")
+    with _one_text(arguments.data) as text:
+        _run_sizes(result, comparisons, arguments, threads=threads, text=text)
+    return _finish(result, arguments)
+
+
+def _run_sizes(
+    result: Report, comparisons: Sequence[Comparison], arguments: argparse.Namespace, *, threads: int, text: tuple[str, ...]
+) -> None:
     for size in (SIZES[name] for name in arguments.sizes):
         for precision in arguments.precision:
             options = Options(
@@ -46,14 +55,13 @@ def step(arguments: argparse.Namespace, *, threads: int) -> int:
                 pairs=arguments.pairs,
                 alive=arguments.alive or size.alive,
                 device=arguments.device,
-                files=tuple(str(Path(file).resolve()) for file in arguments.data),
+                files=text,
                 deepspeed_python=arguments.deepspeed_python or sys.executable,
                 profile=arguments.profile,
             )
             with _progress(f"{size.name} {precision}", comparisons, options) as (say, advance):
                 result.runs.append(measure(size, precision, comparisons, options, say=say, advance=advance))
             _save(result, arguments.out)  # after every run: hours of measuring are not lost to a later failure
-    return _finish(result, arguments)
 
 
 def overhead(arguments: argparse.Namespace, *, threads: int) -> int:
@@ -90,7 +98,8 @@ def report(files: Sequence[Path], *, as_json: bool) -> int:
 
 
 def _new_report(kind: str) -> Report:
-    return Report(kind, ["zeroshard", *sys.argv[1:]], datetime.now(UTC).isoformat(timespec="seconds"), machine_facts())
+    words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:]]  # where a file lies is nobody's business
+    return Report(kind, ["zeroshard", *words], datetime.now(UTC).isoformat(timespec="seconds"), machine_facts())
 
 
 def _save(result: Report, path: Path | None) -> None:
@@ -106,6 +115,18 @@ def _finish(result: Report, arguments: argparse.Namespace) -> int:
         console = Console()
         show(result, console if console.is_terminal else Console(width=140))
     return EXIT_BROKEN if any(c.failed for run in result.runs for c in run.contenders) else 0
+
+
+@contextmanager
+def _one_text(files: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Copy `files` into one, so that contenders started an hour apart read the same bytes; yields its name, or nothing."""
+    if not files:
+        yield ()
+        return
+    with tempfile.NamedTemporaryFile(prefix="zeroshard-bench-") as copy:
+        copy.write(b"\n".join(Path(file).read_bytes() for file in files))
+        copy.flush()
+        yield (copy.name,)
 
 
 @contextmanager

@@ -173,7 +173,7 @@ def measure(
                     groups[name] = Group(name, size, precision, options)
                     introduce(groups[name], result, options)
                 except ContenderError as error:
-                    result.skipped, result.failed = str(error), error.failed
+                    result.skipped, result.failed = str(error).splitlines()[0], error.failed
                     say(f"{'FAILED' if error.failed else 'skipped'} {error}")
                     if name in groups:
                         groups.pop(name).close()
@@ -205,7 +205,7 @@ def take_turns(
                 try:
                     seconds[name], answer = group.turn(options.steps)
                 except ContenderError as error:
-                    results[name].skipped, results[name].failed = str(error), True
+                    results[name].skipped, results[name].failed = str(error).splitlines()[0], True
                     say(f"FAILED {error}")
                     continue
                 results[name].step_s += answer["replies"][0]["step_s"]

@@ -170,7 +170,7 @@ def _notes(report: Report) -> list[str]:
     for run in report.runs:
         for c in run.contenders:
             if c.skipped:
-                notes.append(f"{'FAILED' if c.failed else 'Skipped'}: {c.skipped.splitlines()[0]}")
+                notes.append(f"{'FAILED' if c.failed else 'Skipped'}: {c.skipped}")
             if c.operators:
                 top = "; ".join(f"{name} {ms:.1f} ms x {calls:.0f}" for name, ms, calls in c.operators[:8])
                 notes.append(f"{run.size} {run.precision} {c.name}, own time per step of its operators in the calling thread: {top}")
