@@ -27,11 +27,10 @@ from zeroshard.optim.sharded import check_parameters
 from zeroshard.runtime.build import Context, compute_dtype
 from zeroshard.runtime.cut import UnitPlan, cut_units, named_parameters_once
 from zeroshard.runtime.engine import Engine, digest_of
+from zeroshard.runtime.hooks import OWNED
 from zeroshard.runtime.streams import make_streams
 
 __all__ = ["init_distributed", "shard"]
-
-_OWNER = "_zeroshard_engine"  # set on a sharded module: shard() refuses to do it twice
 
 
 def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -> None:
@@ -107,7 +106,6 @@ def shard(
         strict=settings.strict,
     )
     engine = Engine(model, plans, context, prefetch_bytes=settings.prefetch_bytes)
-    model.__dict__[_OWNER] = True
     _return_freed_memory()
     if optimizer is not None:
         engine.attach(optimizer)
@@ -135,7 +133,7 @@ def _group_of(mesh: Any) -> dist.ProcessGroup | None:
 
 
 def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, group: dist.ProcessGroup | None) -> None:
-    if model.__dict__.get(_OWNER):
+    if model.__dict__.get(OWNED):
         raise ConfigError(f"{type(model).__name__} is sharded already: call engine.close() first")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ConfigError("the model is wrapped in DistributedDataParallel: give shard() the module inside (model.module)")
@@ -153,7 +151,7 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, grou
         shown = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise ConfigError(f"the parameters are on {len(devices)} devices ({shown}): move the model to one device before shard()")
     for name, module in model.named_modules():
-        if module.__dict__.get(_OWNER):
+        if module.__dict__.get(OWNED):
             raise ConfigError(f"submodule {name!r} is sharded already: shard the whole model once, from the outside")
         if type(module).__module__.startswith("torch.distributed.fsdp") or hasattr(module, "_get_fsdp_state"):
             raise ConfigError(f"module {name or 'itself'!r} is managed by FSDP: give shard() the plain module")

@@ -213,9 +213,10 @@ class Engine:
                 return
             with ExitStack() as stack:
                 copies = [stack.enter_context(unit.writable()) for unit in units]
-                before = [_digests(tensors) for tensors in copies]
+                values = _by_parameter(units, copies)
+                before = [digest_of(value) for value in values.values()]
                 yield
-                self._keep_edits(units, copies, before)
+                self._keep_edits(values, before)
             for unit, tensors in zip(units, copies, strict=True):
                 self._store_unit(unit, tensors, refresh=False)
             self._refresh(units)
@@ -226,22 +227,21 @@ class Engine:
                 if unit.depth == 0 and unit.state is UnitState.FULL and unit.cells.weight.is_sharded and not unit.in_backward:
                     self._weights.release(unit)
 
-    def _keep_edits(self, units: Sequence[Unit], copies: list[list[torch.Tensor]], before: list[list[str]]) -> None:
-        """Bring rank 0's edits to every rank; raise when another rank made edits of its own."""
+    def _keep_edits(self, values: dict[str, torch.Tensor], before: list[str]) -> None:
+        """Bring rank 0's edits of `values` to every rank; raise when another rank made edits of its own."""
         transport = self._context.transport
-        after = [_digests(tensors) for tensors in copies]
-        answers = [answer.decode().split(",") for answer in transport.exchange(",".join(d for row in after for d in row).encode())]
-        changed = transport.exchange(bytes(a != b for x, y in zip(after, before, strict=True) for a, b in zip(x, y, strict=True)))
-        position = 0
-        for unit, tensors in zip(units, copies, strict=True):
-            for tensor in tensors:
-                mine = {rank: answer[position] for rank, answer in enumerate(answers)}
-                rivals = [rank for rank in mine if changed[rank][position] and mine[rank] != mine[0]]
-                if rivals:
-                    raise StateError(f"unit {unit.name!r} was edited differently on ranks 0 and {rivals}: edit on rank 0 alone, or the same on every rank")
-                if len(set(mine.values())) > 1:
-                    transport.broadcast(tensor, 0)
-                position += 1
+        after = [digest_of(value) for value in values.values()]
+        answers = [answer.decode().split(",") for answer in transport.exchange(",".join(after).encode())]
+        changed = transport.exchange(bytes(a != b for a, b in zip(after, before, strict=True)))
+        for position, (name, value) in enumerate(values.items()):
+            mine = [answer[position] for answer in answers]
+            rivals = [rank for rank, digest in enumerate(mine) if changed[rank][position] and digest != mine[0]]
+            if rivals:
+                raise StateError(
+                    f"parameter {name!r} was edited differently on ranks 0 and {rivals}: edit on rank 0 alone, or the same on every rank"
+                )
+            if len(set(mine)) > 1:
+                transport.broadcast(value, 0)
 
     def _store_unit(self, unit: Unit, copies: list[torch.Tensor], *, refresh: bool = True) -> None:
         """Write edited copies into the weights at rest and the masters, on every rank."""
@@ -390,8 +390,14 @@ class Engine:
         return [unit for unit in self._weights.units if any(id(p) in wanted for s in unit.segments for p in s.parameters)]
 
 
-def _digests(tensors: Sequence[torch.Tensor]) -> list[str]:
-    return [digest_of(tensor) for tensor in tensors]
+def _by_parameter(units: Sequence[Unit], copies: Sequence[Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return every parameter's own part [numel] of the flat `copies` (per unit, one per segment), by name."""
+    parts = {}
+    for unit, tensors in zip(units, copies, strict=True):
+        for segment, flat in zip(unit.segments, tensors, strict=True):
+            for name, slot in zip(segment.names, segment.flat.layout.slots, strict=True):
+                parts[name] = flat[slot.offset : slot.stop]
+    return parts
 
 
 def digest_of(tensor: torch.Tensor) -> str:

@@ -3,7 +3,8 @@
     module.forward  pre: gather the unit(s) whose parameters it needs      post: hook the outputs, release
     output tensor   grad: gather for backward                              input tensors  grad: the unit's backward is over
     parameter       after its gradient is accumulated: take it
-    module          state_dict: refuse released weights; load_state_dict: gather, then write back; deepcopy, pickle: refused
+    module          state_dict: refuse released weights; load_state_dict: gather, then write back
+    instance        to, half, cpu: refused where they would change a parameter; deepcopy, pickle: refused
 
 Each module that holds parameters itself is hooked, and each module that spans a unit. So a submodule called directly gathers its unit,
 and a gradient that enters a unit by a side door (an auxiliary loss on an inner output) still finds the weights there.
@@ -26,7 +27,9 @@ from zeroshard.runtime.cut import UnitPlan
 from zeroshard.runtime.unit import Segment, Unit, UnitState
 from zeroshard.runtime.weights import Weights
 
-__all__ = ["Hooks", "tensors_in"]
+__all__ = ["OWNED", "Hooks", "tensors_in"]
+
+OWNED = "_zeroshard_engine"  # in the instance dictionary of a model that an engine has sharded
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -42,6 +45,17 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif hasattr(value, "__dataclass_fields__"):
         for name in value.__dataclass_fields__:
             yield from tensors_in(getattr(value, name, None))
+
+
+class _Attribute:
+    """An entry in a module's instance dictionary, which hides the class's method of that name until it is removed."""
+
+    def __init__(self, module: nn.Module, name: str, value: Any) -> None:
+        self._module, self._name = module, name
+        module.__dict__[name] = value
+
+    def remove(self) -> None:
+        self._module.__dict__.pop(self._name, None)
 
 
 class Hooks:
@@ -63,6 +77,8 @@ class Hooks:
             units = needed.setdefault(id(module), (module, []))[1]
             if unit not in units:
                 units.append(unit)
+        self._handles.append(_Attribute(model, OWNED, True))
+        self._install_guards(model)
         self._install_root(model)
         for module, units in needed.values():
             ends = [unit for unit in units if any(module is root and unit is owner for root, owner in spans)]
@@ -78,6 +94,17 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    # ------------------------------------------------------------------ what must not be done to a sharded module
+
+    def _install_guards(self, model: nn.Module) -> None:
+        for prefix, module in model.named_modules():
+            if next(module.parameters(), None) is None:
+                continue
+            name = prefix or type(model).__name__
+            for method in ("__deepcopy__", "__reduce_ex__"):
+                self._handles.append(_Attribute(module, method, _refusing_copies(name)))
+            self._handles.append(_Attribute(module, "_apply", _refusing_changes(module, prefix)))
 
     # ------------------------------------------------------------------ the model as a whole
 
@@ -244,3 +271,32 @@ class Hooks:
     def _rests_whole(unit: Unit) -> bool:
         """Whether the parameters are readable outside a forward (rows that step everything everywhere)."""
         return unit.state is UnitState.FULL and not unit.cells.weight.is_sharded
+
+
+def _refusing_copies(name: str) -> Callable[[Any], Any]:
+    def refuse(memo_or_protocol: Any) -> Any:
+        raise StateError(
+            f"{name} is sharded and cannot be copied or pickled: build a new module and give it engine.full_state_dict(), save with "
+            "zeroshard.save(), or call engine.close() first"
+        )
+
+    return refuse
+
+
+def _refusing_changes(module: nn.Module, prefix: str) -> Callable[..., nn.Module]:
+    """Return what stands in for ``module._apply``, through which to(), half(), cpu() and the like go: it changes buffers alone."""
+
+    def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for name, parameter in module.named_parameters(prefix=prefix, recurse=recurse):
+            here = parameter.data
+            if fn(here) is not here:
+                raise StateError(
+                    f"parameter {name!r} is sharded: its dtype, device and memory format cannot be changed. Move or convert the model before "
+                    "shard() (precision= chooses the compute dtype), or call engine.close() first"
+                )
+        for part in module.modules() if recurse else (module,):
+            for key, buffer in part._buffers.items():
+                part._buffers[key] = buffer if buffer is None else fn(buffer)
+        return module
+
+    return apply

@@ -11,6 +11,7 @@ their views costs no copy.
 [Note: writes to released parameters] ``zero_``, ``fill_``, element assignment and writes to one-element parameters do not raise on an
 expanded tensor. Release therefore records ``param._version``; a changed version at the next gather raises StateError naming the parameter.
 Writes through ``.data`` do not count versions: strict mode compares the scalar itself, and so is done always for dtypes without a NaN.
+``param.data = tensor`` is seen by its address.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class Segment:
         self._poison = [torch.full((), poison_value(flat.dtype), dtype=flat.dtype, device=p.device) for p in parameters]
         self._released = [poison.expand(p.shape) for poison, p in zip(self._poison, parameters, strict=True)]
         self.versions: list[int] = [p._version for p in parameters]
+        self.detached = False
 
     @property
     def key(self) -> str:
@@ -127,15 +129,30 @@ class Segment:
         for parameter, view in zip(self.parameters, self.flat.views, strict=True):
             parameter.data = view
         self.versions = [parameter._version for parameter in self.parameters]
+        self.detached = False
 
     def detach(self) -> None:
         """Point the parameters at their NaN."""
         for parameter, released in zip(self.parameters, self._released, strict=True):
             parameter.data = released
         self.versions = [parameter._version for parameter in self.parameters]
+        self.detached = True
 
-    def written(self, *, scalar: bool) -> str | None:
-        """Return the name of a parameter that was written since attach or detach, if any."""
+    def heal(self) -> None:
+        """Make released parameters read as NaN again, whatever was written there."""
+        for poison in self._poison:
+            poison.fill_(poison_value(self.flat.dtype))
+
+    def repointed(self) -> str | None:
+        """Return the name of a parameter whose ``data`` has been given other memory since attach or detach, if any."""
+        there = self._released if self.detached else self.flat.views
+        for name, parameter, tensor in zip(self.names, self.parameters, there, strict=True):
+            if parameter.data_ptr() != tensor.data_ptr():
+                return name
+        return None
+
+    def written(self, *, scalar: bool = False) -> str | None:
+        """Return the name of a parameter that was written since attach or detach, if any; `scalar`: through ``.data`` too, at rest."""
         for name, parameter, version in zip(self.names, self.parameters, self.versions, strict=True):
             if parameter._version != version:
                 return name
@@ -198,12 +215,9 @@ class Unit:
         """Start bringing the weights together (`fork`: see buffer.gather)."""
         for segment in self.segments:
             always = not (segment.flat.dtype.is_floating_point or segment.flat.dtype.is_complex)
-            name = segment.written(scalar=self._strict or always)
+            name = segment.repointed() or segment.written(scalar=self._strict or always)
             if name is not None:
-                raise StateError(
-                    f"parameter {name!r} was written to while it was released, and the write is lost: "
-                    "edit it inside engine.gathered(writeback=True)"
-                )
+                raise _lost(name, "while it was released")
         self._move(UnitState.GATHERING)
         self._flight = gather([segment.flat for segment in self.segments], streams, fork=fork)
 
@@ -221,23 +235,28 @@ class Unit:
         self._move(UnitState.RESTING)
         name = None
         for segment in self.segments:
-            if not (segment.flat.replicated and (segment.master is None or segment.master_is_weight)):
-                name = name or segment.written(scalar=False)
+            keeps_writes = segment.flat.replicated and (segment.master is None or segment.master_is_weight)
+            name = name or segment.repointed() or (None if keeps_writes else segment.written())
             segment.detach()
             segment.flat.release()
         if name is not None:
-            raise StateError(
-                f"parameter {name!r} was written to while it was gathered for computing, and the write is lost: "
-                "edit it inside engine.gathered(writeback=True)"
-            )
+            raise _lost(name, "while it was gathered for computing")
+
+    def check_memory(self) -> None:
+        """Raise StateError where ``param.data`` of a FULL unit leads elsewhere: no step would change such a parameter."""
+        name = next(filter(None, (segment.repointed() for segment in self.segments)), None)
+        if name is not None:
+            raise _lost(name, "(its .data leads elsewhere)")
 
     def abandon(self) -> None:
         """After an exception: back to rest from whatever state. Flights under way have been abandoned by the transport."""
-        if self.state is not UnitState.RESTING:
-            self._flight = None
-            self.state = UnitState.RESTING
-            for segment in self.segments:
-                segment.detach()
+        rests = self.state is UnitState.RESTING
+        self._flight = None
+        self.state = UnitState.RESTING
+        for segment in self.segments:
+            segment.heal()
+            segment.detach()
+            if not rests:
                 segment.flat.release()
         self.depth = 0
         self.pending = 0
@@ -256,3 +275,7 @@ class Unit:
         finally:
             for segment in self.segments:
                 segment.attach()
+
+
+def _lost(name: str, when: str) -> StateError:
+    return StateError(f"parameter {name!r} was written to {when}, and the write is lost: edit it inside engine.gathered(writeback=True)")

@@ -1,0 +1,586 @@
+"""Code that people already have works on a sharded model, or fails loudly: never a silent no-op, a NaN in a file, or a hang."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zeroshard as zs
+from tests.engine.common import ROWS, Net, batch, make_model, train, two_groups
+from tests.harness import run_ranks
+from zeroshard.errors import ConfigError, StateError
+
+SHARDED = ("zero3", "zero3-keep")  # rows whose weights rest in slices
+State = dict[str, torch.Tensor]
+
+
+def _made(row: str = "zero3", **options: Any) -> tuple[Net, torch.optim.Optimizer, zs.Engine]:
+    model = make_model()
+    optimizer = two_groups(model)
+    return model, optimizer, zs.shard(model, optimizer, policy=row, stall_timeout_s=20, **options)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int = 0) -> None:
+    model(*batch(rank, step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _on(fn: Callable[..., None], *, rows: tuple[str, ...] = ROWS, world: int = 2) -> None:
+    run_ranks(world, _each, fn, rows, timeout=90)
+
+
+def _each(rank: int, world: int, fn: Callable[..., None], rows: tuple[str, ...]) -> None:
+    for row in rows:
+        fn(rank, world, row)
+
+
+def _same(a: State, b: State) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---------------------------------------------------------------------------------------------------------------- gradients
+
+
+def _gradients(rank: int, world: int, row: str) -> None:
+    model, optimizer, engine = _made(row)
+    pieces = [p for group in optimizer.param_groups for p in group["params"]]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    loss = model(*batch(rank, 0))
+    scaler.scale(loss)
+    loss.backward()
+    remedy = r"the gradient of '\S+' rests sharded .*engine.clip_grad_norm_"
+    for parameters in (list(model.parameters()), pieces):
+        for read in (
+            lambda ps: nn.utils.clip_grad_norm_(ps, 1.0),
+            lambda ps: nn.utils.clip_grad_norm_(ps, 1.0, foreach=True),
+            lambda ps: nn.utils.clip_grad_value_(ps, 0.1),
+            lambda ps: nn.utils.get_total_norm([p.grad for p in ps]),
+            lambda ps: ps[0].grad.norm(),
+            lambda ps: ps[0].grad + 1,
+            lambda ps: ps[0].grad.sum().item(),
+            lambda ps: ps[0].grad.clone(),
+            lambda ps: ps[0].grad.data.abs(),
+            lambda ps: ps[0].grad.tolist(),
+            lambda ps: ps[0].grad.numpy(),
+            lambda ps: ps[0].grad[0],
+            lambda ps: bool((ps[0].grad == 0).all()),
+            lambda ps: ps[0].grad.mul_(0.5),
+            lambda ps: ps[0].grad.copy_(torch.zeros(ps[0].shape)),
+            lambda ps: torch.save(ps[0].grad, io.BytesIO()),
+        ):
+            with pytest.raises(StateError, match=remedy):
+                read(parameters)
+    with pytest.raises(StateError, match=remedy):
+        scaler.unscale_(optimizer)
+    with pytest.raises(StateError, match=remedy):
+        scaler.unscale_(torch.optim.SGD(model.parameters(), lr=1.0))
+    assert model.head.weight.grad.shape == model.head.weight.shape and "head.weight" in repr(model.head.weight.grad)
+    norm = engine.clip_grad_norm_(0.1)
+    assert norm.dtype is torch.float32 and norm.shape == () and norm > 0.1
+    optimizer.step()
+    with pytest.raises(StateError, match=remedy):  # still there after the step, as under torch until zero_grad()
+        model.head.weight.grad.norm()
+    optimizer.zero_grad()
+    engine.close()
+
+
+def test_reading_a_gradient_between_backward_and_step_raises_with_the_remedy() -> None:
+    _on(_gradients)
+
+
+def _full_grads(rank: int, world: int, row: str) -> None:
+    model, optimizer, engine = _made(row)
+    plain = make_model()
+    reference = DistributedDataParallel(plain)
+    reference(*batch(rank, 0)).backward()
+    model(*batch(rank, 0)).backward()
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(engine.full_grad(parameter), other.grad), name
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    torch.testing.assert_close(engine.clip_grad_norm_(0.1), norm)
+    torch.testing.assert_close(engine.full_grad(model.head.weight), plain.head.weight.grad)
+    optimizer.step()
+    engine.close()
+
+
+def test_full_grad_equals_ddps_gradient() -> None:
+    _on(_full_grads)
+
+
+def _zeroed(rank: int, world: int, row: str, how: str) -> State:
+    model, optimizer, engine = _made(row)
+    for step in range(3):
+        model(*batch(rank, step + 50)).backward()  # to be thrown away
+        match how:
+            case "optimizer":
+                optimizer.zero_grad()
+            case "optimizer, zeros":
+                optimizer.zero_grad(set_to_none=False)
+            case "model":
+                model.zero_grad()
+            case "model, zeros":
+                model.zero_grad(set_to_none=False)
+            case "by hand":
+                for parameter in model.parameters():
+                    parameter.grad = None
+        model(*batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = engine.full_state_dict(rank0_only=False)
+    engine.close()
+    return state
+
+
+def _all_zeroed(rank: int, world: int, row: str) -> None:
+    expected = train(rank, "torch-ddp", 3).state
+    for how in ("optimizer", "optimizer, zeros", "model", "model, zeros", "by hand"):
+        assert _same(_zeroed(rank, world, row, how), expected), (row, how)
+
+
+def test_every_zero_grad_forgets_the_resting_gradient() -> None:
+    _on(_all_zeroed)
+
+
+def _one_zeroed(rank: int, world: int, row: str) -> None:
+    """Code that drops the gradient of one module (frozen for a while) drops that one alone."""
+    model, optimizer, engine = _made(row)
+    plain = make_model()
+    ours, theirs = DistributedDataParallel(plain), two_groups(plain)
+    for step in range(3):
+        for module, inner in ((model, model), (ours, plain)):
+            module(*batch(rank, step)).backward()
+            inner.blocks[1].zero_grad()
+            inner.head.zero_grad(set_to_none=False)
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+    assert _same(engine.full_state_dict(rank0_only=False), plain.state_dict()), row
+    engine.close()
+
+
+def test_zeroing_one_modules_gradient_drops_that_one_alone() -> None:
+    _on(_one_zeroed)
+
+
+# ---------------------------------------------------------------------------------------------------------------- state dicts
+
+
+def _state(rank: int, world: int, row: str) -> None:
+    model, optimizer, engine = _made(row)
+    _step(model, optimizer, rank)
+    expected = engine.full_state_dict(rank0_only=False)
+    for save in (model.state_dict, model.blocks[1].state_dict, model.head.state_dict):
+        if row in SHARDED:
+            with pytest.raises(StateError, match=r"state_dict\(\) of .*engine.full_state_dict\(\)"):
+                save()
+    with engine.gathered():
+        inside = {name: value.clone() for name, value in model.state_dict().items()}
+        assert list(inside) == list(expected)
+    assert _same(inside, expected)
+    only = engine.full_state_dict()
+    assert _same(only, expected) if rank == 0 else only == {}
+    if row == "ddp":
+        assert _same(model.state_dict(), expected)
+    with engine.gathered(model.head.weight):
+        assert torch.equal(model.head.state_dict()["weight"], expected["head.weight"])
+        if row in SHARDED:
+            with pytest.raises(StateError, match="state_dict"):
+                model.state_dict()
+    _step(model, optimizer, rank, 1)
+    engine.close()
+
+
+def test_state_dict_gives_full_tensors_inside_gathered_and_raises_outside() -> None:
+    _on(_state)
+
+
+def _loaded(rank: int, world: int, row: str, precision: str) -> None:
+    torch.manual_seed(7)
+    other = Net().state_dict()
+    expected = {name: value.to(torch.bfloat16 if precision == "bf16" else torch.float32) for name, value in other.items()}
+    model, optimizer, engine = _made(row, precision=precision)
+    _step(model, optimizer, rank)
+    assert model.load_state_dict(other).missing_keys == []
+    assert _same(engine.full_state_dict(rank0_only=False), expected)
+    part = {name.removeprefix("blocks.1."): value * 2 for name, value in other.items() if name.startswith("blocks.1.")}
+    model.blocks[1].load_state_dict(part)
+    assert torch.equal(engine.full_state_dict(rank0_only=False)["blocks.1.up.weight"], 2 * expected["blocks.1.up.weight"])
+    with pytest.raises(StateError, match="assign=True"):
+        model.load_state_dict(other, assign=True)
+    with pytest.raises(RuntimeError, match="size mismatch for head"):
+        model.load_state_dict({**other, "head.weight": torch.zeros(3)})
+    result = model.load_state_dict({"head.weight": other["head.weight"]}, strict=False)
+    assert "embed.weight" in result.missing_keys
+    _step(model, optimizer, rank, 1)
+    assert all(value.isfinite().all() for value in engine.full_state_dict(rank0_only=False).values())
+    engine.close()
+
+
+def _loaded_both(rank: int, world: int, row: str) -> None:
+    for precision in ("fp32", "bf16"):
+        _loaded(rank, world, row, precision)
+
+
+def test_load_state_dict_goes_into_the_shards_and_masters() -> None:
+    _on(_loaded_both)
+
+
+def _written_back(rank: int, world: int, row: str) -> None:
+    model, optimizer, engine = _made(row)
+    _step(model, optimizer, rank)
+    before = engine.full_state_dict(rank0_only=False)
+    with engine.gathered(writeback=True), torch.no_grad():
+        if rank == 0:
+            model.head.weight.mul_(2.0)  # one rank's
+        model.norm.bias.fill_(0.25)  # everybody's
+        model.embed.weight.data[3] = 1.0  # everybody's, through .data
+    after = engine.full_state_dict(rank0_only=False)
+    expected = {**before, "head.weight": 2 * before["head.weight"], "norm.bias": torch.full_like(before["norm.bias"], 0.25)}
+    expected["embed.weight"] = before["embed.weight"].clone()
+    expected["embed.weight"][3] = 1.0
+    assert _same(after, expected), row
+    with pytest.raises(StateError, match=r"parameter 'head.weight' was edited differently on ranks 0 and \[1\]"):
+        with engine.gathered(writeback=True), torch.no_grad():
+            model.head.weight.mul_(float(rank + 2))
+    assert _same(engine.full_state_dict(rank0_only=False), expected), row
+    with pytest.raises(StateError, match="was edited differently"), engine.gathered(model.head.weight, writeback=True), torch.no_grad():
+        if rank == 1:
+            model.head.weight.zero_()
+    assert _same(engine.full_state_dict(rank0_only=False), expected), row
+    _step(model, optimizer, rank, 1)
+    engine.close()
+
+
+def test_gathered_with_writeback_keeps_rank_0s_edits_or_equal_ones_and_refuses_others() -> None:
+    _on(_written_back)
+
+
+# ---------------------------------------------------------------------------------------------------------------- the optimizer
+
+
+def _attached_later(rank: int, world: int, row: str) -> None:
+    model = make_model()
+    engine = zs.shard(model, policy=row)
+    model(*batch(rank, 0))
+    never = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(*batch(rank, 0)).backward()
+    with pytest.raises(StateError, match=r"engine.attach\(\)"):
+        never.step()
+    model.zero_grad()
+    optimizer = two_groups(model)
+    engine.attach(optimizer)
+    with pytest.raises(ConfigError, match="attached already"):
+        engine.attach(never)
+    for step in range(3):
+        _step(model, optimizer, rank, step)
+    assert _same(engine.full_state_dict(rank0_only=False), train(rank, "torch-ddp", 3).state), row
+    engine.close()
+
+
+def test_an_optimizer_attached_after_shard_works_and_one_never_attached_raises() -> None:
+    _on(_attached_later)
+
+
+def _groups(rank: int, world: int, row: str) -> None:
+    model, optimizer, engine = _made(row)
+    names = [id(group) for group in optimizer.param_groups]
+    extra = nn.Parameter(torch.zeros(3))
+    optimizer.add_param_group({"params": [extra]})
+    model(*batch(rank, 0)).backward()
+    with pytest.raises(StateError, match=r"add_param_group\(\)"):
+        optimizer.step()
+    optimizer.param_groups.pop()
+    assert [id(group) for group in optimizer.param_groups] == names
+    taken = optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(StateError, match="param group 0 no longer holds the pieces"):
+        optimizer.step()
+    optimizer.param_groups[0]["params"].append(taken)
+    optimizer.step()
+    engine.close()
+
+
+def test_param_groups_changed_after_shard_are_refused_at_the_step() -> None:
+    _on(_groups)
+
+
+def _optimizer_state(rank: int, world: int, row: str) -> None:
+    straight = train(rank, row, 4).state
+    model, optimizer, engine = _made(row)
+    for step in range(2):
+        _step(model, optimizer, rank, step)
+    saved, weights = pickle.loads(pickle.dumps(optimizer.state_dict())), engine.full_state_dict(rank0_only=False)
+    label = saved["zeroshard"]
+    assert (label["rank"], label["world"]) == (rank, world)
+    assert [len(group) for group in label["pieces"]] == [
+        len(group["params"]) if label["pieces"][i] else 0 for i, group in enumerate(saved["param_groups"])
+    ]
+    assert all({"name", "start", "stop", "shape"} <= piece.keys() for group in label["pieces"] for piece in group)
+    engine.close()
+    model, optimizer, engine = _made(row)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(saved)
+    for step in range(2, 4):
+        _step(model, optimizer, rank, step)
+    assert _same(engine.full_state_dict(rank0_only=False), straight), row
+    for wrong, message in (
+        ({**saved, "zeroshard": {**label, "rank": 7}}, "another rank"),
+        ({**saved, "zeroshard": {**label, "world": 7}}, "another world"),
+        ({**saved, "zeroshard": {**label, "pieces": [[], []]}}, "another pieces"),
+        (two_groups(make_model()).state_dict(), "not saved from a sharded optimizer"),
+    ):
+        with pytest.raises(StateError, match=message):
+            optimizer.load_state_dict(wrong)
+    engine.close()
+
+
+def test_the_optimizers_state_dict_is_labelled_and_resumes_to_the_same_bits() -> None:
+    _on(_optimizer_state)
+
+
+def _closures(rank: int, world: int, row: str) -> None:
+    expected = train(rank, "torch-ddp", 4).state
+    model, optimizer, engine = _made(row)
+    for step in range(4):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(*batch(rank, step))
+            loss.backward()
+            return loss
+
+        loss = optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
+        assert loss.isfinite()
+    assert _same(engine.full_state_dict(rank0_only=False), expected), row
+    engine.close()
+
+
+def test_step_with_a_closure_finishes_the_gradients_after_the_closure() -> None:
+    _on(_closures)
+
+
+def _schedules(rank: int, world: int, row: str) -> None:
+    states = []
+    for kind in ("torch-ddp", row):
+        inner = module = make_model()
+        optimizer = two_groups(inner)
+        before = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        engine = None
+        if kind == "torch-ddp":
+            module = DistributedDataParallel(inner)
+        else:
+            engine = zs.shard(inner, optimizer, policy=row)
+        after = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+        for step in range(4):
+            _step(module, optimizer, rank, step)
+            before.step()
+            after.step()
+            optimizer.param_groups[1]["weight_decay"] = 0.01 * step
+        states.append(engine.full_state_dict(rank0_only=False) if engine else inner.state_dict())
+        if engine:
+            engine.close()
+    assert _same(*states), row
+
+
+def test_schedulers_made_before_and_after_shard_and_edited_options_act() -> None:
+    _on(_schedules)
+
+
+def _older_state(rank: int, world: int, row: str) -> None:
+    """Two steps of plain training on the same data everywhere, then sharding: the moments go on."""
+    states = []
+    for kind in ("torch-ddp", row):
+        inner = module = make_model()
+        optimizer = two_groups(inner)
+        for step in range(2):
+            _step(inner, optimizer, 0, step)
+        engine = None
+        if kind == "torch-ddp":
+            module = DistributedDataParallel(inner)
+        else:
+            engine = zs.shard(inner, optimizer, policy=row)
+        for step in range(2, 4):
+            _step(module, optimizer, rank, step)
+        states.append(engine.full_state_dict(rank0_only=False) if engine else inner.state_dict())
+        if engine:
+            engine.close()
+    assert _same(*states), row
+
+
+def test_optimizer_state_from_before_shard_is_cut_and_goes_on() -> None:
+    _on(_older_state)
+
+
+# ---------------------------------------------------------------------------------------------------------------- the module itself
+
+
+def _converted(rank: int, world: int, row: str) -> None:
+    model, optimizer, engine = _made(row)
+    model.register_buffer("scale", torch.ones(3))
+    for change in (
+        lambda: model.half(),
+        lambda: model.to(torch.bfloat16),
+        lambda: model.double(),
+        lambda: model.to("meta"),
+        lambda: model.to_empty(device="cpu"),
+        lambda: model.blocks[1].half(),
+        lambda: model.head.to(torch.float64),
+        lambda: nn.Sequential(model).half(),
+    ):
+        with pytest.raises(StateError, match=r"parameter '\S+' is sharded: its dtype, device and memory format cannot be changed"):
+            change()
+    for same in (
+        lambda: model.to("cpu"),
+        lambda: model.cpu(),
+        lambda: model.float(),
+        lambda: model.to(torch.float32),
+        lambda: model.train(),
+    ):
+        assert same() is model
+    _step(model, optimizer, rank)
+    engine.close()
+    assert model.half().head.weight.dtype is torch.float16
+
+
+def test_a_sharded_model_is_not_converted_or_moved() -> None:
+    _on(_converted)
+
+
+def _copied(rank: int, world: int, row: str) -> None:
+    model, optimizer, engine = _made(row)
+    for copier in (
+        lambda: copy.deepcopy(model),
+        lambda: copy.deepcopy(model.blocks),
+        lambda: copy.deepcopy([model.head]),
+        lambda: pickle.dumps(model),
+        lambda: pickle.dumps(nn.Sequential(model)),
+        lambda: torch.save(model, io.BytesIO()),
+    ):
+        with pytest.raises(StateError, match=r"is sharded and cannot be copied or pickled: .*engine.full_state_dict\(\)"):
+            copier()
+    _step(model, optimizer, rank)
+    engine.close()
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert _same(again.state_dict(), model.state_dict())
+    assert not any(key.startswith(("__", "_apply", "_zeroshard")) for module in model.modules() for key in vars(module))
+
+
+def test_a_sharded_model_is_not_copied_or_pickled() -> None:
+    _on(_copied)
+
+
+def _closed(rank: int, world: int, row: str) -> None:
+    expected = train(rank, row, 3).state
+    model, optimizer, engine = _made(row)
+    parameters = list(model.parameters())
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in make_model().modules()]
+    for step in range(3):
+        _step(model, optimizer, rank, step)
+    model(*batch(rank, 0)).backward()
+    engine.close()
+    engine.close()
+    assert _same(model.state_dict(), expected)
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert [p for group in optimizer.param_groups for p in group["params"]] == [p for p in parameters if p.ndim > 1] + [
+        p for p in parameters if p.ndim <= 1
+    ]
+    assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()] == hooks
+    assert all(p.grad is None and not p._backward_hooks for p in parameters)
+    with pytest.raises(StateError, match="this engine is closed"):
+        engine.full_state_dict()
+    plain, theirs = make_model(), None
+    plain.load_state_dict(expected)
+    theirs = two_groups(plain)
+    for step in range(3):
+        for module, each in ((model, optimizer), (plain, theirs)):
+            module(*batch(rank, step)).backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            each.step()
+            each.zero_grad()
+    assert _same(model.state_dict(), plain.state_dict()), row
+    model.load_state_dict(expected)
+    with zs.shard(model, optimizer, policy=row).gathered():  # and may be sharded again
+        assert _same(dict(model.state_dict()), expected)
+
+
+def test_close_gives_back_a_plain_module_and_optimizer_that_train_and_may_be_sharded_again() -> None:
+    _on(_closed)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 5)
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.first(x)).square().mean()
+
+
+def _synced(rank: int, world: int, row: str) -> None:
+    torch.manual_seed(rank)
+    model = Normed()
+    model.norm.running_mean.fill_(rank + 1.0)
+    with pytest.raises(zs.PlanMismatch, match=r"initial value of first\.weight"):
+        zs.shard(model, policy=row)
+    torch.manual_seed(1)
+    expected = Normed().state_dict()
+    engine = zs.shard(model, two_groups(model), policy=row, sync_from=1)
+    state = engine.full_state_dict(rank0_only=False)
+    assert torch.equal(state["first.weight"], expected["first.weight"])
+    assert torch.equal(state["norm.running_mean"], torch.full((5,), 2.0))
+    engine.close()
+
+
+def test_ranks_that_start_differently_are_told_or_take_one_ranks_weights_and_buffers() -> None:
+    _on(_synced)
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(11, 13), nn.Tanh(), nn.Linear(13, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).mean()
+
+
+def _adversaries(rank: int, world: int, row: str) -> None:
+    """Two engines in one process: one model's loss runs through the other."""
+    states = []
+    for kind in ("torch-ddp", row):
+        torch.manual_seed(0)
+        maker, critic = nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 11)), Critic()
+        modules: list[Any] = [maker, critic]
+        optimizers = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in modules]
+        engines = []
+        if kind == "torch-ddp":
+            modules = [DistributedDataParallel(module) for module in modules]
+        else:
+            engines = [zs.shard(module, each, policy=row) for module, each in zip(modules, optimizers, strict=True)]
+        for step in range(4):
+            noise = torch.randn(5, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+            real = torch.randn(5, 11, generator=torch.Generator().manual_seed(10 * step + rank + 5))
+            (modules[1](modules[0](noise).detach()) - modules[1](real)).backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+            (-modules[1](modules[0](noise))).backward()
+            optimizers[0].step()
+            for each in optimizers:
+                each.zero_grad()
+        states.append([engine.full_state_dict(rank0_only=False) for engine in engines] or [maker.state_dict(), critic.state_dict()])
+        for engine in engines:
+            engine.close()
+    assert all(_same(a, b) for a, b in zip(*states, strict=True)), row
+
+
+def test_two_engines_train_against_each_other_as_under_ddp() -> None:
+    _on(_adversaries)
