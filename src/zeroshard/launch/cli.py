@@ -7,12 +7,12 @@ runs, so that ``--help``, ``--version`` and usage errors answer at once.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import traceback
 
 from zeroshard._version import __version__
 from zeroshard.errors import ZeroshardError
+from zeroshard.launch import bench
 from zeroshard.launch.options import LineParser, UsageError, add_run_options, parse_run
 
 __all__ = ["main"]
@@ -36,8 +36,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _dispatch(arguments: list[str]) -> int:
     parser, run_parser = _build_parser()
-    if arguments[:1] == ["run"]:
-        options = parse_run(run_parser, arguments[1:])
+    command = arguments[1:] if arguments[:1] == ["--debug"] else arguments
+    if command[:1] == ["run"]:  # not by the parser: what follows the script is not ours to read
+        options = parse_run(run_parser, [*arguments[: len(arguments) - len(command)], *command[1:]])
         from zeroshard.launch.run import launch, leave
 
         leave(launch(options))
@@ -55,15 +56,12 @@ def _build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         epilog="example:\n  zeroshard run --nproc 2 examples/train_gpt.py",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error of ours")
     parser.add_argument("--version", action="version", version=f"zeroshard {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LineParser)
     run_parser = commands.add_parser("run", help="start a script on every rank", allow_abbrev=False)
     add_run_options(run_parser)
-    bench = importlib.util.find_spec("zeroshard.launch.bench")
-    if bench is not None and bench.origin is not None:  # a checkout without the benchmarks has no such command
-        from zeroshard.launch.bench import add_parser
-
-        add_parser(commands)
+    bench.add_parser(commands)
     return parser, run_parser
 
 
