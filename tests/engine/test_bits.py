@@ -23,17 +23,31 @@ def _rows(rank: int, world: int, transport: str, fused: bool, steps: int) -> dic
     return {row: run.differs_from(runs["ddp"]) for row, run in runs.items()}
 
 
+@pytest.mark.parametrize(("world", "fused"), [(2, True), (2, False), (4, True)])
+def test_all_rows_give_the_same_bits_after_200_steps(world: int, fused: bool) -> None:
+    for differences in run_ranks(world, _rows, "shared_memory", fused, STEPS, timeout=110):
+        assert not any(differences.values()), differences
+
+
+@pytest.mark.parametrize(("world", "steps"), [(2, 40), (4, 10)])
+def test_sockets_give_the_same_bits(world: int, steps: int) -> None:
+    for differences in run_ranks(world, _rows, "gloo", True, steps, timeout=110):
+        assert not any(differences.values()), differences
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "single"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world", [2, 4])
-def test_all_rows_give_the_same_bits_after_200_steps(world: int, transport: str, fused: bool) -> None:
-    for differences in run_ranks(world, _rows, transport, fused, STEPS, timeout=110):
+def test_the_whole_matrix_over_200_steps(world: int, transport: str, fused: bool) -> None:
+    for differences in run_ranks(world, _rows, transport, fused, STEPS, timeout=500):
         assert not any(differences.values()), differences
 
 
 def _cuts(rank: int, world: int) -> dict[str, list[str]]:
     cuts = {"automatic": None, "class": [Block], "names": ["blocks.1", "head"], "one": [""], "leaves": lambda name, module: name.endswith("up")}
-    runs: dict[str, Run] = {cut: train(rank, "zero3", 60, units=units, clip=0.1) for cut, units in cuts.items()}
+    runs: dict[str, Run] = {cut: train(rank, "zero3", 25, units=units, clip=0.1) for cut, units in cuts.items()}
     assert len({len(run.extra["units"]) for run in runs.values()}) >= 4
     return {cut: run.differs_from(runs["automatic"]) for cut, run in runs.items()}
 
@@ -45,12 +59,11 @@ def test_any_unit_cut_gives_the_same_bits(world: int) -> None:
 
 
 def _clipped(rank: int, world: int, precision: str) -> tuple[dict[str, list[str]], list[list[float]]]:
-    runs = {row: train(rank, row, 40, clip=0.05, precision=precision) for row in ROWS}
+    runs = {row: train(rank, row, 15, clip=0.05, precision=precision) for row in ROWS}
     return {row: run.differs_from(runs["ddp"]) for row, run in runs.items()}, [run.extra["norms"] for run in runs.values()]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("world", "precision"), [(2, "fp32"), (2, "bf16"), (2, "fp16"), (4, "fp32"), (4, "bf16")])
 def test_clipping_and_precision_keep_the_rows_equal(world: int, precision: str) -> None:
     for differences, norms in run_ranks(world, _clipped, precision, timeout=100):
         assert not any(differences.values()), differences
@@ -61,7 +74,7 @@ def test_clipping_and_precision_keep_the_rows_equal(world: int, precision: str) 
 def _accumulated(rank: int, world: int, no_sync: bool, precision: str) -> dict[str, Run]:
     kinds = [*ROWS, "torch-ddp"] if precision == "fp32" else ROWS
     options = {} if precision == "fp32" else {"precision": precision}
-    return {kind: train(rank, kind, 30, micro_batches=3, no_sync=no_sync, **({} if kind == "torch-ddp" else options)) for kind in kinds}
+    return {kind: train(rank, kind, 10, micro_batches=3, no_sync=no_sync, **({} if kind == "torch-ddp" else options)) for kind in kinds}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -74,7 +87,8 @@ def test_accumulated_micro_batches_add_up_in_the_classes_the_design_names(no_syn
             for member in members:
                 assert runs[member].differs_from(runs[members[0]]) == [], (member, members[0])
         for name, value in runs["zero3"].state.items():
-            torch.testing.assert_close(value, runs["ddp"].state[name], rtol=2e-2, atol=2e-3 if precision == "fp32" else 2e-2)
+            apart = (value - runs["ddp"].state[name]).float().norm() / value.float().norm()
+            assert apart < (1e-3 if precision == "fp32" else 5e-2), f"{name}: {float(apart):.2e}"
 
 
 OPTIMIZERS = {
@@ -87,7 +101,7 @@ OPTIMIZERS = {
 
 
 def _optimizers(rank: int, world: int, name: str) -> dict[str, list[str]]:
-    runs = {kind: train(rank, kind, 200, optimizer=OPTIMIZERS[name]) for kind in ("ddp", "zero1", "zero2", "zero3", "torch-ddp")}
+    runs = {kind: train(rank, kind, 60, optimizer=OPTIMIZERS[name]) for kind in ("zero1", "zero3", "torch-ddp")}
     return {kind: run.differs_from(runs["torch-ddp"]) for kind, run in runs.items()}
 
 

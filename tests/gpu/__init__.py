@@ -1,0 +1,1 @@
+"""Tests that need a GPU; skipped, and said so, where there is none."""
