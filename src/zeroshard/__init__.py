@@ -4,16 +4,25 @@
 
     zs.init_distributed()
     engine = zs.shard(model, optimizer, stage=3)      # in place: model and optimizer stay the objects they were
+
+Names are looked up when they are first used, so that the command line answers without importing torch.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from zeroshard._version import __version__
-from zeroshard.api import init_distributed, shard
-from zeroshard.config import Comm, Config, Offload
-from zeroshard.core.policy import Policy
-from zeroshard.core.precision import Precision
-from zeroshard.errors import CheckpointError, ConfigError, PeerLostError, PlanMismatch, StallError, StateError, ZeroshardError
-from zeroshard.runtime.engine import Engine
-from zeroshard.runtime.reports import MemoryReport, TrafficReport
+
+if TYPE_CHECKING:
+    from zeroshard.api import init_distributed, shard
+    from zeroshard.config import Comm, Config, Offload
+    from zeroshard.core.policy import Policy
+    from zeroshard.core.precision import Precision
+    from zeroshard.errors import CheckpointError, ConfigError, PeerLostError, PlanMismatch, StallError, StateError, ZeroshardError
+    from zeroshard.runtime.engine import Engine
+    from zeroshard.runtime.reports import MemoryReport, TrafficReport
 
 __all__ = [
     "CheckpointError",
@@ -35,3 +44,28 @@ __all__ = [
     "init_distributed",
     "shard",
 ]
+
+_HOMES = {
+    "zeroshard.api": ("init_distributed", "shard"),
+    "zeroshard.config": ("Comm", "Config", "Offload"),
+    "zeroshard.core.policy": ("Policy",),
+    "zeroshard.core.precision": ("Precision",),
+    "zeroshard.errors": ("CheckpointError", "ConfigError", "PeerLostError", "PlanMismatch", "StallError", "StateError", "ZeroshardError"),
+    "zeroshard.runtime.engine": ("Engine",),
+    "zeroshard.runtime.reports": ("MemoryReport", "TrafficReport"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+if not TYPE_CHECKING:  # a type checker would take every misspelled name for an attribute
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOME_OF:
+            raise AttributeError(f"module 'zeroshard' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
