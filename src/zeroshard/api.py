@@ -75,11 +75,14 @@ def shard(
     try:
         settings = build_config(config, stage=stage, policy=policy, units=units, **overrides)
         settings.refuse_unsupported()
+        world = 1 if group is None else group.size()
+        if sync_from is not None and not 0 <= sync_from < world:
+            raise ConfigError(f"sync_from={sync_from} is not a rank of this group of {world}")
         _check_model(model, optimizer, group)
         precision = settings.resolved_precision()
         _check_precision(model, precision)
         plans = cut_units(model, settings.units)
-        report = _report(model, settings, plans, values=sync_from is None)
+        report = {"sync_from": str(sync_from), **_report(model, optimizer, settings, plans, values=sync_from is None)}
     except ZeroshardError as refused:
         error = refused
     agree(group, report, error=error)
@@ -146,7 +149,9 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, grou
         if parameter.layout is not torch.strided:
             raise ConfigError(f"parameter {name!r} is sparse, which cannot be sharded: use a dense one")
         if parameter.is_complex() or (parameter.dtype.itemsize == 1 and parameter.is_floating_point()):
-            raise ConfigError(f"parameter {name!r} is {dtype_name(parameter.dtype)}, which is not supported: use a real dtype of 16 or 32 bits")
+            raise ConfigError(
+                f"parameter {name!r} is {dtype_name(parameter.dtype)}, which is not supported: use a real dtype of 16 or 32 bits"
+            )
     if len(devices) > 1:
         shown = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise ConfigError(f"the parameters are on {len(devices)} devices ({shown}): move the model to one device before shard()")
@@ -174,7 +179,9 @@ def _check_precision(model: nn.Module, precision: Precision) -> None:
             )
 
 
-def _report(model: nn.Module, settings: Config, plans: list[UnitPlan], *, values: bool) -> dict[str, str]:
+def _report(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Config, plans: list[UnitPlan], *, values: bool
+) -> dict[str, str]:
     """What must be the same on every rank, in the order in which a difference is named."""
     precision = settings.resolved_precision()
     report = {
@@ -189,6 +196,13 @@ def _report(model: nn.Module, settings: Config, plans: list[UnitPlan], *, values
         report[f"parameter {name}"] = kind
     for plan in plans:
         report[f"unit {plan.name}"] = ", ".join(plan.parameters)
+    report["optimizer"] = type(optimizer).__name__
+    names = {id(parameter): name for name, parameter in named_parameters_once(model).items()}
+    for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
+        report[f"optimizer param group {index}"] = ", ".join(names[id(parameter)] for parameter in group["params"])
+        for key, value in group.items():
+            if key not in ("params", "param_names"):
+                report[f"optimizer param group {index}: {key}"] = repr(value)
     if values:
         for name, parameter in named_parameters_once(model).items():
             report[f"initial value of {name}"] = digest_of(parameter)
@@ -196,8 +210,6 @@ def _report(model: nn.Module, settings: Config, plans: list[UnitPlan], *, values
 
 
 def _broadcast(model: nn.Module, transport: Any, source: int) -> None:
-    if not 0 <= source < transport.size:
-        raise ConfigError(f"sync_from={source} is not a rank of this group of {transport.size}")
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             dense = tensor.data.contiguous()

@@ -172,9 +172,10 @@ def build_config(source: Config | dict[str, Any] | str | Path | None, **override
     elif isinstance(source, Config):
         data = {name: getattr(source, name) for name in source.model_fields_set}
     elif source is not None:
-        data = dict(source)
+        data = source
     if not isinstance(data, dict):
-        raise ConfigError(f"the configuration must be a JSON object, not {type(data).__name__}")
+        raise ConfigError(f"config must be a zeroshard.Config, a dict or a path to a JSON object, not {type(data).__name__}")
+    data = dict(data)
     given = {key: value for key, value in overrides.items() if value is not None}
     if "stage" in given:
         data.pop("policy", None)

@@ -154,6 +154,8 @@ def _chosen_blocks(model: nn.Module, units: UnitSpec) -> list[tuple[str, nn.Modu
     modules = dict(model.named_modules())
     if callable(units) and not isinstance(units, type):
         picked = [name for name, module in modules.items() if units(name, module)]
+        if not picked:
+            raise ConfigError(f"units: the callable chose no module of {type(model).__name__}; it is given (name, module) of each")
     else:
         wanted: Sequence[str | type[nn.Module]] = [units] if isinstance(units, (str, type)) else units
         picked = []

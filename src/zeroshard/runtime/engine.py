@@ -386,8 +386,13 @@ class Engine:
     def _units_of(self, params: Iterable[nn.Parameter] | nn.Parameter | None) -> list[Unit]:
         if params is None:
             return list(self._weights.units)
-        wanted = {id(p) for p in ([params] if isinstance(params, nn.Parameter) else params)}
-        return [unit for unit in self._weights.units if any(id(p) in wanted for s in unit.segments for p in s.parameters)]
+        unit_of = {id(p): unit for unit in self._weights.units for s in unit.segments for p in s.parameters}
+        wanted = [params] if isinstance(params, nn.Parameter) else list(params)
+        for parameter in wanted:
+            if id(parameter) not in unit_of:
+                self._find(parameter)  # raises
+        indices = {unit_of[id(parameter)].index for parameter in wanted}
+        return [self._weights.units[index] for index in sorted(indices)]
 
 
 def _by_parameter(units: Sequence[Unit], copies: Sequence[Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
