@@ -29,7 +29,7 @@ def test_a_slow_rank_costs_neither_copies_nor_slots() -> None:
 
 def test_ranks_stuck_on_one_slow_rank_need_no_more_slots() -> None:
     results = run_ranks(4, failures.a_slow_rank_costs_no_copies, SHM4, timeout=30)
-    assert [slots for _, slots in results] == [1] * 4 and results[-1][0] == 0
+    assert [slots for _, slots in results] == [1] * 4
 
 
 @pytest.mark.parametrize("spec", [GLOO2, SHM2, SHM4, MIXED4], ids=lambda spec: spec.label)

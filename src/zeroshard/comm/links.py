@@ -4,6 +4,8 @@ Bulk data lies in shared memory; who may read or write it is said by small recor
 not from a memory model; waiting is poll(), not spinning; and a peer that dies hangs up at once. The sockets have abstract names, known
 only to this job and gone with their last descriptor.
 
+A peer has ended when its socket hangs up or its process does (pidfd): a data loader's worker forked off it may keep the socket open.
+
 Invariant: records of one peer arrive whole and in the order they were sent. `send` never waits without draining our own inbox, so two
 ranks whose buffers are full cannot wait for each other.
 
@@ -30,6 +32,7 @@ __all__ = ["MAX_TAIL", "Kind", "Links", "Message"]
 
 MAX_TAIL = 32 * 1024
 _HEADER = struct.Struct("<BIQQQQ")  # kind, generation, a, b, c, d
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _RECORD_BYTES = _HEADER.size + MAX_TAIL
 
 
@@ -76,12 +79,17 @@ class Links:
         self._stall_timeout_s = stall_timeout_s
         self._sockets = sockets
         self._peer_of = {sock.fileno(): peer for peer, sock in sockets.items()}
+        self._processes: dict[int, int] = {}  # peer -> pidfd
         self._inbox: deque[Message] = deque()
         self._poll = select.poll()
         self._poll.register(self.wake_fd, select.POLLIN)
-        for sock in sockets.values():
+        for peer, sock in sockets.items():
             sock.setblocking(False)
             self._poll.register(sock, select.POLLIN)
+            process = _open_process(sock)
+            if process is not None:
+                self._processes[peer], self._peer_of[process] = process, peer
+                self._poll.register(process, select.POLLIN)
 
     def send(
         self, peer: int, kind: Kind, a: int = 0, b: int = 0, c: int = 0, d: int = 0, *, tail: bytes = b"", fd: int | None = None
@@ -123,7 +131,8 @@ class Links:
                 os.eventfd_read(self.wake_fd)
                 continue
             peer = self._peer_of[number]
-            if events & (select.POLLIN | select.POLLHUP | select.POLLERR) and not self._drain(peer):
+            ended = number == self._processes.get(peer)
+            if events & (select.POLLIN | select.POLLHUP | select.POLLERR) and (not self._drain(peer) or ended):
                 self._lose(peer)
 
     def _drain(self, peer: int) -> bool:
@@ -149,6 +158,8 @@ class Links:
         if peer not in self.lost:
             self.lost.add(peer)
             self._poll.unregister(self._sockets[peer])
+            if peer in self._processes:
+                self._poll.unregister(self._processes[peer])
 
     def wake(self) -> None:
         """End a `receive` under way (any thread)."""
@@ -170,12 +181,29 @@ class Links:
         self._inbox.clear()
         for sock in self._sockets.values():
             sock.close()
+        for process in self._processes.values():
+            os.close(process)
+        self._processes.clear()
         self.lost.update(self._sockets)
         self._poll = select.poll()
         with self._wake_lock:
             if self.wake_fd >= 0:
                 os.close(self.wake_fd)
                 self.wake_fd = -1
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """Return (pid, uid) of the process at the other end."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
+
+
+def _open_process(sock: socket.socket) -> int | None:
+    """Return a descriptor that becomes readable when the peer's process ends; None where its pid is hidden from us."""
+    try:
+        return os.pidfd_open(peer_credentials(sock)[0])
+    except (OSError, OverflowError):
+        return None
 
 
 def send_record(sock: socket.socket, record: bytes, fd: int | None) -> None:

@@ -13,18 +13,16 @@ import json
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from zeroshard.comm import memfd
-from zeroshard.comm.links import send_record
+from zeroshard.comm.links import peer_credentials, send_record
 
 __all__ = ["Neighbours", "boot_id", "meet_neighbours"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 Exchange = Callable[[bytes], list[bytes]]
 
@@ -129,8 +127,7 @@ def _accept(listener: socket.socket | None, token: str, peers: list[int]) -> dic
 
 
 def _check_owner(sock: socket.socket) -> None:
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    uid = _PEER_CREDENTIALS.unpack(credentials)[1]
+    _, uid = peer_credentials(sock)
     if uid != os.getuid():
         raise PermissionError(f"the socket belongs to user {uid}, not {os.getuid()}")
 
