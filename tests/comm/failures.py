@@ -36,7 +36,7 @@ def opposite_order_needs_one_buffer(rank: int, world_size: int, spec: Spec) -> i
         for key in keys:
             check_sum(spec, outs[key], expected[key], torch.float32)
         transport.exchange(b"")
-        return len(transport._slots.slots)  # type: ignore[attr-defined]
+        return len(transport.collectives.slots.slots)  # type: ignore[attr-defined]
 
 
 def a_slow_rank_costs_no_copies(rank: int, world_size: int, spec: Spec) -> tuple[int, int]:
@@ -61,7 +61,7 @@ def a_slow_rank_costs_no_copies(rank: int, world_size: int, spec: Spec) -> tuple
                 if step % 2:
                     work.wait()
             transport.exchange(b"")
-            return copied, len(transport._slots.slots)  # type: ignore[attr-defined]
+            return copied, len(transport.collectives.slots.slots)  # type: ignore[attr-defined]
     finally:
         Contribution.copy_out = original  # type: ignore[method-assign]
 
