@@ -69,8 +69,10 @@ def a_slow_rank_costs_no_copies(rank: int, world_size: int, spec: Spec) -> tuple
 def a_late_rank_is_named(rank: int, world_size: int, spec: Spec) -> None:
     """The last rank comes late; whoever waits says for which key and rank, and all can go on after `abandon`."""
     late, ranges = world_size - 1, cut(*[64] * world_size)
-    with opened(spec, rank, stall_timeout_s=0.4) as transport:
+    with opened(spec, rank) as transport:
         window = transport.window("layer.7", ranges, torch.float32, CPU, replicated=False)
+        transport.exchange(b"")
+        transport.stall_timeout_s = 0.4
         for operation in _waiting_operations(transport, window, ranges):
             if rank != late:
                 try:

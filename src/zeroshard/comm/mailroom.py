@@ -18,7 +18,7 @@ import torch
 from zeroshard.comm import memfd
 from zeroshard.comm.links import MAX_TAIL, Kind, Links, Message
 from zeroshard.comm.parts import Contribution, Meetings
-from zeroshard.errors import StallError
+from zeroshard.errors import StallError, StateError
 
 __all__ = ["IDLE_S", "Mailroom", "WindowMemory"]
 
@@ -148,7 +148,7 @@ class Mailroom:
         """Return when `ready()`; until then call `progress`, serve the peers and relieve those that are stuck.
 
         `near` and `far` name the ranks awaited; `far` may be slow and is asked only for the error. `idle` is called when nothing was heard
-        for 2 ms. Raises StallError and PeerLostError.
+        for 2 ms. Raises StallError, PeerLostError, and StateError where an awaited near rank has abandoned this generation.
         """
         deadline = time.monotonic() + stall_timeout_s
         patience_s = IDLE_S
@@ -156,7 +156,9 @@ class Mailroom:
             progress()
             if ready():
                 return
-            self.links.require(sorted(near()), what)
+            awaited = sorted(near())
+            self.links.require(awaited, what)
+            self._require_same_generation(awaited, what)
             now = time.monotonic()
             if now > deadline:
                 names = sorted(near() | far())
@@ -172,6 +174,12 @@ class Mailroom:
                 patience_s = _PATIENT_S
                 if idle is not None:
                     idle()
+
+    def _require_same_generation(self, peers: Sequence[int], what: str) -> None:
+        """Raise StateError when one of `peers` has forgotten what we wait for."""
+        ahead = [peer for peer in peers if self.abandons[peer] > self.links.generation]
+        if ahead:
+            raise StateError(f"{what}: rank(s) {ahead} gave up this step after an exception and wait in engine.reset(): call it here too")
 
     def forget(self) -> None:
         """Enter the next generation: whatever was said before it no longer counts."""

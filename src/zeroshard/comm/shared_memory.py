@@ -18,11 +18,12 @@ from zeroshard.errors import ConfigError
 __all__ = ["make_gloo", "make_paired"]
 
 _logger = logging.getLogger(__name__)
+_MEETING_S = 60.0  # ranks start at different times: connecting never waits for less
 
 
 def make_gloo(group: dist.ProcessGroup, *, stall_timeout_s: float, **options: Any) -> PairedTransport:
     """Return a transport that sends messages to every rank of `group`. Options are PairedTransport's."""
-    connections = connect(group, stall_timeout_s=stall_timeout_s)
+    connections = connect(group, stall_timeout_s=max(stall_timeout_s, _MEETING_S))
     alone = Neighbours([[rank] for rank in range(group.size())])
     return PairedTransport(group.rank(), group.size(), alone, connections=connections, stall_timeout_s=stall_timeout_s, **options)
 
@@ -36,9 +37,9 @@ def make_paired(
     `host_id` lets tests pretend that ranks live on different hosts.
     """
     rank, size = group.rank(), group.size()
-    connections = connect(group, stall_timeout_s=stall_timeout_s)
+    connections = connect(group, stall_timeout_s=max(stall_timeout_s, _MEETING_S))
     alone = Neighbours([[peer] for peer in range(size)])
-    meeting = PairedTransport(rank, size, alone, connections=connections, stall_timeout_s=stall_timeout_s)
+    meeting = PairedTransport(rank, size, alone, connections=connections, stall_timeout_s=max(stall_timeout_s, _MEETING_S))
     try:
         neighbours = meet_neighbours(rank, meeting.exchange_quietly, host_id=host_id)
     finally:
