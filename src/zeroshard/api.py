@@ -26,8 +26,9 @@ from zeroshard.optim.elementwise import check_elementwise
 from zeroshard.optim.sharded import check_parameters
 from zeroshard.runtime.build import Context, compute_dtype
 from zeroshard.runtime.cut import UnitPlan, cut_units, named_parameters_once
-from zeroshard.runtime.engine import Engine, digest_of
+from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.hooks import OWNED
+from zeroshard.runtime.replicas import digest_of
 from zeroshard.runtime.streams import make_streams
 
 __all__ = ["init_distributed", "shard"]
@@ -65,7 +66,9 @@ def shard(
     `config` is a Config, a dict or a path to JSON, and keywords go before it; `units` are module classes, qualified names or a
     callable(name, module) -> bool (default: found automatically); `mesh` a one-dimensional DeviceMesh of the data parallel ranks (default:
     all ranks); `sync_from` a rank whose weights and buffers all others take (default: the ranks' weights are compared). Further keywords
-    are those of Config: precision, comm, offload, prefetch_bytes, stall_timeout_s, strict. Collective.
+    are those of Config: precision, comm, offload, prefetch_bytes, stall_timeout_s,
+    strict (compare what was written to released parameters by value), verify_every (compare replicated state every that many steps),
+    broadcast_buffers (every forward takes rank 0's buffers, as DDP does). Collective.
 
     Raises ConfigError for what cannot be done, and PlanMismatch where the ranks disagree, on every rank, before anything is changed.
     """
@@ -107,6 +110,8 @@ def shard(
         device=device,
         trains=optimizer is not None,
         strict=settings.strict,
+        verify_every=settings.verify_every,
+        broadcast_buffers=settings.broadcast_buffers,
     )
     engine = Engine(model, plans, context, prefetch_bytes=settings.prefetch_bytes)
     _return_freed_memory()
@@ -190,6 +195,8 @@ def _report(
         "comm": settings.comm.model_dump_json(),
         "prefetch_bytes": str(settings.prefetch_bytes),
         "strict": str(settings.strict),
+        "verify_every": str(settings.verify_every),
+        "broadcast_buffers": str(settings.broadcast_buffers),
     }
     for name, parameter in named_parameters_once(model).items():
         kind = f"{tuple(parameter.shape)} {dtype_name(compute_dtype(parameter, precision))} {'trained' if parameter.requires_grad else 'frozen'}"

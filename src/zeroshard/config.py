@@ -64,6 +64,7 @@ class Config(_Strict):
     prefetch_bytes: int | None = Field(default=None, ge=0)
     stall_timeout_s: float = Field(default=300.0, gt=0)
     strict: bool = False
+    verify_every: int | None = Field(default=None, ge=1)
     broadcast_buffers: bool = False
 
     @field_validator("stage")

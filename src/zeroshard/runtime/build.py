@@ -36,6 +36,8 @@ class Context:
     device: torch.device
     trains: bool  # an optimizer is there, or will be: masters are kept
     strict: bool = False
+    verify_every: int | None = None  # steps between comparisons of replicated state
+    broadcast_buffers: bool = False
 
 
 def compute_dtype(parameter: torch.Tensor, precision: Precision) -> torch.dtype:

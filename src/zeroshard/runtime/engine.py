@@ -13,10 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 
 from zeroshard.core.digest import Digest
@@ -29,11 +27,12 @@ from zeroshard.runtime.build import Context, build_units
 from zeroshard.runtime.cut import UnitPlan, named_parameters_once
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.hooks import Hooks
+from zeroshard.runtime.replicas import compare_replicas, digest_of
 from zeroshard.runtime.reports import MemoryReport, TrafficReport
 from zeroshard.runtime.unit import Segment, Unit, UnitState
 from zeroshard.runtime.weights import Weights
 
-__all__ = ["Engine", "digest_of"]
+__all__ = ["Engine"]
 
 
 class Engine:
@@ -56,6 +55,8 @@ class Engine:
         self._finalizer = Finalizer(self._backward, context.transport, self._digest, self._scaler)
         self._hooks = Hooks(module, plans, self._weights, self._backward, compute=context.precision.compute)
         self._hooks.write_back = self._store_unit
+        if context.broadcast_buffers:
+            self._hooks.broadcast = context.transport.broadcast
         self._sharded: ShardedOptimizer | None = None
         self._closed = False
 
@@ -172,6 +173,9 @@ class Engine:
                 self._weights.discard(unit)
             elif unit.state is UnitState.FULL:
                 unit.check_memory()
+        every = self._context.verify_every
+        if every is not None and self._digest.step % every == every - 1:
+            compare_replicas(self._weights.units, self._sharded, self._context.transport)
         self._context.transport.begin_write()
         return result.finite
 
@@ -403,9 +407,3 @@ def _by_parameter(units: Sequence[Unit], copies: Sequence[Sequence[torch.Tensor]
             for name, slot in zip(segment.names, segment.flat.layout.slots, strict=True):
                 parts[name] = flat[slot.offset : slot.stop]
     return parts
-
-
-def digest_of(tensor: torch.Tensor) -> str:
-    """Return a 64-bit digest of `tensor`'s bytes, as hexadecimal text."""
-    data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_64_hexdigest(data)

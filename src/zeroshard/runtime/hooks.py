@@ -65,6 +65,7 @@ class Hooks:
         self.model = model
         self.may_save = False  # inside gathered(): state_dict() gives full tensors
         self.write_back: Callable[[Unit, list[torch.Tensor]], None] | None = None  # set by the engine: store what load_state_dict wrote
+        self.broadcast: Callable[[torch.Tensor], None] | None = None  # set by the engine: give rank 0's buffers to every rank
         self._weights = weights
         self._backward = backward
         self._compute = compute
@@ -115,6 +116,9 @@ class Hooks:
                     raise StateError("the last backward did not finish: call engine.reset() on every rank after an exception")
                 self._check_frozen()
                 self._weights.begin("forward")
+                if self.broadcast is not None:
+                    for buffer in model.buffers():
+                        self.broadcast(buffer)
             if self._compute is torch.float32:
                 return None
             return self._cast(args), self._cast(kwargs)

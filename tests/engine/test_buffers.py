@@ -1,0 +1,35 @@
+"""Buffers stay local unless asked otherwise."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import zeroshard as zs
+from tests.harness import run_ranks
+
+
+def _running_mean(rank: int, world: int, broadcast: bool) -> tuple[list[float], list[float]]:
+    """Return the batch norm's running mean after two steps here, and under torch's DDP with the same setting."""
+    out = []
+    for sharded in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = zs.shard(model, optimizer, stage=3, broadcast_buffers=broadcast) if sharded else None
+        runs = model if sharded else nn.parallel.DistributedDataParallel(model, broadcast_buffers=broadcast)
+        for step in range(2):
+            torch.manual_seed(10 * step + rank)
+            runs(torch.randn(8, 6)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        out.append(model[1].running_mean.tolist())
+        if engine is not None:
+            engine.close()
+    return out[0], out[1]
+
+
+def test_buffers_follow_ddp_with_and_without_broadcast() -> None:
+    for broadcast in (False, True):
+        for ours, ddps in run_ranks(2, _running_mean, broadcast):
+            assert ours == ddps
