@@ -248,9 +248,9 @@ def _written_back(rank: int, world: int, row: str) -> None:
     expected["embed.weight"] = before["embed.weight"].clone()
     expected["embed.weight"][3] = 1.0
     assert _same(after, expected), row
-    with pytest.raises(StateError, match=r"parameter 'head.weight' was edited differently on ranks 0 and \[1\]"):
-        with engine.gathered(writeback=True), torch.no_grad():
-            model.head.weight.mul_(float(rank + 2))
+    differently = pytest.raises(StateError, match=r"parameter 'head.weight' was edited differently on ranks 0 and \[1\]")
+    with differently, engine.gathered(writeback=True), torch.no_grad():
+        model.head.weight.mul_(float(rank + 2))
     assert _same(engine.full_state_dict(rank0_only=False), expected), row
     with pytest.raises(StateError, match="was edited differently"), engine.gathered(model.head.weight, writeback=True), torch.no_grad():
         if rank == 1:

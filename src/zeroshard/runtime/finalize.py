@@ -54,7 +54,7 @@ class Finalizer:
         """Return with every resting gradient averaged and agreed upon.
 
         Raises StateError when no rank has a gradient, PlanMismatch when the ranks did different things, and StateError naming a parameter
-        after three steps in a row without finite gradients (not with fp16, whose scale is still falling).
+        after three steps in a row without finite gradients (with fp16: once its scale can fall no further).
         """
         backward = self._backward
         backward.collect_dropped()
@@ -109,11 +109,14 @@ class Finalizer:
         return not culprits
 
     def _refuse(self) -> None:
-        logs = [answer.decode().split("\n") for answer in self._transport.exchange("\n".join(self._digest.log()).encode())]
+        step = f"step {self._digest.step}"  # differs where a fault let some ranks step and others not
+        logs = [answer.decode().split("\n") for answer in self._transport.exchange("\n".join([step, *self._digest.log()]).encode())]
         position, entries = first_difference(logs)
         shown = "; ".join(f"rank {rank}: {entry}" for rank, entry in enumerate(entries))
+        if position == 0:
+            raise PlanMismatch(f"the ranks are in different steps ({shown}): some have taken a step that others have not; load a checkpoint")
         raise PlanMismatch(
-            f"the ranks did different things in step {self._digest.step}; the first difference is collective {position}: {shown}. Units "
+            f"the ranks did different things in step {self._digest.step}; the first difference is number {position}: {shown}. Units "
             "must run on every rank in the same order, as often, and in the same no_sync() contexts"
         )
 
@@ -124,14 +127,16 @@ class Finalizer:
         self.skipped += 1
         self._bad_in_a_row += 1
         name = self._name_bad() or culprits[0]
-        if self._scaler is None:
-            if self._transport.rank == 0:
-                _log.warning("step %d skipped: the gradient of %s is not finite", self._digest.step, name)
-            if self._bad_in_a_row >= self._bad_steps:
-                raise StateError(
-                    f"{self._bad_in_a_row} steps in a row had gradients that are not finite, first in parameter {name!r}: lower the learning "
-                    "rate, clip with engine.clip_grad_norm_(), or look for a division by zero in the model"
-                )
+        scale_may_fall = self._scaler is not None and not self._scaler.at_floor
+        if scale_may_fall:
+            return
+        if self._transport.rank == 0:
+            _log.warning("step %d skipped: the gradient of %s is not finite", self._digest.step, name)
+        if self._bad_in_a_row >= self._bad_steps:
+            raise StateError(
+                f"{self._bad_in_a_row} steps in a row had gradients that are not finite, first in parameter {name!r}: lower the learning "
+                "rate, clip with engine.clip_grad_norm_(), or look for a division by zero in the model"
+            )
 
     def _name_bad(self) -> str | None:
         """Return the first parameter whose averaged gradient is not finite on any rank (collective; only after a bad step)."""

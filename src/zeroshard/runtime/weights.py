@@ -72,6 +72,9 @@ class Weights:
             self.trace("use", unit.name)
         self._order.record(phase, unit.index)
         if unit.full_bytes:
+            if self._ordered:  # prefetched in one order and run in another: the ranks' next gathers will differ
+                first = unit.segments[0].flat
+                self._digest.fold(phase, unit.name, dtype_name(first.dtype), first.layout.numel, ordered=True)
             self._prefetch(unit, phase)
 
     def start(self, unit: Unit, *, fork: bool = True) -> None:
@@ -164,7 +167,8 @@ class Weights:
                 fork = False
 
     def abandon(self) -> None:
-        """After an exception: every unit back at rest."""
+        """After an exception: every unit back at rest, and no expectation, since the ranks may have come to different places."""
+        self._order = Order()
         self._idle = None
         self._prefetched.clear()
         for unit in self.units:
