@@ -54,10 +54,10 @@ class Axes:
         return tuple(range(rank % self.node_size, self.size, self.node_size))
 
 
-def compare(transport: Transport, named_digests: Mapping[str, str]) -> None:
+def compare(transport: Transport, named_digests: Mapping[str, str], *, remedy: str = "") -> None:
     """Return when every rank holds the same digests in the same order; collective.
 
-    Else raise PlanMismatch on every rank, naming the first name that differs and who holds what.
+    Else raise PlanMismatch on every rank, naming the first name that differs and who holds what, and the `remedy`.
     """
     everyone = [json.loads(text) for text in transport.exchange(json.dumps(list(named_digests.items())).encode())]
     for position in range(max(len(entries) for entries in everyone)):
@@ -68,4 +68,4 @@ def compare(transport: Transport, named_digests: Mapping[str, str]) -> None:
         if len(held) > 1:
             name = next(iter(held))[0]
             shown = "; ".join(f"rank(s) {ranks}: {' = '.join(entry).removesuffix(' = ')}" for entry, ranks in held.items())
-            raise PlanMismatch(f"the ranks disagree, first about {name!r} (number {position}): {shown}")
+            raise PlanMismatch(f"the ranks disagree, first about {name!r} (number {position}): {shown}{remedy and f"; {remedy}"}")

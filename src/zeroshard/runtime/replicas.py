@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import xxhash
 
+from zeroshard.comm.mesh import compare
 from zeroshard.comm.transport import Transport
-from zeroshard.errors import PlanMismatch
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.unit import Unit, UnitState
 
@@ -42,12 +42,4 @@ def compare_replicas(units: Sequence[Unit], optimizer: ShardedOptimizer | None, 
             state = optimizer.optimizer.state.get(piece.tensor, {})
             tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
             named[f"optimizer state of {piece.name}"] = digest_of(piece.tensor, *tensors)
-    answers = [answer.decode().split(",") for answer in transport.exchange(",".join(named.values()).encode())]
-    for position, what in enumerate(named):
-        column = [answer[position] if position < len(answer) else "" for answer in answers]
-        if len(set(column)) > 1:
-            shown = "; ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(column))
-            raise PlanMismatch(
-                f"the {what} differ between ranks, which must hold the same bits ({shown}): memory was corrupted or written to on one rank; "
-                "go back to the last checkpoint"
-            )
+    compare(transport, named, remedy="they must hold the same bits: memory was corrupted or written to on one rank; go back to the last checkpoint")
