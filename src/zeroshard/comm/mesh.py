@@ -68,4 +68,4 @@ def compare(transport: Transport, named_digests: Mapping[str, str], *, remedy: s
         if len(held) > 1:
             name = next(iter(held))[0]
             shown = "; ".join(f"rank(s) {ranks}: {' = '.join(entry).removesuffix(' = ')}" for entry, ranks in held.items())
-            raise PlanMismatch(f"the ranks disagree, first about {name!r} (number {position}): {shown}{remedy and f"; {remedy}"}")
+            raise PlanMismatch(f"the ranks disagree, first about {name!r} (number {position}): {shown}{'; ' if remedy else ''}{remedy}")
