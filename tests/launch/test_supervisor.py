@@ -137,8 +137,9 @@ def test_a_clean_end_is_no_failure_and_disturbs_nobody(ranks: _Ranks) -> None:
 
 
 def test_a_new_generation_reports_the_old_one_and_starts_with_a_clean_slate(ranks: _Ranks) -> None:
-    ranks.start(0, "raise SystemExit(4)").wait()
-    time.sleep(0.1)
+    ended = ranks.start(0, "raise SystemExit(4)")
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # seen, not reaped: reaping is for the supervisor to come before
+    time.sleep(0.3)
     fine = ranks.start(0, "import time; time.sleep(0.8)", restart_count=1)
     assert [failure.status for failure in ranks.restarted[0]] == [4]  # type: ignore[attr-defined]
     assert fine.wait(timeout=5) == 0

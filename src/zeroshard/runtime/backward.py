@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from zeroshard.buffer import Meter
+from zeroshard.buffer import Flight, Lanes, Meter
 from zeroshard.comm.transport import Transport
 from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
@@ -35,7 +35,7 @@ __all__ = ["Backward"]
 class Backward:
     """One engine's gradients, from the first hook of a backward to the optimizer's step."""
 
-    def __init__(self, weights: Weights, *, meter: Meter, digest: Digest, transport: Transport) -> None:
+    def __init__(self, weights: Weights, *, streams: Lanes, meter: Meter, digest: Digest, transport: Transport) -> None:
         self.sync = True  # False inside no_sync()
         self.has_gradient = False  # since the last drop of everything
         self.changed = False  # since the last finalize
@@ -46,6 +46,7 @@ class Backward:
         self._meter = meter
         self._digest = digest
         self._transport = transport
+        self._streams = streams
         self._tasks: list[int] = []
         self._flights: dict[str, GradientPath] = {}  # reduces under way, oldest first
         self._reduced: set[int] = set()  # units handed over in this backward
@@ -128,6 +129,12 @@ class Backward:
         for path in self._flights.values():
             path.finish()
         self._flights.clear()
+
+    def gather_sums(self) -> None:
+        """Bring whole sums together where every rank steps everything: all at once, one wait of compute for all."""
+        works = [work for path in self.paths() if (work := path.gather_sums()) is not None]
+        if works:
+            Flight(works, self._streams, self._streams.mark("reduce")).wait()
 
     # ------------------------------------------------------------------ a pass
 

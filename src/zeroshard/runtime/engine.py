@@ -50,7 +50,9 @@ class Engine:
             prefetch_bytes=prefetch_bytes,
             ordered=not context.transport.one_sided,
         )
-        self._backward = Backward(self._weights, meter=context.meter, digest=self._digest, transport=context.transport)
+        self._backward = Backward(
+            self._weights, streams=context.streams, meter=context.meter, digest=self._digest, transport=context.transport
+        )
         self._scaler = LossScaler() if context.precision.needs_loss_scaling else None
         self._finalizer = Finalizer(self._backward, context.transport, self._digest, self._scaler)
         self._hooks = Hooks(module, plans, self._weights, self._backward, compute=context.precision.compute)

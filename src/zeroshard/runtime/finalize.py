@@ -65,8 +65,7 @@ class Finalizer:
         bad: str | None = None
         paths = backward.paths()
         backward.finish()
-        for path in paths:
-            path.gather_sums()
+        backward.gather_sums()
         for path in paths:
             if not path.average(scale):
                 bad = bad or path.key

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zeroshard.buffer import FlatBuffer, Flight, Lanes, Meter, empty_pages
-from zeroshard.comm.transport import GradBuffer, Transport
+from zeroshard.comm.transport import GradBuffer, Transport, Work
 from zeroshard.core.policy import Cells
 from zeroshard.core.precision import Precision
 
@@ -219,19 +219,21 @@ class GradientPath:
             self._meter.remove(self._flight_bytes)
             self._flight_bytes = 0
 
-    def gather_sums(self) -> None:
-        """Where every rank steps everything: bring the other ranks' slices of the sum here."""
+    def gather_sums(self) -> Work | None:
+        """Where every rank steps everything: start bringing the other ranks' slices of the sum here; the reduce is over.
+
+        On the reduce lane, whose own order is enough: nothing on compute has touched the sum. The caller waits and joins.
+        """
         resting = self.resting()
         if not self.sums_are_replicated or resting is None or self._transport.size == 1:
-            return
-        assert self._flight is None, self.key  # so the reduce lane's own order is enough: nothing on compute has touched the sum
+            return None
+        assert self._flight is None, self.key
         with self._streams.on("reduce"):
             self._streams.write(f"{self.key}.resting")
             work = self._transport.all_gather(self.key, resting.tensor[self._own], self.flat.layout.ranges, resting.tensor)
             if self.flat.full.device.type != "cpu":
-                work.wait()
-            event = self._streams.mark("reduce")
-        Flight([work], self._streams, event).wait()
+                work.wait()  # enqueues
+        return work
 
     def resting(self) -> Resting | None:
         """Return the resting gradient, if one is alive."""
