@@ -34,6 +34,7 @@ class Case:
     model: Callable[[], nn.Module]
     run: Callable[[nn.Module, Backward, int, int], list[torch.Tensor]]
     ddp: dict[str, Any] | None = field(default_factory=dict)  # how torch's DDP takes it; None: it cannot, so by hand
+    options: dict[str, Any] = field(default_factory=dict)  # of shard()
     gloo: bool = True  # whether the ranks gather the same units in the same order
 
 
@@ -80,7 +81,7 @@ def _train(rank: int, kind: str, case: Case, steps: int = STEPS, **options: Any)
         hand = ByHand(module)
         backward = hand.backward
     else:
-        engine = zs.shard(module, optimizer, policy=kind, stall_timeout_s=20, strict=True, **options)
+        engine = zs.shard(module, optimizer, policy=kind, stall_timeout_s=20, strict=True, **case.options, **options)
     seen: list[torch.Tensor] = []
     for step in range(steps):
         seen += case.run(module, backward, rank, step)
@@ -115,6 +116,18 @@ class Tied(Net):
     def __init__(self) -> None:
         super().__init__(WIDTH, 4)
         self.head.weight = self.embed.weight
+
+
+class Borrowing(Net):
+    """Uses the embedding's weight outside its module, as a head; a unit that the whole model spans has it there."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        logits = nn.functional.linear(self.norm(h), self.embed.weight) + self.head(h)
+        assert y is not None
+        return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
 class Checkpointed(Net):
@@ -392,6 +405,7 @@ _UNUSED = {"find_unused_parameters": True}
 CASES = {
     "tied embedding and head": Case(_seeded(Tied), _simple),
     "tied, two forwards": Case(_seeded(Tied), _two_forwards),
+    "a weight used outside its module": Case(_seeded(Borrowing), _simple, options={"units": [Block, ""]}),
     "checkpoint": Case(_seeded(Checkpointed, reentrant=False), _simple),
     "checkpoint reentrant": Case(_seeded(Checkpointed, reentrant=True), _simple),
     "checkpoint over two blocks": Case(_seeded(Checkpointed, reentrant=False, span=2), _simple),
