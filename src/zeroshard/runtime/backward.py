@@ -196,7 +196,7 @@ class Backward:
 
     def flush(self) -> None:
         """Reduce the partial sums that still rest here (every backward was inside ``no_sync``)."""
-        if any(path.has_local for unit in self._trainable for path in self._paths(unit)):
+        if any(path.has_local for path in self._all_paths):
             for unit in reversed(self._trainable):
                 for segment in unit.trainable:
                     self._reduce(unit, segment)
@@ -219,10 +219,9 @@ class Backward:
                         parameter.grad = self._seal_of(segment, index, parameter, path.resting() if holds else None)
         if self.optimizer is not None:
             self.optimizer.seal()
-            for unit in self._trainable:
-                for path in self._paths(unit):
-                    if path.flat.window.local.numel():
-                        path.let_go()
+            for path in self._all_paths:
+                if path.flat.window.local.numel():
+                    path.let_go()
 
     def _seal_of(self, segment: Segment, index: int, parameter: nn.Parameter, holds: object) -> SealedGrad:
         sealed = self._seals.get(id(parameter))

@@ -239,10 +239,9 @@ class GradientPath:
         """Return the resting gradient, if one is alive."""
         return self._held if self._held is not None else (self._resting() if self._resting is not None else None)
 
-    def let_go(self) -> Resting | None:
-        """Stop holding the resting gradient (its sealed gradients do) and return it."""
-        held, self._held = self.resting(), None
-        return held
+    def let_go(self) -> None:
+        """Stop holding the resting gradient: its sealed gradients do."""
+        self._held = None
 
     def drop(self, indices: Sequence[int]) -> None:
         """Forget the gradients of parameters `indices`: the user zeroed them."""
