@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from zeroshard.core.digest import Digest, first_difference
+from zeroshard.core.digest import Digest, first_difference, holders
 
 
 @dataclass(frozen=True)
@@ -93,3 +93,7 @@ def test_the_first_difference_is_found_and_a_log_that_ended_is_said() -> None:
     assert first_difference([["a", "b"], ["a", "c"]]) == (1, ["b", "c"])
     assert first_difference([["a", "b"], ["a"], ["a", "b"]]) == (1, ["b", "nothing", "b"])
     assert first_difference([["a"], ["a"]]) == (1, ["the same", "the same"])
+
+
+def test_who_holds_what_is_said_once_per_entry() -> None:
+    assert holders(["a", "b", "a"]) == "ranks 0, 2: a; rank 1: b"

@@ -36,7 +36,6 @@ def test_the_first_pass_predicts_nothing() -> None:
     order: Order[str] = Order()
     assert next_predictions(order, list("abc")) == [[], [], []]
     assert order.upcoming("forward", "a") == []
-    assert not order.is_known("forward") and not order.is_known("backward")
 
 
 def test_the_second_pass_predicts_what_follows() -> None:
@@ -70,13 +69,6 @@ def test_a_changed_order_is_followed_from_the_next_pass_on() -> None:
     run_pass(order, list("abcd"))
     run_pass(order, list("acbd"))
     assert next_predictions(order, list("acbd"))[0] == ["c", "b", "d"]
-
-
-def test_an_expected_order_predicts_the_first_pass() -> None:
-    order: Order[str] = Order()
-    order.expect("backward", reversed("abc"))
-    order.record("backward", "c")
-    assert order.predict("backward", "c", sizes=dict.fromkeys(UNITS, 1), live_bytes=0, budget_bytes=UNLIMITED) == ["b", "a"]
 
 
 def test_a_pass_without_units_keeps_the_trace() -> None:

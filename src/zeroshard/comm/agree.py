@@ -3,18 +3,21 @@
 Every rank sends a short ordered report (name -> text); all ranks read all reports and raise the same PlanMismatch, which names the first
 entry that differs and who holds what. A rank that has already failed sends its error instead, and the others raise that.
 
-Cost: one all-gather of text at ``shard()``; never called in a step.
+Cost: one all-gather of text, through the process group while there is no transport (`agree`), through the transport later (`compare`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
+from zeroshard.comm.transport import Transport
+from zeroshard.core.digest import first_difference, holders
 from zeroshard.errors import PlanMismatch, ZeroshardError
 
-__all__ = ["agree"]
+__all__ = ["agree", "compare"]
 
 
 def agree(group: dist.ProcessGroup | None, report: Mapping[str, str], *, error: ZeroshardError | None = None) -> None:
@@ -34,19 +37,20 @@ def agree(group: dist.ProcessGroup | None, report: Mapping[str, str], *, error: 
     for rank, (_, failure) in enumerate(theirs):
         if failure is not None:
             raise PlanMismatch(f"rank {rank} refused: {failure}")
-    reports = [entries for entries, _ in theirs]
-    for position in range(max(len(entries) for entries in reports)):
-        column = [entries[position] if position < len(entries) else ("nothing more", "") for entries in reports]
-        if len(set(column)) > 1:
-            raise PlanMismatch(_describe(column))
-
-
-def _describe(column: list[tuple[str, str]]) -> str:
-    holders: dict[tuple[str, str], list[int]] = {}
-    for rank, entry in enumerate(column):
-        holders.setdefault(entry, []).append(rank)
-    shown = "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {name} = {text}" for (name, text), ranks in holders.items()
+    _require_equal(
+        [entries for entries, _ in theirs],
+        "Build the same model with the same options on every rank (same seed), or use sync_from=0",
     )
-    first = column[0][0]
-    return f"the ranks disagree, first about {first!r}: {shown}. Build the same model with the same options on every rank (same seed), or use sync_from=0"
+
+
+def compare(transport: Transport, report: Mapping[str, str], *, remedy: str = "") -> None:
+    """Return when every rank of `transport` sent the same `report`; else raise PlanMismatch on every rank, with the `remedy`. Collective."""
+    answers = transport.exchange(json.dumps(list(report.items())).encode())
+    _require_equal([json.loads(answer) for answer in answers], remedy)
+
+
+def _require_equal(reports: Sequence[Sequence[tuple[str, str]]], remedy: str) -> None:
+    position, entries = first_difference([[f"{name} = {text}" for name, text in report] for report in reports])
+    if len(set(entries)) > 1:
+        name = next(report[position][0] for report in reports if position < len(report))
+        raise PlanMismatch(f"the ranks disagree, first about {name!r}: {holders(entries)}. {remedy}".rstrip(". "))

@@ -11,8 +11,9 @@ collective, 8 bytes per step on the wire.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
-__all__ = ["Digest", "first_difference"]
+__all__ = ["Digest", "first_difference", "holders"]
 
 _MASK = (1 << 64) - 1
 _PRIME = 0x100000001B3  # FNV-1a
@@ -53,7 +54,7 @@ class Digest:
         self._log.clear()
 
 
-def first_difference(logs: list[list[str]]) -> tuple[int, list[str]]:
+def first_difference(logs: Sequence[Sequence[str]]) -> tuple[int, list[str]]:
     """Return (position, each rank's entry there) of the first place where `logs` differ; "nothing" stands for a log that ended."""
     length = max(len(log) for log in logs)
     for position in range(length):
@@ -61,3 +62,11 @@ def first_difference(logs: list[list[str]]) -> tuple[int, list[str]]:
         if len(set(entries)) > 1:
             return position, entries
     return length, ["the same"] * len(logs)
+
+
+def holders(entries: Sequence[str]) -> str:
+    """Return who holds what, given each rank's entry: ``"ranks 0, 2: a; rank 1: b"``."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, entry in enumerate(entries):
+        ranks_of.setdefault(entry, []).append(rank)
+    return "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {entry}" for entry, ranks in ranks_of.items())

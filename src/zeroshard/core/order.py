@@ -96,14 +96,6 @@ class Order(Generic[U]):
         current = self._passes.get(phase)
         self._passes[phase] = _Pass() if current is None else _Pass(trace=current.so_far or current.trace)
 
-    def expect(self, phase: Hashable, units: Iterable[U]) -> None:
-        """Start a pass with `units` as its trace: a first backward, say, as its forward reversed."""
-        self._passes[phase] = _Pass(trace=list(units))
-
-    def is_known(self, phase: Hashable) -> bool:
-        """Whether the current pass of `phase` has a trace to predict from."""
-        return phase in self._passes and bool(self._passes[phase].trace)
-
     def record(self, phase: Hashable, unit: U) -> None:
         """Say that `unit` runs now. The first call for a phase starts its first pass."""
         current = self._passes.get(phase)

@@ -130,10 +130,12 @@ class Backward:
             path.finish()
         self._flights.clear()
 
-    def gather_sums(self) -> None:
-        """Bring whole sums together where every rank steps everything: all at once, one wait of compute for all."""
-        works = [work for path in self.paths() if (work := path.gather_sums()) is not None]
-        if works:
+    def gather_averages(self) -> None:
+        """Bring whole averages together where every rank steps everything: all at once, one fork and one wait for all."""
+        paths = [path for path in self.paths() if path.gathers_averages]
+        if paths:
+            self._streams.fork("reduce")
+            works = [path.gather_averages() for path in paths]
             Flight(works, self._streams, self._streams.mark("reduce")).wait()
 
     # ------------------------------------------------------------------ a pass

@@ -1,6 +1,6 @@
 """From resting sums to averaged gradients, agreed between the ranks: what stands between the last backward and the optimizer's step.
 
-    wait for the reduces . gather the sums (rows that step everything everywhere) . divide . exchange once: digest, used parameters, overflow
+    wait for the reduces . divide . gather the averages (rows that step everything everywhere) . exchange once: digest, used parameters, overflow
 
 ZeRO, section 5.2, leaves the norm to a reduction over partitions; here every rank sends the fp64 sums of squares of its pieces and all add
 them in rank order, so that the result is the same number on every rank and in every row. Division by the number of ranks comes after the
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from zeroshard.comm.transport import Transport
-from zeroshard.core.digest import Digest, first_difference
+from zeroshard.core.digest import Digest, first_difference, holders
 from zeroshard.errors import PlanMismatch, StateError
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
@@ -65,10 +65,10 @@ class Finalizer:
         bad: str | None = None
         paths = backward.paths()
         backward.finish()
-        backward.gather_sums()
         for path in paths:
             if not path.average(scale):
                 bad = bad or path.key
+        backward.gather_averages()
         finite = self._agree(bad)
         backward.changed = False
         self._result = Finalized(finite)
@@ -111,7 +111,7 @@ class Finalizer:
         step = f"step {self._digest.step}"  # differs where a fault let some ranks step and others not
         logs = [answer.decode().split("\n") for answer in self._transport.exchange("\n".join([step, *self._digest.log()]).encode())]
         position, entries = first_difference(logs)
-        shown = "; ".join(f"rank {rank}: {entry}" for rank, entry in enumerate(entries))
+        shown = holders(entries)
         if position == 0:
             raise PlanMismatch(f"the ranks are in different steps ({shown}): some have taken a step that others have not; load a checkpoint")
         raise PlanMismatch(

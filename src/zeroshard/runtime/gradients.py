@@ -219,15 +219,15 @@ class GradientPath:
             self._meter.remove(self._flight_bytes)
             self._flight_bytes = 0
 
-    def gather_sums(self) -> Work | None:
-        """Where every rank steps everything: start bringing the other ranks' slices of the sum here; the reduce is over.
+    @property
+    def gathers_averages(self) -> bool:
+        """Whether every rank steps everything, so that the other ranks' averages have to come here."""
+        return self.sums_are_replicated and self._transport.size > 1 and self.resting() is not None
 
-        On the reduce lane, whose own order is enough: nothing on compute has touched the sum. The caller waits and joins.
-        """
+    def gather_averages(self) -> Work:
+        """Start bringing the other ranks' averaged slices here, where `gathers_averages`. The caller forks, waits and joins."""
         resting = self.resting()
-        if not self.sums_are_replicated or resting is None or self._transport.size == 1:
-            return None
-        assert self._flight is None, self.key
+        assert resting is not None and self._flight is None, self.key
         with self._streams.on("reduce"):
             self._streams.write(f"{self.key}.resting")
             work = self._transport.all_gather(self.key, resting.tensor[self._own], self.flat.layout.ranges, resting.tensor)
@@ -274,14 +274,14 @@ class GradientPath:
         return [(p.shard_start, p.shard_stop) for p in layout.pieces_in(span) if p.index in indices]
 
     def average(self, loss_scale: float) -> bool:
-        """Divide the sum by the number of ranks and by `loss_scale` (a power of two); return whether every number is finite."""
+        """Divide our slice of the sum by the number of ranks and by `loss_scale` (a power of two); return whether all of it is finite."""
         resting = self.resting()
         if resting is None:
             return True
         self._streams.write(f"{self.key}.resting")
         divisor = 1.0 if resting.divided_by else self._transport.size * loss_scale
         total = torch.zeros((), dtype=torch.float32, device=resting.tensor.device)
-        chunks = _chunks(resting.tensor)
+        chunks = _chunks(resting.tensor[self._own])
         for chunk in chunks:
             if divisor != 1.0:
                 chunk.div_(divisor)

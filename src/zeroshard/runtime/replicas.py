@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import xxhash
 
-from zeroshard.comm.mesh import compare
+from zeroshard.comm.agree import compare
 from zeroshard.comm.transport import Transport
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.unit import Unit, UnitState
@@ -42,4 +42,4 @@ def compare_replicas(units: Sequence[Unit], optimizer: ShardedOptimizer | None, 
             state = optimizer.optimizer.state.get(piece.tensor, {})
             tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
             named[f"optimizer state of {piece.name}"] = digest_of(piece.tensor, *tensors)
-    compare(transport, named, remedy="they must hold the same bits: memory was corrupted or written to on one rank; go back to the last checkpoint")
+    compare(transport, named, remedy="They must hold the same bits: memory was corrupted or written to on one rank; go back to the last checkpoint")

@@ -19,7 +19,7 @@ import torch
 
 from zeroshard.buffer import Lanes, Meter
 from zeroshard.core.digest import Digest
-from zeroshard.core.order import Order
+from zeroshard.core.order import Order, to_evict
 from zeroshard.core.precision import dtype_name
 from zeroshard.errors import StateError
 from zeroshard.runtime.unit import Unit, UnitState
@@ -62,7 +62,7 @@ class Weights:
         if unit.state is UnitState.FULL:
             return
         if unit.state is UnitState.RESTING:
-            self._make_room(unit)
+            self._make_room(unit, phase)
             self.start(unit)
         self._prefetched.pop(unit.index, None)
         unit.finish_gather()
@@ -87,12 +87,12 @@ class Weights:
             self.trace("gather", unit.name)
         unit.start_gather(self._streams, fork=fork)
 
-    def _make_room(self, unit: Unit) -> None:
+    def _make_room(self, unit: Unit, phase: Phase) -> None:
         """Let go of what was prefetched for another order, then wait for reduces, until `unit` fits the budget."""
         excess = self._meter.live + unit.full_bytes - self.budget_bytes
-        if excess > 0 and self._prefetched:
-            for other in list(self._prefetched.values()):
-                self.discard(other)
+        upcoming = self._order.upcoming(phase, unit.index)
+        for index in to_evict(self._prefetched, upcoming, sizes=self._sizes, excess_bytes=excess):
+            self.discard(self.units[index])
         self.make_room(unit.full_bytes)
 
     def _prefetch(self, unit: Unit, phase: Phase) -> None:
