@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroshard.buffer import Meter
+from zeroshard.buffer import Meter, PagePool
 from zeroshard.comm.agree import agree
 from zeroshard.comm.select import make_transport
 from zeroshard.config import Config, build_config
@@ -107,6 +107,7 @@ def shard(
         transport=transport,
         streams=make_streams(device),
         meter=Meter(),
+        pages=PagePool(),
         device=device,
         trains=optimizer is not None,
         strict=settings.strict,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from torch import nn
 
 import zeroshard as zs
 from tests.harness import run_ranks
+from zeroshard.buffer import PagePool
 
 
 def _running_mean(rank: int, world: int, broadcast: bool) -> tuple[list[float], list[float]]:
@@ -33,3 +36,19 @@ def test_buffers_follow_ddp_with_and_without_broadcast() -> None:
     for broadcast in (False, True):
         for ours, ddps in run_ranks(2, _running_mean, broadcast):
             assert ours == ddps
+
+
+def test_large_tensors_come_on_pages_that_are_used_again_once_their_last_view_is_gone() -> None:
+    pool = PagePool()
+    first = pool.empty(1 << 20, torch.float32, torch.device("cpu"))
+    address, view = first.data_ptr(), first[5:]
+    first.fill_(3)
+    del first
+    other = pool.empty(1 << 20, torch.float32, torch.device("cpu"))
+    assert other.data_ptr() != address and bool((view == 3).all()), "a view keeps its pages"
+    del view
+    assert pool.empty(1 << 20, torch.float32, torch.device("cpu")).data_ptr() == address
+    outlives = pool.empty(1 << 20, torch.float32, torch.device("cpu")).fill_(7)
+    del pool
+    gc.collect()
+    assert bool((outlives == 7).all())

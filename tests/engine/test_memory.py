@@ -122,7 +122,8 @@ def _shared_rest(rank: int, world: int) -> tuple[int, int, int]:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # what the C allocator keeps for itself is not ours to measure
         with open("/proc/self/smaps_rollup") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+            kib = {name.strip(): int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.endswith("kB\n")}
+        return 1024 * (kib["Pss"] - kib["LazyFree"])  # what the kernel may take at any moment is not held
 
     def train(layers: int) -> tuple[int, Any]:
         torch.manual_seed(0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeroshard.buffer import FlatBuffer, Lanes, Meter
+from zeroshard.buffer import FlatBuffer, Lanes, Meter, PagePool
 from zeroshard.comm.transport import Transport
 from zeroshard.core.layout import Layout
 from zeroshard.core.policy import Policy
@@ -33,6 +33,7 @@ class Context:
     transport: Transport
     streams: Lanes
     meter: Meter
+    pages: PagePool
     device: torch.device
     trains: bool  # an optimizer is there, or will be: masters are kept
     strict: bool = False
@@ -90,9 +91,9 @@ def _build_segment(
     whole = not cells.optim.is_sharded
     if trainable:
         if context.trains:
-            segment.make_master(whole=whole, dtype=context.precision.master)
+            segment.make_master(whole=whole, dtype=context.precision.master, pages=context.pages)
         segment.grad = GradientPath(
-            flat, cells, context.precision, transport=context.transport, streams=context.streams, meter=context.meter
+            flat, cells, context.precision, transport=context.transport, streams=context.streams, meter=context.meter, pages=context.pages
         )
     segment.store([p.data for p in parameters], whole_master=whole)
     return segment

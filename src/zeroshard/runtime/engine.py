@@ -112,7 +112,7 @@ class Engine:
             whole = not unit.cells.optim.is_sharded
             for segment in unit.trainable:
                 if segment.master is None:
-                    segment.make_master(whole=whole, dtype=self._context.precision.master)
+                    segment.make_master(whole=whole, dtype=self._context.precision.master, pages=self._context.pages)
                 for piece in self._owned(segment, whole):
                     pieces.setdefault(id(piece.parameter), []).append(piece)
         sharded = ShardedOptimizer(optimizer, self, rank=self._context.transport.rank, world=self._context.transport.size)
@@ -373,6 +373,7 @@ class Engine:
             self._sharded.detach()
         self._context.transport.begin_write()
         self._context.transport.close()
+        self._context.pages.clear()
         self._closed = True
 
     # ------------------------------------------------------------------ helpers

@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zeroshard.buffer import FlatBuffer, Flight, Lanes, Meter, empty_pages
+from zeroshard.buffer import FlatBuffer, Flight, Lanes, Meter, PagePool
 from zeroshard.comm.transport import GradBuffer, Transport, Work
 from zeroshard.core.policy import Cells
 from zeroshard.core.precision import Precision
 
 __all__ = ["GradientPath", "Resting"]
 
-_CHUNK = 1 << 16  # elements; two chunks of fp32 stay in a core's own cache
+_CHUNK = 1 << 17  # elements: a chunk of fp32 stays in a core's own cache
 
 
 class Resting:
@@ -41,7 +41,15 @@ class GradientPath:
     """The gradients of one trainable segment."""
 
     def __init__(
-        self, flat: FlatBuffer, cells: Cells, precision: Precision, *, transport: Transport, streams: Lanes, meter: Meter
+        self,
+        flat: FlatBuffer,
+        cells: Cells,
+        precision: Precision,
+        *,
+        transport: Transport,
+        streams: Lanes,
+        meter: Meter,
+        pages: PagePool,
     ) -> None:
         self.flat = flat
         self.cells = cells
@@ -50,6 +58,7 @@ class GradientPath:
         self._transport = transport
         self._streams = streams
         self._meter = meter
+        self._pages = pages
         self._buffer: GradBuffer | None = None
         self._views: list[torch.Tensor] = []
         self._seen = [False] * len(self.used)
@@ -123,7 +132,7 @@ class GradientPath:
 
     def _add_partial(self, index: int, grad: torch.Tensor) -> None:
         if self._partial is None:
-            self._partial = empty_pages(self.flat.layout.numel, self.precision.accumulate, self.flat.full.device)
+            self._partial = self._pages.empty(self.flat.layout.numel, self.precision.accumulate, self.flat.full.device)
         view = self.flat.views_of(self._partial)[index]
         if self._partial_seen[index]:
             view.add_(grad)
@@ -204,7 +213,7 @@ class GradientPath:
         layout = self.flat.layout
         numel = layout.numel if self.sums_are_replicated else layout.shares[self._transport.rank]
         self._streams.alloc(f"{self.key}.resting")
-        self._held = Resting(empty_pages(numel, self.precision.accumulate, self.flat.full.device))
+        self._held = Resting(self._pages.empty(numel, self.precision.accumulate, self.flat.full.device))
         self._resting = weakref.ref(self._held)
         return self._held, True
 
@@ -280,16 +289,17 @@ class GradientPath:
             return True
         self._streams.write(f"{self.key}.resting")
         divisor = 1.0 if resting.divided_by else self._transport.size * loss_scale
-        total = torch.zeros((), dtype=torch.float32, device=resting.tensor.device)
-        chunks = _chunks(resting.tensor[self._own])
+        own = resting.tensor[self._own]
+        resting.divided_by = resting.divided_by or divisor
+        chunks = (own,) if divisor == 1.0 else _chunks(own)
+        total = torch.zeros((), dtype=torch.float32, device=own.device)
         for chunk in chunks:
             if divisor != 1.0:
                 chunk.div_(divisor)
             total += chunk.sum(dtype=torch.float32)
-        resting.divided_by = resting.divided_by or divisor
         if bool(torch.isfinite(total)):
             return True
-        return all(bool(torch.isfinite(chunk).all()) for chunk in chunks)  # the sum itself may have overflowed
+        return all(bool(torch.isfinite(chunk).all()) for chunk in _chunks(own))  # the sum itself may have overflowed
 
     def first_bad(self) -> str | None:
         """Return the name of the first parameter here whose averaged gradient is not finite."""

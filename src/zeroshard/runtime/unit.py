@@ -24,7 +24,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from zeroshard.buffer import FlatBuffer, Flight, Lanes, empty_pages, gather, poison_value
+from zeroshard.buffer import FlatBuffer, Flight, Lanes, PagePool, gather, poison_value
 from zeroshard.core.layout import Piece
 from zeroshard.core.policy import Cells
 from zeroshard.errors import StateError
@@ -94,13 +94,13 @@ class Segment:
         layout = self.flat.layout
         return layout.pieces_in((0, layout.numel)) if whole else layout.pieces(self.rank)
 
-    def make_master(self, *, whole: bool, dtype: torch.dtype) -> None:
+    def make_master(self, *, whole: bool, dtype: torch.dtype, pages: PagePool) -> None:
         """Take the weights as master where they have its dtype; else allocate one and fill it from the weights at rest."""
         weight = self.flat.full if whole else self.flat.window.local
         if self.flat.dtype is dtype:
             self.master = weight
             return
-        self.master = empty_pages(weight.numel(), dtype, weight.device)
+        self.master = pages.empty(weight.numel(), dtype, weight.device)
         self.master.copy_(weight)
 
     def store(self, values: Sequence[torch.Tensor], *, whole_master: bool) -> None:
