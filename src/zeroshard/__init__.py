@@ -16,20 +16,24 @@ from typing import TYPE_CHECKING
 from zeroshard._version import __version__
 
 if TYPE_CHECKING:
-    from zeroshard.api import init_distributed, shard
+    from zeroshard.api import deferred_init, init_distributed, materialize, shard
+    from zeroshard.checkpoint.pretrained import LoadReport, load_pretrained
     from zeroshard.config import Comm, Config, Offload
     from zeroshard.core.policy import Policy
     from zeroshard.core.precision import Precision
     from zeroshard.errors import CheckpointError, ConfigError, PeerLostError, PlanMismatch, StallError, StateError, ZeroshardError
+    from zeroshard.runtime.ema import EMA
     from zeroshard.runtime.engine import Engine
     from zeroshard.runtime.reports import MemoryReport, TrafficReport
 
 __all__ = [
+    "EMA",
     "CheckpointError",
     "Comm",
     "Config",
     "ConfigError",
     "Engine",
+    "LoadReport",
     "MemoryReport",
     "Offload",
     "PeerLostError",
@@ -41,16 +45,21 @@ __all__ = [
     "TrafficReport",
     "ZeroshardError",
     "__version__",
+    "deferred_init",
     "init_distributed",
+    "load_pretrained",
+    "materialize",
     "shard",
 ]
 
 _HOMES = {
-    "zeroshard.api": ("init_distributed", "shard"),
+    "zeroshard.api": ("deferred_init", "init_distributed", "materialize", "shard"),
+    "zeroshard.checkpoint.pretrained": ("LoadReport", "load_pretrained"),
     "zeroshard.config": ("Comm", "Config", "Offload"),
     "zeroshard.core.policy": ("Policy",),
     "zeroshard.core.precision": ("Precision",),
     "zeroshard.errors": ("CheckpointError", "ConfigError", "PeerLostError", "PlanMismatch", "StallError", "StateError", "ZeroshardError"),
+    "zeroshard.runtime.ema": ("EMA",),
     "zeroshard.runtime.engine": ("Engine",),
     "zeroshard.runtime.reports": ("MemoryReport", "TrafficReport"),
 }

@@ -6,8 +6,8 @@ parameter is touched; afterwards nothing is refused any more.
 
 from __future__ import annotations
 
-import ctypes
 import os
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ from torch import nn
 from zeroshard.buffer import Meter, PagePool
 from zeroshard.comm.agree import agree
 from zeroshard.comm.select import make_transport
+from zeroshard.comm.transport import Transport
 from zeroshard.config import Config, build_config
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.errors import ConfigError, ZeroshardError
+from zeroshard.nn.deferred import allocate, deferred_init, fingerprint_of, materialize, refuse_inside
 from zeroshard.optim.elementwise import check_elementwise
 from zeroshard.optim.sharded import check_parameters
 from zeroshard.runtime.build import Context, compute_dtype
@@ -31,7 +33,7 @@ from zeroshard.runtime.hooks import OWNED
 from zeroshard.runtime.replicas import digest_of
 from zeroshard.runtime.streams import make_streams
 
-__all__ = ["init_distributed", "shard"]
+__all__ = ["deferred_init", "init_distributed", "materialize", "shard"]
 
 
 def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -> None:
@@ -68,7 +70,8 @@ def shard(
     all ranks); `sync_from` a rank whose weights and buffers all others take (default: the ranks' weights are compared). Further keywords
     are those of Config: precision, comm, offload, prefetch_bytes, stall_timeout_s,
     strict (compare what was written to released parameters by value), verify_every (compare replicated state every that many steps),
-    broadcast_buffers (every forward takes rank 0's buffers, as DDP does). Collective.
+    broadcast_buffers (every forward takes rank 0's buffers, as DDP does), gradient_clipping (what a step clips the norm to where
+    ``clip_grad_norm_()`` was not called), and DeepSpeed's three batch sizes, which are compared with the ranks. Collective.
 
     Raises ConfigError for what cannot be done, and PlanMismatch where the ranks disagree, on every rank, before anything is changed.
     """
@@ -78,9 +81,11 @@ def shard(
     try:
         settings = build_config(config, stage=stage, policy=policy, units=units, **overrides)
         settings.refuse_unsupported()
+        settings.check_batch(1 if group is None else group.size())
         world = 1 if group is None else group.size()
         if sync_from is not None and not 0 <= sync_from < world:
             raise ConfigError(f"sync_from={sync_from} is not a rank of this group of {world}")
+        refuse_inside("shard()")
         _check_model(model, optimizer, group)
         precision = settings.resolved_precision()
         _check_precision(model, precision)
@@ -99,8 +104,11 @@ def shard(
         stall_timeout_s=settings.stall_timeout_s,
         pool_bytes=2 * max(plan.numel for plan in plans) * precision.wire.itemsize,
     )
-    if sync_from is not None:
-        _broadcast(model, transport, sync_from)
+
+    def prepare(tensors: Iterable[torch.Tensor]) -> None:
+        _prepare(tensors, transport, sync_from)
+
+    prepare(model.buffers())
     context = Context(
         policy=settings.resolved_policy(),
         precision=precision,
@@ -113,19 +121,13 @@ def shard(
         strict=settings.strict,
         verify_every=settings.verify_every,
         broadcast_buffers=settings.broadcast_buffers,
+        clip_norm=settings.gradient_clipping,
+        prepare=prepare,
     )
     engine = Engine(model, plans, context, prefetch_bytes=settings.prefetch_bytes)
-    _return_freed_memory()
     if optimizer is not None:
         engine.attach(optimizer)
     return engine
-
-
-def _return_freed_memory() -> None:
-    """Let the allocator give the pages of the original parameters back to the system (glibc keeps them otherwise)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _group_of(mesh: Any) -> dist.ProcessGroup | None:
@@ -198,6 +200,7 @@ def _report(
         "strict": str(settings.strict),
         "verify_every": str(settings.verify_every),
         "broadcast_buffers": str(settings.broadcast_buffers),
+        "gradient_clipping": str(settings.gradient_clipping),
     }
     for name, parameter in named_parameters_once(model).items():
         kind = f"{tuple(parameter.shape)} {dtype_name(compute_dtype(parameter, precision))} {'trained' if parameter.requires_grad else 'frozen'}"
@@ -213,13 +216,22 @@ def _report(
                 report[f"optimizer param group {index}: {key}"] = repr(value)
     if values:
         for name, parameter in named_parameters_once(model).items():
-            report[f"initial value of {name}"] = digest_of(parameter)
+            recipe = fingerprint_of(parameter)
+            report[f"initial value of {name}"] = digest_of(parameter) if recipe is None else f"deferred {recipe}"
     return report
 
 
-def _broadcast(model: nn.Module, transport: Any, source: int) -> None:
+def _prepare(tensors: Iterable[torch.Tensor], transport: Transport, source: int | None) -> None:
+    """Give deferred `tensors` their values, and with `source` give all of them that rank's."""
+    tensors = list(tensors)
+    if source is None or transport.rank == source:
+        materialize(*tensors)
+    else:
+        allocate(*tensors)
+    if source is None:
+        return
     with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
+        for tensor in tensors:
             dense = tensor.data.contiguous()
             transport.broadcast(dense, source)
             if dense.data_ptr() != tensor.data_ptr():

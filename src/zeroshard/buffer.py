@@ -15,6 +15,7 @@ It does not know modules, parameters or autograd; those are runtime/unit.py's.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import weakref
 from collections.abc import Hashable, Sequence
@@ -27,7 +28,7 @@ from zeroshard.comm.transport import Transport, Work
 from zeroshard.core.layout import Layout
 from zeroshard.core.placement import Placement
 
-__all__ = ["FlatBuffer", "Flight", "Lanes", "Meter", "PagePool", "poison_value"]
+__all__ = ["FlatBuffer", "Flight", "Lanes", "Meter", "PagePool", "poison_value", "return_freed_memory"]
 
 _HUGE_BYTES = 2 * 2**20  # below this the allocator's own free lists serve as well
 _HAS_ADVICE = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_FREE")
@@ -92,6 +93,13 @@ def _take_back(pool: weakref.ref[PagePool], pages: mmap.mmap) -> None:
     alive = pool()
     if alive is not None:
         alive.take_back(pages)
+
+
+def return_freed_memory() -> None:
+    """Let the allocator give freed pages back to the system: glibc keeps what is below 32 MB, and small objects soon lie between."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def poison_value(dtype: torch.dtype) -> float | int | bool:

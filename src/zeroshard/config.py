@@ -66,6 +66,10 @@ class Config(_Strict):
     strict: bool = False
     verify_every: int | None = Field(default=None, ge=1)
     broadcast_buffers: bool = False
+    gradient_clipping: float | None = Field(default=None, gt=0)  # what a step clips the norm to where clip_grad_norm_() was not called
+    train_batch_size: int | None = Field(default=None, ge=1)  # compared with the product of the next two and the ranks
+    train_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)
+    gradient_accumulation_steps: int | None = Field(default=None, ge=1)
 
     @field_validator("stage")
     @classmethod
@@ -103,6 +107,17 @@ class Config(_Strict):
     def resolved_precision(self) -> Precision:
         """Return the dtypes in force."""
         return PRECISIONS[self.precision] if isinstance(self.precision, str) else self.precision
+
+    def check_batch(self, num_ranks: int) -> None:
+        """Raise ConfigError unless the batch sizes that were given multiply to one another over `num_ranks`."""
+        sizes = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
+        total, micro, steps = sizes
+        if total is None or micro is None or steps is None:
+            return
+        if total != micro * steps * num_ranks:
+            raise ConfigError(
+                f"train_batch_size={total} is not train_micro_batch_size_per_gpu={micro} x gradient_accumulation_steps={steps} x {num_ranks} ranks"
+            )
 
     def refuse_unsupported(self) -> None:
         """Raise ConfigError for what this version cannot honour."""
@@ -143,6 +158,70 @@ class Config(_Strict):
         return build_config(data)
 
 
+    @classmethod
+    def read(cls, source: Config | dict[str, Any] | str | Path | None) -> Config:
+        """Return the configuration in `source`: one of ours (a Config, a dict, a path to JSON, None for the defaults), or DeepSpeed's."""
+        data = _read_json(source) if isinstance(source, (str, Path)) else source
+        if isinstance(data, dict) and "zero_optimization" in data:
+            return cls.from_deepspeed(data)
+        return build_config(data)
+
+    @classmethod
+    def from_deepspeed(cls, source: str | Path | dict[str, Any]) -> Config:
+        """Read a DeepSpeed configuration: a path to its JSON, or the dict.
+
+        Read are ``zero_optimization.stage``, ``bf16``/``fp16`` ``enabled``, ``gradient_clipping`` and the three batch keys; "auto" leaves a key
+        to whoever fills it in (``zeroshard.integrations.transformers``), and to our default otherwise. As in DeepSpeed, a configuration
+        without ``gradient_clipping`` clips at 1.0 (0 switches it off). Every other key raises ConfigError by name: an option without effect
+        is an error here.
+        """
+        data = _read_json(source) if isinstance(source, (str, Path)) else source
+        if not isinstance(data, dict):
+            raise ConfigError(f"a DeepSpeed configuration is a JSON object, not a {type(data).__name__}")
+        fields: dict[str, Any] = {"stage": 0, "gradient_clipping": 1.0}
+        for key, value in data.items():
+            if key in _BATCH_KEYS:
+                fields[key] = None if value == "auto" else value
+            elif key == "gradient_clipping":
+                fields[key] = None if value in ("auto", 0) else value
+            elif key == "zero_optimization":
+                fields["stage"] = _section_value(key, value, "stage", 0)
+            elif key in _HALF_PRECISIONS:
+                if _section_value(key, value, "enabled", False):
+                    if "precision" in fields:
+                        raise ConfigError("bf16 and fp16 are both enabled: one of them decides")
+                    fields["precision"] = _HALF_PRECISIONS[key]
+            else:
+                known = [*_BATCH_KEYS, *_HALF_PRECISIONS, "gradient_clipping", "zero_optimization"]
+                raise ConfigError(f"DeepSpeed's key {key!r} is not supported in this version{nearest(key, known)}: leave it out")
+        if isinstance(fields["stage"], bool):  # what stage 1 was called once
+            fields["stage"] = int(fields["stage"])
+        return build_config({key: value for key, value in fields.items() if value is not None})
+
+
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_HALF_PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
+
+
+def _section_value(section: str, value: Any, name: str, default: Any) -> Any:
+    """Return the one key of a section that is read; "auto" is the default, and any other key is refused."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"DeepSpeed's section {section!r} is an object, not {value!r}")
+    others = [key for key in value if key != name]
+    if others:
+        raise ConfigError(f"DeepSpeed's key '{section}.{others[0]}' is not supported in this version{nearest(others[0], [name])}: leave it out")
+    return default if value.get(name, "auto") == "auto" else value[name]
+
+
+def _read_json(path: str | Path) -> Any:
+    try:
+        return json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"config={str(path)!r} cannot be read: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"config={str(path)!r} is not JSON: {error}") from None
+
+
 def _policy_name(policy: str | Policy) -> str:
     return policy if isinstance(policy, str) else policy.name
 
@@ -164,12 +243,7 @@ def build_config(source: Config | dict[str, Any] | str | Path | None, **override
     """
     data: dict[str, Any] = {}
     if isinstance(source, (str, Path)):
-        try:
-            data = json.loads(Path(source).read_text())
-        except OSError as error:
-            raise ConfigError(f"config={str(source)!r} cannot be read: {error.strerror}") from None
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"config={str(source)!r} is not JSON: {error}") from None
+        data = _read_json(source)
     elif isinstance(source, Config):
         data = {name: getattr(source, name) for name in source.model_fields_set}
     elif source is not None:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from tests.engine.common import ROWS, Block, Net, Run, batch, make_model, two_groups
+from tests.engine.common import ROWS, TRANSPORTS, Block, Net, Run, batch, make_model, two_groups
 from tests.harness import run_ranks
 from zeroshard.errors import ConfigError, StateError
 
@@ -627,3 +627,47 @@ def test_a_parameter_with_gaps_in_its_memory_trains_as_a_dense_one() -> None:
     engine.close()
     for name, value in models[0].state_dict().items():
         torch.testing.assert_close(models[1].state_dict()[name], value)
+
+
+class Branches(nn.Module):
+    """Each rank runs a branch of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(7, 19)
+        self.branches = nn.ModuleList(nn.Linear(19, 19) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        h: torch.Tensor = self.branches[branch](self.stem(x))
+        return h.square().mean()
+
+
+def _clipped_branches(rank: int, world: int, transport: str) -> None:
+    states = {}
+    rows = ["ddp", "zero1", "zero2"] + ["zero3"] * (transport == "shared_memory")  # two-sided gathers need the same units on every rank
+    for kind in ["torch-ddp", *rows]:
+        torch.manual_seed(0)
+        model = Branches()
+        optimizer = two_groups(model)
+        engine = None if kind == "torch-ddp" else zs.shard(model, optimizer, policy=kind, comm=zs.Comm.model_validate({"transport": transport}))
+        runs = DistributedDataParallel(model, find_unused_parameters=True) if engine is None else model
+        for step in range(3):
+            runs(torch.full((2, 7), 1.0 + rank + step), rank + step % 2).backward()
+            if engine is None:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-2, error_if_nonfinite=True)
+            else:
+                norm = engine.clip_grad_norm_(1e-2)
+            assert norm > 1e-2
+            optimizer.step()
+            optimizer.zero_grad()
+        states[kind] = model.state_dict() if engine is None else engine.full_state_dict(rank0_only=False)
+        if engine is not None:
+            engine.close()
+    for name, value in states["torch-ddp"].items():
+        torch.testing.assert_close(states["ddp"][name], value)
+        assert all(torch.equal(states[row][name], states["ddp"][name]) for row in rows), name
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_clipping_counts_and_keeps_gradients_that_only_other_ranks_have(transport: str) -> None:
+    run_ranks(2, _clipped_branches, transport)

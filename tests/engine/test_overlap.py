@@ -107,4 +107,4 @@ def test_a_flipped_bit_in_a_replicated_weight_is_found_within_verify_every_steps
     for row in ("ddp", "zero1"):
         for found in run_ranks(2, _flipped, row):
             assert found.startswith("5 "), found
-            assert "blocks.0" in found and "rank(s) [1]" in found
+            assert "blocks.0" in found and "rank 1: weights of unit blocks.0 = " in found

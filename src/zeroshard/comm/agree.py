@@ -29,28 +29,29 @@ def agree(group: dist.ProcessGroup | None, report: Mapping[str, str], *, error: 
         if error is not None:
             raise error
         return
-    mine = (list(report.items()), None if error is None else str(error))
-    theirs: list[tuple[list[tuple[str, str]], str | None]] = [mine] * group.size()
+    mine = _packed(report, error)
+    theirs = [mine] * group.size()
     dist.all_gather_object(theirs, mine, group=group)
+    _settle(theirs, error, "Build the same model with the same options on every rank (same seed), or use sync_from=0")
+
+
+def compare(transport: Transport, report: Mapping[str, str], *, error: ZeroshardError | None = None, remedy: str = "") -> None:
+    """As `agree`, through a transport, with a `remedy` of the caller's."""
+    _settle([answer.decode() for answer in transport.exchange(_packed(report, error).encode())], error, remedy)
+
+
+def _packed(report: Mapping[str, str], error: ZeroshardError | None) -> str:
+    return json.dumps([[f"{name} = {text}" for name, text in report.items()], None if error is None else str(error)])
+
+
+def _settle(everyone: Sequence[str], error: ZeroshardError | None, remedy: str) -> None:
     if error is not None:
         raise error
-    for rank, (_, failure) in enumerate(theirs):
+    answers = [json.loads(answer) for answer in everyone]
+    for rank, (_, failure) in enumerate(answers):
         if failure is not None:
             raise PlanMismatch(f"rank {rank} refused: {failure}")
-    _require_equal(
-        [entries for entries, _ in theirs],
-        "Build the same model with the same options on every rank (same seed), or use sync_from=0",
-    )
-
-
-def compare(transport: Transport, report: Mapping[str, str], *, remedy: str = "") -> None:
-    """Return when every rank of `transport` sent the same `report`; else raise PlanMismatch on every rank, with the `remedy`. Collective."""
-    answers = transport.exchange(json.dumps(list(report.items())).encode())
-    _require_equal([json.loads(answer) for answer in answers], remedy)
-
-
-def _require_equal(reports: Sequence[Sequence[tuple[str, str]]], remedy: str) -> None:
-    position, entries = first_difference([[f"{name} = {text}" for name, text in report] for report in reports])
+    position, entries = first_difference([report for report, _ in answers])
     if len(set(entries)) > 1:
-        name = next(report[position][0] for report in reports if position < len(report))
+        name = next(report[position] for report, _ in answers if position < len(report)).split(" = ")[0]
         raise PlanMismatch(f"the ranks disagree, first about {name!r}: {holders(entries)}. {remedy}".rstrip(". "))

@@ -144,11 +144,13 @@ class Mailroom:
         far: Callable[[], set[int]] = set,
         idle: Callable[[], None] | None = None,
         stall_timeout_s: float,
+        patient: bool = True,
     ) -> None:
         """Return when `ready()`; until then call `progress`, serve the peers and relieve those that are stuck.
 
         `near` and `far` name the ranks awaited; `far` may be slow and is asked only for the error. `idle` is called when nothing was heard
-        for 2 ms. Raises StallError, PeerLostError, and StateError where an awaited near rank has abandoned this generation.
+        for 2 ms; not `patient`: look again every 2 ms, since `progress` serves others than those who can wake us. Raises StallError,
+        PeerLostError, and StateError where an awaited near rank has abandoned this generation.
         """
         deadline = time.monotonic() + stall_timeout_s
         patience_s = IDLE_S
@@ -166,14 +168,18 @@ class Mailroom:
                     f"{what}: rank(s) {names} did not come within {stall_timeout_s:g} s; see what they are doing, or raise stall_timeout_s "
                     f"if they are only slow"
                 )
-            while self.counts.stuck:
-                self._meetings.relieve(self.counts.stuck.pop())
+            self.relieve_stuck()
             if self.collect(min(patience_s, deadline - now + 0.001)):
                 patience_s = IDLE_S
             elif time.monotonic() - now >= IDLE_S:
-                patience_s = _PATIENT_S
+                patience_s = _PATIENT_S if patient else IDLE_S
                 if idle is not None:
                     idle()
+
+    def relieve_stuck(self) -> None:
+        """Copy out what lies in the slots of ranks that are stuck ([Note: relief]); we are blocked."""
+        while self.counts.stuck:
+            self._meetings.relieve(self.counts.stuck.pop())
 
     def _require_same_generation(self, peers: Sequence[int], what: str) -> None:
         """Raise StateError when one of `peers` has forgotten what we wait for."""

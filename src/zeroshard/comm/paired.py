@@ -4,9 +4,9 @@
 copies (or aliases) near slices and receives far ones (``windows.py``). A reduce announces our slot to near peers, sends slices to far
 peers, and sums our slice of everybody's part in the canonical order once it is complete (``parts.py``, ``ordered.py``).
 
-Invariant: every blocking call serves the near peers while it waits, so ranks may run units in different order. One-sided without far
-peers: a gather needs nothing from the peers' programs but that they have published. With far peers the n-th operation of a key meets the
-n-th.
+Invariant: every blocking call serves the near peers while it waits (those of all engines of the process), so ranks may run units in
+different order. One-sided without far peers: a gather needs nothing from the peers' programs but that they have published. With far peers
+the n-th operation of a key meets the n-th.
 
 Cost per rank, N equal shares, buffer of B bytes: a gather and a reduce bring ``B (N-1)/N`` each; of that, near gathers of aliased windows
 move nothing. One control record per near peer and operation, one message per far peer. Calls are for one thread at a time.
@@ -15,6 +15,7 @@ move nothing. One control record per near peer and operation, one message per fa
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,6 +33,8 @@ from zeroshard.core.layout import Range
 from zeroshard.errors import PlanMismatch
 
 __all__ = ["PairedTransport"]
+
+_live: weakref.WeakSet[PairedTransport] = weakref.WeakSet()  # of this process: a wait in one serves the peers of all
 
 _BROADCAST_BYTES = 16 << 20
 
@@ -68,6 +71,7 @@ class PairedTransport:
         self.mail = Mailroom(links, self.near, self.collectives.meetings, self.collectives.slots.release)
         self.messages = GlooPeers(connections, rank, wake=links.wake, wait=self._wait_transfer)
         self._gathers: list[GatherWork] = []
+        _live.add(self)
 
     # ------------------------------------------------------------------------------------------------ windows
 
@@ -142,8 +146,22 @@ class PairedTransport:
         far: Callable[[], set[int]] = set,
         idle: Callable[[], None] | None = None,
     ) -> None:
-        """Serve the peers until `ready()`; see Mailroom.wait_until."""
-        self.mail.wait_until(ready, what, progress=self.progress, near=near, far=far, idle=idle, stall_timeout_s=self.stall_timeout_s)
+        """Serve the peers until `ready()`; see Mailroom.wait_until.
+
+        The peers of every engine of this process: two engines in one backward may have one rank wait in the first for a rank that waits in
+        the second.
+        """
+        others = [transport for transport in _live if transport is not self and transport.near]
+
+        def progress() -> None:
+            self.progress()
+            for transport in others:
+                transport.progress()
+                transport.mail.relieve_stuck()
+
+        self.mail.wait_until(
+            ready, what, progress=progress, near=near, far=far, idle=idle, stall_timeout_s=self.stall_timeout_s, patient=not others
+        )
 
     def _wait_transfer(self, transfer: Transfer) -> None:
         self.wait_until(transfer.done, transfer.what, far=transfer.awaited)
@@ -221,6 +239,7 @@ class PairedTransport:
         self.collectives.slots.forget()
 
     def close(self) -> None:
+        _live.discard(self)
         self.messages.close()
         self.mail.close()
         self.collectives.close()

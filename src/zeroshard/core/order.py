@@ -96,6 +96,10 @@ class Order(Generic[U]):
         current = self._passes.get(phase)
         self._passes[phase] = _Pass() if current is None else _Pass(trace=current.so_far or current.trace)
 
+    def trace(self, phase: Hashable) -> list[U]:
+        """Return what the pass before the current one ran, in order."""
+        return list(self._passes[phase].trace) if phase in self._passes else []
+
     def record(self, phase: Hashable, unit: U) -> None:
         """Say that `unit` runs now. The first call for a phase starts its first pass."""
         current = self._passes.get(phase)

@@ -5,7 +5,8 @@ reads ``param.grad`` there (``torch.nn.utils.clip_grad_norm_``, ``GradScaler.uns
 A sealed gradient answers every such read with StateError naming the parameter and what to call instead.
 
 It does answer what keeps ordinary code working: ``is None`` (it is not), metadata, ``zero_()``, and being thrown away (``zero_grad()``),
-which is how the engine learns that the user dropped the gradient: the sealed object of a piece holds the resting memory alive.
+which is how the engine learns that the user dropped the gradient: the sealed object of a piece holds the resting memory alive. And what
+autograd adds to it (where a backward begins with that parameter) is kept for the engine.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import torch
 
 from zeroshard.errors import StateError
 
-__all__ = ["SealedGrad"]
+__all__ = ["METADATA", "QUERIES", "SealedGrad"]
 
-_METADATA = frozenset(
+METADATA = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in ("shape", "dtype", "device", "grad_fn", "requires_grad", "is_leaf", "layout", "ndim", "is_sparse", "is_cuda", "is_cpu")
 )
-_QUERIES = frozenset(
+QUERIES = frozenset(
     getattr(torch.Tensor, name)
     for name in ("size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex", "get_device", "__hash__")
 )
@@ -36,6 +37,7 @@ class SealedGrad(torch.Tensor):
     _name: str
     _holds: object  # keeps the resting gradient alive
     _on_zero: Callable[[], None]
+    _accumulated: torch.Tensor | None = None
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, name: str, holds: object, on_zero: Callable[[], None]) -> SealedGrad:
@@ -49,6 +51,11 @@ class SealedGrad(torch.Tensor):
         """Keep `what` alive as long as this sealed gradient is somebody's ``.grad``."""
         self._holds = what
 
+    def accumulated(self) -> torch.Tensor | None:
+        """Return the gradient that autograd has just added to this one, once."""
+        grad, self._accumulated = self._accumulated, None
+        return grad
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SealedGrad({self._name})"
 
@@ -56,7 +63,7 @@ class SealedGrad(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _METADATA or func in _QUERIES:
+        if func in METADATA or func in QUERIES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func in _KEEPERS:
@@ -76,6 +83,9 @@ class SealedGrad(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.aten.add_.Tensor and torch._C._current_graph_task_id() >= 0:  # autograd, in a backward that began with it
+            args[0]._accumulated = args[1]
+            return args[0]
         raise _refusal(str(func), (args, kwargs))
 
 

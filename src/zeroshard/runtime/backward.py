@@ -13,7 +13,8 @@ when a unit ran on some ranks only (the others contribute zeros).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,6 +43,7 @@ class Backward:
         self.scaled: bool | None = None  # whether the loss of these gradients was scaled; None: no backward yet
         self.scaling = False  # inside engine.backward()
         self.optimizer: ShardedOptimizer | None = None
+        self.announce: Callable[[str, Any], None] | None = None  # inside join(): tell the other ranks what comes
         self._weights = weights
         self._meter = meter
         self._digest = digest
@@ -89,10 +91,15 @@ class Backward:
 
     def take(self, place: tuple[int, int], index: int, parameter: torch.Tensor) -> None:
         """Autograd has finished the gradient of parameter `index` in the segment at `place` (unit, segment)."""
+        grad = parameter.grad
+        if isinstance(grad, SealedGrad):  # no hook came before this one
+            grad = grad.accumulated()
+        else:
+            parameter.grad = None  # before the pass begins: it was None before autograd came, which tells what the user has cleared
         self.enter()
+        parameter.grad = None
         unit = self._weights.units[place[0]]
         segment = unit.segments[place[1]]
-        grad, parameter.grad = parameter.grad, None
         assert grad is not None, segment.names[index]
         if grad.layout is not torch.strided:
             raise ConfigError(f"parameter {segment.names[index]!r} has a sparse gradient, which cannot be sharded: use sparse=False")
@@ -144,18 +151,21 @@ class Backward:
         self.collect_dropped()
         if self.scaled is not None and self.has_gradient and self.scaled != self.scaling:
             raise StateError("fp16: this backward's loss is scaled otherwise than an earlier one's: call engine.backward(loss) for all")
+        if self.announce is not None:
+            self.announce("backward", {"sync": self.sync, "scaled": self.scaling})
         self.scaled = self.scaling
         self.changed = True
         self.has_gradient = True
         self._reduced.clear()
         self._weights.begin("backward")
-        for unit in self._trainable:
-            unit.arrived.clear()
-            unit.pending = 0
-            for segment in unit.trainable:
-                for parameter in segment.parameters:
-                    parameter.grad = None
-                    unit.pending += parameter.requires_grad
+        with torch._C.DisableTorchFunctionSubclass():  # released parameters are asked for what they answer anyway
+            for unit in self._trainable:
+                unit.arrived.clear()
+                unit.pending = 0
+                for segment in unit.trainable:
+                    for parameter in segment.parameters:
+                        parameter.grad = None
+                        unit.pending += parameter.requires_grad
 
     def _hand_over(self, unit: Unit) -> None:
         unit.pending = 0
@@ -182,10 +192,21 @@ class Backward:
         self._flights[path.key] = path
         self._reduced.add(unit.index)
 
+    def shadow(self, *, sync: bool, scaled: bool) -> None:
+        """Take part in a backward of the other ranks, without one of our own: gather what they gather, contribute zeros."""
+        before, self.sync, self.scaling = (self.sync, self.scaling), sync, scaled
+        self._begin()
+        for unit in self._weights.shadow("backward"):
+            self._hand_over(unit)  # at once, as they do: they may wait for our part before they gather on
+        self._end()
+        self.sync, self.scaling = before
+
     def _leave(self, task: int) -> None:
         self._tasks.remove(task)
-        if self._tasks:
-            return
+        if not self._tasks:
+            self._end()
+
+    def _end(self) -> None:
         for unit in reversed(self._trainable):
             late = any(segment.grad is not None and segment.grad.has_local for segment in unit.trainable)
             if late or unit.index not in self._reduced:
@@ -194,6 +215,7 @@ class Backward:
             if unit.in_backward:
                 self._weights.after_backward(unit)
         self._weights.end_pass()
+        self._weights.let_go(also_for_backward=True)
         self.seal()
 
     def flush(self) -> None:
@@ -212,13 +234,14 @@ class Backward:
     def seal(self) -> None:
         """Put sealed gradients where autograd or the step has left none."""
         holds = self.optimizer is None
-        for unit in self._trainable:
-            for segment in unit.trainable:
-                path = segment.grad
-                assert path is not None
-                for index, parameter in enumerate(segment.parameters):
-                    if path.used[index]:
-                        parameter.grad = self._seal_of(segment, index, parameter, path.resting() if holds else None)
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit in self._trainable:
+                for segment in unit.trainable:
+                    path = segment.grad
+                    assert path is not None
+                    for index, parameter in enumerate(segment.parameters):
+                        if path.used[index]:
+                            parameter.grad = self._seal_of(segment, index, parameter, path.resting() if holds else None)
         if self.optimizer is not None:
             self.optimizer.seal()
             for path in self._all_paths:
@@ -261,7 +284,7 @@ class Backward:
                     path.drop(gone)
                     for index in gone:
                         segment.parameters[index].grad = None
-                anything = anything or any(path.used)
+                anything = anything or any(path.used) or path.resting() is not None  # others' gradients, of parameters unused here
         if not anything:
             self.forget()
 

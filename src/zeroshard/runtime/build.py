@@ -1,18 +1,18 @@
 """From a model and a policy to units at rest: lay out, take the weights in, let go of the originals.
 
-One unit after another, so that beyond the shards at most one unit exists twice. Segments hold parameters of one dtype and one
-trainability (LoRA's frozen base and its adapters are two segments of one unit). Collective: windows are made on every rank in unit order.
+One unit after another, so that beyond the shards at most one unit exists twice (deferred parameters get their values here). Segments hold parameters of one
+dtype and one trainability (LoRA's frozen base and its adapters are two segments of one unit). Collective: windows are made on every rank in unit order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from zeroshard.buffer import FlatBuffer, Lanes, Meter, PagePool
+from zeroshard.buffer import FlatBuffer, Lanes, Meter, PagePool, return_freed_memory
 from zeroshard.comm.transport import Transport
 from zeroshard.core.layout import Layout
 from zeroshard.core.policy import Policy
@@ -39,6 +39,8 @@ class Context:
     strict: bool = False
     verify_every: int | None = None  # steps between comparisons of replicated state
     broadcast_buffers: bool = False
+    clip_norm: float | None = None  # what a step clips to where the user has not clipped
+    prepare: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None  # gives a segment's parameters their initial values
 
 
 def compute_dtype(parameter: torch.Tensor, precision: Precision) -> torch.dtype:
@@ -67,6 +69,7 @@ def build_units(plans: Sequence[UnitPlan], context: Context) -> list[Unit]:
             segment.detach() if cells.weight.is_sharded else segment.attach()
             segment.flat.window.publish()
         units.append(unit)
+        return_freed_memory()  # of the original parameters
     return units
 
 
@@ -95,5 +98,6 @@ def _build_segment(
         segment.grad = GradientPath(
             flat, cells, context.precision, transport=context.transport, streams=context.streams, meter=context.meter, pages=context.pages
         )
+    context.prepare(parameters)
     segment.store([p.data for p in parameters], whole_master=whole)
     return segment

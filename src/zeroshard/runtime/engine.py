@@ -11,15 +11,17 @@ The loop of the design, without overlap: gather, forward, release, gather, backw
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from zeroshard.comm.agree import compare
 from zeroshard.core.digest import Digest
 from zeroshard.core.policy import Policy
-from zeroshard.errors import ConfigError, StateError
+from zeroshard.errors import ConfigError, StateError, ZeroshardError
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import OwnedPiece, ShardedOptimizer, check_parameters
 from zeroshard.runtime.backward import Backward
@@ -27,12 +29,25 @@ from zeroshard.runtime.build import Context, build_units
 from zeroshard.runtime.cut import UnitPlan, named_parameters_once
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.hooks import Hooks
+from zeroshard.runtime.join import Join
 from zeroshard.runtime.replicas import compare_replicas, digest_of
 from zeroshard.runtime.reports import MemoryReport, TrafficReport
 from zeroshard.runtime.unit import Segment, Unit, UnitState
 from zeroshard.runtime.weights import Weights
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "RestingPiece"]
+
+
+@dataclass(frozen=True)
+class RestingPiece:
+    """Elements ``start`` to ``stop`` of one parameter, in the order in which its memory holds them, at rest on this rank."""
+
+    name: str
+    parameter: nn.Parameter
+    stride: tuple[int, ...]
+    start: int
+    stop: int
+    tensor: torch.Tensor  # [stop - start]; written only inside ``Engine.rewriting()``
 
 
 class Engine:
@@ -61,6 +76,7 @@ class Engine:
             self._hooks.broadcast = context.transport.broadcast
         self._sharded: ShardedOptimizer | None = None
         self._closed = False
+        self.refuse_steps: str | None = None  # why, while they are refused
 
     # ------------------------------------------------------------------ what it is
 
@@ -159,6 +175,20 @@ class Engine:
         finally:
             self._backward.sync = before
 
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Train on uneven numbers of batches: in this context a rank whose loop has ended shadows the others until theirs has ended.
+
+        Inside, all ranks with data must do the same: forwards of the module, backwards, ``clip_grad_norm_``, steps (with ``zero_grad()``
+        after each), and nothing else that is collective. Gradients are divided by the number of all ranks. Needs an optimizer. Collective;
+        raises PlanMismatch where ranks with data do different things.
+        """
+        self._check_open()
+        if self._sharded is None:
+            raise ConfigError("join() needs an optimizer: give it to shard() or engine.attach()")
+        with Join(self._hooks, self._backward, self._finalizer, self._sharded, self._context.transport).joined():
+            yield
+
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients so that their 2-norm over all ranks is at most `max_norm`.
 
@@ -169,28 +199,67 @@ class Engine:
 
     def before_step(self) -> bool:
         """Called by the optimizer's step hook: agree on the gradients, wait until every rank is done reading the weights."""
-        result = self._finalizer.finalize()
+        if self.refuse_steps is not None:
+            raise StateError(self.refuse_steps)
+        if self._context.clip_norm is not None and not self._finalizer.clipped:
+            self._finalizer.clip(self._context.clip_norm)
+        result = self._finalizer.before_step()
+        every = self._context.verify_every
+        if every is not None and self._digest.step % every == every - 1:
+            compare_replicas(self._weights.units, self._sharded, self._context.transport)
+        self._before_writing()
+        return result.finite
+
+    def after_step(self) -> None:
+        """Called by the optimizer's step hook: publish what was stepped."""
+        self._publish(frozen=False)
+        self._finalizer.after_step()
+
+    def _before_writing(self) -> None:
+        """Finish the gathers under way and wait until every rank is done reading the weights."""
         for unit in self._weights.units:
             if unit.state is UnitState.GATHERING:
                 self._weights.discard(unit)
             elif unit.state is UnitState.FULL:
                 unit.check_memory()
-        every = self._context.verify_every
-        if every is not None and self._digest.step % every == every - 1:
-            compare_replicas(self._weights.units, self._sharded, self._context.transport)
         self._context.transport.begin_write()
-        return result.finite
 
-    def after_step(self) -> None:
-        """Called by the optimizer's step hook: publish what was stepped."""
-        streams = self._context.streams
+    def _publish(self, *, frozen: bool) -> None:
+        """The masters (and `frozen` weights) have been written: cast them into the weights and let every rank read those."""
         with torch.no_grad():
             for unit in self._weights.units:
-                for segment in unit.trainable:
-                    streams.write(segment.flat.rest_name)
+                for segment in unit.segments if frozen else unit.trainable:
+                    self._context.streams.write(segment.flat.rest_name)
                     segment.publish(whole_master=not unit.cells.optim.is_sharded)
         self._weights.invalidate()
-        self._finalizer.after_step()
+
+    def agree(self, report: Mapping[str, str], error: ZeroshardError | None) -> None:
+        """Raise on every rank where one has an `error` or another `report`, which would otherwise be a hang on the others. Collective."""
+        compare(self._context.transport, report, error=error)
+
+    @contextmanager
+    def rewriting(self) -> Iterator[None]:
+        """Write to `masters` and `resting_pieces` inside; then the weights follow, as after a step. Collective."""
+        self._check_open()
+        self._before_writing()
+        yield
+        self._publish(frozen=True)
+
+    def masters(self) -> list[torch.Tensor]:
+        """Return this rank's part of the fp32 masters of all trained parameters, flat, a tensor per segment in unit order."""
+        return [segment.master for unit in self._weights.units for segment in unit.trainable if segment.master is not None]
+
+    def resting_pieces(self) -> Iterator[RestingPiece]:
+        """Yield what rests here of every parameter: the master where there is one, else the weight."""
+        for unit in self._weights.units:
+            for segment in unit.segments:
+                whole = segment.master is not None and not unit.cells.optim.is_sharded
+                target = segment.flat.window.local if segment.master is None else segment.master
+                for piece in segment.owned_pieces(whole=whole):
+                    span = slice(piece.shard_start, piece.shard_stop)
+                    yield RestingPiece(
+                        piece.name, segment.parameters[piece.index], segment.flat.strides[piece.index], piece.start, piece.stop, target[span]
+                    )
 
     def zero_gradient(self, parameter: nn.Parameter) -> None:
         """Called through a sealed gradient's ``zero_()``."""
@@ -362,8 +431,10 @@ class Engine:
         if self._closed:
             return
         self._backward.abandon()
+        self._weights.let_go(also_for_backward=True)
         for unit in self._weights.units:
             self._weights.need(unit, "forward")
+        for unit in self._weights.units:
             for segment in unit.segments:
                 for parameter in segment.parameters:
                     parameter.data = parameter.data.clone()

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -42,6 +43,8 @@ class Finalizer:
 
     def __init__(self, backward: Backward, transport: Transport, digest: Digest, scaler: LossScaler | None, *, bad_steps: int = 3) -> None:
         self.skipped = 0  # steps skipped since the beginning
+        self.clipped = False  # since the last step
+        self.announce: Callable[[str, Any], None] | None = None  # inside join(): tell the other ranks what comes
         self._backward = backward
         self._transport = transport
         self._digest = digest
@@ -103,6 +106,8 @@ class Finalizer:
             for index in range(len(path.used)):
                 path.used[index] = bool(united >> position & 1)
                 position += 1
+        if united != bits:
+            self._backward.seal()  # those that only other ranks used: None there would say that the user cleared them
         culprits = [answer[_HEAD.size + width :].decode() for answer, head in zip(answers, heads, strict=True) if head[2]]
         self._count_bad(culprits)
         return not culprits
@@ -161,12 +166,21 @@ class Finalizer:
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the averaged gradient so that its norm is at most `max_norm`; return the norm before, as torch's clip does."""
+        if self.announce is not None:
+            self.announce("clip", max_norm)
         total = self.norm()
+        self.clipped = True
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         if float(coefficient) < 1.0:
             for path in self._backward.paths():
                 path.scale(float(coefficient))
         return total
+
+    def before_step(self) -> Finalized:
+        """The optimizer is about to step: see `finalize`."""
+        if self.announce is not None:
+            self.announce("step", None)
+        return self.finalize()
 
     def after_step(self) -> None:
         """The step is taken or skipped: start the next one."""
@@ -174,9 +188,11 @@ class Finalizer:
             self._scaler.update(not self._result.finite)
         self._digest.advance()
         self._result = None
+        self.clipped = False
         self._backward.changed = False
 
     def abandon(self) -> None:
         """After an exception: nothing is agreed."""
         self._result = None
+        self.clipped = False
         self._digest.advance()

@@ -2,7 +2,7 @@
 
     module.forward  pre: gather the unit(s) whose parameters it needs      post: hook the outputs, release
     output tensor   grad: gather for backward                              input tensors  grad: the unit's backward is over
-    parameter       after its gradient is accumulated: take it
+    parameter       after its gradient is accumulated: take it             used while released: gather it, or refuse (released.py)
     module          state_dict: refuse released weights; load_state_dict: gather, then write back
     instance        to, half, cpu: refused where they would change a parameter; deepcopy, pickle: refused
 
@@ -15,7 +15,7 @@ Nothing of torch is patched. The hooks hold the engine's parts, the user's tenso
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,27 +24,14 @@ from torch import nn
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.cut import UnitPlan
+from zeroshard.runtime.released import release_class, restore_class
+from zeroshard.runtime.trees import tensors_in
 from zeroshard.runtime.unit import Segment, Unit, UnitState
-from zeroshard.runtime.weights import Weights
+from zeroshard.runtime.weights import Phase, Weights
 
-__all__ = ["OWNED", "Hooks", "tensors_in"]
+__all__ = ["OWNED", "Hooks"]
 
 OWNED = "_zeroshard_engine"  # in the instance dictionary of a model that an engine has sharded
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in `value`: a tensor, or nested lists, tuples, dicts (Transformers' outputs among them), dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from tensors_in(getattr(value, name, None))
 
 
 class _Attribute:
@@ -58,6 +45,34 @@ class _Attribute:
         self._module.__dict__.pop(self._name, None)
 
 
+class _Tie:
+    """What a parameter knows of its engine (released.py); it is an attribute of the parameter until it is removed."""
+
+    def __init__(self, hooks: Hooks, unit: Unit, parameter: nn.Parameter, name: str) -> None:
+        self.name = name
+        self._hooks = weakref.ref(hooks)  # [Note: weak hooks]
+        self._unit = weakref.ref(unit)
+        self._parameter = weakref.ref(parameter)
+        parameter.__dict__["_zeroshard"] = self
+
+    def gather(self, operation: str) -> None:
+        hooks, unit = self._hooks(), self._unit()
+        if hooks is None or unit is None:
+            raise StateError(f"parameter {self.name!r} was sharded by an engine that is gone: keep the engine as long as the model")
+        hooks.use(unit, self.name, operation)
+
+    def watch(self, result: Any) -> None:
+        hooks, unit = self._hooks(), self._unit()
+        if hooks is not None and unit is not None and torch.is_grad_enabled():
+            hooks.watch_outputs([unit], result)
+
+    def remove(self) -> None:
+        parameter = self._parameter()
+        if parameter is not None:
+            restore_class(parameter)
+            parameter.__dict__.pop("_zeroshard", None)
+
+
 class Hooks:
     """The hooks of one engine."""
 
@@ -66,6 +81,7 @@ class Hooks:
         self.may_save = False  # inside gathered(): state_dict() gives full tensors
         self.write_back: Callable[[Unit, list[torch.Tensor]], None] | None = None  # set by the engine: store what load_state_dict wrote
         self.broadcast: Callable[[torch.Tensor], None] | None = None  # set by the engine: give rank 0's buffers to every rank
+        self.announce: Callable[[str, Any], None] | None = None  # inside join(): tell the other ranks what comes
         self._weights = weights
         self._backward = backward
         self._compute = compute
@@ -80,13 +96,15 @@ class Hooks:
                 units.append(unit)
         self._handles.append(_Attribute(model, OWNED, True))
         self._install_guards(model)
-        self._install_root(model)
         for module, units in needed.values():
             ends = [unit for unit in units if any(module is root and unit is owner for root, owner in spans)]
             self._install_module(module, units, ends)
+        self._install_root(model)  # after the modules: its pre-hook then comes before theirs, its post-hook after
         for module, units in needed.values():
             self._install_state(module, units)
         for unit in weights.units:
+            for segment in unit.segments:
+                self._tie_parameters(unit, segment)
             for segment in unit.trainable:
                 self._install_parameters(unit, segment)
 
@@ -115,7 +133,10 @@ class Hooks:
                 if self._backward.running:
                     raise StateError("the last backward did not finish: call engine.reset() on every rank after an exception")
                 self._check_frozen()
+                if self.announce is not None:
+                    self.announce("forward", None)
                 self._weights.begin("forward")
+                self._weights.enter()
                 if self.broadcast is not None:
                     for buffer in model.buffers():
                         self.broadcast(buffer)
@@ -126,9 +147,18 @@ class Hooks:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if torch._C._current_graph_task_id() < 0:
                 self._weights.end_pass()
+                self._weights.leave()
 
         self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         self._handles.append(model.register_forward_hook(after, always_call=True))
+
+    def shadow_forward(self) -> None:
+        """Take part in a forward of the other ranks, without one of our own: what their gathers need of us."""
+        for _ in self._weights.shadow("forward"):
+            pass
+        if self.broadcast is not None:
+            for buffer in self.model.buffers():
+                self.broadcast(buffer)
 
     def _cast(self, value: Any) -> Any:
         """Give floating-point inputs of the model the compute dtype, as mixed precision needs."""
@@ -160,6 +190,7 @@ class Hooks:
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             in_backward = torch._C._current_graph_task_id() >= 0
+            weights.enter()
             for unit in units:
                 unit.depth += 1
                 weights.need(unit, "backward" if in_backward else "forward")
@@ -168,7 +199,7 @@ class Hooks:
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if output is not None and torch.is_grad_enabled():
-                self._watch_outputs(units, output)
+                self.watch_outputs(units, output)
             in_backward = torch._C._current_graph_task_id() >= 0
             for unit in units:
                 unit.depth = max(0, unit.depth - 1)
@@ -177,11 +208,13 @@ class Hooks:
                         unit.in_backward = True  # recomputed: its own backward follows
                     else:
                         weights.after_forward(unit)
+            weights.leave()
 
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
-    def _watch_outputs(self, units: list[Unit], output: Any) -> None:
+    def watch_outputs(self, units: Sequence[Unit], output: Any) -> None:
+        """Have `units` gathered when a gradient arrives at a tensor of `output`."""
         epoch, backward = self._weights.epoch, self._backward
 
         def arrived(grad: torch.Tensor) -> None:
@@ -215,6 +248,26 @@ class Hooks:
 
     # ------------------------------------------------------------------ parameters
 
+    def _tie_parameters(self, unit: Unit, segment: Segment) -> None:
+        for name, parameter in zip(segment.names, segment.parameters, strict=True):
+            self._handles.append(_Tie(self, unit, parameter, name))
+            if unit.state is not UnitState.FULL:
+                release_class(parameter)
+
+    def use(self, unit: Unit, name: str, operation: str) -> None:
+        """A released parameter is about to be read outside the modules that hold it: bring its unit here, or refuse."""
+        in_backward = torch._C._current_graph_task_id() >= 0
+        phase: Phase = "backward" if in_backward else "forward"
+        if not unit.cells.weight.is_sharded:
+            self._weights.need(unit, phase)  # on its way to every rank already
+            return
+        training = torch.is_grad_enabled() and operation != ".data"  # .data is how code looks, or writes
+        if not (in_backward or self._weights.running or training):
+            raise StateError(
+                f"parameter {name!r} rests sharded and cannot be read here ({operation}): read it inside engine.gathered(), on every rank"
+            )
+        self._weights.hold(unit, phase, until_backward=in_backward or torch.is_grad_enabled())
+
     def _install_parameters(self, unit: Unit, segment: Segment) -> None:
         backward = weakref.ref(self._backward)  # [Note: weak hooks] what hangs on a tensor is invisible to the garbage collector
         place = (unit.index, unit.segments.index(segment))
@@ -236,7 +289,9 @@ class Hooks:
     def _install_state(self, module: nn.Module, units: list[Unit]) -> None:
         def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             for unit in units:
-                if not (self.may_save and unit.state is UnitState.FULL) and not self._rests_whole(unit):
+                if not unit.cells.weight.is_sharded:
+                    self._weights.need(unit, "forward")  # its publish may be under way
+                elif not (self.may_save and unit.state is UnitState.FULL):
                     raise StateError(
                         f"state_dict() of {prefix or 'the model'!r}: unit {unit.name!r} rests sharded, its parameters are not here. Use "
                         "engine.full_state_dict() on every rank, or call state_dict() inside engine.gathered()"
@@ -271,11 +326,6 @@ class Hooks:
         self._handles.append(hooked.register_load_state_dict_pre_hook(before_load))
         self._handles.append(hooked.register_load_state_dict_post_hook(after_load))
 
-    @staticmethod
-    def _rests_whole(unit: Unit) -> bool:
-        """Whether the parameters are readable outside a forward (rows that step everything everywhere)."""
-        return unit.state is UnitState.FULL and not unit.cells.weight.is_sharded
-
 
 def _refusing_copies(name: str) -> Callable[[Any], Any]:
     def refuse(memo_or_protocol: Any) -> Any:
@@ -292,7 +342,8 @@ def _refusing_changes(module: nn.Module, prefix: str) -> Callable[..., nn.Module
 
     def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         for name, parameter in module.named_parameters(prefix=prefix, recurse=recurse):
-            here = parameter.data
+            with torch._C.DisableTorchFunctionSubclass():
+                here = parameter.data
             if fn(here) is not here:
                 raise StateError(
                     f"parameter {name!r} is sharded: its dtype, device and memory format cannot be changed. Move or convert the model before "

@@ -29,6 +29,7 @@ from zeroshard.core.layout import Piece
 from zeroshard.core.policy import Cells
 from zeroshard.errors import StateError
 from zeroshard.runtime.gradients import GradientPath
+from zeroshard.runtime.released import release_class, restore_class
 
 __all__ = ["Segment", "Unit", "UnitState", "flatten", "memory_stride"]
 
@@ -127,6 +128,7 @@ class Segment:
     def attach(self) -> None:
         """Point the parameters at the gathered buffer."""
         for parameter, view in zip(self.parameters, self.flat.views, strict=True):
+            restore_class(parameter)
             parameter.data = view
         self.versions = [parameter._version for parameter in self.parameters]
         self.detached = False
@@ -134,9 +136,12 @@ class Segment:
     def detach(self) -> None:
         """Point the parameters at their NaN."""
         for parameter, released in zip(self.parameters, self._released, strict=True):
+            restore_class(parameter)
             parameter.data = released
         self.versions = [parameter._version for parameter in self.parameters]
         self.detached = True
+        for parameter in self.parameters:
+            release_class(parameter)
 
     def heal(self) -> None:
         """Make released parameters read as NaN again, whatever was written there."""
@@ -146,16 +151,18 @@ class Segment:
     def repointed(self) -> str | None:
         """Return the name of a parameter whose ``data`` has been given other memory since attach or detach, if any."""
         there = self._released if self.detached else self.flat.views
-        for name, parameter, tensor in zip(self.names, self.parameters, there, strict=True):
-            if parameter.data_ptr() != tensor.data_ptr():
-                return name
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, parameter, tensor in zip(self.names, self.parameters, there, strict=True):
+                if parameter.data_ptr() != tensor.data_ptr():
+                    return name
         return None
 
     def written(self, *, scalar: bool = False) -> str | None:
         """Return the name of a parameter that was written since attach or detach, if any; `scalar`: through ``.data`` too, at rest."""
-        for name, parameter, version in zip(self.names, self.parameters, self.versions, strict=True):
-            if parameter._version != version:
-                return name
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, parameter, version in zip(self.names, self.parameters, self.versions, strict=True):
+                if parameter._version != version:
+                    return name
         if scalar:
             expected = poison_value(self.flat.dtype)
             for name, poison in zip(self.names, self._poison, strict=True):
@@ -241,6 +248,18 @@ class Unit:
             segment.flat.release()
         if name is not None:
             raise _lost(name, "while it was gathered for computing")
+
+    def doze(self) -> None:
+        """Let the parameters of a FULL unit that no module is using answer as released ones: another use of them must be noticed."""
+        for segment in self.segments:
+            for parameter in segment.parameters:
+                release_class(parameter)
+
+    def wake(self) -> None:
+        """End `doze`."""
+        for segment in self.segments:
+            for parameter in segment.parameters:
+                restore_class(parameter)
 
     def check_memory(self) -> None:
         """Raise StateError where ``param.data`` of a FULL unit leads elsewhere: no step would change such a parameter."""

@@ -12,7 +12,7 @@ collectives meet. Cost: one dictionary look-up per unit that is there already.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -50,6 +50,35 @@ class Weights:
         self._sizes = {unit.index: unit.full_bytes for unit in units}
         self._idle: Unit | None = None  # forward over, kept until another unit is needed
         self._prefetched: dict[int, Unit] = {}
+        self.running = 0  # forwards under way, of the model or of any module that needs a unit
+        self._held: dict[int, tuple[Unit, bool]] = {}  # used outside their modules; whether a backward may follow
+
+    def enter(self) -> None:
+        """A forward begins."""
+        self.running += 1
+
+    def leave(self) -> None:
+        """A forward ends."""
+        self.running = max(0, self.running - 1)
+        if not self.running and self._held:
+            self.let_go(also_for_backward=False)
+
+    def hold(self, unit: Unit, phase: Phase, *, until_backward: bool) -> None:
+        """Gather a unit that is used outside its modules, and keep it to the end of this forward (`until_backward`: of its backward)."""
+        _, before = self._held.get(unit.index, (unit, False))
+        if unit.index not in self._held:
+            unit.depth += 1
+        self._held[unit.index] = (unit, before or until_backward)
+        self.need(unit, phase)
+
+    def let_go(self, *, also_for_backward: bool) -> None:
+        """Stop holding units that were used outside their modules."""
+        for unit, until_backward in list(self._held.values()):
+            if also_for_backward or not until_backward:
+                del self._held[unit.index]
+                unit.depth = max(0, unit.depth - 1)
+                if unit.depth == 0 and unit.state is UnitState.FULL and unit.cells.weight.is_sharded and not unit.in_backward:
+                    self.release(unit)
 
     def begin(self, phase: Phase) -> None:
         """Start a pass over the model."""
@@ -57,8 +86,10 @@ class Weights:
 
     def need(self, unit: Unit, phase: Phase) -> None:
         """Return with `unit` gathered, and the units expected next on their way."""
-        if self._idle is not None and self._idle is not unit:
-            self.release_idle()
+        if self._idle is unit:
+            self._idle = None
+            unit.wake()
+        self.release_idle()
         if unit.state is UnitState.FULL:
             return
         if unit.state is UnitState.RESTING:
@@ -120,13 +151,19 @@ class Weights:
             return
         if unit.spans_one_module:
             self.release(unit)
-        else:
+        elif self._idle is not unit:
+            self.release_idle()
             self._idle = unit
+            unit.doze()
 
     def release_idle(self) -> None:
         unit, self._idle = self._idle, None
-        if unit is not None and unit.state is UnitState.FULL and unit.depth == 0 and not unit.in_backward:
+        if unit is None or unit.state is not UnitState.FULL:
+            return
+        if unit.depth == 0 and not unit.in_backward:
             self.release(unit)
+        else:
+            unit.wake()
 
     def release(self, unit: Unit) -> None:
         if self.trace is not None:
@@ -156,6 +193,7 @@ class Weights:
     def invalidate(self) -> None:
         """A step, writeback or load has written the shards: replicated copies are stale, and their publish starts."""
         self.epoch += 1
+        self.let_go(also_for_backward=True)
         stale = [unit for unit in self.units if unit.cells.optim.is_sharded and not unit.cells.weight.is_sharded]
         for unit in self.units:
             if unit.state is UnitState.FULL and unit.depth == 0 and unit.cells.optim.is_sharded:
@@ -166,11 +204,28 @@ class Weights:
                 self.start(unit, fork=fork)
                 fork = False
 
+    def shadow(self, phase: Phase) -> Iterator[Unit]:
+        """Take part in the gathers of a pass that only other ranks run; yields each unit while it is gathered.
+
+        The order is that of the last pass (before any: of definition). One-sided transports need nothing of us and yield nothing.
+        """
+        self.begin(phase)
+        if self._ordered:
+            in_order = [unit.index for unit in self.units] if phase == "forward" else [unit.index for unit in reversed(self.units)]
+            for index in self._order.trace(phase) or in_order:
+                unit = self.units[index]
+                self.need(unit, phase)
+                yield unit
+                self.after_backward(unit) if phase == "backward" else self.after_forward(unit)
+        self.end_pass()
+
     def abandon(self) -> None:
         """After an exception: every unit back at rest, and no expectation, since the ranks may have come to different places."""
         self._order = Order()
         self._idle = None
         self._prefetched.clear()
+        self._held.clear()
+        self.running = 0
         for unit in self.units:
             unit.abandon()
             unit.in_backward = False

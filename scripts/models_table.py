@@ -1,0 +1,171 @@
+#!/usr/bin/env python3
+"""Train every family of tests/models/families.py on 2 ranks, under torch DDP and at stages 1, 2 and 3, and write the table of docs/models.md.
+
+    python scripts/models_table.py                                  # measure all, write the table between the marks in docs/models.md
+    python scripts/models_table.py --families Llama ViT --json      # print raw numbers and medians, write nothing
+
+The four contenders of a family are alive at once on the same two ranks and take turns (A B C D A B C D ...), so that the ratio of a round is
+steadier than its times; the median over the rounds is reported. All have taken the same steps on the same data in the end: their losses and
+final weights are compared bit by bit, and where they differ the table has the largest difference. One thread per rank.
+Tables and numbers go to stdout, progress to stderr. Exit code 1 when a family differs from DDP or fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+from tests.harness import RankError, close_pools, run_ranks  # noqa: E402
+from tests.models.families import FAMILIES, SMALL, TINY  # noqa: E402
+from tests.models.training import STAGES, Measured, measure  # noqa: E402
+from zeroshard.launch.bench.results import machine_facts  # noqa: E402
+from zeroshard.launch.bench.stats import Interval, bootstrap_median  # noqa: E402
+
+SIZES = {"small": SMALL, "tiny": TINY}
+NUM_RANKS = 2
+DOCUMENT = ROOT / "docs" / "models.md"
+BEGIN, END = "<!-- models table: begin -->", "<!-- models table: end -->"
+HEADER = (
+    "family",
+    "parameters",
+    "same bits as DDP, stages 1 / 2 / 3",
+    "MB at rest per rank, DDP / 1 / 2 / 3",
+    "samples/s of DDP",
+    "times as fast as DDP, 1 / 2 / 3",
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One family's figures."""
+
+    family: str
+    num_parameters: int
+    difference: dict[str, float]  # per stage, to DDP; 0.0 is equal bits
+    at_rest_bytes: dict[str, int]  # per contender
+    samples_per_s: float  # of DDP, all ranks together
+    ratio: dict[str, Interval]  # per stage: DDP's seconds / this stage's
+    turn_s: dict[str, list[float]]  # per contender, of the slowest rank
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What the table says, as text."""
+        stages = [str(stage) for stage in STAGES]
+        bits = ["yes" if self.difference[stage] == 0 else f"{self.difference[stage]:.1e}" for stage in stages]
+        megabytes = [f"{self.at_rest_bytes[kind] / 1e6:.1f}" for kind in ("torch-ddp", *stages)]
+        speeds = [f"{self.ratio[stage].median:.2f}" for stage in stages]
+        return (
+            self.family,
+            f"{self.num_parameters:,}",
+            " / ".join(bits),
+            " / ".join(megabytes),
+            f"{self.samples_per_s:.0f}",
+            " / ".join(speeds),
+        )
+
+
+def line(family: str, ranks: list[Measured], samples: int) -> Line:
+    """Put together what the ranks saw; a turn takes as long as its slowest rank."""
+    turn_s = {kind: [max(turn) for turn in zip(*(rank.turn_s[kind] for rank in ranks), strict=True)] for kind in ranks[0].turn_s}
+    reference = turn_s["torch-ddp"]
+    ratio = {str(stage): bootstrap_median([a / b for a, b in zip(reference, turn_s[str(stage)], strict=True)]) for stage in STAGES}
+    difference = {kind: max(rank.difference[kind] for rank in ranks) for kind in turn_s}
+    at_rest = {kind: max(rank.at_rest_bytes[kind] for rank in ranks) for kind in turn_s}
+    return Line(family, ranks[0].num_parameters, difference, at_rest, samples / bootstrap_median(reference).median, ratio, turn_s)
+
+
+def table(lines: list[Line], failures: dict[str, str]) -> str:
+    """Return the table as markdown; a family that failed says so in its row."""
+    failed = [(name, "", "failed: " + reason.split(":")[0], *[""] * (len(HEADER) - 3)) for name, reason in failures.items()]
+    rows = [HEADER, ("---", *["---:"] * (len(HEADER) - 1)), *(each.cells for each in lines), *failed]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def foot(arguments: argparse.Namespace, machine: dict[str, Any]) -> str:
+    """Say what was run, where and how."""
+    size = SIZES[arguments.size]
+    words, kernel = " ".join(sys.argv[1:]), ".".join(machine["kernel"].split(".")[:2])
+    return (
+        f"`python scripts/models_table.py{' ' + words if words else ''}`: width {size.width}, {size.layers} layers, {size.batch} samples of "
+        f"{size.length} tokens (images: {size.side} x {size.side} pixels) per rank and step, fp32 unless the name says otherwise, AdamW, "
+        f"{NUM_RANKS} ranks x 1 thread, shared memory; medians of {arguments.rounds} rounds of {arguments.steps} steps, bits after "
+        f"{(arguments.rounds + 2) * arguments.steps} steps. {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
+        f"Linux {kernel}, Python {machine['python']}, {_versions()}."
+    )
+
+
+def _versions() -> str:
+    from importlib.metadata import version
+
+    return ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
+
+
+def write(document: Path, text: str) -> None:
+    """Put `text` between the two marks of `document`."""
+    whole = document.read_text(encoding="utf-8")
+    if whole.count(BEGIN) != 1 or whole.count(END) != 1:
+        raise SystemExit(f"{document.name}: the lines {BEGIN} and {END} must stand there once each")
+    before, rest = whole.split(BEGIN)
+    document.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
+def run(names: list[str], arguments: argparse.Namespace) -> tuple[list[Line], dict[str, str]]:
+    """Measure every family; return the lines, and by name why those failed that have none."""
+    size = SIZES[arguments.size]
+    lines: list[Line] = []
+    failures: dict[str, str] = {}
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.completed}/{task.total} {task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=len(names))
+        for name in names:
+            bar.update(task, description=name)
+            try:
+                ranks = run_ranks(NUM_RANKS, measure, name, size, arguments.rounds, arguments.steps, timeout=arguments.timeout)
+            except RankError as error:
+                failures[name] = f"{error.type_name}: {error.message}"
+                console.print(f"FAILED {name}: {failures[name]}", markup=False, highlight=False, soft_wrap=True)
+            else:
+                lines.append(line(name, ranks, NUM_RANKS * size.batch * arguments.steps))
+                console.print(" | ".join(lines[-1].cells), markup=False, highlight=False, soft_wrap=True)
+            bar.advance(task)
+    return lines, failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--families", nargs="+", metavar="NAME", choices=list(FAMILIES), help="default: all; one of " + "; ".join(FAMILIES))
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--rounds", type=int, default=12, help="rounds that count; two more warm up (default: 12)")
+    parser.add_argument("--steps", type=int, default=2, help="steps per turn (default: 2)")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds per family (default: 600)")
+    parser.add_argument("--json", action="store_true", help="print raw numbers as JSON and leave the document as it is")
+    arguments = parser.parse_args()
+    machine = machine_facts()
+    try:
+        lines, failures = run(arguments.families or list(FAMILIES), arguments)
+    finally:
+        close_pools()
+    if arguments.json:
+        machine["load_after"] = list(os.getloadavg())
+        print(json.dumps({"machine": machine, "lines": [asdict(each) for each in lines], "failures": failures}, indent=1))
+    else:
+        print(table(lines, failures))
+        if arguments.families is None:
+            write(DOCUMENT, f"{table(lines, failures)}\n\n{foot(arguments, machine)}")
+    return 1 if failures or any(max(each.difference.values()) > 0 for each in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""Read weights in Transformers' format (safetensors, in one file or sharded with an index): each rank only the bytes of its own pieces.
+
+A piece is a range of a parameter's elements, so it lies in a range of rows of the tensor in the file: at most two rows more than the piece
+are read. No rank ever holds a whole parameter, but for those whose memory is not in row order (channels_last).
+
+Invariant: everything is compared (missing, unexpected, shapes) before anything is written. Nothing is unpickled. Cost: the file's bytes of
+this rank's pieces, counted in ``LoadReport.bytes_read``; rows that step everything everywhere read all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from zeroshard.errors import CheckpointError
+from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.unit import flatten
+
+__all__ = ["LoadReport", "load_pretrained"]
+
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass
+class LoadReport:
+    """What `load_pretrained` did on this rank."""
+
+    missing: list[str] = field(default_factory=list)  # parameters and persistent buffers that the files lack
+    unexpected: list[str] = field(default_factory=list)  # tensors in the files that the model lacks
+    bytes_read: int = 0
+
+
+def load_pretrained(
+    target: nn.Module | Engine, directory: str | Path, *, strict: bool = True, rename: Callable[[str], str] | None = None
+) -> LoadReport:
+    """Fill a sharded model (give its engine; collective) or a plain one from safetensors files.
+
+    `directory` holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files it names; it may be one file, too. `rename`
+    maps a name in the files to the model's. Tied parameters are read under whichever of their names is there. Numbers are converted to the
+    dtype at rest (fp32 masters take an fp32 file's full precision). Optimizer state is left alone.
+
+    Raises CheckpointError naming missing and unexpected tensors (only reported with `strict` off) and tensors of another shape, before
+    anything is changed; PlanMismatch where another rank does.
+    """
+    report = LoadReport()
+    model = target.module if isinstance(target, Engine) else target
+    with ExitStack() as stack:
+        error: CheckpointError | None = None
+        try:
+            files = _Files(Path(directory), rename or (lambda name: name), stack)
+            found = _match(model, files, report)
+            if strict and (report.missing or report.unexpected):
+                parts = [f"{what} {_some(names)}" for what, names in (("missing", report.missing), ("unexpected", report.unexpected)) if names]
+                raise CheckpointError(f"{directory} does not fit {type(model).__name__}: {'; '.join(parts)}; strict=False loads what fits")
+        except CheckpointError as refused:
+            error = refused
+        if isinstance(target, Engine):
+            target.agree({"missing": ", ".join(report.missing), "unexpected": ", ".join(report.unexpected)}, error)
+        elif error is not None:
+            raise error
+        with torch.no_grad():
+            for buffer, name in found.buffers:
+                buffer.copy_(files.read(name, buffer.shape, 0, buffer.numel()).view(buffer.shape))
+            if isinstance(target, Engine):
+                with target.rewriting():
+                    for piece in target.resting_pieces():
+                        source = found.parameters.get(id(piece.parameter))
+                        if source is not None:
+                            shape = tuple(piece.parameter.shape)
+                            piece.tensor.copy_(_in_memory_order(files, source, shape, piece.stride, piece.start, piece.stop))
+            else:
+                for parameter in model.parameters():
+                    source = found.parameters.get(id(parameter))
+                    if source is not None:
+                        parameter.copy_(files.read(source, tuple(parameter.shape), 0, parameter.numel()).view(parameter.shape))
+    report.bytes_read = files.bytes_read
+    return report
+
+
+class _Files:
+    """The tensors of all files, by the model's names."""
+
+    def __init__(self, path: Path, rename: Callable[[str], str], stack: ExitStack) -> None:
+        self.bytes_read = 0
+        self._tensors: dict[str, tuple[Any, str]] = {}  # model's name -> open file, name there
+        for file in _files_of(path):
+            try:
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                self._tensors[rename(name)] = (opened, name)
+
+    def names(self) -> Iterable[str]:
+        return self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        file, there = self._tensors[name]
+        return tuple(file.get_slice(there).get_shape())
+
+    def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+        """Return elements `start` to `stop`, in row order, of the tensor `name` of `shape`; 1-D, in the file's dtype."""
+        file, there = self._tensors[name]
+        axis = next((axis for axis, size in enumerate(shape) if size > 1), None)
+        if axis is None:  # a scalar, or all sizes are 1
+            rows: torch.Tensor = file.get_tensor(there)
+            self.bytes_read += rows.numel() * rows.element_size()
+            return rows.reshape(-1)[start:stop]
+        row = prod(shape[axis + 1 :])
+        first, last = start // row, -(-stop // row)
+        rows = file.get_slice(there)[(*[slice(None)] * axis, slice(first, last))]
+        self.bytes_read += rows.numel() * rows.element_size()
+        return rows.reshape(-1)[start - first * row : stop - first * row]
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file() and path.suffix == ".safetensors":
+        return [path]
+    if (path / _INDEX).is_file():
+        try:
+            names = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{path / _INDEX} is not an index of safetensors files: {error!r}") from error
+        outside = [name for name in names if Path(name).name != name]
+        if outside:
+            raise CheckpointError(f"{path / _INDEX} names a file outside its directory: {outside[0]!r}")
+        return [path / name for name in names]
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    raise CheckpointError(f"{path} holds neither model.safetensors nor {_INDEX}")
+
+
+@dataclass
+class _Found:
+    parameters: dict[int, str] = field(default_factory=dict)  # id of the parameter -> name in the files
+    buffers: list[tuple[torch.Tensor, str]] = field(default_factory=list)
+
+
+def _match(model: nn.Module, files: _Files, report: LoadReport) -> _Found:
+    """Find every parameter and persistent buffer in the files; raise CheckpointError for another shape."""
+    left = dict.fromkeys(files.names())
+    found = _Found()
+    aliases: dict[int, list[str]] = {}
+    shapes: dict[int, tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+        shapes[id(parameter)] = tuple(parameter.shape)
+    for key, names in aliases.items():
+        here = [name for name in names if name in left]
+        for name in here:
+            del left[name]
+            _require_shape(name, shapes[key], files)
+        if here:
+            found.parameters[key] = here[0]
+        else:
+            report.missing.append(names[0])
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or name in module._non_persistent_buffers_set:
+                continue
+            full = f"{prefix}.{name}" if prefix else name
+            if full in left:
+                del left[full]
+                _require_shape(full, tuple(buffer.shape), files)
+                found.buffers.append((buffer, full))
+            else:
+                report.missing.append(full)
+    report.unexpected = list(left)
+    return found
+
+
+def _require_shape(name: str, shape: tuple[int, ...], files: _Files) -> None:
+    there = files.shape(name)
+    if there != shape:
+        raise CheckpointError(f"tensor {name!r} is {list(there)} in the files and {list(shape)} in the model")
+
+
+def _in_memory_order(files: _Files, name: str, shape: tuple[int, ...], stride: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+    """Return elements `start` to `stop` in the order in which a tensor of `stride` lies in memory."""
+    if stride == torch.empty(shape, device="meta").stride():
+        return files.read(name, shape, start, stop)
+    whole = files.read(name, shape, 0, prod(shape)).view(shape)
+    laid_out = torch.empty_strided(shape, stride, dtype=whole.dtype).copy_(whole)
+    return flatten(laid_out)[start:stop]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(repr(name) for name in names[:3]) + more

@@ -1,0 +1,1 @@
+"""How frameworks plug in; each uses the public API alone."""

@@ -1,0 +1,166 @@
+"""Transformers' Trainer on zeroshard: ``ZeroTrainer`` instead of ``Trainer``, and nothing else changes.
+
+    trainer = ZeroTrainer(model=model, args=arguments, train_dataset=data, zero="zero.json")      # or zero=zs.Config(stage=3), {"stage": 2}
+    trainer.train()
+
+The Trainer lets a subclass wrap the model (``_wrap_model``) and then leaves its preparation alone. The model is sharded in place, so
+``trainer.model`` stays the model; what the Trainer calls in the loop is a thin module around it that knows ``no_sync``, which Accelerate
+looks for in accumulation. Clipping, saving and resuming go through the engine.
+
+A Trainer checkpoint holds the whole weights in Transformers' format, and per rank the masters and the optimizer's state as safetensors (resume
+on the same number of ranks). Evaluation before any training runs the plain model.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import Trainer
+
+import zeroshard as zs
+
+__all__ = ["ZeroTrainer"]
+
+_SCHEDULER = "scheduler.pt"  # the Trainer's own name, read with weights_only
+
+
+class _Wrapped(nn.Module):
+    """What the training loop calls: the sharded model, with the engine's ``no_sync``."""
+
+    def __init__(self, model: nn.Module, engine: zs.Engine) -> None:
+        super().__init__()
+        self.module = model
+        self.no_sync = engine.no_sync
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+class ZeroTrainer(Trainer):
+    """A Trainer that trains sharded.
+
+    `zero` says how: a ``zeroshard.Config``, a dict of its keywords, or a path to JSON of either zeroshard's or DeepSpeed's form (default: stage
+    3). Precision comes from it, or from ``args.bf16``; batch sizes and clipping that it names must be those of `args`. Raises ConfigError
+    where the two contradict each other, and for ``args.fp16``, whose GradScaler would scale a second time.
+    """
+
+    def __init__(self, *args: Any, zero: zs.Config | dict[str, Any] | str | Path | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.engine: zs.Engine | None = None
+        self._wrapped: _Wrapped | None = None
+        self._zero = _settled(zs.Config.read(zero), self.args)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        if self.engine is None:
+            if not training:
+                return model
+            optimizer = self.optimizer
+            assert isinstance(optimizer, torch.optim.Optimizer), "the Trainer makes the optimizer before it wraps the model"
+            assert isinstance(self.model, nn.Module)
+            self.engine = zs.shard(self.model, optimizer, config=self._zero, sync_from=0)
+            self._wrapped = _Wrapped(self.model, self.engine)
+        assert self._wrapped is not None
+        return self._wrapped
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        assert self.engine is not None
+        return self.engine.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        assert self.engine is not None
+        return self.engine.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the whole weights as ``save_pretrained`` does; every rank must call it."""
+        if self.engine is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        state = self.engine.full_state_dict()
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.engine is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        _save_rank(self._rank_file(output_dir), self.engine)
+        if self.args.should_save and self.lr_scheduler is not None:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self.engine is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        _load_rank(self._rank_file(checkpoint), self.engine)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+
+    def _rank_file(self, directory: str) -> Path:
+        return Path(directory) / f"zeroshard-rank{self.args.process_index}-of-{self.args.world_size}.safetensors"
+
+
+def _settled(config: zs.Config, args: Any) -> zs.Config:
+    """Return `config` with what it leaves open taken from the TrainingArguments; raise ConfigError where they contradict each other."""
+    if args.fp16:
+        raise zs.ConfigError("args.fp16 brings a GradScaler of its own: use bf16=True, or train fp16 with engine.backward() outside the Trainer")
+    given = config.model_fields_set
+    if args.bf16 and "precision" in given and config.precision != "bf16":
+        raise zs.ConfigError(f"args.bf16 is on, but the configuration says precision={config.precision!r}: make them agree, or leave one out")
+    pairs = {
+        "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "train_batch_size": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        "gradient_clipping": args.max_grad_norm,
+    }
+    for name, value in pairs.items():
+        mine = getattr(config, name)
+        if mine is not None and mine != value:
+            raise zs.ConfigError(f"{name}={mine} in the configuration contradicts the training arguments, which say {value}: make them agree, or use 'auto'")
+    changes: dict[str, Any] = {"gradient_clipping": None}  # the Trainer clips
+    if "precision" not in given and args.bf16:
+        changes["precision"] = "bf16"
+    return config.model_copy(update=changes)
+
+
+def _save_rank(path: Path, engine: zs.Engine) -> None:
+    """Write this rank's masters and optimizer state: tensors under ``master.NAME`` and ``state.INDEX.KEY``, the rest as JSON in the header."""
+    assert engine.optimizer is not None
+    saved = engine.optimizer.state_dict()
+    tensors = {f"master.{piece.name}": piece.tensor.contiguous().clone() for piece in engine.resting_pieces()}
+    scalars: dict[str, dict[str, Any]] = {}
+    for index, state in saved["state"].items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"state.{index}.{key}"] = value.contiguous().clone()
+            else:
+                scalars.setdefault(str(index), {})[key] = value
+    rest = {"param_groups": saved["param_groups"], "zeroshard": saved["zeroshard"], "scalars": scalars}
+    save_file(tensors, path, metadata={"zeroshard": json.dumps(rest)})
+
+
+def _load_rank(path: Path, engine: zs.Engine) -> None:
+    """Read what `_save_rank` wrote on a rank of the same number of ranks."""
+    assert engine.optimizer is not None
+    if not path.is_file():
+        raise zs.CheckpointError(f"{path.parent} has no {path.name}: this checkpoint was saved on another number of ranks, or not by ZeroTrainer")
+    with safe_open(path, framework="pt") as file:
+        rest = json.loads(file.metadata()["zeroshard"])
+        state: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in rest["scalars"].items()}
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            kind, _, key = name.partition(".")
+            if kind == "state":
+                index, _, key = key.partition(".")
+                state.setdefault(int(index), {})[key] = file.get_tensor(name)
+        engine.optimizer.load_state_dict({"state": state, "param_groups": rest["param_groups"], "zeroshard": rest["zeroshard"]})
+        with torch.no_grad(), engine.rewriting():
+            for piece in engine.resting_pieces():
+                piece.tensor.copy_(file.get_tensor(f"master.{piece.name}"))

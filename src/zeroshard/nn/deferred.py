@@ -1,0 +1,102 @@
+"""Deferred initialisation: build a model of any size in no memory, and fill it in later, a unit at a time, with the same bits.
+
+    with zs.deferred_init():
+        model = GPT(config)                   # its own init code runs as it is
+    engine = zs.shard(model, optimizer)       # each unit is computed, stored into the shards, and forgotten
+
+Inside the block every operation of this thread passes through the recorder (nn/recorder.py). New tensors of 64 KiB or more become hollow
+(nn/hollow.py) and what is done to them goes on a tape (nn/tape.py). Small tensors are real, so most code that looks at values simply runs.
+A random operation is done once on a temporary, so that the generator advances exactly as it would, and again with the generator's old
+state when the tensor is filled.
+
+Invariant: after the block the generators, and after filling every bit, are what building the model without the block gives. Memory that a
+parameter left uninitialised is zero. Cost: nothing per large parameter at rest; during the block the largest tensor; random operations
+take their time twice. At the end of the block large tensors that no parameter uses (buffers, tables) are filled.
+
+What it does not do: follow other threads, or code that reads memory behind torch's back (C++ extensions).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from zeroshard.errors import ConfigError
+from zeroshard.nn.hollow import adopt_all, fill, fingerprint_of, record_of, settle
+from zeroshard.nn.recorder import PointerReads, Recorder
+
+__all__ = ["allocate", "deferred_init", "fingerprint_of", "is_deferred", "materialize", "refuse_inside"]
+
+_thread = threading.local()
+
+
+@contextmanager
+def deferred_init() -> Iterator[None]:
+    """Build modules inside this context without memory for their parameters; ``shard()`` or ``materialize()`` gives it to them.
+
+    Parameters are the final objects, so an optimizer may be built from them at once; reading their values before they have any raises
+    StateError. Their values, and the random generators after the block, are the same bits as without it. Takes CPU and CUDA tensors;
+    those on other devices are left alone. Nests; applies to the thread that enters it.
+    """
+    if _current() is not None:
+        yield
+        return
+    recorder = _thread.recorder = Recorder()
+    complete = False
+    try:
+        adopt_all(recorder)
+        with PointerReads(recorder), recorder:
+            yield
+        complete = True
+    finally:
+        _thread.recorder = None
+        settle(recorder, compute=complete)
+
+
+def materialize(*things: nn.Module | torch.Tensor) -> None:
+    """Give deferred modules and tensors their memory and values, in place; what has them already is left alone.
+
+    For a deferred model that is used without ``shard()``, which does this unit by unit.
+    """
+    tensors: list[torch.Tensor] = []
+    for thing in things:
+        if isinstance(thing, nn.Module):
+            tensors += [*thing.parameters(), *thing.buffers()]
+        elif isinstance(thing, torch.Tensor):
+            tensors.append(thing)
+        else:
+            raise ConfigError(f"materialize() takes modules and tensors, not {type(thing).__name__}")
+    _fill(tensors)
+
+
+def allocate(*tensors: torch.Tensor) -> None:
+    """Give deferred tensors memory without values, for a caller that overwrites them."""
+    _fill(tensors, compute=False)
+
+
+def is_deferred(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` has no memory yet."""
+    return record_of(tensor) is not None
+
+
+def refuse_inside(what: str) -> None:
+    """Raise ConfigError where a deferred_init() block is open in this thread."""
+    if _current() is not None:
+        raise ConfigError(f"{what} inside deferred_init(): end the block first")
+
+
+def _current() -> Recorder | None:
+    return getattr(_thread, "recorder", None)
+
+
+def _fill(tensors: Iterable[torch.Tensor], *, compute: bool = True) -> None:
+    recorder = _current()
+    if recorder is None:
+        fill(tensors, compute=compute)
+        return
+    with recorder.paused():
+        fill(tensors, compute=compute)

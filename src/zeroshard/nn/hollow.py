@@ -1,0 +1,244 @@
+"""Hollow tensors: ordinary strided tensors whose storage has size 0 until it is filled.
+
+Shape, stride, dtype and device are right and every view shares the one storage, so parameters are the final objects from the start.
+Which entry of the tape (nn/tape.py) computes a storage is kept beside it, by weak reference: it goes when the storage goes.
+
+[Note: hollow tensors and torch] Torch checks for missing memory in some operations only. Measured on 2.13: ``t[0]``, ``F.linear`` raise,
+``t + 1``, ``t.mean()``, ``torch.cat`` end the process, ``t.numpy()`` and ``copy.deepcopy(t)`` return garbage. So a hollow tensor is only ever
+handled inside the recorder, which intercepts all operations; outside, every tensor object over a hollow storage is *guarded*: its class
+is a subclass of its own whose ``__torch_function__`` raises StateError naming the remedy, and which is taken off again when it is filled.
+
+Invariant: outside the recorder no unguarded tensor object over a hollow storage exists. Cost: one walk over all live objects when a
+block ends (0.1 s for 300,000 objects).
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.errors import StateError
+from zeroshard.nn.tape import Cell, Entry, Place, fingerprint, replay
+from zeroshard.optim.sealed import METADATA, QUERIES
+
+__all__ = [
+    "Record",
+    "adopt_all",
+    "fill",
+    "fill_storages",
+    "fingerprint_of",
+    "hollow_out",
+    "inflated",
+    "place_of",
+    "record_of",
+    "settle",
+    "storage_of",
+]
+
+
+@dataclass(eq=False)
+class Record:
+    """What is known of one hollow storage."""
+
+    cell: Cell
+    entry: Entry  # the last that wrote into it
+    owner: object | None  # the recorder at work on it; None outside
+    pending_writes: int = 0  # since something overwrote the whole of it
+    guarded: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+
+
+_RECORDS: weakref.WeakKeyDictionary[torch.UntypedStorage, Record] = weakref.WeakKeyDictionary()
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of a dense tensor, unseen by guards and modes; None where it has none."""
+    with torch._C.DisableTorchFunction():
+        try:
+            return tensor.untyped_storage() if tensor.layout is torch.strided else None
+        except (NotImplementedError, RuntimeError):  # tensors that wrap others
+            return None
+
+
+def record_of(tensor: torch.Tensor) -> Record | None:
+    """Return the record of a hollow tensor, None for any other."""
+    storage = storage_of(tensor)
+    record = None if storage is None else _RECORDS.get(storage)
+    return record if record is not None and storage is not None and storage.nbytes() == 0 else None
+
+
+def place_of(tensor: torch.Tensor, cell: Cell, *, metadata_only: bool = False) -> Place:
+    """Return where `tensor` lies in `cell`."""
+    return Place(cell, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, metadata_only)
+
+
+def hollow_out(tensor: torch.Tensor, owner: object) -> tuple[Record, Place]:
+    """Take the memory of `tensor`'s storage away; as long as nobody gives the record another entry, it reads as zeros."""
+    storage = storage_of(tensor)
+    assert storage is not None, tensor.layout
+    cell = Cell(storage.nbytes(), tensor.device)
+    place = place_of(tensor, cell)
+    storage.resize_(0)
+    _RECORDS[storage] = record = Record(cell, Entry(None, outputs=(place,)), owner)
+    return record, place
+
+
+@contextmanager
+def inflated(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Give hollow storages their size inside the context (memory that is never touched), as torch checks bounds when it makes views."""
+    storages = _hollow_storages(storage_of(tensor) for tensor in tensors)
+    try:
+        for storage, record in storages.items():
+            storage.resize_(record.cell.num_bytes)
+        yield
+    finally:
+        for storage in storages:
+            storage.resize_(0)
+
+
+def fill(tensors: Iterable[torch.Tensor], *, compute: bool = True) -> None:
+    """Give the hollow storages under `tensors` their memory and contents; with `compute` False only the memory."""
+    fill_storages((storage_of(tensor) for tensor in tensors), compute=compute)
+
+
+def fill_storages(candidates: Iterable[torch.UntypedStorage | None], *, compute: bool = True) -> None:
+    """The same for storages. After an exception they are hollow as before."""
+    storages = _hollow_storages(candidates)
+    try:
+        for storage, record in storages.items():
+            storage.resize_(record.cell.num_bytes)
+        if compute:
+            homes = {record.cell: storage for storage, record in storages.items()}
+            replay({record.cell: record.entry for record in storages.values()}, homes)
+    except BaseException:
+        for storage in storages:
+            storage.resize_(0)
+        raise
+    for storage, record in storages.items():
+        _take_guards_off(record)
+        del _RECORDS[storage]
+
+
+def _hollow_storages(candidates: Iterable[torch.UntypedStorage | None]) -> dict[torch.UntypedStorage, Record]:
+    return {s: _RECORDS[s] for s in candidates if s is not None and s in _RECORDS and s.nbytes() == 0}
+
+
+def fingerprint_of(tensor: torch.Tensor) -> str | None:
+    """Return a digest of how a hollow tensor's contents will be computed, None for any other tensor."""
+    record = record_of(tensor)
+    if record is None:
+        return None
+    place = place_of(tensor, record.cell)
+    return f"{fingerprint(record.entry)} {place.shape} {place.stride} {place.offset}"
+
+
+# ---------------------------------------------------------------------------------------------------------------- outside the recorder
+
+
+def adopt_all(owner: object) -> None:
+    """A recorder begins: hollow tensors that rest become its own, without guards."""
+    for record in list(_RECORDS.values()):
+        if record.owner is None:
+            _take_guards_off(record)
+            record.owner = owner
+
+
+def settle(owner: object, *, compute: bool) -> None:
+    """A recorder ends: fill what no parameter uses (buffers, tables, temporaries), put guards on the rest.
+
+    With `compute` False (an exception is under way) everything is guarded.
+    """
+    mine = {storage: record for storage, record in _RECORDS.items() if record.owner is owner and storage.nbytes() == 0}
+    if not mine:
+        return
+    over: dict[torch.UntypedStorage, list[torch.Tensor]] = {storage: [] for storage in mine}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and (storage := storage_of(thing)) in over:
+            over[storage].append(thing)
+    resting = {
+        storage: tensors for storage, tensors in over.items() if not compute or any(issubclass(type(t), nn.Parameter) for t in tensors)
+    }
+    for storage, tensors in resting.items():
+        record = mine[storage]
+        record.owner = None
+        for tensor in tensors:
+            tensor.__class__ = _guard_class(type(tensor))
+            record.guarded.append(weakref.ref(tensor))
+    fill_storages(storage for storage in mine if storage not in resting)
+
+
+def _take_guards_off(record: Record) -> None:
+    for reference in record.guarded:
+        tensor: Any = reference()
+        if issubclass(type(tensor), _Guarded) and record_of(tensor) in (record, None):  # it may have been given other memory since
+            _unguard(tensor)
+    record.guarded.clear()
+
+
+def _unguard(tensor: Any) -> None:
+    tensor.__class__ = type(tensor)._zeroshard_plain
+
+
+_ANSWERED = (
+    METADATA
+    | QUERIES
+    | frozenset(
+        [
+            getattr(torch.Tensor, name).__get__
+            for name in ("grad", "_version", "nbytes", "itemsize", "retains_grad", "is_meta", "is_quantized", "output_nr", "name")
+        ]
+        + [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")]
+        + [
+            getattr(torch.Tensor, name)
+            for name in ("stride", "storage_offset", "untyped_storage", "is_contiguous", "requires_grad_", "__len__")
+        ]
+        + [getattr(torch.Tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook", "is_shared")]
+        + [torch.is_floating_point, torch.is_complex, torch.numel]
+    )
+)
+
+
+_SET_DATA = getattr(torch.Tensor, "data").__set__  # noqa: B009 (mypy knows no such descriptor)
+
+
+class _Guarded:
+    """Answers what needs no values, and refuses everything else."""
+
+    _zeroshard_plain: type
+
+    def __repr__(self, **_: Any) -> str:
+        tensor: Any = self
+        return f"{type(self).__name__}(shape={tuple(tensor.shape)}, dtype={tensor.dtype}, device={str(tensor.device)!r})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _ANSWERED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
+            return repr(args[0])
+        if func == _SET_DATA and not isinstance(args[1], _Guarded):
+            _unguard(args[0])
+            return func(*args)
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__"):
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+        raise StateError(
+            f"{name!r} needs a parameter that deferred_init() left without values: call zeroshard.shard(model) or zeroshard.materialize(model) "
+            "first, or do it inside deferred_init()"
+        )
+
+
+@cache
+def _guard_class(plain: type) -> type:
+    """Return the guarded subclass of a tensor class."""
+    return type(f"Deferred{plain.__name__}", (_Guarded, plain), {"_zeroshard_plain": plain, "__module__": __name__})

@@ -1,0 +1,257 @@
+"""What was asked of memory that is not there, and how it is done later: the arithmetic of deferred initialisation.
+
+A *cell* stands for one storage. An *entry* is one operation that wrote into cells, with its arguments by value: small tensors copied,
+other cells by the geometry under which they were seen, the random generator's state as it was. Each entry points at the entries whose
+effect it reads, never forwards:
+
+    w = torch.empty(4096, 4096)      blank(w)
+    w.normal_()                      normal_(w)           overwrites all of w: the blank is forgotten
+    w.mul_(0.02)                     mul_(w)   --needs--> normal_(w)
+    v = w.clone()                    v: clone  --needs--> mul_(w)
+    w.zero_()                        zero_(w)             w forgets what v still needs
+
+Invariant: replaying, in program order, all that an entry needs (`history`) gives the bits that the program would have computed at once.
+What nobody needs any more is freed by reference counting: there is no cycle. Cost: some hundred bytes per entry, 5 KB where it is random.
+
+What it does not do: it knows neither modes nor live tensors; those are nn/hollow.py's and nn/deferred.py's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+
+__all__ = ["Cell", "Constant", "Entry", "Place", "Seeded", "fingerprint", "generator_state", "leaves", "map_leaves", "replay"]
+
+_ORDER = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One storage to be."""
+
+    num_bytes: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Place:
+    """One strided tensor inside a cell. With `metadata_only` the operation looks at its shape alone."""
+
+    cell: Cell
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    metadata_only: bool = False
+
+    @property
+    def covers_cell(self) -> bool:
+        """Whether every byte of the cell is in this tensor, once."""
+        expected = 1
+        for size, stride in sorted(zip(self.shape, self.stride, strict=True), key=lambda pair: (pair[1], pair[0])):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return expected * self.dtype.itemsize == self.cell.num_bytes
+
+    def within(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return this tensor as a view of `storage`, which holds the cell's bytes."""
+        return torch.empty(0, dtype=self.dtype, device=self.cell.device).set_(storage, self.offset, self.shape, self.stride)
+
+    def temporary(self) -> torch.Tensor:
+        """Return uninitialised memory of this geometry."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.cell.device)
+
+    def built(self, memory: dict[Cell, torch.UntypedStorage]) -> torch.Tensor:
+        """Return this tensor inside `memory`, which grows by the cell where it was missing."""
+        if self.metadata_only:
+            tensor = self.temporary()
+            tensor.untyped_storage().resize_(0)
+            return tensor
+        if self.cell not in memory:
+            memory[self.cell] = torch.UntypedStorage(self.cell.num_bytes, device=self.cell.device)  # type: ignore[no-untyped-call]
+        return self.within(memory[self.cell])
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A small tensor's value at the time."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Seeded:
+    """A generator that was given, in its state at the time."""
+
+    device: torch.device
+    state: torch.Tensor
+
+    def built(self) -> torch.Generator:
+        generator = torch.Generator(self.device)
+        generator.set_state(self.state)
+        return generator
+
+
+@dataclass(eq=False)
+class Entry:
+    """One operation, by value. ``func`` None is memory that was allocated and read without having been written: it reads as zeros."""
+
+    func: Callable[..., Any] | None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    outputs: tuple[Place | None, ...] = ()  # the new tensors among its results, which are counted flat
+    needs: tuple[Entry, ...] = ()  # the entries whose effect it reads
+    generators: dict[torch.device, torch.Tensor] = field(default_factory=dict)  # states of the default generators it draws from
+    default_dtype: torch.dtype = torch.float32
+    order: int = field(default_factory=lambda: next(_ORDER))
+
+    def cells(self) -> list[Cell]:
+        """Return the cells that it reads or writes."""
+        places = [leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Place) and not leaf.metadata_only]
+        return [place.cell for place in places] + [place.cell for place in self.outputs if place is not None]
+
+    def run(self, memory: dict[Cell, torch.UntypedStorage]) -> None:
+        """Do it on `memory`, to which the cells of its outputs are added."""
+        if self.func is None:
+            for place in self.outputs:
+                assert place is not None, self
+                flat = Place(place.cell, (place.cell.num_bytes,), (1,), 0, torch.uint8)
+                flat.built(memory).zero_()
+            return
+        for device, state in self.generators.items():
+            _set_generator_state(device, state)
+        if torch.get_default_dtype() is not self.default_dtype:
+            torch.set_default_dtype(self.default_dtype)
+
+        def build(leaf: Any) -> Any:
+            if isinstance(leaf, Constant):
+                return leaf.tensor
+            if isinstance(leaf, Place):
+                return leaf.built(memory)
+            return leaf.built() if isinstance(leaf, Seeded) else leaf
+
+        args, kwargs = map_leaves(build, self.args), map_leaves(build, self.kwargs)
+        results = leaves(self.func(*args, **kwargs))
+        for place, result in zip(self.outputs, results, strict=True):
+            if place is not None:
+                _keep(place, result, memory)
+
+
+def _keep(place: Place, result: torch.Tensor, memory: dict[Cell, torch.UntypedStorage]) -> None:
+    """Take over the memory of `result` where it may lie where it is; else copy it."""
+    storage = result.untyped_storage()
+    same = (result.stride(), result.storage_offset(), storage.nbytes()) == (place.stride, place.offset, place.cell.num_bytes)
+    if same and place.cell not in memory:
+        memory[place.cell] = storage
+    else:
+        place.built(memory).copy_(result)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what is in `value`: itself, or the items of nested lists, tuples and dicts."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        yield value
+        return
+    for item in value:
+        yield from leaves(item)
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return `value` with `function` applied to each of its leaves; containers keep their kind."""
+    if isinstance(value, dict):
+        return {key: map_leaves(function, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [map_leaves(function, item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return function(value)
+
+
+def history(entries: Iterable[Entry]) -> list[Entry]:
+    """Return `entries` and all that they need, in program order."""
+    found: dict[int, Entry] = {}
+    waiting = list(entries)
+    while waiting:
+        entry = waiting.pop()
+        if entry.order not in found:
+            found[entry.order] = entry
+            waiting.extend(entry.needs)
+    return [found[order] for order in sorted(found)]
+
+
+def replay(wanted: Mapping[Cell, Entry], homes: Mapping[Cell, torch.UntypedStorage]) -> dict[Cell, torch.UntypedStorage]:
+    """Compute the cells `wanted`, each as it is after its entry, and return their memory.
+
+    A cell in `homes` is computed in that storage, which has its size; others get memory of their own, and intermediate ones lose it after
+    their last use. The random generators and the default dtype are put back afterwards.
+    """
+    entries = history(wanted.values())
+    last_use = {cell: entry.order for entry in entries for cell in entry.cells()}
+    memory = dict(homes)
+    with _undisturbed({device for entry in entries for device in entry.generators}), torch.no_grad():
+        for entry in entries:
+            entry.run(memory)
+            for cell in entry.cells():
+                if last_use[cell] == entry.order and cell not in wanted:
+                    memory.pop(cell, None)
+    return memory
+
+
+@contextmanager
+def _undisturbed(devices: set[torch.device]) -> Iterator[None]:
+    states = {device: generator_state(device) for device in devices}
+    dtype = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        for device, state in states.items():
+            _set_generator_state(device, state)
+        torch.set_default_dtype(dtype)
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """Return the state of the default generator of `device`."""
+    state: torch.Tensor = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return state
+
+
+def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def fingerprint(entry: Entry) -> str:
+    """Return a 64-bit digest, as hexadecimal text, of all that `entry` needs: operations, arguments and generator states."""
+    numbers: dict[Cell, int] = {}
+    digest = xxhash.xxh3_64()
+
+    def describe(leaf: Any) -> str:
+        if isinstance(leaf, Place):
+            number = numbers.setdefault(leaf.cell, len(numbers))
+            return f"{number} {leaf.cell.num_bytes} {leaf.shape} {leaf.stride} {leaf.offset} {leaf.dtype}"
+        if isinstance(leaf, Constant):
+            return f"{leaf.tensor.dtype} {tuple(leaf.tensor.shape)} {_digest_of(leaf.tensor)}"
+        return _digest_of(leaf.state) if isinstance(leaf, Seeded) else repr(leaf)
+
+    for one in history([entry]):
+        parts = [str(one.func), str(one.default_dtype)]
+        parts += [describe(leaf) for leaf in leaves((one.args, [*one.kwargs.items()], one.outputs))]
+        parts += [_digest_of(state) for state in one.generators.values()]
+        digest.update("\n".join(parts).encode())
+    return digest.hexdigest()
+
+
+def _digest_of(tensor: torch.Tensor) -> str:
+    data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_64_hexdigest(data)

@@ -1,0 +1,94 @@
+"""Uneven numbers of batches: a rank whose data has ended shadows the others until theirs has ended too.
+
+As torch's ``Join`` does for DDP, with one difference: a rank here owns a part of the optimizer, so it cannot sit out the steps. Before
+every forward, backward, clip and step the ranks tell each other what comes; a rank without data answers "ended" and does its share of it::
+
+    rank 0   F  forward    B  backward    S  step   F  forward      B  backward       S  step        ended
+    rank 1   F  forward    B  backward    S  step   ended: gathers  ended: zeros      ended: steps   ended
+
+The gradient is divided by all ranks, those without data included (DDP's ``divide_by_initial_world_size``). A shadowed step takes the
+options of the param groups (lr, betas, ...) from the lowest rank with data, whose scheduler is the one that goes on.
+
+Invariant: the ranks with data do the same things in the same order, else PlanMismatch on every rank. Cost: one small exchange per event.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from zeroshard.comm.transport import Transport
+from zeroshard.core.digest import holders
+from zeroshard.errors import PlanMismatch
+from zeroshard.optim.sharded import ShardedOptimizer
+from zeroshard.runtime.backward import Backward
+from zeroshard.runtime.finalize import Finalizer
+from zeroshard.runtime.hooks import Hooks
+
+__all__ = ["Join"]
+
+_ENDED = "ended"
+
+
+class Join:
+    """One use of ``engine.join()``."""
+
+    def __init__(self, hooks: Hooks, backward: Backward, finalizer: Finalizer, optimizer: ShardedOptimizer, transport: Transport) -> None:
+        self._hooks = hooks
+        self._backward = backward
+        self._finalizer = finalizer
+        self._optimizer = optimizer
+        self._transport = transport
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Announce what this rank does in the body; afterwards shadow the ranks that go on."""
+        parts: tuple[Any, ...] = (self._hooks, self._backward, self._finalizer)
+        for part in parts:
+            part.announce = self._announce
+        try:
+            yield
+            for part in parts:
+                part.announce = None
+            while (event := self._meet([_ENDED])) is not None:
+                self._shadow(*event)
+        finally:
+            for part in parts:
+                part.announce = None
+
+    def _announce(self, what: str, argument: Any = None) -> None:
+        if what == "step":
+            argument = [{key: value for key, value in group.items() if _is_plain(value)} for group in self._optimizer.optimizer.param_groups]
+        self._meet([what, argument])
+
+    def _meet(self, event: list[Any]) -> tuple[str, Any] | None:
+        """Tell the others; return what the lowest rank with data does next, None when no rank has any."""
+        events = [json.loads(answer) for answer in self._transport.exchange(json.dumps(event).encode())]
+        going_on = [other for other in events if other != [_ENDED]]
+        names = [other[0] for other in events]
+        if len(set(names) - {_ENDED}) > 1:
+            raise PlanMismatch(f"in engine.join() the ranks with data must do the same in the same order; {holders(names)}")
+        return (going_on[0][0], going_on[0][1]) if going_on else None
+
+    def _shadow(self, what: str, argument: Any) -> None:
+        optimizer = self._optimizer.optimizer
+        if what == "forward":
+            self._hooks.shadow_forward()
+        elif what == "backward":
+            self._backward.shadow(sync=argument["sync"], scaled=argument["scaled"])
+        elif what == "clip":
+            self._finalizer.clip(argument)
+        else:
+            assert what == "step", what
+            for group, options in zip(optimizer.param_groups, argument, strict=True):
+                group.update({key: type(group[key])(value) if isinstance(value, list) else value for key, value in options.items()})
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))

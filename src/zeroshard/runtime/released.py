@@ -1,0 +1,137 @@
+"""A parameter answers for itself while its unit rests: it is gathered when it is used, or the use is refused by name.
+
+A module's own forward finds its weights gathered by the hooks. What is used elsewhere (``F.linear(x, model.embed.weight)``, a penalty over
+``model.parameters()``, a method called instead of ``forward``) meets the released parameter, whose numbers are NaN. Therefore a parameter
+changes class with its memory::
+
+    attach   class: what it was (nn.Parameter)      data: its view of the gathered buffer      torch's own speed, nothing intercepted
+    detach   class: ReleasedParameter               data: its NaN                              every torch function comes here first
+
+metadata (shape, grad, hooks, ...)  answered as it is
+a write (``zero_``, ``out=``)       StateError: it would be lost
+a use in a forward or backward, or with gradients enabled   the unit is gathered and stays until that pass (with gradients: its backward)
+                                                            is over; a collective like any gather, so every rank must do the same
+any other use                       StateError with the remedy: code that only looks is often run on one rank alone
+
+Rows that rest replicated have their weights under way to every rank already: there any use waits for them.
+
+Invariant: no function of torch reads the NaN of a released parameter. Not seen are reads in C++ that dispatch nothing (TorchScript): NaN is
+what they get. Cost: none while gathered; 2 microseconds per attribute that is read while released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from zeroshard.errors import StateError
+from zeroshard.optim.sealed import METADATA, QUERIES, SealedGrad
+from zeroshard.runtime.trees import tensors_in
+
+__all__ = ["ReleasedParameter", "Tie", "release_class", "restore_class"]
+
+_ANSWERED = (
+    METADATA
+    | QUERIES
+    | {getattr(torch.Tensor, name).__get__ for name in ("grad", "_version", "is_meta", "is_quantized", "itemsize", "nbytes", "output_nr", "name")}
+    | {getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")}
+    | {
+        getattr(torch.Tensor, name)
+        for name in (
+            "data_ptr",
+            "is_complex",
+            "is_contiguous",
+            "is_shared",
+            "register_hook",
+            "register_post_accumulate_grad_hook",
+            "requires_grad_",
+            "retain_grad",
+            "storage_offset",
+            "stride",
+            "untyped_storage",
+        )
+    }
+)
+_WRITES = frozenset((torch.Tensor.__setitem__, getattr(torch.Tensor, "data").__set__))  # noqa: B009 (mypy knows no such descriptor)
+
+
+class Tie(Protocol):
+    """A parameter's way back to its engine; it holds the engine weakly."""
+
+    name: str
+
+    def gather(self, operation: str) -> None:
+        """Bring the parameter's unit here for a use of it by `operation`; StateError where that may not be done."""
+
+    def watch(self, result: Any) -> None:
+        """Note that `result` was computed from the parameter."""
+
+
+class ReleasedParameter(nn.Parameter):
+    """A parameter whose unit rests."""
+
+    _zeroshard: Tie
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ANSWERED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if any(issubclass(kind, SealedGrad) for kind in types):
+            return NotImplemented  # a step with gradients that are not to be read: the more telling refusal
+        released = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, ReleasedParameter)]
+        if func is torch.Tensor.__repr__ or func is torch.Tensor.__format__:
+            return _describe(released[0])
+        operation = _name_of(func)
+        for parameter in _written(func, operation, args, kwargs):
+            raise StateError(
+                f"parameter {parameter._zeroshard.name!r} was written to while it was released, and the write is lost: edit it inside "
+                "engine.gathered(writeback=True)"
+            )
+        ties = {id(parameter): parameter._zeroshard for parameter in released}
+        for tie in ties.values():
+            tie.gather(operation)
+        assert not any(isinstance(parameter, ReleasedParameter) for parameter in released), operation
+        result = func(*args, **kwargs)
+        for tie in ties.values():
+            tie.watch(result)
+        return result
+
+
+def release_class(parameter: nn.Parameter) -> None:
+    """Make `parameter` answer as a released one, where it is tied to an engine and its class allows."""
+    if type(parameter) is nn.Parameter and hasattr(parameter, "_zeroshard"):
+        parameter.__class__ = ReleasedParameter
+
+
+def restore_class(parameter: nn.Parameter) -> None:
+    """Make `parameter` a plain one again."""
+    if type(parameter) is ReleasedParameter:
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def _describe(parameter: nn.Parameter) -> str:
+    tie: Tie = parameter._zeroshard  # type: ignore[attr-defined]
+    shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
+    return f"ReleasedParameter({tie.name}, shape={shape}, dtype={dtype}: rests sharded, read it inside engine.gathered())"
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    """Return what to call `func` in a message: ``x.data`` comes as the ``__get__`` of a descriptor."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        return f".{getattr(getattr(func, '__self__', None), '__name__', name)}"
+    return name
+
+
+def _written(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[ReleasedParameter]:
+    """Return the released parameters that `func` would write to."""
+    in_place = func in _WRITES or (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
+    targets = [args[0] if args and in_place else (), kwargs.get("out", ())]
+    return [tensor for tensor in tensors_in(targets) if isinstance(tensor, ReleasedParameter)]

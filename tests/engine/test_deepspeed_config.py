@@ -1,0 +1,92 @@
+"""DeepSpeed's configuration read as ours, and what of it has an effect in the engine: clipping at the step, batch sizes compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zeroshard as zs
+from tests.engine.common import batch, make_model, two_groups
+from tests.harness import run_ranks
+from zeroshard import Config, ConfigError
+
+
+def test_the_keys_that_are_read(tmp_path: Path) -> None:
+    source = {
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False},
+    }
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps(source))
+    config = Config.from_deepspeed(path)
+    assert config == Config.from_deepspeed(source) == Config.read(path) == Config.read(source)
+    assert config.resolved_policy().name == "zero2" and config.precision == "bf16" and config.gradient_clipping == 0.5
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == (32, 4, None)
+    assert Config.from_json(config.to_json()) == config
+
+
+def test_defaults_are_those_of_deepspeeds_code_and_auto_is_left_open() -> None:
+    assert Config.from_deepspeed({}).resolved_policy().name == "ddp"
+    assert Config.from_deepspeed({}).gradient_clipping == 1.0, "leaving it out still clips"
+    assert Config.from_deepspeed({"gradient_clipping": 0}).gradient_clipping is None
+    auto = Config.from_deepspeed({"gradient_clipping": "auto", "fp16": {"enabled": "auto"}, "zero_optimization": {"stage": 3}})
+    assert auto.gradient_clipping is None and "precision" not in auto.model_fields_set
+    assert Config.from_deepspeed({"zero_optimization": {"stage": True}}).stage == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"zero_optimisation": {"stage": 3}}, "DeepSpeed's key 'zero_optimisation' is not supported in this version; did you mean 'zero_optimization'"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {}}}, "key 'zero_optimization.offload_param' is not supported"),
+        ({"zero_optimization": 3}, "section 'zero_optimization' is an object, not 3"),
+        ({"zero_optimization": {"stage": 4}}, "stage=4 does not exist"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16 are both enabled"),
+        ({"fp16": {"enabled": True, "loss_scale": 4}}, "'fp16.loss_scale' is not supported"),
+        ({"optimizer": {"type": "Adam"}}, "'optimizer' is not supported"),
+        ({"gradient_clipping": -1}, "gradient_clipping"),
+        ([1], "is a JSON object, not a list"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(source: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config.from_deepspeed(source)
+
+
+def _clipped(rank: int, world: int) -> None:
+    def train(clip: bool, **options: Any) -> dict[str, torch.Tensor]:
+        model = make_model()
+        optimizer = two_groups(model)
+        engine = zs.shard(model, optimizer, stage=3, **options)
+        for step in range(4):
+            model(*batch(rank, step)).backward()
+            if clip:
+                engine.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        state = engine.full_state_dict(rank0_only=False)
+        engine.close()
+        return state
+
+    by_hand = train(True)
+    for options in ({"gradient_clipping": 0.1}, {"config": {"gradient_clipping": 0.1}}):
+        by_itself = train(False, **options)
+        assert all(torch.equal(by_itself[name], value) for name, value in by_hand.items())
+    both = train(True, gradient_clipping=0.001)
+    assert all(torch.equal(both[name], value) for name, value in by_hand.items()), "what the user clips is not clipped again"
+    with pytest.raises(ConfigError, match="train_batch_size=24 is not train_micro_batch_size_per_gpu=3 x gradient_accumulation_steps=2 x 2 ranks"):
+        train(False, train_batch_size=24, train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=2)
+    train(False, train_batch_size=12, train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=2)
+
+
+def test_clipping_and_batch_sizes_have_their_effect() -> None:
+    run_ranks(2, _clipped)

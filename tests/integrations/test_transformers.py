@@ -1,0 +1,55 @@
+"""ZeroTrainer beside Transformers' own Trainer (DDP): the same losses, norms and weights; saving, resuming, evaluation, generation."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("trainer")
+    script = Path(__file__).with_name("trainer_runs.py")
+    command = [sys.executable, "-m", "zeroshard", "run", "--nproc", "2", str(script), str(folder), str(folder / "results.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    answer: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return answer
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_stage_trains_as_the_trainer_does_with_ddp(results: dict[str, Any], stage: int) -> None:
+    plain, ours = results["runs"]["plain"], results["runs"][f"stage{stage}"]
+    assert ours["policy"] == f"zero{stage}"
+    assert ours["losses"] == plain["losses"] and len(ours["losses"]) == 6
+    assert ours["norms"] == pytest.approx(plain["norms"], rel=1e-4)
+    assert ours["evaluated"] == pytest.approx(plain["evaluated"], rel=1e-4)
+    if ours["before"] is not None:
+        assert ours["before"] > ours["evaluated"], "evaluation before training runs the plain model"
+
+
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(results: dict[str, Any]) -> None:
+    halves = results["runs"]["halves"]
+    assert halves["same as"] == ["constant", True]
+    assert halves["losses"][-3:] == results["runs"]["constant"]["losses"][-3:]
+
+
+def test_a_deepspeed_file_decides_stage_and_precision(results: dict[str, Any]) -> None:
+    run = results["runs"]["whole bf16"]
+    assert run["policy"] == "zero3" and run["dtype"] == "torch.bfloat16"
+    assert 0.3 < run["fraction"] < 0.7
+
+
+def test_contradictions_between_file_and_arguments_are_named(results: dict[str, Any]) -> None:
+    fp16, bf16, clip, batch, key = results["refused"]
+    assert "args.fp16" in fp16 and "args.bf16 is on" in bf16
+    assert "gradient_clipping=0.7 in the configuration contradicts the training arguments, which say 0.5" in clip
+    assert "train_micro_batch_size_per_gpu=7" in batch and "'zero_optimization.overlap_comm' is not supported" in key

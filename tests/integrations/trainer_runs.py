@@ -1,0 +1,111 @@
+"""Trainer runs on every rank, started by ``zeroshard run``: argument 1 is a folder for checkpoints, argument 2 the file for rank 0's results."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+import zeroshard as zs
+from zeroshard.integrations.transformers import ZeroTrainer
+
+Data = list[dict[str, torch.Tensor]]
+
+
+def _data(seed: int, rows: int) -> Data:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 61, (rows, 12), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def _train(folder: Path, name: str, zero: Any = None, *, steps: int = 6, resume: bool = False, **changes: Any) -> dict[str, Any]:
+    set_seed(3 + int(os.environ["RANK"]))  # the ranks' models differ until the trainer makes them one
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    )
+    arguments = TrainingArguments(
+        output_dir=str(folder / name),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        max_grad_norm=0.5,
+        logging_steps=1,
+        save_steps=3,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=3,
+        **changes,
+    )
+    options: dict[str, Any] = {"model": model, "args": arguments, "train_dataset": _data(0, 64), "eval_dataset": _data(1, 8)}
+    trainer = Trainer(**options) if name.startswith("plain") else ZeroTrainer(zero=zero, **options)
+    before = trainer.evaluate()["eval_loss"] if name == "stage3" else None
+    trainer.train(resume_from_checkpoint=resume or None)
+    evaluated = trainer.evaluate()["eval_loss"]
+    trainer.save_model(str(folder / name / "final"))
+    out: dict[str, Any] = {
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "norms": [round(float(entry["grad_norm"]), 5) for entry in trainer.state.log_history if "grad_norm" in entry],
+        "evaluated": evaluated,
+        "before": before,
+    }
+    if isinstance(trainer, ZeroTrainer):
+        assert trainer.engine is not None and trainer.model is model and type(model) is LlamaForCausalLM
+        out["policy"], out["fraction"] = trainer.engine.policy.name, trainer.engine.memory().total / (16 * sum(p.numel() for p in model.parameters()))
+        prompt = torch.arange(1, 5)[None]
+        tokens = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
+        trainer.engine.close()
+        assert tokens == model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
+    torch.distributed.barrier()
+    return out
+
+
+def _refusals(folder: Path) -> list[str]:
+    messages = []
+    for changes, zero in (
+        ({"fp16": True}, None),
+        ({"bf16": True}, {"precision": "fp32"}),
+        ({}, {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.7}),
+        ({}, {"train_micro_batch_size_per_gpu": 7}),
+        ({}, {"zero_optimization": {"stage": 2, "overlap_comm": True}}),
+    ):
+        try:
+            _train(folder, "refused", zero, **changes)
+        except zs.ConfigError as error:
+            messages.append(str(error))
+    return messages
+
+
+def main() -> None:
+    folder, results = Path(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    runs = {"plain": _train(folder, "plain")}
+    for stage in (1, 2, 3):
+        runs[f"stage{stage}"] = _train(folder, f"stage{stage}", {"stage": stage})
+    deepspeed = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "gradient_clipping": "auto", "train_batch_size": "auto"}
+    runs["whole bf16"] = _train(folder, "whole bf16", deepspeed)
+    _train(folder, "halves", deepspeed, steps=3, lr_scheduler_type="constant")
+    runs["constant"] = _train(folder, "constant", deepspeed, lr_scheduler_type="constant")
+    runs["halves"] = _train(folder, "halves", deepspeed, resume=True, lr_scheduler_type="constant")
+    refused = _refusals(folder)
+    if os.environ["RANK"] == "0":
+        weights = {name: load_file(folder / name / "final" / "model.safetensors") for name in runs}
+        for name, run in runs.items():
+            like = {"halves": "constant", "whole bf16": "whole bf16"}.get(name, "plain")
+            run["same as"] = [like, all(torch.equal(value, weights[like][key]) for key, value in weights[name].items())]
+            run["dtype"] = str(next(iter(weights[name].values())).dtype)
+        results.write_text(json.dumps({"runs": runs, "refused": refused}))
+
+
+if __name__ == "__main__":
+    main()
