@@ -5,7 +5,8 @@ or out. At rest only this rank's slice (the window's ``local``) holds memory; th
 
 [Note: storage, not objects] Gathering resizes the same storage again instead of making a new tensor. Whatever autograd saved in forward
 (the parameter, or a view of it such as ``weight.t()``) refers to that storage, so it is valid again in backward, however often the buffer
-was released in between. Reading such a view while it is released raises in torch.
+was released in between. Such a view must not be read while it is released: torch raises in some places and crashes in others. Parameters
+themselves are guarded (runtime/released.py); a view taken by the user is valid as long as its unit stays gathered.
 
 Where the transport maps the peers' memory (or there is no peer) the full buffer *is* the resting shards: gathering moves nothing.
 
