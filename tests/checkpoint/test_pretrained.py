@@ -127,6 +127,22 @@ def test_half_precision_files_fill_fp32_masters_and_names_can_be_changed(tmp_pat
     engine.close()
 
 
+def test_a_deferred_model_is_filled_from_the_files(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    expected = make_model(width=256)
+    _write(tmp_path, dict(expected.state_dict()), 1)
+    with zs.deferred_init():
+        plain = make_model(width=256)
+    with zs.deferred_init():
+        model = make_model(width=256)
+    zs.load_pretrained(plain, tmp_path)
+    engine = zs.shard(model, two_groups(model), stage=3)
+    zs.load_pretrained(engine, tmp_path)
+    for state in (plain.state_dict(), engine.full_state_dict()):
+        assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
+    engine.close()
+
+
 def _refused(rank: int, world: int, directory: str) -> None:
     model = make_model()
     engine = zs.shard(model, two_groups(model), stage=3)

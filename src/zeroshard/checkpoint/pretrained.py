@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from zeroshard.errors import CheckpointError
+from zeroshard.nn.deferred import allocate
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.unit import flatten
 
@@ -78,10 +79,11 @@ def load_pretrained(
                             shape = tuple(piece.parameter.shape)
                             piece.tensor.copy_(_in_memory_order(files, source, shape, piece.stride, piece.start, piece.stop))
             else:
-                for parameter in model.parameters():
-                    source = found.parameters.get(id(parameter))
-                    if source is not None:
-                        parameter.copy_(files.read(source, tuple(parameter.shape), 0, parameter.numel()).view(parameter.shape))
+                present = [parameter for parameter in model.parameters() if id(parameter) in found.parameters]
+                allocate(*present)  # deferred ones
+                for parameter in present:
+                    source = found.parameters[id(parameter)]
+                    parameter.copy_(files.read(source, tuple(parameter.shape), 0, parameter.numel()).view(parameter.shape))
     report.bytes_read = files.bytes_read
     return report
 
