@@ -166,6 +166,11 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, grou
     for name, module in model.named_modules():
         if module.__dict__.get(OWNED):
             raise ConfigError(f"submodule {name!r} is sharded already: shard the whole model once, from the outside")
+        if module._compiled_call_impl is not None:
+            raise ConfigError(
+                f"module {name or 'itself'!r} was compiled with its hooks, module.compile(): compile what they surround, module.forward = "
+                "torch.compile(module.forward), for each block"
+            )
         if type(module).__module__.startswith("torch.distributed.fsdp") or hasattr(module, "_get_fsdp_state"):
             raise ConfigError(f"module {name or 'itself'!r} is managed by FSDP: give shard() the plain module")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:

@@ -124,6 +124,7 @@ class Hooks:
             for method in ("__deepcopy__", "__reduce_ex__"):
                 self._handles.append(_Attribute(module, method, _refusing_copies(name)))
             self._handles.append(_Attribute(module, "_apply", _refusing_changes(module, prefix)))
+            self._handles.append(_Attribute(module, "compile", _refusing_compile(name)))
 
     # ------------------------------------------------------------------ the model as a whole
 
@@ -189,6 +190,8 @@ class Hooks:
         weights = self._weights
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.compiler.is_compiling():
+                return  # inside a compiled forward, around which the unit is gathered
             in_backward = torch._C._current_graph_task_id() >= 0
             weights.enter()
             for unit in units:
@@ -198,6 +201,8 @@ class Hooks:
                 self._watch_inputs(ends, args, kwargs)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
             if output is not None and torch.is_grad_enabled():
                 self.watch_outputs(units, output)
             in_backward = torch._C._current_graph_task_id() >= 0
@@ -332,6 +337,16 @@ def _refusing_copies(name: str) -> Callable[[Any], Any]:
         raise StateError(
             f"{name} is sharded and cannot be copied or pickled: build a new module and give it engine.full_state_dict(), save with "
             "zeroshard.save(), or call engine.close() first"
+        )
+
+    return refuse
+
+
+def _refusing_compile(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise StateError(
+            f"{name}.compile() would compile the hooks that gather its weights: compile what they surround, module.forward = "
+            "torch.compile(module.forward), for each block"
         )
 
     return refuse

@@ -1,0 +1,65 @@
+"""``torch.compile`` of the blocks: the same numbers, one graph per block, none per step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+
+import zeroshard as zs
+from tests.engine.common import batch, make_model, two_groups
+from tests.harness import run_ranks
+from zeroshard import ConfigError, StateError
+
+LAYERS = 4
+
+
+def _compiled(rank: int, world: int, transport: str, row: str) -> None:
+    losses: dict[bool, list[float]] = {}
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = make_model(layers=LAYERS)
+        optimizer = two_groups(model)
+        engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm.model_validate({"transport": transport}))
+        events: list[tuple[str, str]] = []
+        if compiled:
+            for block in model.blocks:
+                forward: Any = torch.compile(block.forward, backend="aot_eager")
+                block.forward = forward
+        losses[compiled] = []
+        for step in range(4):
+            if step == 3:
+                engine._weights.trace = lambda what, name, seen=events: seen.append((what, name))  # type: ignore[misc]
+            loss = model(*batch(rank, step))
+            engine._weights.trace = None
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[compiled].append(loss.item())
+        if compiled:
+            frames = torch._dynamo.utils.counters["frames"]
+            assert frames["ok"] == frames["total"] <= LAYERS and not torch._dynamo.utils.counters["graph_break"], torch._dynamo.utils.counters
+        if row == "zero3" and transport == "gloo":
+            assert events.index(("gather", "blocks.2")) < events.index(("release", "blocks.1")), "prefetch still overlaps"
+        engine.close()
+    torch._dynamo.reset()
+    assert losses[True] == losses[False]
+
+
+@pytest.mark.parametrize(("transport", "row"), [("shared_memory", "zero3"), ("gloo", "zero3"), ("shared_memory", "zero1")])
+def test_compiled_blocks_train_to_the_same_numbers_without_compiling_again(transport: str, row: str) -> None:
+    run_ranks(2, _compiled, transport, row, timeout=120)
+
+
+def test_compiling_the_hooks_is_refused_with_the_remedy() -> None:
+    model = make_model()
+    engine = zs.shard(model)
+    with pytest.raises(StateError, match=r"blocks\.0\.compile\(\) would compile the hooks.*module\.forward = torch\.compile"):
+        model.blocks[0].compile()
+    engine.close()
+    model.blocks[0].compile()
+    with pytest.raises(ConfigError, match=r"module 'blocks\.0' was compiled with its hooks"):
+        zs.shard(model)
