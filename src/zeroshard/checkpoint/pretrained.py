@@ -71,21 +71,25 @@ def load_pretrained(
         with torch.no_grad():
             for buffer, name in found.buffers:
                 buffer.copy_(files.read(name, buffer.shape, 0, buffer.numel()).view(buffer.shape))
-            if isinstance(target, Engine):
-                with target.rewriting():
-                    for piece in target.resting_pieces():
-                        source = found.parameters.get(id(piece.parameter))
-                        if source is not None:
-                            shape = tuple(piece.parameter.shape)
-                            piece.tensor.copy_(_in_memory_order(files, source, shape, piece.stride, piece.start, piece.stop))
-            else:
-                present = [parameter for parameter in model.parameters() if id(parameter) in found.parameters]
-                allocate(*present)  # deferred ones
-                for parameter in present:
-                    source = found.parameters[id(parameter)]
-                    parameter.copy_(files.read(source, tuple(parameter.shape), 0, parameter.numel()).view(parameter.shape))
+            _fill_engine(target, files, found) if isinstance(target, Engine) else _fill_module(model, files, found)
     report.bytes_read = files.bytes_read
     return report
+
+
+def _fill_engine(engine: Engine, files: _Files, found: _Found) -> None:
+    with engine.rewriting():
+        for piece in engine.resting_pieces():
+            name = found.parameters.get(id(piece.parameter))
+            if name is not None:
+                piece.tensor.copy_(_in_memory_order(files, name, tuple(piece.parameter.shape), piece.stride, piece.start, piece.stop))
+
+
+def _fill_module(model: nn.Module, files: _Files, found: _Found) -> None:
+    present = [parameter for parameter in model.parameters() if id(parameter) in found.parameters]
+    allocate(*present)  # deferred ones
+    for parameter in present:
+        values = files.read(found.parameters[id(parameter)], tuple(parameter.shape), 0, parameter.numel())
+        parameter.copy_(values.view(parameter.shape))
 
 
 class _Files:
