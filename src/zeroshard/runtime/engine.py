@@ -4,7 +4,8 @@ It holds the parts together and answers the user; the parts do the work:
 
     hooks.py --> weights.py   (gather, prefetch, release units)       --> unit.py --> buffer.py --> comm/
              --> backward.py  (gradients, units complete, seals)      --> gradients.py
-    optimizer.step() --> finalize.py (average, agree, clip)           --> then publish
+    optimizer.step() --> finalize.py (average, agree, clip)           --> rest.py (publish)
+    whole.py: parameters and gradients gathered for the user          join.py: ranks without data
 
 The loop of the design, without overlap: gather, forward, release, gather, backward, release, reduce, accumulate, finalize, step, publish.
 """
@@ -12,8 +13,7 @@ The loop of the design, without overlap: gather, forward, release, gather, backw
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
@@ -30,24 +30,14 @@ from zeroshard.runtime.cut import UnitPlan, named_parameters_once
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.join import Join
-from zeroshard.runtime.replicas import compare_replicas, digest_of
+from zeroshard.runtime.replicas import compare_replicas
 from zeroshard.runtime.reports import MemoryReport, TrafficReport
-from zeroshard.runtime.unit import Segment, Unit, UnitState
+from zeroshard.runtime.rest import Rest, RestingPiece
+from zeroshard.runtime.unit import Segment
 from zeroshard.runtime.weights import Weights
+from zeroshard.runtime.whole import Whole
 
 __all__ = ["Engine", "RestingPiece"]
-
-
-@dataclass(frozen=True)
-class RestingPiece:
-    """Elements ``start`` to ``stop`` of one parameter, in the order in which its memory holds them, at rest on this rank."""
-
-    name: str
-    parameter: nn.Parameter
-    stride: tuple[int, ...]
-    start: int
-    stop: int
-    tensor: torch.Tensor  # [stop - start]; written only inside ``Engine.rewriting()``
 
 
 class Engine:
@@ -71,7 +61,8 @@ class Engine:
         self._scaler = LossScaler() if context.precision.needs_loss_scaling else None
         self._finalizer = Finalizer(self._backward, context.transport, self._digest, self._scaler)
         self._hooks = Hooks(module, plans, self._weights, self._backward, compute=context.precision.compute)
-        self._hooks.write_back = self._store_unit
+        self._whole = Whole(module, self._weights, self._hooks, self._finalizer, context.transport)
+        self._rest = Rest(self._weights, transport=context.transport, streams=context.streams)
         if context.broadcast_buffers:
             self._hooks.broadcast = context.transport.broadcast
         self._sharded: ShardedOptimizer | None = None
@@ -207,178 +198,59 @@ class Engine:
         every = self._context.verify_every
         if every is not None and self._digest.step % every == every - 1:
             compare_replicas(self._weights.units, self._sharded, self._context.transport)
-        self._before_writing()
+        self._rest.before_writing()
         return result.finite
 
     def after_step(self) -> None:
         """Called by the optimizer's step hook: publish what was stepped."""
-        self._publish(frozen=False)
+        self._rest.publish(frozen=False)
         self._finalizer.after_step()
-
-    def _before_writing(self) -> None:
-        """Finish the gathers under way and wait until every rank is done reading the weights."""
-        for unit in self._weights.units:
-            if unit.state is UnitState.GATHERING:
-                self._weights.discard(unit)
-            elif unit.state is UnitState.FULL:
-                unit.check_memory()
-        self._context.transport.begin_write()
-
-    def _publish(self, *, frozen: bool) -> None:
-        """The masters (and `frozen` weights) have been written: cast them into the weights and let every rank read those."""
-        with torch.no_grad():
-            for unit in self._weights.units:
-                for segment in unit.segments if frozen else unit.trainable:
-                    self._context.streams.write(segment.flat.rest_name)
-                    segment.publish(whole_master=not unit.cells.optim.is_sharded)
-        self._weights.invalidate()
 
     def agree(self, report: Mapping[str, str], error: ZeroshardError | None) -> None:
         """Raise on every rank where one has an `error` or another `report`, which would otherwise be a hang on the others. Collective."""
         compare(self._context.transport, report, error=error)
 
-    @contextmanager
-    def rewriting(self) -> Iterator[None]:
-        """Write to `masters` and `resting_pieces` inside; then the weights follow, as after a step. Collective."""
-        self._check_open()
-        self._before_writing()
-        yield
-        self._publish(frozen=True)
-
-    def masters(self) -> list[torch.Tensor]:
-        """Return this rank's part of the fp32 masters of all trained parameters, flat, a tensor per segment in unit order."""
-        return [segment.master for unit in self._weights.units for segment in unit.trainable if segment.master is not None]
-
-    def resting_pieces(self) -> Iterator[RestingPiece]:
-        """Yield what rests here of every parameter: the master where there is one, else the weight."""
-        for unit in self._weights.units:
-            for segment in unit.segments:
-                whole = segment.master is not None and not unit.cells.optim.is_sharded
-                target = segment.flat.window.local if segment.master is None else segment.master
-                for piece in segment.owned_pieces(whole=whole):
-                    span = slice(piece.shard_start, piece.shard_stop)
-                    yield RestingPiece(
-                        piece.name, segment.parameters[piece.index], segment.flat.strides[piece.index], piece.start, piece.stop, target[span]
-                    )
-
     def zero_gradient(self, parameter: nn.Parameter) -> None:
         """Called through a sealed gradient's ``zero_()``."""
-        segment, index = self._find(parameter)
+        segment, index = self._whole.find(parameter)
         assert segment.grad is not None
         segment.grad.zero(index)
 
-    # ------------------------------------------------------------------ parameters and gradients, whole
+    # ------------------------------------------------------------------ parameters and gradients, whole and at rest
 
-    @contextmanager
-    def gathered(self, params: Iterable[nn.Parameter] | nn.Parameter | None = None, *, writeback: bool = False) -> Iterator[None]:
-        """Hold full parameters (default: all) readable inside the context, collectively.
+    def gathered(
+        self, params: Iterable[nn.Parameter] | nn.Parameter | None = None, *, writeback: bool = False
+    ) -> AbstractContextManager[None]:
+        """Return a context that holds full parameters (default: all) readable inside, collectively.
 
         With `writeback`, edits inside are kept: those of rank 0, or the same on every rank; others raise StateError at the end. Edits
         without it are lost and raise where they are seen.
         """
         self._check_open()
-        units = self._units_of(params)
-        saved, self._hooks.may_save = self._hooks.may_save, True
-        try:
-            for unit in units:
-                unit.depth += 1
-                self._weights.need(unit, "forward")
-            if not writeback:
-                yield
-                return
-            with ExitStack() as stack:
-                copies = [stack.enter_context(unit.writable()) for unit in units]
-                values = _by_parameter(units, copies)
-                before = [digest_of(value) for value in values.values()]
-                yield
-                self._keep_edits(values, before)
-            for unit, tensors in zip(units, copies, strict=True):
-                self._store_unit(unit, tensors, refresh=False)
-            self._refresh(units)
-        finally:
-            self._hooks.may_save = saved
-            for unit in units:
-                unit.depth -= 1
-                if unit.depth == 0 and unit.state is UnitState.FULL and unit.cells.weight.is_sharded and not unit.in_backward:
-                    self._weights.release(unit)
-
-    def _keep_edits(self, values: dict[str, torch.Tensor], before: list[str]) -> None:
-        """Bring rank 0's edits of `values` to every rank; raise when another rank made edits of its own."""
-        transport = self._context.transport
-        after = [digest_of(value) for value in values.values()]
-        answers = [answer.decode().split(",") for answer in transport.exchange(",".join(after).encode())]
-        changed = transport.exchange(bytes(a != b for a, b in zip(after, before, strict=True)))
-        for position, (name, value) in enumerate(values.items()):
-            mine = [answer[position] for answer in answers]
-            rivals = [rank for rank, digest in enumerate(mine) if changed[rank][position] and digest != mine[0]]
-            if rivals:
-                raise StateError(
-                    f"parameter {name!r} was edited differently on ranks 0 and {rivals}: edit on rank 0 alone, or the same on every rank"
-                )
-            if len(set(mine)) > 1:
-                transport.broadcast(value, 0)
-
-    def _store_unit(self, unit: Unit, copies: list[torch.Tensor], *, refresh: bool = True) -> None:
-        """Write edited copies into the weights at rest and the masters, on every rank."""
-        self._context.transport.begin_write()
-        for segment, copy in zip(unit.segments, copies, strict=True):
-            segment.store(segment.flat.views_of(copy), whole_master=not unit.cells.optim.is_sharded)
-            segment.flat.window.publish()
-        if refresh:
-            self._refresh([unit])
-
-    def _refresh(self, units: Sequence[Unit]) -> None:
-        """Weights have been written: what is gathered now is gathered anew, and older forwards cannot run backward."""
-        self._weights.epoch += 1
-        for unit in units:
-            if unit.state is UnitState.FULL and unit.cells.weight.is_sharded:
-                self._weights.release(unit)
-                if unit.depth:
-                    self._weights.need(unit, "forward")
+        return self._whole.gathered(params, writeback=writeback)
 
     def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, torch.Tensor]:
         """Return the model's whole ``state_dict()`` on CPU, streamed a unit at a time; empty on other ranks unless `rank0_only` is False."""
         self._check_open()
-        keep = not rank0_only or self._context.transport.rank == 0
-        values: dict[int, torch.Tensor] = {}
-        for unit in self._weights.units:
-            with self.gathered([p for s in unit.segments for p in s.parameters]):
-                if keep:
-                    for segment in unit.segments:
-                        for parameter in segment.parameters:
-                            values[id(parameter)] = parameter.detach().to("cpu", copy=True)
-        if not keep:
-            return {}
-        out: dict[str, torch.Tensor] = {}
-        for prefix, module in self.module.named_modules(remove_duplicate=False):
-            dot = f"{prefix}." if prefix else ""
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    out[dot + name] = values[id(parameter)]
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    out[dot + name] = buffer.detach().to("cpu", copy=True)
-        return out
+        return self._whole.full_state_dict(rank0_only=rank0_only)
 
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return the averaged gradient of `param` [its shape] on every rank, or None where no rank used it. Collective."""
         self._check_open()
-        segment, index = self._find(param)
-        path = segment.grad
-        if path is None:
-            return None
-        self._finalizer.finalize()
-        if not path.used[index]:
-            return None
-        flat = segment.flat
-        resting = path.resting()
-        local = resting.tensor if resting is not None else torch.zeros_like(flat.window.local, dtype=path.precision.accumulate)
-        if path.sums_are_replicated:
-            whole = local
-        else:
-            whole = torch.empty(flat.layout.numel, dtype=local.dtype, device=local.device)
-            self._context.transport.all_gather(f"{segment.key}.full_grad", local, flat.layout.ranges, whole).wait()
-        return flat.views_of(whole)[index].clone()
+        return self._whole.full_grad(param)
+
+    def rewriting(self) -> AbstractContextManager[None]:
+        """Return a context in which `masters` and `resting_pieces` may be written; then the weights follow, as after a step. Collective."""
+        self._check_open()
+        return self._rest.rewriting()
+
+    def masters(self) -> list[torch.Tensor]:
+        """Return this rank's part of the fp32 masters of all trained parameters, flat, a tensor per segment in unit order."""
+        return self._rest.masters()
+
+    def resting_pieces(self) -> Iterator[RestingPiece]:
+        """Yield what rests here of every parameter: the master where there is one, else the weight."""
+        return self._rest.pieces()
 
     # ------------------------------------------------------------------ reports
 
@@ -452,32 +324,3 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise StateError("this engine is closed: the module is plain again; call zeroshard.shard() for a new one")
-
-    def _find(self, parameter: nn.Parameter) -> tuple[Segment, int]:
-        for unit in self._weights.units:
-            for segment in unit.segments:
-                for index, other in enumerate(segment.parameters):
-                    if other is parameter:
-                        return segment, index
-        raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} is not one of this model's")
-
-    def _units_of(self, params: Iterable[nn.Parameter] | nn.Parameter | None) -> list[Unit]:
-        if params is None:
-            return list(self._weights.units)
-        unit_of = {id(p): unit for unit in self._weights.units for s in unit.segments for p in s.parameters}
-        wanted = [params] if isinstance(params, nn.Parameter) else list(params)
-        for parameter in wanted:
-            if id(parameter) not in unit_of:
-                self._find(parameter)  # raises
-        indices = {unit_of[id(parameter)].index for parameter in wanted}
-        return [self._weights.units[index] for index in sorted(indices)]
-
-
-def _by_parameter(units: Sequence[Unit], copies: Sequence[Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return every parameter's own part [numel] of the flat `copies` (per unit, one per segment), by name."""
-    parts = {}
-    for unit, tensors in zip(units, copies, strict=True):
-        for segment, flat in zip(unit.segments, tensors, strict=True):
-            for name, slot in zip(segment.names, segment.flat.layout.slots, strict=True):
-                parts[name] = flat[slot.offset : slot.stop]
-    return parts

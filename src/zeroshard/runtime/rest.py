@@ -1,0 +1,86 @@
+"""What rests on this rank, for those who write it outside a step: averages, loaded weights, the step's own publish.
+
+    with rest.rewriting():          every rank is done reading the weights
+        ... write masters() or pieces() ...
+                                    the weights follow the masters, and every rank may read them again
+
+Invariant: what rests is written only between ``before_writing()`` and ``publish()``. Cost: that of a step's publish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zeroshard.buffer import Lanes
+from zeroshard.comm.transport import Transport
+from zeroshard.runtime.unit import UnitState
+from zeroshard.runtime.weights import Weights
+
+__all__ = ["Rest", "RestingPiece"]
+
+
+@dataclass(frozen=True)
+class RestingPiece:
+    """Elements ``start`` to ``stop`` of one parameter, in the order in which its memory holds them, at rest on this rank."""
+
+    name: str
+    parameter: nn.Parameter
+    stride: tuple[int, ...]
+    start: int
+    stop: int
+    tensor: torch.Tensor  # [stop - start]; written only inside ``Engine.rewriting()``
+
+
+class Rest:
+    """The masters and weights at rest of one engine."""
+
+    def __init__(self, weights: Weights, *, transport: Transport, streams: Lanes) -> None:
+        self._weights = weights
+        self._transport = transport
+        self._streams = streams
+
+    def before_writing(self) -> None:
+        """Finish the gathers under way and wait until every rank is done reading the weights."""
+        for unit in self._weights.units:
+            if unit.state is UnitState.GATHERING:
+                self._weights.discard(unit)
+            elif unit.state is UnitState.FULL:
+                unit.check_memory()
+        self._transport.begin_write()
+
+    def publish(self, *, frozen: bool) -> None:
+        """The masters (and `frozen` weights) have been written: cast them into the weights and let every rank read those."""
+        with torch.no_grad():
+            for unit in self._weights.units:
+                for segment in unit.segments if frozen else unit.trainable:
+                    self._streams.write(segment.flat.rest_name)
+                    segment.publish(whole_master=not unit.cells.optim.is_sharded)
+        self._weights.invalidate()
+
+    @contextmanager
+    def rewriting(self) -> Iterator[None]:
+        """Write to `masters` and `pieces` inside; then the weights follow, as after a step. Collective."""
+        self.before_writing()
+        yield
+        self.publish(frozen=True)
+
+    def masters(self) -> list[torch.Tensor]:
+        """Return this rank's part of the fp32 masters of all trained parameters, flat, a tensor per segment in unit order."""
+        return [segment.master for unit in self._weights.units for segment in unit.trainable if segment.master is not None]
+
+    def pieces(self) -> Iterator[RestingPiece]:
+        """Yield what rests here of every parameter: the master where there is one, else the weight."""
+        for unit in self._weights.units:
+            for segment in unit.segments:
+                whole = segment.master is not None and not unit.cells.optim.is_sharded
+                target = segment.flat.window.local if segment.master is None else segment.master
+                for piece in segment.owned_pieces(whole=whole):
+                    span = slice(piece.shard_start, piece.shard_stop)
+                    yield RestingPiece(
+                        piece.name, segment.parameters[piece.index], segment.flat.strides[piece.index], piece.start, piece.stop, target[span]
+                    )

@@ -1,0 +1,173 @@
+"""Whole parameters, outside a pass: read, edited, loaded, saved, and their gradients.
+
+All of it is collective and goes a unit at a time where it can: a ``full_state_dict`` never holds more than one unit gathered.
+
+Invariant: edits reach the weights at rest and the masters of every rank, or raise; they are never lost in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from zeroshard.comm.transport import Transport
+from zeroshard.errors import ConfigError, StateError
+from zeroshard.runtime.finalize import Finalizer
+from zeroshard.runtime.hooks import Hooks
+from zeroshard.runtime.replicas import digest_of
+from zeroshard.runtime.unit import Segment, Unit, UnitState
+from zeroshard.runtime.weights import Weights
+
+__all__ = ["Whole"]
+
+
+class Whole:
+    """The whole parameters of one engine."""
+
+    def __init__(self, module: nn.Module, weights: Weights, hooks: Hooks, finalizer: Finalizer, transport: Transport) -> None:
+        self._module = module
+        self._weights = weights
+        self._hooks = hooks
+        self._finalizer = finalizer
+        self._transport = transport
+        hooks.write_back = self.store_unit
+
+    @contextmanager
+    def gathered(self, params: Iterable[nn.Parameter] | nn.Parameter | None = None, *, writeback: bool = False) -> Iterator[None]:
+        """Hold full parameters (default: all) readable inside the context, collectively.
+
+        With `writeback`, edits inside are kept: those of rank 0, or the same on every rank; others raise StateError at the end. Edits
+        without it are lost and raise where they are seen.
+        """
+        units = self._units_of(params)
+        saved, self._hooks.may_save = self._hooks.may_save, True
+        try:
+            for unit in units:
+                unit.depth += 1
+                self._weights.need(unit, "forward")
+            if not writeback:
+                yield
+                return
+            with ExitStack() as stack:
+                copies = [stack.enter_context(unit.writable()) for unit in units]
+                values = _by_parameter(units, copies)
+                before = [digest_of(value) for value in values.values()]
+                yield
+                self._keep_edits(values, before)
+            for unit, tensors in zip(units, copies, strict=True):
+                self.store_unit(unit, tensors, refresh=False)
+            self._refresh(units)
+        finally:
+            self._hooks.may_save = saved
+            for unit in units:
+                unit.depth -= 1
+                if unit.depth == 0 and unit.state is UnitState.FULL and unit.cells.weight.is_sharded and not unit.in_backward:
+                    self._weights.release(unit)
+
+    def _keep_edits(self, values: dict[str, torch.Tensor], before: list[str]) -> None:
+        """Bring rank 0's edits of `values` to every rank; raise when another rank made edits of its own."""
+        transport = self._transport
+        after = [digest_of(value) for value in values.values()]
+        answers = [answer.decode().split(",") for answer in transport.exchange(",".join(after).encode())]
+        changed = transport.exchange(bytes(a != b for a, b in zip(after, before, strict=True)))
+        for position, (name, value) in enumerate(values.items()):
+            mine = [answer[position] for answer in answers]
+            rivals = [rank for rank, digest in enumerate(mine) if changed[rank][position] and digest != mine[0]]
+            if rivals:
+                raise StateError(
+                    f"parameter {name!r} was edited differently on ranks 0 and {rivals}: edit on rank 0 alone, or the same on every rank"
+                )
+            if len(set(mine)) > 1:
+                transport.broadcast(value, 0)
+
+    def store_unit(self, unit: Unit, copies: list[torch.Tensor], *, refresh: bool = True) -> None:
+        """Write edited copies into the weights at rest and the masters, on every rank."""
+        self._transport.begin_write()
+        for segment, copy in zip(unit.segments, copies, strict=True):
+            segment.store(segment.flat.views_of(copy), whole_master=not unit.cells.optim.is_sharded)
+            segment.flat.window.publish()
+        if refresh:
+            self._refresh([unit])
+
+    def _refresh(self, units: Sequence[Unit]) -> None:
+        """Weights have been written: what is gathered now is gathered anew, and older forwards cannot run backward."""
+        self._weights.epoch += 1
+        for unit in units:
+            if unit.state is UnitState.FULL and unit.cells.weight.is_sharded:
+                self._weights.release(unit)
+                if unit.depth:
+                    self._weights.need(unit, "forward")
+
+    def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, torch.Tensor]:
+        """Return the model's whole ``state_dict()`` on CPU, streamed a unit at a time; empty on other ranks unless `rank0_only` is False."""
+        keep = not rank0_only or self._transport.rank == 0
+        values: dict[int, torch.Tensor] = {}
+        for unit in self._weights.units:
+            with self.gathered([p for s in unit.segments for p in s.parameters]):
+                if keep:
+                    for segment in unit.segments:
+                        for parameter in segment.parameters:
+                            values[id(parameter)] = parameter.detach().to("cpu", copy=True)
+        if not keep:
+            return {}
+        out: dict[str, torch.Tensor] = {}
+        for prefix, module in self._module.named_modules(remove_duplicate=False):
+            dot = f"{prefix}." if prefix else ""
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    out[dot + name] = values[id(parameter)]
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    out[dot + name] = buffer.detach().to("cpu", copy=True)
+        return out
+
+    def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Return the averaged gradient of `param` [its shape] on every rank, or None where no rank used it. Collective."""
+        segment, index = self.find(param)
+        path = segment.grad
+        if path is None:
+            return None
+        self._finalizer.finalize()
+        if not path.used[index]:
+            return None
+        flat = segment.flat
+        resting = path.resting()
+        local = resting.tensor if resting is not None else torch.zeros_like(flat.window.local, dtype=path.precision.accumulate)
+        if path.sums_are_replicated:
+            whole = local
+        else:
+            whole = torch.empty(flat.layout.numel, dtype=local.dtype, device=local.device)
+            self._transport.all_gather(f"{segment.key}.full_grad", local, flat.layout.ranges, whole).wait()
+        return flat.views_of(whole)[index].clone()
+
+    def find(self, parameter: nn.Parameter) -> tuple[Segment, int]:
+        for unit in self._weights.units:
+            for segment in unit.segments:
+                for index, other in enumerate(segment.parameters):
+                    if other is parameter:
+                        return segment, index
+        raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} is not one of this model's")
+
+    def _units_of(self, params: Iterable[nn.Parameter] | nn.Parameter | None) -> list[Unit]:
+        if params is None:
+            return list(self._weights.units)
+        unit_of = {id(p): unit for unit in self._weights.units for s in unit.segments for p in s.parameters}
+        wanted = [params] if isinstance(params, nn.Parameter) else list(params)
+        for parameter in wanted:
+            if id(parameter) not in unit_of:
+                self.find(parameter)  # raises
+        indices = {unit_of[id(parameter)].index for parameter in wanted}
+        return [self._weights.units[index] for index in sorted(indices)]
+
+
+def _by_parameter(units: Sequence[Unit], copies: Sequence[Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return every parameter's own part [numel] of the flat `copies` (per unit, one per segment), by name."""
+    parts = {}
+    for unit, tensors in zip(units, copies, strict=True):
+        for segment, flat in zip(unit.segments, tensors, strict=True):
+            for name, slot in zip(segment.names, segment.flat.layout.slots, strict=True):
+                parts[name] = flat[slot.offset : slot.stop]
+    return parts
