@@ -24,7 +24,7 @@ def _live_storages() -> dict[int, int]:
     """Return every live tensor storage by address with its bytes, found without the engine's help."""
     found: dict[int, int] = {}
     for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and type(thing).__name__ != "SealedGrad":
+        if isinstance(thing, torch.Tensor) and type(thing).__name__ not in ("SealedGrad", "FakeTensor", "FunctionalTensor"):
             storage = thing.untyped_storage()
             if storage.nbytes() > 1024:
                 found[storage.data_ptr()] = storage.nbytes()
