@@ -110,8 +110,7 @@ class Config(_Strict):
 
     def check_batch(self, num_ranks: int) -> None:
         """Raise ConfigError unless the batch sizes that were given multiply to one another over `num_ranks`."""
-        sizes = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
-        total, micro, steps = sizes
+        total, micro, steps = self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
         if total is None or micro is None or steps is None:
             return
         if total != micro * steps * num_ranks:

@@ -27,7 +27,7 @@ from torch import nn
 
 from zeroshard.errors import StateError
 from zeroshard.nn.tape import Cell, Entry, Place, fingerprint, replay
-from zeroshard.optim.sealed import METADATA, QUERIES
+from zeroshard.optim.sealed import ANSWERED, SET_DATA, name_of
 
 __all__ = [
     "Record",
@@ -186,26 +186,13 @@ def _unguard(tensor: Any) -> None:
     tensor.__class__ = type(tensor)._zeroshard_plain
 
 
-_ANSWERED = (
-    METADATA
-    | QUERIES
-    | frozenset(
-        [
-            getattr(torch.Tensor, name).__get__
-            for name in ("grad", "_version", "nbytes", "itemsize", "retains_grad", "is_meta", "is_quantized", "output_nr", "name")
-        ]
-        + [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")]
-        + [
-            getattr(torch.Tensor, name)
-            for name in ("stride", "storage_offset", "untyped_storage", "is_contiguous", "requires_grad_", "__len__")
-        ]
-        + [getattr(torch.Tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook", "is_shared")]
-        + [torch.is_floating_point, torch.is_complex, torch.numel]
-    )
-)
-
-
-_SET_DATA = getattr(torch.Tensor, "data").__set__  # noqa: B009 (mypy knows no such descriptor)
+_ANSWERED = ANSWERED | {
+    torch.Tensor.retains_grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.__len__,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+}
 
 
 class _Guarded:
@@ -226,14 +213,11 @@ class _Guarded:
                 return func(*args, **(kwargs or {}))
         if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
             return repr(args[0])
-        if func == _SET_DATA and not isinstance(args[1], _Guarded):
+        if func == SET_DATA and not isinstance(args[1], _Guarded):
             _unguard(args[0])
             return func(*args)
-        name = getattr(func, "__name__", str(func))
-        if name in ("__get__", "__set__"):
-            name = getattr(getattr(func, "__self__", None), "__name__", name)
         raise StateError(
-            f"{name!r} needs a parameter that deferred_init() left without values: call zeroshard.shard(model) or zeroshard.materialize(model) "
+            f"{name_of(func)!r} needs a parameter that deferred_init() left without values: call zeroshard.shard(model) or zeroshard.materialize(model) "
             "first, or do it inside deferred_init()"
         )
 

@@ -18,17 +18,45 @@ import torch
 
 from zeroshard.errors import StateError
 
-__all__ = ["METADATA", "QUERIES", "SealedGrad"]
+__all__ = ["ANSWERED", "SET_DATA", "SealedGrad", "name_of"]
 
-METADATA = frozenset(
+_METADATA = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in ("shape", "dtype", "device", "grad_fn", "requires_grad", "is_leaf", "layout", "ndim", "is_sparse", "is_cuda", "is_cpu")
 )
-QUERIES = frozenset(
+_QUERIES = frozenset(
     getattr(torch.Tensor, name)
     for name in ("size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex", "get_device", "__hash__")
 )
 _KEEPERS = frozenset((torch.Tensor.requires_grad_, torch.Tensor.detach_))
+
+# What a parameter without numbers (released, or deferred) answers as it is: nothing of this reads them.
+ANSWERED = (
+    _METADATA
+    | _QUERIES
+    | {getattr(torch.Tensor, name).__get__ for name in ("grad", "_version", "is_meta", "is_quantized", "itemsize", "nbytes", "output_nr", "name")}
+    | {getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")}
+    | {
+        getattr(torch.Tensor, name)
+        for name in (
+            "is_contiguous",
+            "is_shared",
+            "register_hook",
+            "register_post_accumulate_grad_hook",
+            "requires_grad_",
+            "storage_offset",
+            "stride",
+            "untyped_storage",
+        )
+    }
+)
+SET_DATA = getattr(torch.Tensor, "data").__set__  # noqa: B009 (mypy knows no such descriptor)
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Return the name of a torch function; that of the attribute where it reads or sets one."""
+    name = getattr(func, "__name__", str(func))
+    return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name
 
 
 class SealedGrad(torch.Tensor):
@@ -63,7 +91,7 @@ class SealedGrad(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in METADATA or func in QUERIES:
+        if func in _METADATA or func in _QUERIES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func in _KEEPERS:

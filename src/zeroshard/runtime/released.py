@@ -28,34 +28,13 @@ import torch
 from torch import nn
 
 from zeroshard.errors import StateError
-from zeroshard.optim.sealed import METADATA, QUERIES, SealedGrad
+from zeroshard.optim.sealed import ANSWERED, SET_DATA, SealedGrad, name_of
 from zeroshard.runtime.trees import tensors_in
 
 __all__ = ["ReleasedParameter", "Tie", "release_class", "restore_class"]
 
-_ANSWERED = (
-    METADATA
-    | QUERIES
-    | {getattr(torch.Tensor, name).__get__ for name in ("grad", "_version", "is_meta", "is_quantized", "itemsize", "nbytes", "output_nr", "name")}
-    | {getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")}
-    | {
-        getattr(torch.Tensor, name)
-        for name in (
-            "data_ptr",
-            "is_complex",
-            "is_contiguous",
-            "is_shared",
-            "register_hook",
-            "register_post_accumulate_grad_hook",
-            "requires_grad_",
-            "retain_grad",
-            "storage_offset",
-            "stride",
-            "untyped_storage",
-        )
-    }
-)
-_WRITES = frozenset((torch.Tensor.__setitem__, getattr(torch.Tensor, "data").__set__))  # noqa: B009 (mypy knows no such descriptor)
+_ANSWERED = ANSWERED | {torch.Tensor.data_ptr, torch.Tensor.retain_grad}
+_WRITES = frozenset((torch.Tensor.__setitem__, SET_DATA))
 
 
 class Tie(Protocol):
@@ -124,10 +103,8 @@ def _describe(parameter: nn.Parameter) -> str:
 
 def _name_of(func: Callable[..., Any]) -> str:
     """Return what to call `func` in a message: ``x.data`` comes as the ``__get__`` of a descriptor."""
-    name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__"):
-        return f".{getattr(getattr(func, '__self__', None), '__name__', name)}"
-    return name
+    is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
+    return f".{name_of(func)}" if is_attribute else name_of(func)
 
 
 def _written(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[ReleasedParameter]:

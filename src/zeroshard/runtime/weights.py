@@ -77,8 +77,7 @@ class Weights:
             if also_for_backward or not until_backward:
                 del self._held[unit.index]
                 unit.depth = max(0, unit.depth - 1)
-                if unit.depth == 0 and unit.state is UnitState.FULL and unit.cells.weight.is_sharded and not unit.in_backward:
-                    self.release(unit)
+                self.release_unused(unit)
 
     def begin(self, phase: Phase) -> None:
         """Start a pass over the model."""
@@ -170,6 +169,11 @@ class Weights:
             self.trace("release", unit.name)
         unit.release()
 
+    def release_unused(self, unit: Unit) -> None:
+        """Release a unit that rests sharded, where neither a forward, a backward nor the user has it in use."""
+        if unit.cells.weight.is_sharded and unit.state is UnitState.FULL and unit.depth == 0 and not unit.in_backward:
+            self.release(unit)
+
     def end_pass(self) -> None:
         """A forward or backward of the whole model is over: nothing stays that was only expected or idle."""
         self.release_idle()
@@ -179,8 +183,7 @@ class Weights:
     def after_backward(self, unit: Unit) -> None:
         """`unit`'s backward is over."""
         unit.in_backward = False
-        if unit.cells.weight.is_sharded and unit.state is UnitState.FULL and unit.depth == 0:
-            self.release(unit)
+        self.release_unused(unit)
 
     def check_epoch(self, unit: Unit, epoch: int) -> None:
         """Raise StateError when the weights have changed since the forward that ran under `epoch`."""

@@ -64,8 +64,7 @@ class Whole:
             self._hooks.may_save = saved
             for unit in units:
                 unit.depth -= 1
-                if unit.depth == 0 and unit.state is UnitState.FULL and unit.cells.weight.is_sharded and not unit.in_backward:
-                    self._weights.release(unit)
+                self._weights.release_unused(unit)
 
     def _keep_edits(self, values: dict[str, torch.Tensor], before: list[str]) -> None:
         """Bring rank 0's edits of `values` to every rank; raise when another rank made edits of its own."""
