@@ -26,7 +26,7 @@ from zeroshard.errors import ConfigError, ZeroshardError
 from zeroshard.nn.deferred import allocate, deferred_init, fingerprint_of, materialize, refuse_inside
 from zeroshard.optim.elementwise import check_elementwise
 from zeroshard.optim.sharded import check_parameters
-from zeroshard.runtime.build import Context, compute_dtype
+from zeroshard.runtime.build import Context, Dtypes, compute_dtypes
 from zeroshard.runtime.cut import UnitPlan, cut_units, named_parameters_once
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.hooks import OWNED
@@ -34,6 +34,8 @@ from zeroshard.runtime.replicas import digest_of
 from zeroshard.runtime.streams import make_streams
 
 __all__ = ["deferred_init", "init_distributed", "materialize", "shard"]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -> None:
@@ -89,8 +91,9 @@ def shard(
         _check_model(model, optimizer, group)
         precision = settings.resolved_precision()
         _check_precision(model, precision)
+        dtypes = compute_dtypes(model, precision)
         plans = cut_units(model, settings.units)
-        report = {"sync_from": str(sync_from), **_report(model, optimizer, settings, plans, values=sync_from is None)}
+        report = {"sync_from": str(sync_from), **_report(model, optimizer, settings, dtypes, plans, values=sync_from is None)}
     except ZeroshardError as refused:
         error = refused
     agree(group, report, error=error)
@@ -102,7 +105,7 @@ def shard(
         node_size=settings.comm.node_size,
         ordered=settings.comm.ordered,
         stall_timeout_s=settings.stall_timeout_s,
-        pool_bytes=2 * max(plan.numel for plan in plans) * precision.wire.itemsize,
+        pool_bytes=2 * max(plan.numel for plan in plans) * dtypes.widest(precision),
     )
 
     def prepare(tensors: Iterable[torch.Tensor]) -> None:
@@ -112,6 +115,7 @@ def shard(
     context = Context(
         policy=settings.resolved_policy(),
         precision=precision,
+        dtypes=dtypes,
         transport=transport,
         streams=make_streams(device),
         meter=Meter(),
@@ -156,7 +160,7 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, grou
         devices.setdefault(parameter.device, name)
         if parameter.layout is not torch.strided:
             raise ConfigError(f"parameter {name!r} is sparse, which cannot be sharded: use a dense one")
-        if parameter.is_complex() or (parameter.dtype.itemsize == 1 and parameter.is_floating_point()):
+        if parameter.is_complex() or (parameter.is_floating_point() and parameter.dtype not in _FLOATS):
             raise ConfigError(
                 f"parameter {name!r} is {dtype_name(parameter.dtype)}, which is not supported: use a real dtype of 16 or 32 bits"
             )
@@ -184,8 +188,7 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, grou
 
 def _check_precision(model: nn.Module, precision: Precision) -> None:
     for name, parameter in named_parameters_once(model).items():
-        narrow = parameter.is_floating_point() and parameter.dtype.itemsize < precision.compute.itemsize
-        if narrow:
+        if parameter.is_floating_point() and parameter.dtype not in (torch.float32, precision.compute):
             raise ConfigError(
                 f"parameter {name!r} is {dtype_name(parameter.dtype)} but precision computes in {dtype_name(precision.compute)}: pass "
                 f"precision={dtype_name(parameter.dtype)!r}, or call model.float() before building the optimizer"
@@ -193,7 +196,7 @@ def _check_precision(model: nn.Module, precision: Precision) -> None:
 
 
 def _report(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Config, plans: list[UnitPlan], *, values: bool
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Config, dtypes: Dtypes, plans: list[UnitPlan], *, values: bool
 ) -> dict[str, str]:
     """What must be the same on every rank, in the order in which a difference is named."""
     precision = settings.resolved_precision()
@@ -208,7 +211,7 @@ def _report(
         "gradient_clipping": str(settings.gradient_clipping),
     }
     for name, parameter in named_parameters_once(model).items():
-        kind = f"{tuple(parameter.shape)} {dtype_name(compute_dtype(parameter, precision))} {'trained' if parameter.requires_grad else 'frozen'}"
+        kind = f"{tuple(parameter.shape)} {dtype_name(dtypes.of[id(parameter)])} {'trained' if parameter.requires_grad else 'frozen'}"
         report[f"parameter {name}"] = kind
     for plan in plans:
         report[f"unit {plan.name}"] = ", ".join(plan.parameters)

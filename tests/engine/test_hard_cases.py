@@ -3,111 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from tests.engine.common import ROWS, TRANSPORTS, Block, Net, Run, batch, make_model, two_groups
+from tests.engine.cases import WIDTH, Backward, Case, Chain, compare_case, seeded, simple, train_case
+from tests.engine.common import ROWS, TRANSPORTS, Block, Net, batch, make_model, two_groups
 from tests.harness import run_ranks
 from zeroshard.errors import ConfigError, StateError
-
-STEPS = 6
-WIDTH = 19
-Backward = Callable[..., None]
-
-
-# ---------------------------------------------------------------------------------------------------------------- one case, every contender
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model and what a step does with it before ``optimizer.step()``; the numbers it returns are compared too."""
-
-    model: Callable[[], nn.Module]
-    run: Callable[[nn.Module, Backward, int, int], list[torch.Tensor]]
-    ddp: dict[str, Any] | None = field(default_factory=dict)  # how torch's DDP takes it; None: it cannot, so by hand
-    options: dict[str, Any] = field(default_factory=dict)  # of shard()
-    gloo: bool = True  # whether the ranks gather the same units in the same order
-
-
-class ByHand:
-    """Data parallel training in a dozen lines: what each backward adds is summed over the ranks, and averaged at the end."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self.totals: dict[nn.Parameter, torch.Tensor] = {}
-
-    def backward(self, loss: torch.Tensor, **options: bool) -> None:
-        for p in self.parameters:
-            p.grad = None
-        loss.backward(**options)
-        for p in self.parameters:
-            grad = torch.zeros_like(p) if p.grad is None else p.grad
-            used = torch.tensor(float(p.grad is not None))
-            dist.all_reduce(grad)
-            dist.all_reduce(used)
-            if used:
-                self.totals[p] = self.totals[p] + grad if p in self.totals else grad
-
-    def finish(self) -> None:
-        for p in self.parameters:
-            p.grad = self.totals[p] / dist.get_world_size() if p in self.totals else None
-        self.totals.clear()
-
-
-def _simple(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
-    loss = module(*batch(rank, step))
-    backward(loss)
-    return [loss.detach()]
-
-
-def _train(rank: int, kind: str, case: Case, steps: int = STEPS, **options: Any) -> Run:
-    inner = module = case.model()
-    backward: Backward = torch.Tensor.backward
-    trainable = nn.ParameterList([p for p in inner.parameters() if p.requires_grad])
-    optimizer = two_groups(trainable)
-    engine, hand = None, None
-    if kind == "reference" and case.ddp is not None:
-        module = DistributedDataParallel(module, **case.ddp)
-    elif kind == "reference":
-        hand = ByHand(module)
-        backward = hand.backward
-    else:
-        engine = zs.shard(module, optimizer, policy=kind, stall_timeout_s=20, strict=True, **case.options, **options)
-    seen: list[torch.Tensor] = []
-    for step in range(steps):
-        seen += case.run(module, backward, rank, step)
-        if hand is not None:
-            hand.finish()
-        optimizer.step()
-        optimizer.zero_grad()
-    losses = [value.double().sum().item() for value in seen]
-    if engine is None:
-        return Run(losses, {k: v.clone() for k, v in inner.state_dict().items()}, {"state": len(optimizer.state)})
-    assert all(not unit.in_backward and unit.depth == 0 for unit in engine._weights.units)
-    state = engine.full_state_dict(rank0_only=False)
-    engine.close()
-    return Run(losses, state)
-
-
-def _compare(rank: int, world: int, name: str) -> dict[str, list[str]]:
-    """Train one case everywhere; return what differs from the reference."""
-    case = CASES[name]
-    reference = _train(rank, "reference", case)
-    assert all(loss == loss for loss in reference.losses), "the reference is NaN"
-    runs = {row: _train(rank, row, case, comm=zs.Comm(transport="shared_memory")) for row in ROWS}
-    if case.gloo:
-        runs["zero3 on gloo"] = _train(rank, "zero3", case, comm=zs.Comm(transport="gloo"))
-    return {kind: run.differs_from(reference) for kind, run in runs.items()}
-
 
 # ---------------------------------------------------------------------------------------------------------------- the models
 
@@ -179,22 +88,6 @@ class Fork(nn.Module):
         if "r" in halves:
             x = x + self.right(x)
         return x
-
-
-class Chain(nn.Module):
-    """An embedding, a chain of blocks that are each told something, a head."""
-
-    def __init__(self, make: Callable[[int], nn.Module], layers: int = 3) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(37, WIDTH)
-        self.blocks = nn.ModuleList(make(WIDTH) for _ in range(layers))
-        self.head = nn.Linear(WIDTH, 37)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor, tell: Any = None) -> torch.Tensor:
-        h = self.embed(x)
-        for index, block in enumerate(self.blocks):
-            h = block(h) if tell is None else block(h, tell[index])
-        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
 
 
 class Routed(Net):
@@ -392,43 +285,39 @@ def _images(module: nn.Module, backward: Backward, rank: int, step: int) -> list
     return [loss.detach()]
 
 
-def _seeded(make: Callable[..., nn.Module], *args: Any, **options: Any) -> Callable[[], nn.Module]:
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return make(*args, **options)
-
-    return model
-
-
 _UNUSED = {"find_unused_parameters": True}
 
 CASES = {
-    "tied embedding and head": Case(_seeded(Tied), _simple),
-    "tied, two forwards": Case(_seeded(Tied), _two_forwards),
-    "a weight used outside its module": Case(_seeded(Borrowing), _simple, options={"units": [Block, ""]}),
-    "checkpoint": Case(_seeded(Checkpointed, reentrant=False), _simple),
-    "checkpoint reentrant": Case(_seeded(Checkpointed, reentrant=True), _simple),
-    "checkpoint over two blocks": Case(_seeded(Checkpointed, reentrant=False, span=2), _simple),
-    "checkpoint reentrant over two blocks": Case(_seeded(Checkpointed, reentrant=True, span=2), _simple),
-    "checkpoint nested": Case(_seeded(Checkpointed, reentrant=False, span=2, nested=True), _simple),
-    "checkpoint reentrant nested": Case(_seeded(Checkpointed, reentrant=True, span=2, nested=True), _simple, ddp=None),
-    "checkpoint inside a block": Case(_seeded(Chain, InnerCheckpoint), _simple),
-    "checkpoint reentrant inside a block": Case(_seeded(Chain, ReentrantInner), _simple),
-    "checkpoint, two losses": Case(_seeded(Checkpointed, reentrant=False, span=2), _two_losses, ddp=None),
+    "tied embedding and head": Case(seeded(Tied), simple),
+    "tied, two forwards": Case(seeded(Tied), _two_forwards),
+    "a weight used outside its module": Case(seeded(Borrowing), simple, options={"units": [Block, ""]}),
+    "checkpoint": Case(seeded(Checkpointed, reentrant=False), simple),
+    "checkpoint reentrant": Case(seeded(Checkpointed, reentrant=True), simple),
+    "checkpoint over two blocks": Case(seeded(Checkpointed, reentrant=False, span=2), simple),
+    "checkpoint reentrant over two blocks": Case(seeded(Checkpointed, reentrant=True, span=2), simple),
+    "checkpoint nested": Case(seeded(Checkpointed, reentrant=False, span=2, nested=True), simple),
+    "checkpoint reentrant nested": Case(seeded(Checkpointed, reentrant=True, span=2, nested=True), simple, ddp=None),
+    "checkpoint inside a block": Case(seeded(Chain, InnerCheckpoint), simple),
+    "checkpoint reentrant inside a block": Case(seeded(Chain, ReentrantInner), simple),
+    "checkpoint, two losses": Case(seeded(Checkpointed, reentrant=False, span=2), _two_losses, ddp=None),
     "two forwards, one backward": Case(make_model, _two_forwards),
     "two losses, two backwards": Case(make_model, _two_losses, ddp=None),
     "retained graph": Case(make_model, _retained, ddp=None),
-    "a unit that runs in part": Case(_seeded(Chain, Fork), _halves, ddp=_UNUSED),
-    "units that run on some ranks": Case(_seeded(Routed), _routes_by_rank, ddp=_UNUSED, gloo=False),
-    "unused on all ranks": Case(_seeded(Routed), _never, ddp=_UNUSED),
-    "no longer used": Case(_seeded(Routed), _no_longer, ddp=_UNUSED),
-    "order changes between steps and in eval": Case(_seeded(Routed), _routes_by_step, ddp=None),
+    "a unit that runs in part": Case(seeded(Chain, Fork), _halves, ddp=_UNUSED),
+    "units that run on some ranks": Case(seeded(Routed), _routes_by_rank, ddp=_UNUSED, gloo=False),
+    "unused on all ranks": Case(seeded(Routed), _never, ddp=_UNUSED),
+    "no longer used": Case(seeded(Routed), _no_longer, ddp=_UNUSED),
+    "order changes between steps and in eval": Case(seeded(Routed), _routes_by_step, ddp=None),
     "evaluation between and inside steps": Case(make_model, _evaluated),
-    "containers and views": Case(_seeded(Containers), _simple, ddp=_UNUSED),
-    "in-place edits of outputs": Case(_seeded(Chain, InPlace), _simple),
-    "frozen base, LoRA adapters": Case(_seeded(_lora), _simple),
-    "memory formats": Case(_seeded(Convolutions), _images),
+    "containers and views": Case(seeded(Containers), simple, ddp=_UNUSED),
+    "in-place edits of outputs": Case(seeded(Chain, InPlace), simple),
+    "frozen base, LoRA adapters": Case(seeded(_lora), simple),
+    "memory formats": Case(seeded(Convolutions), _images),
 }
+
+
+def _compare(rank: int, world: int, name: str) -> dict[str, list[str]]:
+    return compare_case(rank, CASES[name])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -441,7 +330,7 @@ def test_hard_case_trains_to_ddps_bits_in_every_row(name: str) -> None:
 
 
 def _unused(rank: int, world: int, row: str) -> None:
-    model = _seeded(Routed)()
+    model = seeded(Routed)()
     optimizer = two_groups(model)
     engine = zs.shard(model, optimizer, policy=row)
     spare = engine.full_state_dict(rank0_only=False)["spare.up.weight"]
@@ -478,9 +367,9 @@ def _by_halves(rank: int, world: int) -> dict[str, list[str]]:
             super().__init__(Fork, 1)
             self.blocks.append(self.blocks[0])
 
-    case = Case(_seeded(Twice), run, ddp=None)
-    reference = _train(rank, "reference", case)
-    return {row: _train(rank, row, case).differs_from(reference) for row in ROWS}
+    case = Case(seeded(Twice), run, ddp=None)
+    reference = train_case(rank, "reference", case)
+    return {row: train_case(rank, row, case).differs_from(reference) for row in ROWS}
 
 
 def test_a_unit_whose_gradients_come_at_different_times_on_different_ranks() -> None:
@@ -491,7 +380,7 @@ def test_a_unit_whose_gradients_come_at_different_times_on_different_ranks() -> 
 def _frozen_in_optimizer(rank: int, world: int) -> None:
     """People write AdamW(model.parameters()) also when half of the model is frozen."""
     for row in ROWS:
-        model = _seeded(_lora)()
+        model = seeded(_lora)()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         engine = zs.shard(model, optimizer, policy=row)
         before = engine.full_state_dict(rank0_only=False)
@@ -523,10 +412,10 @@ def _toggled(rank: int, world: int) -> list[str]:
         return [loss.detach()]
 
     case = Case(make_model, run, ddp=None)
-    reference = _train(rank, "reference", case)
+    reference = train_case(rank, "reference", case)
     kinds = [(row, "shared_memory") for row in ROWS] + [("zero3", "gloo")]
     return [
-        f"{kind}: {name}" for kind in kinds for name in _train(rank, kind[0], case, comm=zs.Comm(transport=kind[1])).differs_from(reference)
+        f"{kind}: {name}" for kind in kinds for name in train_case(rank, kind[0], case, comm=zs.Comm(transport=kind[1])).differs_from(reference)
     ]
 
 
@@ -536,7 +425,7 @@ def test_requires_grad_switched_off_and_on_again_skips_the_gradient() -> None:
 
 
 def _thawed(rank: int, world: int) -> None:
-    model = _seeded(_lora)()
+    model = seeded(_lora)()
     engine = zs.shard(model, two_groups(nn.ParameterList([p for p in model.parameters() if p.requires_grad])))
     model.blocks[1].base.requires_grad_(True)
     with pytest.raises(ConfigError, match=r"'blocks.1.base.weight' was frozen .* requires_grad"):
@@ -611,12 +500,14 @@ def test_one_rank_evaluates_between_backward_and_step_with_delays(row: str) -> N
     run_ranks(2, _race, row)
 
 
-def test_a_parameter_with_gaps_in_its_memory_trains_as_a_dense_one() -> None:
+def test_parameters_with_gaps_and_with_shared_elements_train_as_dense_ones() -> None:
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)) for _ in range(2)]
+    nn.init.constant_(models[0][1].bias, 0.25)
     models[1].load_state_dict(models[0].state_dict())
+    models[1][1].bias = nn.Parameter(torch.tensor([0.25]).expand(3))
     models[1][1].weight = nn.Parameter(torch.stack([models[0][1].weight.detach()] * 2, dim=2)[:, :, 0])
-    assert models[1][1].weight.stride() == (10, 2)
+    assert models[1][1].weight.stride() == (10, 2) and models[1][1].bias.stride() == (0,)
     optimizers = [two_groups(model) for model in models]
     engine = zs.shard(models[1], optimizers[1])
     for _ in range(5):

@@ -6,7 +6,7 @@ bytes: 2 (weight) + 4 (master) + 8 (Adam's moments), and the gradient. In fp32 t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -57,6 +57,11 @@ class Precision:
         """The dtype of gradients on the wire."""
         assert self.reduce is not None
         return self.reduce
+
+    def at(self, compute: torch.dtype) -> Precision:
+        """Return these dtypes for a parameter that computes in `compute`: what was the compute dtype here is `compute` there."""
+        reduce = compute if self.reduce is self.compute else self.reduce
+        return replace(self, compute=compute, reduce=reduce, accumulate=torch.float32 if self.accumulate is torch.float32 else compute)
 
     @property
     def weight_is_master(self) -> bool:

@@ -2,6 +2,10 @@
 
 One unit after another, so that beyond the shards at most one unit exists twice (deferred parameters get their values here). Segments hold parameters of one
 dtype and one trainability (LoRA's frozen base and its adapters are two segments of one unit). Collective: windows are made on every rank in unit order.
+
+[Note: dtypes] A model in one floating dtype computes in the precision's, but for batch norms: their running statistics are fp32 and torch's
+kernels want the weights alike (FSDP leaves them out, too). A model given in several floating dtypes is taken as it is: fp32 norms in a bf16
+model, or fp32 adapters on a bf16 base, were meant.
 """
 
 from __future__ import annotations
@@ -21,7 +25,19 @@ from zeroshard.runtime.cut import UnitPlan
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.unit import Segment, Unit, UnitState, memory_stride
 
-__all__ = ["Context", "build_units", "compute_dtype"]
+__all__ = ["Context", "Dtypes", "build_units", "compute_dtypes"]
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """In which dtype each parameter of a model computes. See [Note: dtypes]."""
+
+    of: dict[int, torch.dtype]  # by id of the parameter
+    as_given: bool  # whether the model's own dtypes stand, so that its inputs are left alone, too
+
+    def widest(self, precision: Precision) -> int:
+        """Return the bytes of the widest gradient element on the wire."""
+        return max((precision.at(dtype).wire.itemsize for dtype in set(self.of.values()) if dtype.is_floating_point), default=1)
 
 
 @dataclass(frozen=True)
@@ -30,6 +46,7 @@ class Context:
 
     policy: Policy
     precision: Precision
+    dtypes: Dtypes
     transport: Transport
     streams: Lanes
     meter: Meter
@@ -43,9 +60,15 @@ class Context:
     prepare: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None  # gives a segment's parameters their initial values
 
 
-def compute_dtype(parameter: torch.Tensor, precision: Precision) -> torch.dtype:
-    """Return the dtype in which `parameter` computes: floating-point ones in the precision's, others in their own."""
-    return precision.compute if parameter.is_floating_point() else parameter.dtype
+def compute_dtypes(model: nn.Module, precision: Precision) -> Dtypes:
+    """Return the dtypes in which the parameters of `model` compute; those that are not floating-point in their own."""
+    given = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    as_given = len(given) > 1
+    of = {id(p): precision.compute if p.is_floating_point() and not as_given else p.dtype for p in model.parameters()}
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            of |= {id(parameter): parameter.dtype for parameter in module.parameters(recurse=False)}
+    return Dtypes(of, as_given)
 
 
 def build_units(plans: Sequence[UnitPlan], context: Context) -> list[Unit]:
@@ -55,7 +78,7 @@ def build_units(plans: Sequence[UnitPlan], context: Context) -> list[Unit]:
         cells = context.policy.cells(plan.name)
         groups: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
         for name, parameter in plan.parameters.items():
-            kind = (compute_dtype(parameter, context.precision), parameter.requires_grad)
+            kind = (context.dtypes.of[id(parameter)], parameter.requires_grad)
             groups.setdefault(kind, {})[name] = parameter
         segments = [
             _build_segment(f"{plan.name}:{dtype_name(dtype)}{'' if trainable else ':frozen'}", members, dtype, trainable, plan.name, context)
@@ -95,8 +118,9 @@ def _build_segment(
     if trainable:
         if context.trains:
             segment.make_master(whole=whole, dtype=context.precision.master, pages=context.pages)
+        precision = context.precision.at(dtype)
         segment.grad = GradientPath(
-            flat, cells, context.precision, transport=context.transport, streams=context.streams, meter=context.meter, pages=context.pages
+            flat, cells, precision, transport=context.transport, streams=context.streams, meter=context.meter, pages=context.pages
         )
     context.prepare(parameters)
     segment.store([p.data for p in parameters], whole_master=whole)

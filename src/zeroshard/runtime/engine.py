@@ -60,7 +60,8 @@ class Engine:
         )
         self._scaler = LossScaler() if context.precision.needs_loss_scaling else None
         self._finalizer = Finalizer(self._backward, context.transport, self._digest, self._scaler)
-        self._hooks = Hooks(module, plans, self._weights, self._backward, compute=context.precision.compute)
+        inputs = None if context.dtypes.as_given or context.precision.weight_is_master else context.precision.compute
+        self._hooks = Hooks(module, plans, self._weights, self._backward, input_dtype=inputs)
         self._whole = Whole(module, self._weights, self._hooks, self._finalizer, context.transport)
         self._rest = Rest(self._weights, transport=context.transport, streams=context.streams)
         if context.broadcast_buffers:
@@ -299,18 +300,15 @@ class Engine:
         self._finalizer.abandon()
 
     def close(self) -> None:
-        """Gather everything, take the hooks off and give back a plain module and optimizer (without its state). Collective."""
+        """Give back a plain module, in the dtypes it came with (trained parameters with their masters' numbers), and a plain optimizer.
+
+        The optimizer's state is dropped. Collective.
+        """
         if self._closed:
             return
         self._backward.abandon()
         self._weights.let_go(also_for_backward=True)
-        for unit in self._weights.units:
-            self._weights.need(unit, "forward")
-        for unit in self._weights.units:
-            for segment in unit.segments:
-                for parameter in segment.parameters:
-                    parameter.data = parameter.data.clone()
-                    parameter.grad = None
+        self._whole.give_back()
         self._hooks.remove()
         if self._sharded is not None:
             self._sharded.detach()

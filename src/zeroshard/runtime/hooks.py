@@ -76,7 +76,7 @@ class _Tie:
 class Hooks:
     """The hooks of one engine."""
 
-    def __init__(self, model: nn.Module, plans: Sequence[UnitPlan], weights: Weights, backward: Backward, *, compute: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, plans: Sequence[UnitPlan], weights: Weights, backward: Backward, *, input_dtype: torch.dtype | None) -> None:
         self.model = model
         self.may_save = False  # inside gathered(): state_dict() gives full tensors
         self.write_back: Callable[[Unit, list[torch.Tensor]], None] | None = None  # set by the engine: store what load_state_dict wrote
@@ -84,8 +84,9 @@ class Hooks:
         self.announce: Callable[[str, Any], None] | None = None  # inside join(): tell the other ranks what comes
         self._weights = weights
         self._backward = backward
-        self._compute = compute
+        self._input_dtype = input_dtype
         self._handles: list[Any] = []
+        self._hooked: list[tuple[str, dict[int, Any], int]] = []  # parameter, the hooks that run after its gradient, how many there were
         self._loads: dict[int, list[Any]] = {}  # load_state_dict under way: per unit its context, its copies, modules still to load
         spans = [(module, unit) for plan, unit in zip(plans, weights.units, strict=True) for _, module in plan.roots]
         owners = [(module, unit) for plan, unit in zip(plans, weights.units, strict=True) for _, module in plan.owners]
@@ -133,7 +134,7 @@ class Hooks:
             if torch._C._current_graph_task_id() < 0:
                 if self._backward.running:
                     raise StateError("the last backward did not finish: call engine.reset() on every rank after an exception")
-                self._check_frozen()
+                self._check_parameters()
                 if self.announce is not None:
                     self.announce("forward", None)
                 self._weights.begin("forward")
@@ -141,9 +142,7 @@ class Hooks:
                 if self.broadcast is not None:
                     for buffer in model.buffers():
                         self.broadcast(buffer)
-            if self._compute is torch.float32:
-                return None
-            return self._cast(args), self._cast(kwargs)
+            return None if self._input_dtype is None else (self._cast(args), self._cast(kwargs))
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if torch._C._current_graph_task_id() < 0:
@@ -164,14 +163,20 @@ class Hooks:
     def _cast(self, value: Any) -> Any:
         """Give floating-point inputs of the model the compute dtype, as mixed precision needs."""
         if isinstance(value, torch.Tensor):
-            return value.to(self._compute) if value.is_floating_point() else value
+            return value.to(self._input_dtype) if value.is_floating_point() else value
         if isinstance(value, dict):
             return {key: self._cast(item) for key, item in value.items()}
         if type(value) in (list, tuple):
             return type(value)(self._cast(item) for item in value)
         return value
 
-    def _check_frozen(self) -> None:
+    def _check_parameters(self) -> None:
+        for name, hooks, expected in self._hooked:
+            if len(hooks) > expected:
+                raise ConfigError(
+                    f"parameter {name!r} got a post_accumulate_grad hook after shard(), which would find no gradient there: register it before "
+                    "shard() (it sees this rank's gradient), use parameter.register_hook(), or read engine.full_grad(parameter)"
+                )
         for unit in self._weights.units:
             if not unit.has_frozen:
                 continue
@@ -288,6 +293,8 @@ class Hooks:
         for index, parameter in enumerate(segment.parameters):
             handle = parameter.register_post_accumulate_grad_hook(hook_for(index))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
+            hooks: Any = parameter._post_accumulate_grad_hooks
+            self._hooked.append((segment.names[index], hooks, len(hooks)))
 
     # ------------------------------------------------------------------ state_dict, load_state_dict
 

@@ -72,6 +72,7 @@ class Segment:
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], flat: FlatBuffer, rank: int) -> None:
         self.names = tuple(names)
         self.parameters = tuple(parameters)
+        self.given = tuple(parameter.dtype for parameter in parameters)  # before shard()
         self.flat = flat
         self.rank = rank
         self.grad: GradientPath | None = None  # trainable segments only

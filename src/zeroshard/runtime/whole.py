@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm.transport import Transport
+from zeroshard.core.policy import Cells
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.hooks import Hooks
@@ -135,12 +136,35 @@ class Whole:
         flat = segment.flat
         resting = path.resting()
         local = resting.tensor if resting is not None else torch.zeros_like(flat.window.local, dtype=path.precision.accumulate)
-        if path.sums_are_replicated:
-            whole = local
-        else:
-            whole = torch.empty(flat.layout.numel, dtype=local.dtype, device=local.device)
-            self._transport.all_gather(f"{segment.key}.full_grad", local, flat.layout.ranges, whole).wait()
+        whole = self._gather(f"{segment.key}.full_grad", segment, local, whole=path.sums_are_replicated)
         return flat.views_of(whole)[index].clone()
+
+    def give_back(self) -> None:
+        """Give every parameter whole memory of its own, in the dtype it came in. Collective; no unit can be gathered afterwards."""
+        for unit in self._weights.units:
+            self._weights.need(unit, "forward")
+            for segment in unit.segments:
+                values = self._whole_masters(segment, unit.cells) or [parameter.data for parameter in segment.parameters]
+                for parameter, value, dtype in zip(segment.parameters, values, segment.given, strict=True):
+                    parameter.data = torch.empty_like(value, dtype=dtype).copy_(value)
+                    parameter.grad = None
+                del values
+                segment.flat.release()
+
+    def _whole_masters(self, segment: Segment, cells: Cells) -> list[torch.Tensor]:
+        """Return the masters of a segment [each parameter's shape], or nothing where its weights are the masters."""
+        if segment.master is None or segment.master_is_weight:
+            return []
+        return segment.flat.views_of(self._gather(f"{segment.key}.master", segment, segment.master, whole=not cells.optim.is_sharded))
+
+    def _gather(self, key: str, segment: Segment, local: torch.Tensor, *, whole: bool) -> torch.Tensor:
+        """Return every rank's slice of what `local` is here, flat; `local` itself where it is `whole` already."""
+        if whole:
+            return local
+        layout = segment.flat.layout
+        out = torch.empty(layout.numel, dtype=local.dtype, device=local.device)
+        self._transport.all_gather(key, local, layout.ranges, out).wait()
+        return out
 
     def find(self, parameter: nn.Parameter) -> tuple[Segment, int]:
         for unit in self._weights.units:
