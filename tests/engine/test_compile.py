@@ -63,3 +63,17 @@ def test_compiling_the_hooks_is_refused_with_the_remedy() -> None:
     model.blocks[0].compile()
     with pytest.raises(ConfigError, match=r"module 'blocks\.0' was compiled with its hooks"):
         zs.shard(model)
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero3"])
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_compiling_around_the_whole_model_is_refused_with_the_remedy(row: str) -> None:
+    model = make_model()
+    engine = zs.shard(model, two_groups(model), policy=row)
+    compiled = torch.compile(model, backend="aot_eager")
+    with pytest.raises(StateError, match=r"torch\.compile around Net would compile the hooks.*module\.forward = torch\.compile"):
+        compiled(*batch(0, 0))
+    torch._dynamo.reset()
+    engine.reset()
+    model(*batch(0, 0)).backward()
+    engine.close()

@@ -15,6 +15,7 @@ import zeroshard as zs
 from tests.engine.cases import Case, Chain, compare_case, seeded, simple
 from tests.engine.common import ROWS, TRANSPORTS, Block, Run, batch, make_model, two_groups
 from tests.harness import run_ranks
+from tests.models.training import InBf16, narrowed
 from zeroshard.errors import ConfigError
 
 BF16 = torch.bfloat16
@@ -116,20 +117,7 @@ def _images(rank: int, step: int) -> tuple[torch.Tensor]:
     return (torch.randn(4, 5, 6, 6, generator=torch.Generator().manual_seed(100 * step + rank)),)
 
 
-class InBf16(nn.Module):
-    """Computes in bf16 with fp32 parameters, but for norms: what the rows do, for DDP, whose sums are then fp32 too."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args: torch.Tensor) -> torch.Tensor:
-        parameters = {name: value if _is_norm(self.model, name) else value.bfloat16() for name, value in self.model.named_parameters()}
-        return torch.func.functional_call(self.model, parameters, tuple(a.bfloat16() if a.is_floating_point() else a for a in args))
-
-
-def _is_norm(model: nn.Module, name: str) -> bool:
-    return isinstance(model.get_submodule(name.rpartition(".")[0]), (nn.LayerNorm, nn.BatchNorm2d))
+NORMS: tuple[type[nn.Module], ...] = (nn.LayerNorm, nn.BatchNorm2d)
 
 
 def _partly_bf16(rank: int, world: int, make: Callable[[], nn.Module], data: Callable[[int, int], Any]) -> list[str]:
@@ -139,7 +127,7 @@ def _partly_bf16(rank: int, world: int, make: Callable[[], nn.Module], data: Cal
         runs_module = model
         if kind == "reference":
             model.float()
-            runs_module = DistributedDataParallel(InBf16(model), broadcast_buffers=False)
+            runs_module = DistributedDataParallel(InBf16(model, NORMS), broadcast_buffers=False)
         optimizer = two_groups(model)
         if kind != "reference":
             row, _, transport = kind.partition(" on ")
@@ -153,9 +141,8 @@ def _partly_bf16(rank: int, world: int, make: Callable[[], nn.Module], data: Cal
             optimizer.zero_grad()
         if engine is None:
             model.eval()
-            losses.append(InBf16(model)(*data(rank, 9)).item())
-            state = {name: value if _is_norm(model, name) else value.bfloat16() for name, value in model.named_parameters()}
-            runs[kind] = Run(losses, {**{k: v.clone() for k, v in model.state_dict().items()}, **state})
+            losses.append(InBf16(model, NORMS)(*data(rank, 9)).item())
+            runs[kind] = Run(losses, {k: v.clone() for k, v in narrowed(model, model.state_dict(), NORMS).items()})
             continue
         model.eval()
         with torch.no_grad():

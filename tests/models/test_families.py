@@ -25,7 +25,7 @@ def test_family_trains_to_ddps_bits_at_every_stage(name: str) -> None:
         assert not any(differences.values()), differences
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("ResNet (batch norm)", "GAN")])  # see docs/models.md
+@pytest.mark.parametrize("name", FAMILIES)
 def test_family_trains_in_bf16_to_the_bits_of_ddp_over_fp32_parameters(name: str) -> None:
     for differences in run_ranks(2, compare, name, STEPS, (3,), None, "auto", "bf16", timeout=100):
         assert not any(differences.values()), differences

@@ -16,22 +16,36 @@ import zeroshard as zs
 from tests.engine.common import Run
 from tests.models.families import FAMILIES, TINY, Family, Size
 
-__all__ = ["STAGES", "Contender", "Measured", "apart", "compare", "measure", "train"]
+__all__ = ["GENERATIONS", "STAGES", "Contender", "InBf16", "Measured", "apart", "compare", "measure", "measure_generation", "narrowed", "train"]
 
 STAGES = (1, 2, 3)
+GENERATIONS = ("plain", "stage 3, gathered()", "stage 3")
+KEEP: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)  # their running statistics are fp32
 
 
 class InBf16(nn.Module):
-    """Computes in bf16 with fp32 parameters: what precision="bf16" is, for DDP, whose sums are then fp32 too."""
+    """Computes in bf16 with fp32 parameters, but for modules of the classes `keep`: what precision="bf16" is, for DDP, whose sums are then fp32 too."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, keep: tuple[type[nn.Module], ...] = KEEP) -> None:
         super().__init__()
         self.model = model
+        self.keep = keep
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        parameters = {name: _narrow(parameter) for name, parameter in self.model.named_parameters()}
+        parameters = narrowed(self.model, dict(self.model.named_parameters()), self.keep)
         arguments = {name: _narrow(value) for name, value in kwargs.items()}
         return torch.func.functional_call(self.model, parameters, tuple(_narrow(value) for value in args), arguments, tie_weights=True)
+
+
+def narrowed(model: nn.Module, values: dict[str, torch.Tensor], keep: tuple[type[nn.Module], ...] = KEEP) -> dict[str, torch.Tensor]:
+    """Return `values` (by the names of the model's parameters and buffers) in bf16, but for those of modules of the classes `keep`."""
+    kept = {
+        f"{prefix}.{name}"
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, keep)
+        for name in (*module._parameters, *module._buffers)
+    }
+    return {name: value if name in kept else _narrow(value) for name, value in values.items()}
 
 
 def _narrow(value: Any) -> Any:
@@ -44,7 +58,8 @@ class Player:
     def __init__(self, model: nn.Module, family: Family, stage: int | None, *, trained: bool, **options: Any) -> None:
         self.module = self.inner = model
         self.engine: zs.Engine | None = None
-        self.rounded = family.precision == "bf16" and trained
+        alike = len({p.dtype for p in model.parameters() if p.is_floating_point()}) == 1  # else the model is taken as it is
+        self.rounded = family.precision == "bf16" and trained and alike
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if trained else None
         if stage is not None:
             if trained:
@@ -52,7 +67,7 @@ class Player:
             self.engine = zs.shard(model, self.optimizer, stage=stage if trained else 3, stall_timeout_s=30, **options)
         elif trained:
             self.module = DistributedDataParallel(
-                InBf16(model) if family.precision == "bf16" else model,
+                InBf16(model) if self.rounded else model,
                 find_unused_parameters=family.unused,
                 broadcast_buffers=family.buffers,
             )
@@ -75,7 +90,7 @@ class Player:
             return self.engine.full_state_dict(rank0_only=False)
         state = {name: value.clone() for name, value in self.inner.state_dict().items()}
         if self.rounded:  # full_state_dict() gives weights, not masters: those of DDP are rounded as a step publishes them
-            state = {name: _narrow(value) for name, value in state.items()}
+            state = narrowed(self.inner, state)
         return state
 
 
@@ -218,3 +233,28 @@ def measure(rank: int, world: int, name: str, size: Size, rounds: int, steps: in
     runs = {kind: contender.finish() for kind, contender in contenders.items()}
     difference = {kind: apart(run, runs["torch-ddp"]) for kind, run in runs.items()}
     return Measured(num_parameters, turn_s, at_rest_bytes, difference)
+
+
+def measure_generation(rank: int, world: int, tokens: int, rounds: int, size: Size) -> dict[str, list[float]]:
+    """Return the seconds of every turn, per kind; two rounds warm up."""
+    torch.manual_seed(0)
+    models: dict[str, Any] = {kind: FAMILIES["Llama"].model(size).eval() for kind in GENERATIONS}
+    engines = {kind: zs.shard(models[kind], stage=3) for kind in GENERATIONS if kind != "plain"}
+    prompt = torch.arange(1, 9)[None]
+
+    def turn(kind: str) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        models[kind].generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
+        return time.perf_counter() - start
+
+    seconds: dict[str, list[float]] = {kind: [] for kind in GENERATIONS}
+    with engines["stage 3, gathered()"].gathered():
+        for number in range(rounds + 2):
+            for kind in GENERATIONS:
+                took = turn(kind)
+                if number >= 2:
+                    seconds[kind].append(took)
+    for engine in engines.values():
+        engine.close()
+    return seconds

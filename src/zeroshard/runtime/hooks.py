@@ -131,6 +131,8 @@ class Hooks:
 
     def _install_root(self, model: nn.Module) -> None:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if torch.compiler.is_compiling() or _traced():
+                raise _compiled_whole(f"torch.compile around {type(model).__name__}")
             if torch._C._current_graph_task_id() < 0:
                 if self._backward.running:
                     raise StateError("the last backward did not finish: call engine.reset() on every rank after an exception")
@@ -351,12 +353,22 @@ def _refusing_copies(name: str) -> Callable[[Any], Any]:
 
 def _refusing_compile(name: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise StateError(
-            f"{name}.compile() would compile the hooks that gather its weights: compile what they surround, module.forward = "
-            "torch.compile(module.forward), for each block"
-        )
+        raise _compiled_whole(f"{name}.compile()")
 
     return refuse
+
+
+def _compiled_whole(what: str) -> StateError:
+    return StateError(
+        f"{what} would compile the hooks that gather weights: compile what they surround, module.forward = torch.compile(module.forward), "
+        "for each block"
+    )
+
+
+def _traced() -> bool:
+    """Whether a torch.compile around this call has left it to Python (a frame that it cannot trace), and goes on with the next frame."""
+    current = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    return current is not None and current() is not None
 
 
 def _refusing_changes(module: nn.Module, prefix: str) -> Callable[..., nn.Module]:
