@@ -22,7 +22,8 @@ from zeroshard.errors import StallError, StateError
 
 __all__ = ["IDLE_S", "Mailroom", "WindowMemory"]
 
-IDLE_S = 0.002  # a rank that waits for a slot and hears nothing for so long is stuck ([Note: relief])
+IDLE_S = 0.0002  # a rank that waits for a slot and hears nothing for so long is stuck ([Note: relief])
+_POLL_S = 0.002  # how often to look after what cannot wake us
 _PATIENT_S = 0.1
 
 
@@ -149,7 +150,7 @@ class Mailroom:
         """Return when `ready()`; until then call `progress`, serve the peers and relieve those that are stuck.
 
         `near` and `far` name the ranks awaited; `far` may be slow and is asked only for the error. `idle` is called when nothing was heard
-        for 2 ms; not `patient`: look again every 2 ms, since `progress` serves others than those who can wake us. Raises StallError,
+        for `IDLE_S`; not `patient`: look again every 2 ms, since `progress` serves others than those who can wake us. Raises StallError,
         PeerLostError, and StateError where an awaited near rank has abandoned this generation.
         """
         deadline = time.monotonic() + stall_timeout_s
@@ -172,7 +173,7 @@ class Mailroom:
             if self.collect(min(patience_s, deadline - now + 0.001)):
                 patience_s = IDLE_S
             elif time.monotonic() - now >= IDLE_S:
-                patience_s = _PATIENT_S if patient else IDLE_S
+                patience_s = _PATIENT_S if patient else _POLL_S
                 if idle is not None:
                     idle()
 
