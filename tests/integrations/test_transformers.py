@@ -53,3 +53,12 @@ def test_contradictions_between_file_and_arguments_are_named(results: dict[str, 
     assert "args.fp16" in fp16 and "args.bf16 is on" in bf16
     assert "gradient_clipping=0.7 in the configuration contradicts the training arguments, which say 0.5" in clip
     assert "train_micro_batch_size_per_gpu=7" in batch and "'zero_optimization.overlap_comm' is not supported" in key
+
+
+def test_fp16_scales_losses_and_the_schedule_waits_for_skipped_steps(results: dict[str, Any]) -> None:
+    run = results["runs"]["fp16"]
+    assert run["dtype"] == "torch.float16" and run["policy"] == "zero2" and run["skipped"] == 1
+    assert run["losses"][0] == pytest.approx(results["runs"]["plain"]["losses"][0], abs=1e-3)
+    assert run["losses"][-1] < run["losses"][0]
+    rates = run["rates"]
+    assert len(rates) == 12 and [n for n in range(1, 12) if rates[n] == rates[n - 1]] == [3]

@@ -31,6 +31,9 @@ def _train(folder: Path, name: str, zero: Any = None, *, steps: int = 6, resume:
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     )
+    if name == "fp16":  # one gradient of the third step is not finite
+        backwards = iter(range(1000))
+        model.model.norm.weight.register_hook(lambda grad: grad * float("inf") if next(backwards) == 5 else grad)
     arguments = TrainingArguments(
         output_dir=str(folder / name),
         max_steps=steps,
@@ -58,9 +61,11 @@ def _train(folder: Path, name: str, zero: Any = None, *, steps: int = 6, resume:
         "norms": [round(float(entry["grad_norm"]), 5) for entry in trainer.state.log_history if "grad_norm" in entry],
         "evaluated": evaluated,
         "before": before,
+        "rates": [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry],
     }
     if isinstance(trainer, ZeroTrainer):
         assert trainer.engine is not None and trainer.model is model and type(model) is LlamaForCausalLM
+        out["skipped"] = trainer.engine.steps_skipped
         out["policy"], out["fraction"] = trainer.engine.policy.name, trainer.engine.memory().total / (16 * sum(p.numel() for p in model.parameters()))
         prompt = torch.arange(1, 5)[None]
         tokens = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
@@ -94,6 +99,8 @@ def main() -> None:
         runs[f"stage{stage}"] = _train(folder, f"stage{stage}", {"stage": stage})
     deepspeed = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "gradient_clipping": "auto", "train_batch_size": "auto"}
     runs["whole bf16"] = _train(folder, "whole bf16", deepspeed)
+    half = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}, "gradient_clipping": "auto"}
+    runs["fp16"] = _train(folder, "fp16", half, steps=12)
     _train(folder, "halves", deepspeed, steps=3, lr_scheduler_type="constant")
     runs["constant"] = _train(folder, "constant", deepspeed, lr_scheduler_type="constant")
     runs["halves"] = _train(folder, "halves", deepspeed, resume=True, lr_scheduler_type="constant")
@@ -101,7 +108,7 @@ def main() -> None:
     if os.environ["RANK"] == "0":
         weights = {name: load_file(folder / name / "final" / "model.safetensors") for name in runs}
         for name, run in runs.items():
-            like = {"halves": "constant", "whole bf16": "whole bf16"}.get(name, "plain")
+            like = {"halves": "constant", "whole bf16": "whole bf16", "fp16": "fp16"}.get(name, "plain")
             run["same as"] = [like, all(torch.equal(value, weights[like][key]) for key, value in weights[name].items())]
             run["dtype"] = str(next(iter(weights[name].values())).dtype)
         results.write_text(json.dumps({"runs": runs, "refused": refused}))

@@ -42,12 +42,25 @@ class _Wrapped(nn.Module):
         return self.module(*args, **kwargs)
 
 
+class _Steps:
+    """What Accelerate asks whether the last step was skipped, in which case the Trainer leaves the learning rate as it is."""
+
+    def __init__(self, engine: zs.Engine) -> None:
+        self._engine = engine
+        self._seen = 0
+
+    @property
+    def step_was_skipped(self) -> bool:
+        before, self._seen = self._seen, self._engine.steps_skipped
+        return self._seen > before
+
+
 class ZeroTrainer(Trainer):
     """A Trainer that trains sharded.
 
     `zero` says how: a ``zeroshard.Config``, a dict of its keywords, or a path to JSON of either zeroshard's or DeepSpeed's form (default: stage
-    3). Precision comes from it, or from ``args.bf16``; batch sizes and clipping that it names must be those of `args`. Raises ConfigError
-    where the two contradict each other, and for ``args.fp16``, whose GradScaler would scale a second time.
+    3). Precision comes from it (fp16 only from it), or from ``args.bf16``; batch sizes and clipping that it names must be those of `args`.
+    Raises ConfigError where the two contradict each other, and for ``args.fp16``, whose GradScaler would scale a second time.
     """
 
     def __init__(self, *args: Any, zero: zs.Config | dict[str, Any] | str | Path | None = None, **kwargs: Any) -> None:
@@ -65,8 +78,15 @@ class ZeroTrainer(Trainer):
             assert isinstance(self.model, nn.Module)
             self.engine = zs.shard(self.model, optimizer, config=self._zero, sync_from=0)
             self._wrapped = _Wrapped(self.model, self.engine)
+            self.accelerator._optimizers.append(_Steps(self.engine))
+            if self._zero.resolved_precision().needs_loss_scaling:
+                self.accelerator.backward = self._scaled_backward
         assert self._wrapped is not None
         return self._wrapped
+
+    def _scaled_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        assert self.engine is not None
+        self.engine.backward(loss / self.accelerator.gradient_accumulation_steps)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         assert self.engine is not None
@@ -111,7 +131,7 @@ class ZeroTrainer(Trainer):
 def _settled(config: zs.Config, args: Any) -> zs.Config:
     """Return `config` with what it leaves open taken from the TrainingArguments; raise ConfigError where they contradict each other."""
     if args.fp16:
-        raise zs.ConfigError("args.fp16 brings a GradScaler of its own: use bf16=True, or train fp16 with engine.backward() outside the Trainer")
+        raise zs.ConfigError("args.fp16 brings a GradScaler of its own: leave it out, and say precision='fp16' in the configuration")
     given = config.model_fields_set
     if args.bf16 and "precision" in given and config.precision != "bf16":
         raise zs.ConfigError(f"args.bf16 is on, but the configuration says precision={config.precision!r}: make them agree, or leave one out")
