@@ -17,7 +17,9 @@ from zeroshard._version import __version__
 
 if TYPE_CHECKING:
     from zeroshard.api import deferred_init, init_distributed, materialize, shard
+    from zeroshard.checkpoint.load import Restored, latest_step, load
     from zeroshard.checkpoint.pretrained import LoadReport, load_pretrained
+    from zeroshard.checkpoint.save import Saver, save
     from zeroshard.config import Comm, Config, Offload
     from zeroshard.core.policy import Policy
     from zeroshard.core.precision import Precision
@@ -40,6 +42,8 @@ __all__ = [
     "PlanMismatch",
     "Policy",
     "Precision",
+    "Restored",
+    "Saver",
     "StallError",
     "StateError",
     "TrafficReport",
@@ -47,13 +51,18 @@ __all__ = [
     "__version__",
     "deferred_init",
     "init_distributed",
+    "latest_step",
+    "load",
     "load_pretrained",
     "materialize",
+    "save",
     "shard",
 ]
 
 _HOMES = {
     "zeroshard.api": ("deferred_init", "init_distributed", "materialize", "shard"),
+    "zeroshard.checkpoint.load": ("Restored", "latest_step", "load"),
+    "zeroshard.checkpoint.save": ("Saver", "save"),
     "zeroshard.checkpoint.pretrained": ("LoadReport", "load_pretrained"),
     "zeroshard.config": ("Comm", "Config", "Offload"),
     "zeroshard.core.policy": ("Policy",),

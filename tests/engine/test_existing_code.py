@@ -584,3 +584,28 @@ def _adversaries(rank: int, world: int, row: str) -> None:
 
 def test_two_engines_train_against_each_other_as_under_ddp() -> None:
     _on(_adversaries)
+
+
+def test_users_hooks_run_inside_gathered_and_ours_come_back_after_it() -> None:
+    model, optimizer, engine = _made()
+    seen: list[str] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        seen.append(type(module).__name__)
+        if len(seen) > 3:
+            raise RuntimeError("enough")
+
+    hook = model.blocks[1].up.register_forward_hook(note)
+    x, _ = batch(0, 0)
+    with engine.gathered(), torch.no_grad():
+        expected = model(x)
+        assert torch.equal(model(x), expected) and torch.equal(model.blocks[0](torch.ones(2, 19)), model.blocks[0](torch.ones(2, 19)))
+        assert seen == ["Linear", "Linear"]
+        model(x)
+        with pytest.raises(RuntimeError, match="enough"):
+            model(x)
+    hook.remove()
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)  # gathered by our hooks again
+    _step(model, optimizer, 0)
+    engine.close()

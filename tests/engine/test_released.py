@@ -20,6 +20,7 @@ from tests.engine.common import ROWS, TRANSPORTS, batch, make_model, two_groups
 from tests.harness import run_ranks
 from zeroshard import StateError
 from zeroshard.runtime.released import ReleasedParameter
+from zeroshard.runtime.unit import UnitState
 
 VOCABULARY, WIDTH = 37, 19
 
@@ -258,3 +259,13 @@ def test_a_parameter_whose_engine_is_gone_says_so() -> None:
     gc.collect()
     with pytest.raises(StateError, match=r"parameter 'weight' was sharded by an engine that is gone"):
         weight.sum()
+
+
+@pytest.mark.parametrize("row", ["zero3", "zero3-keep"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_every_unit_rests_after_shard(row: str, trained: bool) -> None:
+    """What shard() itself looks at gathers nothing."""
+    model = make_model()
+    engine = zs.shard(model, two_groups(model) if trained else None, policy=row)
+    assert all(unit.state is UnitState.RESTING and unit.depth == 0 for unit in engine._weights.units)
+    engine.close()

@@ -36,17 +36,17 @@ class EMA:
             raise ConfigError("EMA needs an engine with an optimizer: give it to shard() or engine.attach()")
         self.decay = decay
         self._engine = engine
-        self._averages = [master.clone() for master in engine.masters()]
+        self.averages = [master.clone() for master in engine.masters()]
 
     @property
     def bytes(self) -> int:
         """Bytes of the average on this rank."""
-        return sum(average.numel() * average.element_size() for average in self._averages)
+        return sum(average.numel() * average.element_size() for average in self.averages)
 
     @torch.no_grad()
     def update(self) -> None:
         """Move the average towards the weights; call it after ``optimizer.step()``. Nothing is sent."""
-        torch._foreach_lerp_(self._averages, self._engine.masters(), 1.0 - self.decay)
+        torch._foreach_lerp_(self.averages, self._engine.masters(), 1.0 - self.decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -64,7 +64,7 @@ class EMA:
 
     def _swap(self) -> None:
         with torch.no_grad(), self._engine.rewriting():
-            for average, master in zip(self._averages, self._engine.masters(), strict=True):
+            for average, master in zip(self.averages, self._engine.masters(), strict=True):
                 for here, there in zip(torch.split(average, _CHUNK), torch.split(master, _CHUNK), strict=True):
                     saved = here.clone()
                     here.copy_(there)

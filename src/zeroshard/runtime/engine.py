@@ -21,6 +21,7 @@ from torch import nn
 from zeroshard.comm.agree import compare
 from zeroshard.core.digest import Digest
 from zeroshard.core.policy import Policy
+from zeroshard.core.precision import Precision
 from zeroshard.errors import ConfigError, StateError, ZeroshardError
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import OwnedPiece, ShardedOptimizer, check_parameters
@@ -249,9 +250,60 @@ class Engine:
         """Return this rank's part of the fp32 masters of all trained parameters, flat, a tensor per segment in unit order."""
         return self._rest.masters()
 
-    def resting_pieces(self) -> Iterator[RestingPiece]:
-        """Yield what rests here of every parameter: the master where there is one, else the weight."""
-        return self._rest.pieces()
+    def resting_pieces(self, *, share: bool = False) -> Iterator[RestingPiece]:
+        """Yield what rests here of every parameter: the master where there is one, else the weight.
+
+        With `share`, of what rests on every rank only this rank's share: all ranks' pieces together are then every element once.
+        """
+        return self._rest.pieces(share=share)
+
+    def stepped_pieces(self) -> Iterator[OwnedPiece]:
+        """Yield what the optimizer steps here, a tensor of its own per piece of a parameter."""
+        return iter(()) if self._sharded is None else iter(self._sharded.pieces())
+
+    def parameter_layouts(self) -> dict[int, tuple[tuple[int, ...], bool]]:
+        """Return, by id of each parameter, the stride in which it lies here, and whether it is trained."""
+        segments = [segment for unit in self._weights.units for segment in unit.segments]
+        return {
+            id(parameter): (stride, segment.grad is not None)
+            for segment in segments
+            for parameter, stride in zip(segment.parameters, segment.flat.strides, strict=True)
+        }
+
+    def param_groups(self) -> list[list[nn.Parameter]]:
+        """Return the model's parameters of each of the optimizer's param groups."""
+        return [] if self._sharded is None else [list(group) for group in self._sharded.parameters]
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Return every rank's `payload`, in rank order. Collective."""
+        self._check_open()
+        return self._context.transport.exchange(payload)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among the data parallel ranks."""
+        return self._context.transport.rank
+
+    @property
+    def world(self) -> int:
+        """The number of data parallel ranks."""
+        return self._context.transport.size
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes in force."""
+        return self._context.precision
+
+    def scaler_state(self) -> dict[str, float]:
+        """Return the fp16 loss scaler's state; empty in other precisions."""
+        return {} if self._scaler is None else self._scaler.state_dict()
+
+    def restored(self, scaler: Mapping[str, float]) -> None:
+        """Called when another state has been loaded: gradients are dropped, and `scaler` is taken over in fp16."""
+        self._backward.abandon()
+        self._finalizer.abandon()
+        if self._scaler is not None and scaler:
+            self._scaler.load_state_dict(dict(scaler))
 
     # ------------------------------------------------------------------ reports
 

@@ -34,6 +34,7 @@ class RestingPiece:
     start: int
     stop: int
     tensor: torch.Tensor  # [stop - start]; written only inside ``Engine.rewriting()``
+    master: tuple[int, slice] | None  # which of `Engine.masters()` it lies in, and where; None for a frozen parameter's weight
 
 
 class Rest:
@@ -73,14 +74,27 @@ class Rest:
         """Return this rank's part of the fp32 masters of all trained parameters, flat, a tensor per segment in unit order."""
         return [segment.master for unit in self._weights.units for segment in unit.trainable if segment.master is not None]
 
-    def pieces(self) -> Iterator[RestingPiece]:
-        """Yield what rests here of every parameter: the master where there is one, else the weight."""
+    def pieces(self, *, share: bool) -> Iterator[RestingPiece]:
+        """Yield what rests here of every parameter: the master where there is one, else the weight.
+
+        With `share`, of what rests on every rank only this rank's share: all ranks' pieces together are then every element once.
+        """
+        number = -1
         for unit in self._weights.units:
             for segment in unit.segments:
-                whole = segment.master is not None and not unit.cells.optim.is_sharded
+                layout, has_master = segment.flat.layout, segment.master is not None
+                number += has_master
+                whole = has_master and not unit.cells.optim.is_sharded
                 target = segment.flat.window.local if segment.master is None else segment.master
-                for piece in segment.owned_pieces(whole=whole):
-                    span = slice(piece.shard_start, piece.shard_stop)
+                base = layout.ranges[self._transport.rank][0] if whole and share else 0
+                for piece in segment.owned_pieces(whole=whole and not share):
+                    span = slice(base + piece.shard_start, base + piece.shard_stop)
                     yield RestingPiece(
-                        piece.name, segment.parameters[piece.index], segment.flat.strides[piece.index], piece.start, piece.stop, target[span]
+                        piece.name,
+                        segment.parameters[piece.index],
+                        segment.flat.strides[piece.index],
+                        piece.start,
+                        piece.stop,
+                        target[span],
+                        (number, span) if has_master else None,
                     )

@@ -50,8 +50,14 @@ class Weights:
         self._sizes = {unit.index: unit.full_bytes for unit in units}
         self._idle: Unit | None = None  # forward over, kept until another unit is needed
         self._prefetched: dict[int, Unit] = {}
+        self.pinned = 0  # gathered() contexts that hold every unit
         self.running = 0  # forwards under way, of the model or of any module that needs a unit
         self._held: dict[int, tuple[Unit, bool]] = {}  # used outside their modules; whether a backward may follow
+
+    @property
+    def nothing_to_do(self) -> bool:
+        """Whether a forward needs nothing of us: every unit is held, and no backward can follow."""
+        return self.pinned > 0 and not torch.is_grad_enabled()
 
     def enter(self) -> None:
         """A forward begins."""
@@ -228,7 +234,7 @@ class Weights:
         self._idle = None
         self._prefetched.clear()
         self._held.clear()
-        self.running = 0
+        self.running = self.pinned = 0
         for unit in self.units:
             unit.abandon()
             unit.in_backward = False

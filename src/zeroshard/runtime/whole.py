@@ -45,6 +45,8 @@ class Whole:
         """
         units = self._units_of(params)
         saved, self._hooks.may_save = self._hooks.may_save, True
+        pins = len(units) == len(self._weights.units)
+        self._weights.pinned += pins
         try:
             for unit in units:
                 unit.depth += 1
@@ -63,6 +65,7 @@ class Whole:
             self._refresh(units)
         finally:
             self._hooks.may_save = saved
+            self._weights.pinned = max(0, self._weights.pinned - pins)
             for unit in units:
                 unit.depth -= 1
                 self._weights.release_unused(unit)

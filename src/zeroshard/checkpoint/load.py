@@ -1,0 +1,361 @@
+"""``zeroshard.load``: from any layout into any other, each rank the bytes of its own pieces.
+
+    choose a step (rank 0 says which) . compare parameters . read and verify everything needed . agree . write
+
+Invariant: nothing of the engine, the optimizer or the states has changed when it raises. Cost: the file's bytes of this rank's pieces, plus at most a
+chunk at either end of each; for a moment memory for the masters a second time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from zeroshard.buffer import PagePool
+from zeroshard.checkpoint.manifest import Manifest, TensorEntry, digest
+from zeroshard.checkpoint.pieces import EXTRA, RNG, SCALER, VALUE, Stateful, buffers_of, parameters_of, restore_generators
+from zeroshard.checkpoint.save import settle
+from zeroshard.checkpoint.shards import DTYPES, ShardReader
+from zeroshard.checkpoint.steps import list_steps, read_manifest
+from zeroshard.checkpoint.values import decode
+from zeroshard.errors import CheckpointError
+from zeroshard.runtime.ema import EMA
+from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.unit import flatten
+
+__all__ = ["Restored", "latest_step", "load"]
+
+_log = logging.getLogger("zeroshard")
+
+
+@dataclass
+class Restored:
+    """What `load` did."""
+
+    step: int
+    path: Path
+    extra: Any = None
+    skipped: list[str] = field(default_factory=list)  # what is in the checkpoint and was not taken, or not in it and was left as it is
+    damaged: list[str] = field(default_factory=list)  # newer steps that were passed over, and why
+    bytes_read: int = 0  # on this rank
+
+
+def latest_step(directory: str | Path) -> int | None:
+    """Return the newest complete step in `directory`, or None."""
+    return next(reversed(list_steps(Path(directory))), None)
+
+
+def load(
+    directory: str | Path,
+    engine: Engine,
+    *,
+    step: int | None = None,
+    states: Mapping[str, Stateful] | None = None,
+    strict: bool = True,
+    fallback: Literal["previous"] | None = None,
+    verify: bool = True,
+) -> Restored:
+    """Read a checkpoint into `engine`: the newest one in `directory`, or that of `step`. Collective.
+
+    It may have been saved under any row, precision, number of ranks and unit cut. `states` are the objects that were saved under these names;
+    random generators and the loss scaler are taken over, too. What ranks held differently is taken where there are as many ranks as saved. Without `strict`
+    what does not fit (missing, unexpected and reshaped parameters, param groups, states) is left out and named in ``Restored.skipped``. With
+    ``fallback="previous"`` a damaged step is passed over for the one before it. `verify` off reads without comparing hashes.
+
+    Raises CheckpointError on every rank; nothing has been changed then.
+    """
+    directory = Path(directory)
+    candidates = _candidates(directory, engine, step)
+    damaged: list[str] = []
+    while True:
+        number = candidates.pop()
+        try:
+            restored = _load_step(directory, number, engine, dict(states or {}), strict, verify)
+        except CheckpointError as error:
+            if not candidates:
+                raise
+            if fallback is None:
+                raise CheckpointError(f"{error}. Step {candidates[-1]} is there, too: fallback='previous' takes it") from error
+            damaged.append(str(error))
+            if engine.rank == 0:
+                _log.warning("step %d is passed over: %s", number, error)
+            continue
+        restored.damaged = damaged
+        return restored
+
+
+def _candidates(directory: Path, engine: Engine, step: int | None) -> list[int]:
+    """Return the steps to try, the first choice last; rank 0's answer, since another process may be pruning."""
+    error, steps = None, []
+    if engine.rank == 0:
+        try:
+            steps = [number for number in list_steps(directory) if step is None or number <= step]
+            if step is not None and step not in steps:
+                raise CheckpointError(f"{directory} holds no step {step}; its newest is {latest_step(directory)}")
+            if not steps:
+                raise CheckpointError(f"{directory} holds no checkpoint")
+        except CheckpointError as refused:
+            error = refused
+    settle(engine, error)
+    answer = engine.exchange(",".join(map(str, steps)).encode())[0]
+    return [int(number) for number in answer.decode().split(",")]
+
+
+def _load_step(directory: Path, step: int, engine: Engine, states: dict[str, Stateful], strict: bool, verify: bool) -> Restored:
+    error: CheckpointError | None = None
+    reading: _Reading | None = None
+    with ExitStack() as stack:
+        try:
+            path = list_steps(directory).get(step)
+            if path is None:
+                raise CheckpointError(f"{directory} holds no step {step} that this rank can see: is it on storage that all ranks share?")
+            reading = _Reading(path, engine, states, stack, verify=verify)
+            if strict and reading.misfits:
+                raise CheckpointError(f"{path} does not fit {type(engine.module).__name__}: {_some(reading.misfits)}; strict=False loads what fits")
+            reading.read()
+        except CheckpointError as refused:
+            error = refused
+        except (KeyError, TypeError, ValueError, AttributeError) as odd:  # values that no save writes
+            error = CheckpointError(f"step {step} in {directory} makes no sense: {type(odd).__name__}: {odd}")
+        mine = b"" if reading is None else digest(reading.manifest.dump()).encode()
+        settle(engine, error)
+        if len(set(engine.exchange(mine))) > 1:
+            raise CheckpointError(f"the ranks see different checkpoints under {directory}: is it on storage that all ranks share?")
+        assert reading is not None
+        reading.apply()
+        return Restored(step, reading.path, reading.extra, reading.misfits + reading.skipped, bytes_read=reading.bytes_read())
+
+
+class _Reading:
+    """One checkpoint on its way into one engine."""
+
+    def __init__(self, path: Path, engine: Engine, states: dict[str, Stateful], stack: ExitStack, *, verify: bool) -> None:
+        self.path = path
+        self.manifest: Manifest = read_manifest(path)
+        self.misfits: list[str] = []  # an error where strict
+        self.skipped: list[str] = []
+        self.extra: Any = None
+        self._engine = engine
+        self._states = states
+        self._stack = stack
+        self._verify = verify
+        self._pages = PagePool()
+        self._files: dict[int, ShardReader] = {}
+        self._pieces = self.manifest.pieces()
+        self._loose = self.manifest.loose()
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (to, from): masters, weights, averages
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._optimizer_states: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        self._values: dict[str, Any] = {}
+        self._there = self._match()
+        self._groups = self._match_groups()
+        self._check_states()
+
+    # ------------------------------------------------------------------ what fits
+
+    def _match(self) -> dict[int, str]:
+        """Return the name in the checkpoint of each parameter, by id; note what is missing, unexpected or of another shape."""
+        by_any_name = {alias: name for name, entry in self.manifest.parameters.items() for alias in (name, *entry.aliases)}
+        left = dict.fromkeys(self.manifest.parameters)
+        found: dict[int, str] = {}
+        parameters = dict(self._engine.module.named_parameters())
+        for name, entry in parameters_of(self._engine).items():
+            there = next((by_any_name[alias] for alias in (name, *entry.aliases) if alias in by_any_name), None)
+            if there is None:
+                self.misfits.append(f"parameter {name!r} is not in the checkpoint")
+                continue
+            left.pop(there, None)
+            shape = self.manifest.parameters[there].shape
+            if shape != entry.shape:
+                self.misfits.append(f"parameter {name!r} is {list(shape)} in the checkpoint and {list(entry.shape)} in the model")
+                continue
+            found[id(parameters[name])] = there
+        self.misfits += [f"parameter {other!r} of the checkpoint is not in the model" for other in left]
+        return found
+
+    def _match_groups(self) -> list[dict[str, Any]] | None:
+        """Return the saved options of each param group here, or None where there are none to take."""
+        optimizer, saved = self._engine.optimizer, self.manifest.optimizer
+        if optimizer is None or saved is None:
+            if optimizer is not None:
+                self.misfits.append("the checkpoint has no optimizer state: it was saved without an optimizer")
+            elif saved is not None:
+                self.skipped.append("the optimizer's state: this engine has no optimizer")
+            return None
+        if saved["class"] != type(optimizer).__name__:
+            self.misfits.append(f"the optimizer was {saved['class']} and is {type(optimizer).__name__}")
+            return None
+        mine = [sorted(self._there.get(id(parameter), "?") for parameter in group) for group in self._engine.param_groups()]
+        theirs = [sorted(group["params"]) for group in saved["groups"]]
+        if mine != theirs and not self.misfits:
+            index = next(i for i, _ in enumerate([*mine, *theirs]) if i >= min(len(mine), len(theirs)) or mine[i] != theirs[i])
+            self.misfits.append(f"optimizer param group {index} holds other parameters here than in the checkpoint")
+        if mine != theirs:
+            return None
+        return [{key: decode(value, self._fetch) for key, value in group["options"].items()} for group in saved["groups"]]
+
+    def _check_states(self) -> None:
+        for name in self._states:
+            if name not in self.manifest.states and not self._averages(name):
+                self.misfits.append(f"states[{name!r}] is not in the checkpoint")
+        for name in self.manifest.states:
+            if name not in self._states and name not in (RNG, EXTRA, SCALER):
+                self.skipped.append(f"states[{name!r}]: not asked for")
+
+    def _averages(self, name: str) -> bool:
+        return isinstance(self._states.get(name), EMA) and any(kind == name for _, kind in self._pieces)
+
+    # ------------------------------------------------------------------ reading, before anything changes
+
+    def read(self) -> None:
+        """Read and verify everything that this rank needs."""
+        self._read_pieces()
+        if self._groups is not None:
+            self._read_optimizer()
+        self._read_buffers()
+        for name in self.manifest.states:
+            if name in self._states or name in (RNG, EXTRA, SCALER):
+                self._read_state(name)
+
+    def bytes_read(self) -> int:
+        return sum(file.bytes_read for file in self._files.values())
+
+    def _read_pieces(self) -> None:
+        averages = {name: state for name, state in self._states.items() if isinstance(state, EMA) and self._averages(name)}
+        for piece in self._engine.resting_pieces():
+            name = self._there.get(id(piece.parameter))
+            if name is None:
+                continue
+            self._copies.append((piece.tensor, self._range(name, VALUE, piece.stride, piece.start, piece.stop)))
+            for kind, ema in averages.items():
+                if piece.master is not None:
+                    number, span = piece.master
+                    self._copies.append((ema.averages[number][span], self._range(name, kind, piece.stride, piece.start, piece.stop)))
+
+    def _read_optimizer(self) -> None:
+        assert self.manifest.optimizer is not None
+        kinds: dict[str, list[str]] = {}
+        for name, kind in self._pieces:
+            if kind.startswith("state."):
+                kinds.setdefault(name, []).append(kind)
+        for owned in self._engine.stepped_pieces():
+            there = self._there.get(id(owned.parameter))
+            if there is None:
+                continue
+            state = {key: decode(value, self._fetch) for key, value in self.manifest.optimizer["scalars"].get(there, {}).items()}
+            for kind in kinds.get(there, ()):
+                tensor = self._range(there, kind, owned.stride, owned.piece.start, owned.piece.stop)
+                state[kind.removeprefix("state.")] = tensor.to(owned.tensor.device)
+            self._optimizer_states.append((owned.tensor, state))
+
+    def _read_buffers(self) -> None:
+        rank = self._engine.rank if self._engine.world == self.manifest.world else 0
+        for name, buffer in buffers_of(self._engine).items():
+            entry = self._loose.get(f"buffer/{name}@{rank}") or self._loose.get(f"buffer/{name}@0")
+            if entry is None or entry.shape != tuple(buffer.shape):
+                self.skipped.append(f"buffer {name!r} is not in the checkpoint" if entry is None else f"buffer {name!r} has another shape there")
+                continue
+            self._buffers.append((buffer, self._whole(entry)))
+
+    def _read_state(self, name: str) -> None:
+        saved = self.manifest.states[name]
+        rank = 0
+        if "same" not in saved:
+            if self._engine.world == self.manifest.world:
+                rank = self._engine.rank
+            elif name != EXTRA:
+                self.skipped.append(f"states[{name!r}]: it differed between the {self.manifest.world} ranks that saved it")
+                return
+        value = saved["same"] if "same" in saved else saved["ranks"][rank]
+        self._values[name] = decode(value, lambda key: self._fetch(f"{key}@{rank}"))
+
+    def _fetch(self, key: str) -> torch.Tensor:
+        return self._whole(self._loose[key])
+
+    def _whole(self, entry: TensorEntry) -> torch.Tensor:
+        return self._file(entry).read(entry, 0, entry.numel, self._pages).view(entry.shape)
+
+    def _file(self, entry: TensorEntry) -> ShardReader:
+        if entry.file not in self._files:
+            file = self.manifest.files[entry.file]
+            reader = ShardReader(self.path / file.name, file, chunk_bytes=self.manifest.chunk_bytes, verify=self._verify)
+            self._files[entry.file] = self._stack.enter_context(reader)
+        return self._files[entry.file]
+
+    def _range(self, name: str, kind: str, stride: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+        """Return elements ``[start, stop)`` of one kind of a parameter, in the order of memory of `stride`."""
+        entry = self.manifest.parameters[name]
+        if _order(entry.stride, entry.shape) == _order(stride, entry.shape):
+            return self._span(name, kind, start, stop)
+        there = self._span(name, kind, 0, entry.numel).as_strided(entry.shape, entry.stride)
+        return flatten(torch.empty_strided(entry.shape, stride, dtype=there.dtype).copy_(there))[start:stop]
+
+    def _span(self, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
+        pieces = [piece for piece in self._pieces.get((name, kind), ()) if piece.start < stop and piece.stop > start]
+        if len(pieces) == 1 and pieces[0].start <= start and stop <= pieces[0].stop:
+            return self._file(pieces[0]).read(pieces[0], start - pieces[0].start, stop - pieces[0].start, self._pages)
+        if start == stop:
+            return torch.empty(0)
+        position = start
+        out: torch.Tensor | None = None
+        for piece in pieces:
+            first, last = max(piece.start, start), min(piece.stop, stop)
+            if first != position:
+                break
+            part = self._file(piece).read(piece, first - piece.start, last - piece.start, self._pages)
+            if out is None:
+                out = self._pages.empty(stop - start, DTYPES[piece.dtype], torch.device("cpu"))
+            out[first - start : last - start] = part
+            position = last
+        if out is None or position != stop:
+            raise CheckpointError(f"{self.path} lacks elements {position} to {stop} of {kind} of parameter {name!r}")
+        return out
+
+    # ------------------------------------------------------------------ writing
+
+    def apply(self) -> None:
+        """Take everything over. Collective; every rank has read and verified what it needs."""
+        engine, error = self._engine, None
+        try:
+            for name, value in self._values.items():
+                if name in self._states:
+                    self._states[name].load_state_dict(value)
+        except Exception as refused:
+            error = CheckpointError(f"states[{name!r}] does not take what was saved: {type(refused).__name__}: {refused}")
+        settle(engine, error)
+        engine.restored(self._values.get(SCALER, {}))
+        with torch.no_grad():
+            with engine.rewriting():
+                for target, source in self._copies:
+                    target.copy_(source)
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        optimizer = engine.optimizer
+        if optimizer is not None and self._groups is not None:
+            for tensor, state in self._optimizer_states:
+                optimizer.state.pop(tensor, None)
+                if state:
+                    optimizer.state[tensor] = state
+            for group, options in zip(optimizer.param_groups, self._groups, strict=True):
+                group.update(options)
+        self.extra = self._values.get(EXTRA)
+        if RNG in self._values:
+            restore_generators(self._values[RNG])
+
+
+def _order(stride: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides that matter: those of sizes other than 1."""
+    return tuple(step for step, size in zip(stride, shape, strict=True) if size != 1)
+
+
+def _some(items: list[str]) -> str:
+    more = f" (and {len(items) - 3} more)" if len(items) > 3 else ""
+    return "; ".join(items[:3]) + more
+
+

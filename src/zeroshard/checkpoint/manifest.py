@@ -1,0 +1,286 @@
+"""The manifest of a checkpoint: what is stored where, and the hash of every byte. Pure data; docs/checkpoint-format.md is its description.
+
+Invariant: a Manifest that `parse` returns is consistent (ranges inside shapes, bytes inside files, names without directories), whatever the text
+was; anything else raises CheckpointError. The last line of the file is the hash of all before it. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import xxhash
+
+from zeroshard.errors import CheckpointError
+
+__all__ = ["CHUNK_BYTES", "FORMAT", "ITEMSIZE", "VERSION", "Manifest", "ParameterEntry", "ShardEntry", "TensorEntry", "digest", "num_chunks"]
+
+FORMAT = "zeroshard checkpoint"
+VERSION = 1
+CHUNK_BYTES = 4 << 20
+MAX_BYTES = 512 << 20  # of a manifest's text
+ITEMSIZE = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1,
+    "BOOL": 1, "C64": 8,
+}  # fmt: skip (safetensors' names)
+
+_SHARD_NAME = re.compile(r"rank-\d{5,9}-of-\d{5,9}\.safetensors")
+_TAIL = re.compile(r'\n "hash": "([0-9a-f]{32})"\n\}\n')
+_TAIL_BYTES = len('\n "hash": ""\n}\n') + 32
+
+
+def digest(data: Any) -> str:
+    """Return the hash of `data` (bytes, or anything with a buffer) as 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def num_chunks(num_bytes: int, chunk_bytes: int) -> int:
+    """Return in how many chunks a tensor of `num_bytes` is hashed; an empty one in none."""
+    return -(-num_bytes // chunk_bytes)
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """A file of pieces."""
+
+    name: str
+    bytes: int
+    header_bytes: int  # the eight of the length included; the data starts there
+    header_hash: str
+
+
+@dataclass(frozen=True)
+class ParameterEntry:
+    """What is known of a parameter; ranges count its elements in the order in which memory of `stride` holds them."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    trained: bool
+    aliases: tuple[str, ...] = ()  # other names of a tied one
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor in a file. A piece of a parameter has its name, `kind` ("value", "state.exp_avg", "ema") and range; other tensors a `kind` alone."""
+
+    file: int
+    offset: int  # bytes from the start of the data
+    dtype: str
+    shape: tuple[int, ...]
+    hashes: tuple[str, ...]  # one per chunk
+    kind: str
+    parameter: str | None = None
+    start: int = 0
+    stop: int = 0
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * ITEMSIZE[self.dtype]
+
+    @property
+    def key(self) -> str:
+        """Its name in the safetensors file."""
+        return self.kind if self.parameter is None else f"{self.parameter}|{self.kind}|{self.start}:{self.stop}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one checkpoint holds."""
+
+    step: int
+    world: int
+    written_by: str
+    policy: str
+    precision: str
+    files: tuple[ShardEntry, ...]
+    parameters: dict[str, ParameterEntry]
+    tensors: tuple[TensorEntry, ...]
+    optimizer: dict[str, Any] | None  # "class", "groups" (of "params" and "options"), "scalars" (by parameter)
+    states: dict[str, Any] = field(default_factory=dict)  # by name: {"same": value} or {"ranks": [value, ...]}
+    chunk_bytes: int = CHUNK_BYTES
+
+    def pieces(self) -> dict[tuple[str, str], list[TensorEntry]]:
+        """Return the pieces by (parameter, kind), in the order of their ranges."""
+        found: dict[tuple[str, str], list[TensorEntry]] = {}
+        for entry in self.tensors:
+            if entry.parameter is not None:
+                found.setdefault((entry.parameter, entry.kind), []).append(entry)
+        for entries in found.values():
+            entries.sort(key=lambda entry: entry.start)
+        return found
+
+    def loose(self) -> dict[str, TensorEntry]:
+        """Return the tensors that are no pieces, by kind."""
+        return {entry.kind: entry for entry in self.tensors if entry.parameter is None}
+
+    def total_bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    def dump(self) -> bytes:
+        """Return the text of the manifest, its hash in the last line."""
+        data = {"format": FORMAT, "version": VERSION, **{name: value for name, value in vars(self).items() if name not in ("files", "parameters", "tensors")}}
+        data["files"] = [asdict(file) for file in self.files]
+        data["parameters"] = {name: {k: v for k, v in asdict(entry).items() if v != ()} | {"shape": entry.shape} for name, entry in self.parameters.items()}
+        data["tensors"] = [_lean(entry) for entry in self.tensors]
+        lines = [f" {json.dumps(key)}: {_spread(value)}" for key, value in data.items()]
+        body = ("{\n" + ",\n".join(lines) + ",").encode()
+        return body + f'\n "hash": "{digest(body)}"\n}}\n'.encode()
+
+    @classmethod
+    def parse(cls, data: bytes, where: str) -> Manifest:
+        """Read what `dump` wrote; `where` names it in errors. Raises CheckpointError."""
+        if len(data) > MAX_BYTES:
+            raise CheckpointError(f"{where} has {len(data)} bytes, more than the {MAX_BYTES} that a manifest may have")
+        body, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
+        found = _TAIL.fullmatch(tail.decode("latin-1"))
+        if found is None or digest(body) != found[1]:
+            raise CheckpointError(f"{where} is damaged: its hash does not fit its text")
+        try:
+            raw = json.loads(data, object_pairs_hook=_unique)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{where} is not JSON: {error}") from None
+        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+            raise CheckpointError(f"{where} is not a zeroshard checkpoint")
+        if raw.get("version") != VERSION:
+            raise CheckpointError(f"{where} has format version {raw.get('version')!r}, and this zeroshard reads version {VERSION}: use a newer one")
+        try:
+            manifest = _build(raw)
+            _check(manifest)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{where} makes no sense: {type(error).__name__}: {error}") from None
+        return manifest
+
+
+def _lean(entry: TensorEntry) -> dict[str, Any]:
+    out = {name: value for name, value in vars(entry).items() if name not in ("parameter", "start", "stop")}
+    if entry.parameter is not None:
+        out |= {"parameter": entry.parameter, "start": entry.start, "stop": entry.stop}
+    return out
+
+
+def _spread(value: Any) -> str:
+    """Return JSON with one line per item of a list or object."""
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(f"  {json.dumps(item, allow_nan=False)}" for item in value) + "\n ]"
+    if isinstance(value, dict) and value:
+        return "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(item, allow_nan=False)}" for key, item in value.items()) + "\n }"
+    return json.dumps(value, allow_nan=False)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands there twice")
+    return out
+
+
+def _build(raw: dict[str, Any]) -> Manifest:
+    return Manifest(
+        step=_whole(raw["step"], "step"),
+        world=_whole(raw["world"], "world", least=1),
+        written_by=_text(raw["written_by"]),
+        policy=_text(raw["policy"]),
+        precision=_text(raw["precision"]),
+        files=tuple(
+            ShardEntry(_text(f["name"]), _whole(f["bytes"], "bytes"), _whole(f["header_bytes"], "header_bytes"), _text(f["header_hash"]))
+            for f in raw["files"]
+        ),
+        parameters={
+            _text(name): ParameterEntry(
+                _wholes(p["shape"]), _wholes(p.get("stride", ())), bool(p["trained"]), tuple(_text(a) for a in p.get("aliases", ()))
+            )
+            for name, p in raw["parameters"].items()
+        },
+        tensors=tuple(_tensor(t) for t in raw["tensors"]),
+        optimizer=None if raw["optimizer"] is None else _object(raw["optimizer"]),
+        states=_object(raw["states"]),
+        chunk_bytes=_whole(raw["chunk_bytes"], "chunk_bytes", least=1),
+    )
+
+
+def _tensor(raw: dict[str, Any]) -> TensorEntry:
+    place = (_whole(raw["file"], "file"), _whole(raw["offset"], "offset"), _text(raw["dtype"]), _wholes(raw["shape"]))
+    hashes, kind = tuple(_text(h) for h in raw["hashes"]), _text(raw["kind"])
+    if "parameter" not in raw:
+        return TensorEntry(*place, hashes, kind)
+    return TensorEntry(*place, hashes, kind, _text(raw["parameter"]), _whole(raw["start"], "start"), _whole(raw["stop"], "stop"))
+
+
+def _check(manifest: Manifest) -> None:
+    """Raise ValueError for what cannot be so."""
+    for file in manifest.files:
+        if not _SHARD_NAME.fullmatch(file.name):
+            raise ValueError(f"{file.name!r} is no name of a file of pieces")
+        if not 8 <= file.header_bytes <= file.bytes:
+            raise ValueError(f"{file.name} has {file.bytes} bytes and a header of {file.header_bytes}")
+    if len({file.name for file in manifest.files}) != len(manifest.files):
+        raise ValueError("a file stands there twice")
+    for entry in manifest.tensors:
+        _check_tensor(manifest, entry)
+    for (name, kind), entries in manifest.pieces().items():
+        for one, other in pairwise(entries):
+            if other.start < one.stop:
+                raise ValueError(f"pieces of {kind} of {name!r} overlap at {other.start}")
+    _check_disjoint(manifest.tensors)
+
+
+def _check_tensor(manifest: Manifest, entry: TensorEntry) -> None:
+    if entry.file >= len(manifest.files) or entry.dtype not in ITEMSIZE:
+        raise ValueError(f"{entry.key} lies in file {entry.file} of {len(manifest.files)}, as {entry.dtype!r}")
+    file = manifest.files[entry.file]
+    if file.header_bytes + entry.offset + entry.num_bytes > file.bytes:
+        raise ValueError(f"{entry.key} ends behind the end of {file.name}")
+    if len(entry.hashes) != num_chunks(entry.num_bytes, manifest.chunk_bytes):
+        raise ValueError(f"{entry.key} has {len(entry.hashes)} hashes for {entry.num_bytes} bytes")
+    if entry.parameter is not None:
+        parameter = manifest.parameters[entry.parameter]
+        if not 0 <= entry.start <= entry.stop <= parameter.numel or entry.shape != (entry.stop - entry.start,):
+            raise ValueError(f"{entry.key} does not fit a parameter of shape {list(parameter.shape)}")
+
+
+def _check_disjoint(tensors: Iterable[TensorEntry]) -> None:
+    places = sorted((entry.file, entry.offset, entry.offset + entry.num_bytes, entry.key) for entry in tensors if entry.num_bytes)
+    for one, other in pairwise(places):
+        if one[0] == other[0] and other[1] < one[2]:
+            raise ValueError(f"{one[3]} and {other[3]} lie on the same bytes")
+
+
+def _whole(value: Any, what: str, least: int = 0) -> int:
+    if type(value) is not int or not least <= value < 1 << 63:
+        raise ValueError(f"{what} is {value!r}, not a whole number from {least}")
+    return value
+
+
+def _wholes(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list | tuple) or len(values) > 64:
+        raise ValueError(f"{values!r} is no list of sizes")
+    out = tuple(_whole(value, "a size") for value in values)
+    if prod(size for size in out if size) >= 1 << 63:
+        raise ValueError(f"a shape of {list(out)} is too large")
+    return out
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r} is no object")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value

@@ -1,0 +1,193 @@
+"""What an engine saves, and where what is loaded goes: the one file here that knows both engines and manifests.
+
+Saved are, on the ranks together, each element once: values (the fp32 master of a trained parameter, the weight of a frozen one), the optimizer's
+state of it, and averages; then buffers, the states of what the user hands over, and the random generators. See docs/design/checkpoints.md.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from zeroshard.checkpoint.manifest import ParameterEntry, TensorEntry, digest
+from zeroshard.checkpoint.shards import Stored, as_bytes, dtype_code
+from zeroshard.checkpoint.values import encode
+from zeroshard.errors import CheckpointError
+from zeroshard.runtime.ema import EMA
+from zeroshard.runtime.engine import Engine
+
+__all__ = ["EXTRA", "RNG", "SCALER", "VALUE", "RankPart", "Stateful", "buffers_of", "collect", "generators", "parameters_of", "restore_generators"]
+
+VALUE = "value"
+RNG, EXTRA, SCALER = "rng", "extra", "scaler"  # our own names among the states
+_RESERVED = (RNG, EXTRA, SCALER)
+
+
+class Stateful(Protocol):
+    """What can be handed to save() and load(): LR schedulers, data loaders, anything with these two methods."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@dataclass
+class RankPart:
+    """What one rank contributes: the tensors of its file, and what of the manifest it alone knows."""
+
+    stored: list[Stored]
+    states: dict[str, Any] = field(default_factory=dict)  # encoded
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)  # parameter -> the optimizer's numbers
+    groups: list[dict[str, Any]] = field(default_factory=list)  # the optimizer's param groups
+
+
+def parameters_of(engine: Engine) -> dict[str, ParameterEntry]:
+    """Return what is known of every parameter, by the first of its names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    layouts = engine.parameter_layouts()
+    out = {}
+    for first, parameter in engine.module.named_parameters():
+        stride, trained = layouts[id(parameter)]
+        out[first] = ParameterEntry(tuple(parameter.shape), stride, trained, tuple(names[id(parameter)][1:]))
+    return out
+
+
+def buffers_of(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return the buffers that a state_dict holds, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in engine.module.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def collect(engine: Engine, states: Mapping[str, Stateful], extra: Any) -> RankPart:
+    """Return what this rank writes. Collective: what the ranks hold alike is written by rank 0 alone.
+
+    Raises CheckpointError for state that has no form in a checkpoint.
+    """
+    part = RankPart([])
+    averages = {name: state for name, state in states.items() if isinstance(state, EMA)}
+    for name in states:
+        if name in _RESERVED or not name or "|" in name or "@" in name:
+            raise CheckpointError(f"states: the name {name!r} cannot be used (no '|' or '@', and not {', '.join(_RESERVED)})")
+    _collect_pieces(engine, averages, part)
+    _collect_groups(engine, part)
+    values: dict[str, Any] = {name: state.state_dict() for name, state in states.items() if name not in averages}
+    values |= {RNG: generators(engine), EXTRA: extra, SCALER: engine.scaler_state()}
+    encoded = {name: _encoded(name, value) for name, value in values.items()}
+    buffers = {f"buffer/{name}": tensor for name, tensor in buffers_of(engine).items()}
+    mine = {name: _fingerprint(*pair) for name, pair in encoded.items()} | {name: digest(as_bytes(t.cpu())) for name, t in buffers.items()}
+    everyone = [json.loads(answer) for answer in engine.exchange(json.dumps(mine).encode())]
+    for name, (value, tensors) in encoded.items():
+        alike = all(other.get(name) == everyone[0].get(name) for other in everyone)
+        if engine.rank == 0 or not alike:
+            part.states[name] = {"same" if alike else "own": value}
+            part.stored += [(_loose(f"{key}@{engine.rank}", tensor), tensor) for key, tensor in tensors.items()]
+    for name, tensor in buffers.items():
+        if engine.rank == 0 or mine[name] != everyone[0].get(name):
+            part.stored.append((_loose(f"{name}@{engine.rank}", tensor), tensor))
+    return part
+
+
+def _collect_pieces(engine: Engine, averages: Mapping[str, EMA], part: RankPart) -> None:
+    stepped = {id(owned.parameter): owned for owned in engine.stepped_pieces()}  # a rank steps one piece of a parameter
+    optimizer = engine.optimizer
+    firsts = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    for piece in engine.resting_pieces(share=True):
+        name = firsts[id(piece.parameter)]
+        part.stored.append(_piece(name, VALUE, piece.start, piece.stop, piece.tensor))
+        for average, ema in averages.items():
+            if piece.master is not None:
+                number, span = piece.master
+                part.stored.append(_piece(name, average, piece.start, piece.stop, ema.averages[number][span]))
+        owned = stepped.get(id(piece.parameter))
+        state = {} if optimizer is None or owned is None else optimizer.state.get(owned.tensor, {})
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                assert owned is not None
+                if value.shape != owned.tensor.shape:
+                    raise CheckpointError(f"optimizer state {key!r} of parameter {name!r} has shape {list(value.shape)}, not that of the parameter")
+                first = piece.start - owned.piece.start
+                part.stored.append(_piece(name, f"state.{key}", piece.start, piece.stop, value[first : first + piece.stop - piece.start]))
+            else:
+                part.scalars.setdefault(name, {})[key] = encode(value, f"optimizer state {key!r} of {name!r}", _no_tensors)
+
+
+def _collect_groups(engine: Engine, part: RankPart) -> None:
+    if engine.optimizer is None:
+        return
+    firsts = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    for index, (group, parameters) in enumerate(zip(engine.optimizer.param_groups, engine.param_groups(), strict=True)):
+        options = {
+            key: encode(value, f"optimizer param group {index}: {key}", _no_tensors)
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        part.groups.append({"params": [firsts[id(parameter)] for parameter in parameters], "options": options})
+
+
+def _no_tensors(path: str, tensor: torch.Tensor) -> str:
+    raise CheckpointError(f"{path} is a tensor of shape {list(tensor.shape)}, which has no place in a checkpoint")
+
+
+def _piece(name: str, kind: str, start: int, stop: int, tensor: torch.Tensor) -> Stored:
+    entry = TensorEntry(0, 0, dtype_code(tensor.dtype, f"{kind} of {name!r}"), (stop - start,), (), kind, name, start, stop)
+    return entry, tensor
+
+
+def _loose(key: str, tensor: torch.Tensor) -> TensorEntry:
+    return TensorEntry(0, 0, dtype_code(tensor.dtype, key), tuple(tensor.shape), (), key)
+
+
+def _encoded(name: str, value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    tensors: dict[str, torch.Tensor] = {}
+
+    def store(path: str, tensor: torch.Tensor) -> str:
+        key = path
+        while key in tensors:
+            key += "'"
+        tensors[key] = tensor.detach()
+        return key
+
+    return encode(value, name, store), tensors
+
+
+def _fingerprint(value: Any, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a hash of an encoded value, the same on ranks that hold the same."""
+    parts = [digest(as_bytes(tensor.cpu())) + str(tensor.dtype) + str(tuple(tensor.shape)) for tensor in tensors.values()]
+    return digest("".join([json.dumps(value), *parts]).encode())
+
+
+# ------------------------------------------------------------------ random generators
+
+
+def generators(engine: Engine) -> dict[str, Any]:
+    """Return the states of Python's, numpy's and torch's random generators."""
+    out: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        out["numpy"] = numpy.random.get_state()
+    if torch.cuda.is_available():
+        out["cuda"] = torch.cuda.get_rng_state()
+    return out
+
+
+def restore_generators(state: dict[str, Any]) -> None:
+    """Take over what `generators` returned."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        numpy.random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

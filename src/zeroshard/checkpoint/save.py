@@ -1,0 +1,329 @@
+"""``zeroshard.save`` and ``Saver``: write what rests, whole or not at all, now or in the background.
+
+    collect (ranks agree on what each writes) . make the hidden directory . [copy] . each rank writes its file . rank 0 writes the manifest, renames
+
+Every collective runs in the caller's thread. Writing does not: ranks leave their parts of the manifest as files in the hidden directory, and rank 0
+commits once all are there, so that nothing has to be agreed on in the background.
+
+Invariant: either the step is visible and complete, or it is not there and the earlier ones are as they were. An error on any rank is
+CheckpointError on every rank: at once, or (in the background) at the next call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from zeroshard._version import __version__
+from zeroshard.buffer import PagePool
+from zeroshard.checkpoint.manifest import Manifest, ShardEntry, TensorEntry
+from zeroshard.checkpoint.pieces import RankPart, Stateful, collect, parameters_of
+from zeroshard.checkpoint.shards import Stored, shard_bytes, write_shard
+from zeroshard.checkpoint.steps import MANIFEST, commit, lock, prune, remove_leftovers, working_path
+from zeroshard.errors import CheckpointError, ConfigError
+from zeroshard.runtime.engine import Engine
+
+__all__ = ["Saver", "save", "settle"]
+
+_POLL_S = 0.005
+_SLACK_BYTES = 1 << 20  # for the manifest and the directory
+
+
+def save(
+    directory: str | Path,
+    engine: Engine,
+    *,
+    step: int,
+    states: Mapping[str, Stateful] | None = None,
+    extra: Any = None,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+) -> Path:
+    """Write a checkpoint of `engine` as ``directory/step-NNNNNNNNNN``, and return that path once it is complete on disk. Collective.
+
+    `states` are objects with ``state_dict()`` by name (LR scheduler, data loader, ``zs.EMA``), `extra` anything of numbers, text, lists, dictionaries
+    and tensors. Random generators and the loss scaler are always saved; gradients are not: save after ``optimizer.step()``. With `keep_last`
+    only the newest so many steps stay, and those that `keep_every` divides.
+
+    Raises CheckpointError on every rank when any rank cannot write; earlier checkpoints are then as they were.
+    """
+    with Saver(directory, engine, states=states, keep_last=keep_last, keep_every=keep_every, background=False) as saver:
+        return saver.save(step, extra=extra)
+
+
+class Saver:
+    """Saves an engine again and again, in the background: ``save()`` returns when the state is copied, and the files are written meanwhile.
+
+    One save is under way at a time: the next one, ``wait()`` and ``close()`` wait for it, and raise its error on every rank. The copy takes as
+    much host memory as the checkpoint has bytes on this rank, once. All methods are collective. Use it as a context, or call ``close()``.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        engine: Engine,
+        *,
+        states: Mapping[str, Stateful] | None = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        background: bool = True,
+        timeout_s: float = 600.0,
+    ) -> None:
+        for name, number in (("keep_last", keep_last), ("keep_every", keep_every)):
+            if number is not None and number < 1:
+                raise ConfigError(f"{name}={number}: at least one step stays")
+        if keep_every is not None and keep_last is None:
+            raise ConfigError(f"keep_every={keep_every} says which steps stay beside the newest: say how many those are with keep_last")
+        self.directory = Path(directory)
+        self._engine = engine
+        self._states = dict(states or {})
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._background = background
+        self._timeout_s = timeout_s  # how long rank 0 waits for the other ranks' files
+        self._pages = PagePool()
+        self._staging: dict[str, torch.Tensor] = {}
+        self._writer: threading.Thread | None = None
+        self._failure: CheckpointError | None = None
+        self._path: Path | None = None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        elif self._writer is not None:
+            self._writer.join()  # the ranks may be anywhere: nothing collective
+
+    def save(self, step: int, *, extra: Any = None) -> Path:
+        """Save `step`; return the path that it has, or will have once it is written."""
+        self.wait()
+        if type(step) is not int or step < 0:
+            raise ConfigError(f"step={step!r} is not a number of steps")
+        job = self._prepare(step, extra)
+        if self._background:
+            job.part.stored = self._copied(job.part.stored)
+            self._writer = threading.Thread(target=self._run, args=(job,), name="zeroshard-save")
+            self._writer.start()
+        else:
+            self._run(job)
+            self._settle_run()
+        return self._final(step)
+
+    def wait(self) -> None:
+        """Return when no save is under way; raise CheckpointError where the last one failed, on any rank. Collective."""
+        if self._writer is None:
+            return
+        self._writer.join()
+        self._writer = None
+        self._settle_run()
+
+    def close(self) -> None:
+        """Wait for the save under way, and let go of the staging memory. Collective."""
+        try:
+            self.wait()
+        finally:
+            self._staging.clear()
+            self._pages.clear()
+
+    # ------------------------------------------------------------------ together
+
+    def _final(self, step: int) -> Path:
+        return self.directory / f"step-{step:010d}"
+
+    def _settle_run(self) -> None:
+        failure, self._failure = self._failure, None
+        settle(self._engine, failure)
+
+    def _prepare(self, step: int, extra: Any) -> _Job:
+        engine, error, part = self._engine, None, RankPart([])
+        try:
+            part = collect(engine, self._states, extra)
+        except CheckpointError as refused:
+            error = refused
+        settle(engine, error)
+        metadata = {"format": "zeroshard", "rank": str(engine.rank), "step": str(step)}
+        sizes = [int(answer) for answer in engine.exchange(str(shard_bytes(part.stored, metadata)).encode())]
+        nonce, stack = b"", ExitStack()
+        if engine.rank == 0:
+            try:
+                nonce = self._open(step, sum(sizes), stack).encode()
+            except CheckpointError as refused:
+                error = refused
+        try:
+            settle(engine, error)
+        except CheckpointError:
+            stack.close()
+            raise
+        nonce = engine.exchange(nonce)[0]
+        return _Job(step, part, metadata, working_path(self.directory, step, nonce.decode()), stack)
+
+    def _open(self, step: int, num_bytes: int, stack: ExitStack) -> str:
+        """On rank 0: take the lock, remove leftovers, see that there is space, make the hidden directory; return its nonce."""
+        nonce = secrets.token_hex(4)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock(self.directory))
+            remove_leftovers(self.directory)
+            stat = os.statvfs(self.directory)
+            free = stat.f_bavail * stat.f_frsize
+            if num_bytes + _SLACK_BYTES > free:
+                raise CheckpointError(
+                    f"no space for step {step} in {self.directory}: it needs {num_bytes} bytes, and {free} are free; earlier checkpoints are untouched"
+                )
+            working_path(self.directory, step, nonce).mkdir()
+        except OSError as error:
+            stack.close()
+            raise CheckpointError(f"{self.directory} cannot be written: {error.strerror}") from error
+        except CheckpointError:
+            stack.close()
+            raise
+        return nonce
+
+    def _copied(self, stored: list[Stored]) -> list[Stored]:
+        """Copy tensors into the staging memory of this saver."""
+        out: list[Stored] = []
+        staging: dict[str, torch.Tensor] = {}
+        for entry, tensor in stored:
+            copy = self._staging.get(entry.key)
+            if copy is None or copy.shape != tensor.shape or copy.dtype is not tensor.dtype:
+                copy = self._pages.empty(tensor.numel(), tensor.dtype, torch.device("cpu")).view(tensor.shape)
+            copy.copy_(tensor)
+            staging[entry.key] = copy
+            out.append((entry, copy))
+        self._staging = staging
+        return out
+
+    # ------------------------------------------------------------------ alone
+
+    def _run(self, job: _Job) -> None:
+        """Write this rank's file; on rank 0 commit when all are there. Keeps the failure for `_settle_run`."""
+        with job.stack:
+            try:
+                self._write_or_tell(job)
+                if self._engine.rank == 0:
+                    self._commit(job)
+            except Exception as error:
+                self._failure = error if isinstance(error, CheckpointError) else CheckpointError(f"step {job.step}: {type(error).__name__}: {error}")
+                if self._engine.rank == 0:
+                    shutil.rmtree(job.path, ignore_errors=True)
+
+    def _write_or_tell(self, job: _Job) -> None:
+        """Write our file; where that fails, tell the others: in the foreground they raise here too, in the background rank 0 finds a note."""
+        failure: Exception | None = None
+        try:
+            self._write(job)
+        except Exception as error:
+            failure = error
+        if not self._background:
+            settle(self._engine, failure)
+        elif failure is not None:
+            with suppress(OSError):
+                _leave(job.path / f"rank-{self._engine.rank}.failed", str(failure))
+            raise failure
+
+    def _write(self, job: _Job) -> None:
+        rank, world = self._engine.rank, self._engine.world
+        name = f"rank-{rank:05d}-of-{world:05d}.safetensors"
+        file, tensors = write_shard(job.path / name, rank, job.part.stored, job.metadata)
+        index = {
+            "file": asdict(file),
+            "tensors": [asdict(entry) for entry in tensors],
+            "states": job.part.states,
+            "scalars": job.part.scalars,
+        }
+        try:
+            _leave(job.path / f"rank-{rank}.json", json.dumps(index))
+        except OSError as error:
+            raise CheckpointError(f"{job.path} cannot be written: {error.strerror}") from error
+
+    def _commit(self, job: _Job) -> None:
+        """On rank 0: wait for every rank's file, write the manifest, make the step visible."""
+        indices = [self._await(job.path, rank) for rank in range(self._engine.world)]
+        manifest = self._manifest(job, indices)
+        try:
+            for rank in range(self._engine.world):
+                (job.path / f"rank-{rank}.json").unlink()
+            _leave(job.path / MANIFEST, manifest.dump())
+        except OSError as error:
+            raise CheckpointError(f"{job.path / MANIFEST} cannot be written: {error.strerror}") from error
+        commit(job.path, self.directory, job.step)
+        prune(self.directory, keep_last=self._keep_last, keep_every=self._keep_every)
+
+    def _await(self, path: Path, rank: int) -> dict[str, Any]:
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                index: dict[str, Any] = json.loads((path / f"rank-{rank}.json").read_text())
+                return index
+            except FileNotFoundError:
+                pass
+            failed = path / f"rank-{rank}.failed"
+            if failed.exists():
+                raise CheckpointError(f"rank {rank}: {failed.read_text()}")
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"rank {rank} did not write its file within {self._timeout_s:g} s; is {path} on storage that all ranks share?")
+            time.sleep(_POLL_S)
+
+    def _manifest(self, job: _Job, indices: list[dict[str, Any]]) -> Manifest:
+        engine = self._engine
+        states: dict[str, Any] = {}
+        scalars: dict[str, Any] = {}
+        for index in reversed(indices):
+            scalars |= index["scalars"]
+        for name, value in indices[0]["states"].items():
+            states[name] = value if "same" in value else {"ranks": [index["states"][name]["own"] for index in indices]}
+        optimizer = None
+        if engine.optimizer is not None:
+            optimizer = {"class": type(engine.optimizer).__name__, "groups": job.part.groups, "scalars": scalars}
+        return Manifest(
+            step=job.step,
+            world=engine.world,
+            written_by=f"zeroshard {__version__}, torch {torch.__version__}",
+            policy=engine.policy.name,
+            precision=engine.precision.describe(),
+            files=tuple(ShardEntry(**index["file"]) for index in indices),
+            parameters=parameters_of(engine),
+            tensors=tuple(replace(TensorEntry(**raw), shape=tuple(raw["shape"]), hashes=tuple(raw["hashes"])) for index in indices for raw in index["tensors"]),
+            optimizer=optimizer,
+            states=states,
+        )
+
+
+class _Job:
+    """One save: what this rank writes, and where."""
+
+    def __init__(self, step: int, part: RankPart, metadata: dict[str, str], path: Path, stack: ExitStack) -> None:
+        self.step, self.part, self.metadata, self.path, self.stack = step, part, metadata, path, stack
+
+
+def _leave(path: Path, content: str | bytes) -> None:
+    """Write a small file so that it is seen whole or not at all."""
+    hidden = path.with_name(f".{path.name}")
+    with hidden.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(hidden, path)
+
+
+def settle(engine: Engine, error: Exception | None) -> None:
+    """Raise CheckpointError on every rank where one has an `error`: its own, or the first of the others'. Collective."""
+    answers = engine.exchange(b"" if error is None else f"rank {engine.rank}: {error}".encode())
+    if error is not None:
+        raise error
+    first = next((answer for answer in answers if answer), None)
+    if first is not None:
+        raise CheckpointError(first.decode())

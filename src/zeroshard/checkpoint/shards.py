@@ -1,0 +1,234 @@
+"""One file of pieces, in the safetensors format: eight bytes of header length, a JSON header, the data. Written and read in hashed chunks.
+
+Writing reserves the space first, so that a full disk is noticed before the first byte; reading verifies each chunk it touches before anybody sees
+a byte of it, and touches no others. Any safetensors reader opens these files; `write_shard` has no copy of the data in between.
+
+Invariant: what `ShardReader.read` returns has the hash that the manifest says (unless verification is off). Cost: one pass over the bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from zeroshard.buffer import PagePool
+from zeroshard.checkpoint.manifest import CHUNK_BYTES, ITEMSIZE, ShardEntry, TensorEntry, digest
+from zeroshard.errors import CheckpointError
+
+__all__ = ["DTYPES", "ShardReader", "as_bytes", "describe_range", "dtype_code", "header_of", "shard_bytes", "write_shard"]
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64,
+    "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
+}  # fmt: skip
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_ALIGN = 64  # of the start of the data
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+Stored = tuple[TensorEntry, torch.Tensor]  # an entry without hashes and place, and its numbers
+
+
+def dtype_code(dtype: torch.dtype, what: str) -> str:
+    """Return safetensors' name of `dtype`; raises CheckpointError naming `what` for one that it lacks."""
+    if dtype not in _CODES:
+        raise CheckpointError(f"{what} is {dtype}, which safetensors has no name for")
+    return _CODES[dtype]
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor on the CPU, without a copy where it is contiguous."""
+    flat = tensor.detach().contiguous().view(-1)
+    data: Any = flat.view(torch.uint8).numpy()  # an array is a buffer, which its stubs do not say
+    return memoryview(data) if flat.numel() else memoryview(b"")
+
+
+def header_of(entries: Sequence[tuple[str, str, tuple[int, ...], int]], metadata: dict[str, str]) -> bytes:
+    """Return the first bytes of a file: `entries` are key, dtype, shape and bytes of each tensor, which lie one after another."""
+    table: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for key, dtype, shape, num_bytes in entries:
+        table[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
+        offset += num_bytes
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGN)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _header(stored: Sequence[Stored], metadata: dict[str, str]) -> bytes:
+    return header_of([(entry.key, entry.dtype, entry.shape, entry.num_bytes) for entry, _ in stored], metadata)
+
+
+def shard_bytes(stored: Sequence[Stored], metadata: dict[str, str]) -> int:
+    """Return the size of the file that `write_shard` writes."""
+    return len(_header(stored, metadata)) + sum(entry.num_bytes for entry, _ in stored)
+
+
+def write_shard(
+    path: Path, file: int, stored: Sequence[Stored], metadata: dict[str, str], *, chunk_bytes: int = CHUNK_BYTES
+) -> tuple[ShardEntry, list[TensorEntry]]:
+    """Write `stored` to the new file `path` and fsync it; return the entries of the file (number `file`) and of its tensors, hashes included.
+
+    Raises CheckpointError when there is no space, or the disk fails; the file may be left behind.
+    """
+    header = _header(stored, metadata)
+    total = len(header) + sum(entry.num_bytes for entry, _ in stored)
+    entries: list[TensorEntry] = []
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            _reserve(fd, total)
+            _write(fd, memoryview(header))
+            offset = 0
+            for entry, tensor in stored:
+                hashes = []
+                data = as_bytes(tensor.cpu())
+                assert len(data) == entry.num_bytes, (entry.key, len(data), entry.num_bytes)
+                for start in range(0, len(data), chunk_bytes):
+                    chunk = data[start : start + chunk_bytes]
+                    hashes.append(digest(chunk))
+                    _write(fd, chunk)
+                entries.append(_placed(entry, file, offset, hashes))
+                offset += entry.num_bytes
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise _cannot_write(path, total, error) from error
+    return ShardEntry(path.name, total, len(header), digest(header)), entries
+
+
+def _placed(entry: TensorEntry, file: int, offset: int, hashes: Sequence[str]) -> TensorEntry:
+    return TensorEntry(file, offset, entry.dtype, entry.shape, tuple(hashes), entry.kind, entry.parameter, entry.start, entry.stop)
+
+
+def _reserve(fd: int, num_bytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(fd, 0, num_bytes)
+        except OSError as error:
+            if error.errno in _NO_SPACE:
+                raise
+            with suppress(OSError):  # this file system cannot reserve
+                os.ftruncate(fd, 0)
+
+
+def _write(fd: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _cannot_write(path: Path, num_bytes: int, error: OSError) -> CheckpointError:
+    if error.errno not in _NO_SPACE:
+        return CheckpointError(f"{path} cannot be written: {error.strerror}")
+    try:
+        stat = os.statvfs(path.parent)
+        free = f", and {stat.f_bavail * stat.f_frsize} are free"
+    except OSError:
+        free = ""
+    return CheckpointError(f"no space for {path}: it needs {num_bytes} bytes{free} ({error.strerror}); earlier checkpoints are untouched")
+
+
+def describe_range(entry: TensorEntry, start: int, stop: int) -> str:
+    """Return words for bytes ``[start, stop)`` of an entry: the elements of the parameter, or of the tensor."""
+    size = ITEMSIZE[entry.dtype]
+    first, last = entry.start + start // size, entry.start + -(-stop // size)
+    what = "tensor" if entry.parameter is None else f"{entry.kind} of parameter {entry.parameter!r},"
+    return f"{what} {entry.kind if entry.parameter is None else ''} elements {first} to {last}".replace("  ", " ")
+
+
+class ShardReader:
+    """An open file of pieces, as its manifest describes it. Counts what it reads in `bytes_read`."""
+
+    def __init__(self, path: Path, file: ShardEntry, *, chunk_bytes: int, verify: bool = True) -> None:
+        self.path = path
+        self.bytes_read = 0
+        self._chunk_bytes = chunk_bytes
+        self._verify = verify
+        self._start = file.header_bytes
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        try:
+            size = os.fstat(self._fd).st_size
+            if size != file.bytes:
+                raise CheckpointError(f"{path} has {size} bytes and should have {file.bytes}: it was cut short, or is not of this checkpoint")
+            if verify and digest(self._pread(file.header_bytes, 0)) != file.header_hash:
+                raise CheckpointError(f"{path} is damaged in its header")
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        os.close(self._fd)
+
+    def read(self, entry: TensorEntry, start: int, stop: int, pages: PagePool) -> torch.Tensor:
+        """Return elements ``[start, stop)`` of the flattened tensor, 1-D, in its dtype; `pages` gives the memory."""
+        dtype, size = DTYPES[entry.dtype], ITEMSIZE[entry.dtype]
+        out = pages.empty(stop - start, dtype, torch.device("cpu"))
+        self.read_into(entry, start * size, as_bytes(out))
+        return out
+
+    def read_into(self, entry: TensorEntry, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of `entry` from its byte `start`; raises CheckpointError naming parameter and range where one is damaged."""
+        stop = start + len(out)
+        if not self._verify:
+            self._fill(out, entry.offset + start)
+            return
+        for number in range(start // self._chunk_bytes, -(-stop // self._chunk_bytes)):
+            low, high = number * self._chunk_bytes, min((number + 1) * self._chunk_bytes, entry.num_bytes)
+            first, last = max(low, start), min(high, stop)
+            inside = first == low and last == high
+            chunk = out[low - start : high - start] if inside else memoryview(bytearray(high - low))
+            self._fill(chunk, entry.offset + low)
+            if digest(chunk) != entry.hashes[number]:
+                raise CheckpointError(f"{self.path} is damaged: {describe_range(entry, low, high)}")
+            if not inside:
+                out[first - start : last - start] = chunk[first - low : last - low]
+
+    def check(self, entry: TensorEntry) -> list[str]:
+        """Read all of a tensor; return what is damaged, in words."""
+        damaged = []
+        scratch = memoryview(bytearray(min(self._chunk_bytes, entry.num_bytes)))
+        for number, expected in enumerate(entry.hashes):
+            low, high = number * self._chunk_bytes, min((number + 1) * self._chunk_bytes, entry.num_bytes)
+            chunk = scratch[: high - low]
+            self._fill(chunk, entry.offset + low)
+            if digest(chunk) != expected:
+                damaged.append(describe_range(entry, low, high))
+        return damaged
+
+    def _fill(self, out: memoryview, offset: int) -> None:
+        position = self._start + offset
+        while out:
+            try:
+                count = os.preadv(self._fd, [out], position)
+            except OSError as error:
+                raise CheckpointError(f"{self.path} cannot be read at byte {position}: {error.strerror}") from error
+            if not count:
+                raise CheckpointError(f"{self.path} ends at byte {position}: it was cut short while it was read")
+            self.bytes_read += count
+            position += count
+            out = out[count:]
+
+    def _pread(self, count: int, position: int) -> bytes:
+        data = bytearray(count)
+        view, done = memoryview(data), 0
+        while done < count:
+            got = os.preadv(self._fd, [view[done:]], position + done)
+            if not got:
+                break
+            done += got
+        return bytes(data[:done])

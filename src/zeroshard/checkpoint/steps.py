@@ -1,0 +1,168 @@
+"""The directory of checkpoints: which steps are complete, who may write, how a step becomes visible, which steps go.
+
+Invariants: a directory ``step-N`` is complete, because it got that name by one rename after everything in it was on disk; names that begin with
+a dot are work in progress or its remains, and are never read. One job writes at a time (a lock that dies with its process).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from zeroshard.checkpoint.manifest import MAX_BYTES, Manifest
+from zeroshard.errors import CheckpointError
+
+__all__ = ["MANIFEST", "commit", "list_steps", "lock", "prune", "read_manifest", "remove_leftovers", "sync_directory", "working_path"]
+
+MANIFEST = "manifest.json"
+_STEP = re.compile(r"step-(\d{10,19})")
+_LEFTOVER = re.compile(r"\.(saving|removing)-.*")
+_REPLACED = re.compile(r"\.replaced-step-(\d{10,19})")
+_EXCHANGE = 2  # RENAME_EXCHANGE
+_AT_FDCWD = -100
+
+
+def _name(step: int) -> str:
+    return f"step-{step:010d}"
+
+
+def list_steps(directory: Path) -> dict[int, Path]:
+    """Return the complete steps in `directory`, oldest first."""
+    found: dict[int, Path] = {}
+    try:
+        entries = list(os.scandir(directory))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
+    for pattern in (_REPLACED, _STEP):  # one that was moved aside counts until its successor is there
+        for entry in entries:
+            match = pattern.fullmatch(entry.name)
+            if match and entry.is_dir(follow_symlinks=False) and (Path(entry.path) / MANIFEST).is_file():
+                found[int(match[1])] = Path(entry.path)
+    return dict(sorted(found.items()))
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of one step; raises CheckpointError."""
+    file = path / MANIFEST
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    with os.fdopen(fd, "rb") as opened:
+        if os.fstat(fd).st_size > MAX_BYTES:
+            raise CheckpointError(f"{file} has {os.fstat(fd).st_size} bytes, more than the {MAX_BYTES} that a manifest may have")
+        return Manifest.parse(opened.read(), str(file))
+
+
+def working_path(directory: Path, step: int, nonce: str) -> Path:
+    """Return where the save number `nonce` of `step` writes until it is complete."""
+    return directory / f".saving-{step:010d}-{nonce}"
+
+
+@contextmanager
+def lock(directory: Path) -> Iterator[None]:
+    """Hold the right to write in `directory`; raises CheckpointError naming who has it."""
+    path = directory / ".lock"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be written: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(fd, 200, 0).decode(errors="replace") or "another process"
+            raise CheckpointError(f"{directory} is being written by {holder}: give each job a directory of its own") from error
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+        try:
+            yield
+        finally:
+            os.ftruncate(fd, 0)
+            fcntl.flock(fd, fcntl.LOCK_UN)  # also where a fork of ours still has the file open
+    finally:
+        os.close(fd)
+
+
+def commit(working: Path, directory: Path, step: int) -> Path:
+    """Make the complete `working` visible as `step`, in one rename; an older checkpoint of that step goes."""
+    final = directory / _name(step)
+    try:
+        sync_directory(working)
+        if not final.exists():
+            os.rename(working, final)
+            sync_directory(directory)
+            return final
+        aside = directory / f".replaced-{final.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        if _exchange(working, final):
+            sync_directory(directory)
+            _remove(working)
+        else:  # without that system call the old one steps aside first, under a name that still counts
+            os.rename(final, aside)
+            os.rename(working, final)
+            sync_directory(directory)
+            _remove(aside)
+    except OSError as error:
+        raise CheckpointError(f"{final} cannot be put in place: {error.strerror}") from error
+    return final
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two directories in one system call; return whether this system can."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code))
+
+
+def sync_directory(path: Path) -> None:
+    """Have the entries of a directory on disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what killed saves have left; the caller holds the lock."""
+    steps = list_steps(directory)
+    for entry in list(os.scandir(directory)):
+        replaced = _REPLACED.fullmatch(entry.name)
+        if _LEFTOVER.fullmatch(entry.name) or (replaced and steps.get(int(replaced[1])) != Path(entry.path)):
+            shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def prune(directory: Path, *, keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Remove all steps but the newest `keep_last` and the multiples of `keep_every`; return those that went. None keeps all."""
+    if keep_last is None:
+        return []
+    steps = list_steps(directory)
+    gone = [step for step in list(steps)[:-keep_last] if keep_every is None or step % keep_every]
+    for step in gone:
+        _remove(steps[step])
+    return gone
+
+
+def _remove(path: Path) -> None:
+    """Take a directory out of sight first, so that it is never seen in part."""
+    hidden = path.with_name(f".removing-{path.name.lstrip('.')}")
+    shutil.rmtree(hidden, ignore_errors=True)
+    with suppress(OSError):
+        os.rename(path, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
