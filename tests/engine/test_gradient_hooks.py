@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zeroshard as zs
 from tests.engine.common import ROWS, TRANSPORTS, Run, batch, make_model, two_groups
 from tests.harness import run_ranks
-from zeroshard.errors import ConfigError
+from zeroshard.errors import StateError
 
 Train = Callable[[nn.Module, torch.optim.Optimizer, int], None]
 
@@ -91,14 +91,25 @@ def test_hooks_on_gradients_see_and_change_what_they_do_under_ddp(before: Any, a
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_hook_that_would_find_no_gradient_is_refused_by_name(row: str) -> None:
+def test_a_hook_that_comes_after_ours_finds_a_sealed_gradient(row: str) -> None:
     model = make_model()
     optimizer = two_groups(model)
     engine = zs.shard(model, optimizer, policy=row)
-    handle = model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    with pytest.raises(ConfigError, match=r"'blocks.1.up.weight' got a post_accumulate_grad hook after shard\(\).*engine.full_grad"):
-        model(*batch(0, 0))
+    weight = model.blocks[1].up.weight
+    alone = torch.optim.SGD([weight], lr=1.0)
+    seen = []
+    handle = weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(tuple(parameter.grad.shape)))
+    for step in range(2):
+        (model(*batch(0, step)) + model(*batch(0, step + 1))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen and set(seen) == {tuple(weight.shape)}
     handle.remove()
+    handle = weight.register_post_accumulate_grad_hook(lambda parameter: alone.step())  # a step inside the backward, of an optimizer that nobody sharded
+    with pytest.raises(StateError, match=r"the gradient of 'blocks.1.up.weight' rests sharded .*step only an optimizer that was given to zs.shard"):
+        model(*batch(0, 0)).backward()
+    handle.remove()
+    engine.reset()
     model(*batch(0, 0)).backward()
     optimizer.step()
     engine.close()

@@ -34,7 +34,10 @@ _KEEPERS = frozenset((torch.Tensor.requires_grad_, torch.Tensor.detach_))
 ANSWERED = (
     _METADATA
     | _QUERIES
-    | {getattr(torch.Tensor, name).__get__ for name in ("grad", "_version", "is_meta", "is_quantized", "itemsize", "nbytes", "output_nr", "name")}
+    | {
+        getattr(torch.Tensor, name).__get__
+        for name in ("grad", "_version", "is_meta", "is_quantized", "itemsize", "nbytes", "output_nr", "name", "_post_accumulate_grad_hooks")
+    }
     | {getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")}
     | {
         getattr(torch.Tensor, name)

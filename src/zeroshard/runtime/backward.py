@@ -116,6 +116,11 @@ class Backward:
             if not unit.has_frozen:
                 self._weights.after_backward(unit)
 
+    def cover(self, place: tuple[int, int], index: int, parameter: torch.Tensor) -> None:
+        """Somebody else's hook runs after ours: let it find a sealed gradient instead of none."""
+        segment = self._weights.units[place[0]].segments[place[1]]
+        parameter.grad = self._seal_of(segment, index, parameter, None)
+
     def make_room(self, num_bytes: int) -> None:
         """Wait for reduces under way, oldest first, until `num_bytes` fit the budget.
 
@@ -248,7 +253,7 @@ class Backward:
                 if path.flat.window.local.numel():
                     path.let_go()
 
-    def _seal_of(self, segment: Segment, index: int, parameter: nn.Parameter, holds: object) -> SealedGrad:
+    def _seal_of(self, segment: Segment, index: int, parameter: torch.Tensor, holds: object) -> SealedGrad:
         sealed = self._seals.get(id(parameter))
         if sealed is None or sealed.dtype is not parameter.dtype:
             path = segment.grad

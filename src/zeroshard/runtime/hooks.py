@@ -117,7 +117,6 @@ class Hooks:
         self._backward = backward
         self._input_dtype = input_dtype
         self._handles: list[Any] = []
-        self._hooked: list[tuple[str, dict[int, Any], int]] = []  # parameter, the hooks that run after its gradient, how many there were
         self._loads: dict[int, list[Any]] = {}  # load_state_dict under way: per unit its context, its copies, modules still to load
         spans = [(module, unit) for plan, unit in zip(plans, weights.units, strict=True) for _, module in plan.roots]
         owners = [(module, unit) for plan, unit in zip(plans, weights.units, strict=True) for _, module in plan.owners]
@@ -169,7 +168,7 @@ class Hooks:
             if torch._C._current_graph_task_id() < 0:
                 if self._backward.running:
                     raise StateError("the last backward did not finish: call engine.reset() on every rank after an exception")
-                self._check_parameters()
+                self._check_frozen()
                 if self.announce is not None:
                     self.announce("forward", None)
                 self._weights.begin("forward")
@@ -206,13 +205,7 @@ class Hooks:
             return type(value)(self._cast(item) for item in value)
         return value
 
-    def _check_parameters(self) -> None:
-        for name, hooks, expected in self._hooked:
-            if len(hooks) > expected:
-                raise ConfigError(
-                    f"parameter {name!r} got a post_accumulate_grad hook after shard(), which would find no gradient there: register it before "
-                    "shard() (it sees this rank's gradient), use parameter.register_hook(), or read engine.full_grad(parameter)"
-                )
+    def _check_frozen(self) -> None:
         for unit in self._weights.units:
             if not unit.has_frozen:
                 continue
@@ -323,15 +316,17 @@ class Hooks:
                 alive = backward()
                 if alive is not None:
                     alive.take(place, index, parameter)
+                    if next(reversed(parameter._post_accumulate_grad_hooks)) != own[index]:
+                        alive.cover(place, index, parameter)
 
             return taken
+
+        own: dict[int, int] = {}
 
         for index, parameter in enumerate(segment.parameters):
             handle = parameter.register_post_accumulate_grad_hook(hook_for(index))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
-            with torch._C.DisableTorchFunctionSubclass():
-                hooks: Any = parameter._post_accumulate_grad_hooks
-            self._hooked.append((segment.names[index], hooks, len(hooks)))
+            own[index] = handle.id
 
     # ------------------------------------------------------------------ state_dict, load_state_dict
 
