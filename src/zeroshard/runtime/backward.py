@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from zeroshard.buffer import Flight, Lanes, Meter
 from zeroshard.comm.transport import Transport
