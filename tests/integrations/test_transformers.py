@@ -21,7 +21,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     answer: dict[str, Any] = json.loads((folder / "results.json").read_text())
-    return answer
+    return answer | {"folder": str(folder)}
 
 
 @pytest.mark.timeout(300)
@@ -62,3 +62,14 @@ def test_fp16_scales_losses_and_the_schedule_waits_for_skipped_steps(results: di
     assert run["losses"][-1] < run["losses"][0]
     rates = run["rates"]
     assert len(rates) == 12 and [n for n in range(1, 12) if rates[n] == rates[n - 1]] == [3]
+
+
+def test_a_checkpoint_of_two_ranks_resumes_on_one_at_another_stage(results: dict[str, Any]) -> None:
+    script = Path(__file__).with_name("trainer_runs.py")
+    command = [sys.executable, "-m", "zeroshard", "run", "--nproc", "1", str(script), results["folder"], "resume"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    run = json.loads(done.stdout.splitlines()[-1])
+    assert run["policy"] == "zero1" and len(run["losses"]) == 6
+    assert run["losses"][:3] == results["runs"]["constant"]["losses"][:3]  # the Trainer's log of the steps before
+    assert all(loss == loss for loss in run["losses"])

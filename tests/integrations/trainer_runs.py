@@ -1,9 +1,11 @@
-"""Trainer runs on every rank, started by ``zeroshard run``: argument 1 is a folder for checkpoints, argument 2 the file for rank 0's results."""
+"""Trainer runs on every rank, started by ``zeroshard run``: argument 1 is a folder for checkpoints, argument 2 the file for rank 0's
+results, or "resume" to go on from the third step of "halves" on as many ranks as there are, and print the results."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,10 @@ def _refusals(folder: Path) -> list[str]:
 def main() -> None:
     folder, results = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
+    if sys.argv[2] == "resume":
+        zero = {"stage": 1, "precision": "bf16"}
+        print(json.dumps(_train(folder, "on one rank", zero, resume=True, lr_scheduler_type="constant")))
+        return
     runs = {"plain": _train(folder, "plain")}
     for stage in (1, 2, 3):
         runs[f"stage{stage}"] = _train(folder, f"stage{stage}", {"stage": stage})
@@ -102,6 +108,8 @@ def main() -> None:
     half = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}, "gradient_clipping": "auto"}
     runs["fp16"] = _train(folder, "fp16", half, steps=12)
     _train(folder, "halves", deepspeed, steps=3, lr_scheduler_type="constant")
+    if os.environ["RANK"] == "0":
+        shutil.copytree(folder / "halves", folder / "on one rank")
     runs["constant"] = _train(folder, "constant", deepspeed, lr_scheduler_type="constant")
     runs["halves"] = _train(folder, "halves", deepspeed, resume=True, lr_scheduler_type="constant")
     refused = _refusals(folder)

@@ -204,7 +204,8 @@ class _Reading:
         for name in self._states:
             if name not in self.manifest.states and not self._averages(name):
                 self.misfits.append(f"states[{name!r}] is not in the checkpoint")
-        for name in self.manifest.states:
+        averages = {kind for _, kind in self._pieces if kind != VALUE and not kind.startswith("state.")}
+        for name in sorted(averages | self.manifest.states.keys()):
             if name not in self._states and name not in (RNG, EXTRA, SCALER):
                 self.skipped.append(f"states[{name!r}]: not asked for")
 

@@ -22,7 +22,7 @@ from zeroshard.errors import CheckpointError
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine
 
-__all__ = ["EXTRA", "RNG", "SCALER", "VALUE", "RankPart", "Stateful", "buffers_of", "collect", "generators", "parameters_of", "restore_generators"]
+__all__ = ["EXTRA", "RNG", "SCALER", "VALUE", "RankPart", "Stateful", "buffers_of", "collect", "divide", "generators", "parameters_of", "restore_generators"]
 
 VALUE = "value"
 RNG, EXTRA, SCALER = "rng", "extra", "scaler"  # our own names among the states
@@ -42,7 +42,8 @@ class RankPart:
     """What one rank contributes: the tensors of its file, and what of the manifest it alone knows."""
 
     stored: list[Stored]
-    states: dict[str, Any] = field(default_factory=dict)  # encoded
+    encoded: dict[str, tuple[Any, dict[str, torch.Tensor]]] = field(default_factory=dict)  # states and buffers: JSON, and tensors by key
+    states: dict[str, Any] = field(default_factory=dict)  # those of `encoded` that this rank writes
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)  # parameter -> the optimizer's numbers
     groups: list[dict[str, Any]] = field(default_factory=list)  # the optimizer's param groups
 
@@ -71,10 +72,7 @@ def buffers_of(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def collect(engine: Engine, states: Mapping[str, Stateful], extra: Any) -> RankPart:
-    """Return what this rank writes. Collective: what the ranks hold alike is written by rank 0 alone.
-
-    Raises CheckpointError for state that has no form in a checkpoint.
-    """
+    """Return what this rank holds, before `divide`. Raises CheckpointError for state that has no form in a checkpoint."""
     part = RankPart([])
     averages = {name: state for name, state in states.items() if isinstance(state, EMA)}
     for name in states:
@@ -83,20 +81,26 @@ def collect(engine: Engine, states: Mapping[str, Stateful], extra: Any) -> RankP
     _collect_pieces(engine, averages, part)
     _collect_groups(engine, part)
     values: dict[str, Any] = {name: state.state_dict() for name, state in states.items() if name not in averages}
-    values |= {RNG: generators(engine), EXTRA: extra, SCALER: engine.scaler_state()}
-    encoded = {name: _encoded(name, value) for name, value in values.items()}
-    buffers = {f"buffer/{name}": tensor for name, tensor in buffers_of(engine).items()}
-    mine = {name: _fingerprint(*pair) for name, pair in encoded.items()} | {name: digest(as_bytes(t.cpu())) for name, t in buffers.items()}
-    everyone = [json.loads(answer) for answer in engine.exchange(json.dumps(mine).encode())]
-    for name, (value, tensors) in encoded.items():
-        alike = all(other.get(name) == everyone[0].get(name) for other in everyone)
-        if engine.rank == 0 or not alike:
-            part.states[name] = {"same" if alike else "own": value}
-            part.stored += [(_loose(f"{key}@{engine.rank}", tensor), tensor) for key, tensor in tensors.items()]
-    for name, tensor in buffers.items():
-        if engine.rank == 0 or mine[name] != everyone[0].get(name):
-            part.stored.append((_loose(f"{name}@{engine.rank}", tensor), tensor))
+    values |= {RNG: generators(), EXTRA: extra, SCALER: engine.scaler_state()}
+    part.encoded = {name: _encoded(name, value) for name, value in values.items()}
+    part.encoded |= {f"buffer/{name}": (None, {f"buffer/{name}": tensor}) for name, tensor in buffers_of(engine).items()}
+    for _, tensors in part.encoded.values():
+        for key, tensor in tensors.items():
+            dtype_code(tensor.dtype, key)  # raises
     return part
+
+
+def divide(engine: Engine, part: RankPart) -> None:
+    """Settle who writes what is no piece: rank 0 all of it, others what they hold differently. Collective."""
+    mine = {name: _fingerprint(*pair) for name, pair in part.encoded.items()}
+    everyone = [json.loads(answer) for answer in engine.exchange(json.dumps(mine).encode())]
+    for name, (value, tensors) in part.encoded.items():
+        alike = all(other.get(name) == everyone[0].get(name) for other in everyone)
+        is_buffer = name.startswith("buffer/")
+        if engine.rank == 0 or (mine[name] != everyone[0].get(name) if is_buffer else not alike):
+            part.stored += [(_loose(f"{key}@{engine.rank}", tensor), tensor) for key, tensor in tensors.items()]
+            if not is_buffer:
+                part.states[name] = {"same" if alike else "own": value}
 
 
 def _collect_pieces(engine: Engine, averages: Mapping[str, EMA], part: RankPart) -> None:
@@ -171,7 +175,7 @@ def _fingerprint(value: Any, tensors: Mapping[str, torch.Tensor]) -> str:
 # ------------------------------------------------------------------ random generators
 
 
-def generators(engine: Engine) -> dict[str, Any]:
+def generators() -> dict[str, Any]:
     """Return the states of Python's, numpy's and torch's random generators."""
     out: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")

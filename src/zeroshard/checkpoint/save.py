@@ -29,7 +29,7 @@ import torch
 from zeroshard._version import __version__
 from zeroshard.buffer import PagePool
 from zeroshard.checkpoint.manifest import Manifest, ShardEntry, TensorEntry
-from zeroshard.checkpoint.pieces import RankPart, Stateful, collect, parameters_of
+from zeroshard.checkpoint.pieces import RankPart, Stateful, collect, divide, parameters_of
 from zeroshard.checkpoint.shards import Stored, shard_bytes, write_shard
 from zeroshard.checkpoint.steps import MANIFEST, commit, lock, prune, remove_leftovers, working_path
 from zeroshard.errors import CheckpointError, ConfigError
@@ -154,6 +154,7 @@ class Saver:
         except CheckpointError as refused:
             error = refused
         settle(engine, error)
+        divide(engine, part)
         metadata = {"format": "zeroshard", "rank": str(engine.rank), "step": str(step)}
         sizes = [int(answer) for answer in engine.exchange(str(shard_bytes(part.stored, metadata)).encode())]
         nonce, stack = b"", ExitStack()

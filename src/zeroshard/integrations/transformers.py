@@ -7,19 +7,16 @@ The Trainer lets a subclass wrap the model (``_wrap_model``) and then leaves its
 ``trainer.model`` stays the model; what the Trainer calls in the loop is a thin module around it that knows ``no_sync``, which Accelerate
 looks for in accumulation. Clipping, saving and resuming go through the engine.
 
-A Trainer checkpoint holds the whole weights in Transformers' format, and per rank the masters and the optimizer's state as safetensors (resume
-on the same number of ranks). Evaluation before any training runs the plain model.
+A Trainer checkpoint holds the whole weights in Transformers' format, and in ``zeroshard/`` a checkpoint of ours (masters, optimizer, schedule), which
+resumes on any number of ranks and any stage. Evaluation before any training runs the plain model.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 from transformers import Trainer
 
@@ -27,7 +24,7 @@ import zeroshard as zs
 
 __all__ = ["ZeroTrainer"]
 
-_SCHEDULER = "scheduler.pt"  # the Trainer's own name, read with weights_only
+_OURS = "zeroshard"  # the directory of our checkpoint within the Trainer's
 
 
 class _Wrapped(nn.Module):
@@ -111,21 +108,16 @@ class ZeroTrainer(Trainer):
         if self.engine is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        _save_rank(self._rank_file(output_dir), self.engine)
-        if self.args.should_save and self.lr_scheduler is not None:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+        zs.save(Path(output_dir) / _OURS, self.engine, step=self.state.global_step, states=self._states())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self.engine is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        _load_rank(self._rank_file(checkpoint), self.engine)
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+        zs.load(Path(checkpoint) / _OURS, self.engine, states=self._states())
 
-    def _rank_file(self, directory: str) -> Path:
-        return Path(directory) / f"zeroshard-rank{self.args.process_index}-of-{self.args.world_size}.safetensors"
+    def _states(self) -> dict[str, Any]:
+        return {} if self.lr_scheduler is None else {"scheduler": self.lr_scheduler}
 
 
 def _settled(config: zs.Config, args: Any) -> zs.Config:
@@ -149,38 +141,3 @@ def _settled(config: zs.Config, args: Any) -> zs.Config:
     if "precision" not in given and args.bf16:
         changes["precision"] = "bf16"
     return config.model_copy(update=changes)
-
-
-def _save_rank(path: Path, engine: zs.Engine) -> None:
-    """Write this rank's masters and optimizer state: tensors under ``master.NAME`` and ``state.INDEX.KEY``, the rest as JSON in the header."""
-    assert engine.optimizer is not None
-    saved = engine.optimizer.state_dict()
-    tensors = {f"master.{piece.name}": piece.tensor.contiguous().clone() for piece in engine.resting_pieces()}
-    scalars: dict[str, dict[str, Any]] = {}
-    for index, state in saved["state"].items():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"state.{index}.{key}"] = value.contiguous().clone()
-            else:
-                scalars.setdefault(str(index), {})[key] = value
-    rest = {"param_groups": saved["param_groups"], "zeroshard": saved["zeroshard"], "scalars": scalars}
-    save_file(tensors, path, metadata={"zeroshard": json.dumps(rest)})
-
-
-def _load_rank(path: Path, engine: zs.Engine) -> None:
-    """Read what `_save_rank` wrote on a rank of the same number of ranks."""
-    assert engine.optimizer is not None
-    if not path.is_file():
-        raise zs.CheckpointError(f"{path.parent} has no {path.name}: this checkpoint was saved on another number of ranks, or not by ZeroTrainer")
-    with safe_open(path, framework="pt") as file:
-        rest = json.loads(file.metadata()["zeroshard"])
-        state: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in rest["scalars"].items()}
-        for name in file.keys():  # noqa: SIM118 (not a dict)
-            kind, _, key = name.partition(".")
-            if kind == "state":
-                index, _, key = key.partition(".")
-                state.setdefault(int(index), {})[key] = file.get_tensor(name)
-        engine.optimizer.load_state_dict({"state": state, "param_groups": rest["param_groups"], "zeroshard": rest["zeroshard"]})
-        with torch.no_grad(), engine.rewriting():
-            for piece in engine.resting_pieces():
-                piece.tensor.copy_(file.get_tensor(f"master.{piece.name}"))
