@@ -258,7 +258,17 @@ def _unsaveable(rank: int, world: int, folder: Path) -> None:
             zs.save(folder, engine, **bad)
     with pytest.raises(CheckpointError, match="the name 'rng' cannot be used"):
         zs.save(folder, engine, step=0, states={"rng": Loader(0)})
+    for clip in (False, True):
+        made[0](*batch(rank, 0)).backward()
+        if clip:
+            engine.clip_grad_norm_(1.0)
+        with pytest.raises(CheckpointError, match=r"gradients that no step has taken.*save after optimizer.step\(\)"):
+            zs.save(folder, engine, step=0)
+        made[1].zero_grad()
     assert not list(folder.iterdir())
+    made[0](*batch(rank, 0)).backward()
+    made[1].step()
+    zs.save(folder, engine, step=1)  # before zero_grad()
     engine.close()
 
 

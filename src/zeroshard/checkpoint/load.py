@@ -298,11 +298,11 @@ class _Reading:
         return flatten(torch.empty_strided(entry.shape, stride, dtype=there.dtype).copy_(there))[start:stop]
 
     def _span(self, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
+        if start == stop:
+            return torch.empty(0)
         pieces = [piece for piece in self._pieces.get((name, kind), ()) if piece.start < stop and piece.stop > start]
         if len(pieces) == 1 and pieces[0].start <= start and stop <= pieces[0].stop:
             return self._file(pieces[0]).read(pieces[0], start - pieces[0].start, stop - pieces[0].start, self._pages)
-        if start == stop:
-            return torch.empty(0)
         position = start
         out: torch.Tensor | None = None
         for piece in pieces:

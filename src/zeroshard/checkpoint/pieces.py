@@ -74,6 +74,8 @@ def buffers_of(engine: Engine) -> dict[str, torch.Tensor]:
 def collect(engine: Engine, states: Mapping[str, Stateful], extra: Any) -> RankPart:
     """Return what this rank holds, before `divide`. Raises CheckpointError for state that has no form in a checkpoint."""
     part = RankPart([])
+    if engine.has_pending_gradients:
+        raise CheckpointError("there are gradients that no step has taken, and a checkpoint holds none: save after optimizer.step()")
     averages = {name: state for name, state in states.items() if isinstance(state, EMA)}
     for name in states:
         if name in _RESERVED or not name or "|" in name or "@" in name:

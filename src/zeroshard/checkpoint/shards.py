@@ -12,6 +12,7 @@ import errno
 import json
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +33,7 @@ DTYPES: dict[str, torch.dtype] = {
 }  # fmt: skip
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGN = 64  # of the start of the data
+_NUM_THREADS, _FEW_CHUNKS = 2, 4  # reading and hashing let go of the interpreter: one waits for the disk while the other fills memory
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Stored = tuple[TensorEntry, torch.Tensor]  # an entry without hashes and place, and its numbers
@@ -154,6 +156,7 @@ class ShardReader:
         self._chunk_bytes = chunk_bytes
         self._verify = verify
         self._start = file.header_bytes
+        self._threads: ThreadPoolExecutor | None = None
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
@@ -172,6 +175,8 @@ class ShardReader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
         os.close(self._fd)
 
     def read(self, entry: TensorEntry, start: int, stop: int, pages: PagePool) -> torch.Tensor:
@@ -186,21 +191,36 @@ class ShardReader:
         stop = start + len(out)
         if not self._verify:
             self._fill(out, entry.offset + start)
+            self.bytes_read += len(out)
             return
-        for number in range(start // self._chunk_bytes, -(-stop // self._chunk_bytes)):
-            low, high = number * self._chunk_bytes, min((number + 1) * self._chunk_bytes, entry.num_bytes)
-            first, last = max(low, start), min(high, stop)
-            inside = first == low and last == high
-            chunk = out[low - start : high - start] if inside else memoryview(bytearray(high - low))
-            self._fill(chunk, entry.offset + low)
-            if digest(chunk) != entry.hashes[number]:
-                raise CheckpointError(f"{self.path} is damaged: {describe_range(entry, low, high)}")
-            if not inside:
-                out[first - start : last - start] = chunk[first - low : last - low]
+        numbers = range(start // self._chunk_bytes, -(-stop // self._chunk_bytes))
+        self.bytes_read += min(numbers.stop * self._chunk_bytes, entry.num_bytes) - numbers.start * self._chunk_bytes
+        if len(numbers) < _FEW_CHUNKS:
+            for number in numbers:
+                self._read_chunk(entry, number, start, out)
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="zeroshard-read")
+        for _ in self._threads.map(lambda number: self._read_chunk(entry, number, start, out), numbers):
+            pass
+
+    def _read_chunk(self, entry: TensorEntry, number: int, start: int, out: memoryview) -> None:
+        """Read and verify one chunk, and put the part of it that is wanted into `out`, which begins at byte `start` of the tensor."""
+        stop = start + len(out)
+        low, high = number * self._chunk_bytes, min((number + 1) * self._chunk_bytes, entry.num_bytes)
+        first, last = max(low, start), min(high, stop)
+        inside = first == low and last == high
+        chunk = out[low - start : high - start] if inside else memoryview(bytearray(high - low))
+        self._fill(chunk, entry.offset + low)
+        if digest(chunk) != entry.hashes[number]:
+            raise CheckpointError(f"{self.path} is damaged: {describe_range(entry, low, high)}")
+        if not inside:
+            out[first - start : last - start] = chunk[first - low : last - low]
 
     def check(self, entry: TensorEntry) -> list[str]:
         """Read all of a tensor; return what is damaged, in words."""
         damaged = []
+        self.bytes_read += entry.num_bytes
         scratch = memoryview(bytearray(min(self._chunk_bytes, entry.num_bytes)))
         for number, expected in enumerate(entry.hashes):
             low, high = number * self._chunk_bytes, min((number + 1) * self._chunk_bytes, entry.num_bytes)
@@ -219,7 +239,6 @@ class ShardReader:
                 raise CheckpointError(f"{self.path} cannot be read at byte {position}: {error.strerror}") from error
             if not count:
                 raise CheckpointError(f"{self.path} ends at byte {position}: it was cut short while it was read")
-            self.bytes_read += count
             position += count
             out = out[count:]
 

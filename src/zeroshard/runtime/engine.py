@@ -270,6 +270,12 @@ class Engine:
             for parameter, stride in zip(segment.parameters, segment.flat.strides, strict=True)
         }
 
+    @property
+    def has_pending_gradients(self) -> bool:
+        """Whether a backward has run whose gradients no step has taken yet."""
+        self._backward.collect_dropped()
+        return self._finalizer.pending
+
     def param_groups(self) -> list[list[nn.Parameter]]:
         """Return the model's parameters of each of the optimizer's param groups."""
         return [] if self._sharded is None else [list(group) for group in self._sharded.parameters]

@@ -53,6 +53,11 @@ class Finalizer:
         self._bad_in_a_row = 0
         self._result: Finalized | None = None
 
+    @property
+    def pending(self) -> bool:
+        """Whether gradients rest here that no step has taken yet."""
+        return self._backward.has_gradient and (self._backward.changed or self._result is not None)
+
     def finalize(self) -> Finalized:
         """Return with every resting gradient averaged and agreed upon.
 

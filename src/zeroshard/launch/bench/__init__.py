@@ -24,6 +24,7 @@ def add_parser(commands: Any) -> None:
     kinds = bench.add_subparsers(dest="bench", metavar="WHAT", required=True)
     _add_step(kinds)
     _add_overhead(kinds)
+    _add_checkpoint(kinds)
     report = kinds.add_parser("report", help="print saved results as markdown")
     report.add_argument("files", type=Path, nargs="+", metavar="FILE")
     report.add_argument("--json", action="store_true", help="print medians, intervals and verdicts as JSON instead")
@@ -65,6 +66,17 @@ def _add_overhead(kinds: Any) -> None:
     overhead.add_argument("--threads", type=_count(1), help="threads for the ratio (default: cores)")
     _add_common(overhead, steps=20)
     overhead.set_defaults(handler=_overhead)
+
+
+def _add_checkpoint(kinds: Any) -> None:
+    checkpoint = kinds.add_parser("checkpoint", help="saving and loading beside the disk itself and torch.distributed.checkpoint")
+    checkpoint.add_argument("--gigabytes", type=float, default=1.0, help="size of the state (default: 1)")
+    checkpoint.add_argument("--rounds", type=_count(1), default=12, help="rounds that count (default: 12)")
+    checkpoint.add_argument("--folder", type=Path, help="where to write (default: the temporary folder)")
+    checkpoint.add_argument("--warm", action="store_true", help="leave files in the page cache before reading")
+    checkpoint.add_argument("--out", type=Path, metavar="FILE", help="save everything measured as JSON")
+    checkpoint.add_argument("--json", action="store_true", help="print that JSON instead of a table")
+    checkpoint.set_defaults(handler=_checkpoint)
 
 
 def _add_common(parser: argparse.ArgumentParser, *, steps: int) -> None:
@@ -109,6 +121,15 @@ def _overhead(arguments: argparse.Namespace) -> int:
     from zeroshard.launch.bench.commands import overhead
 
     return overhead(arguments, threads=arguments.threads or len(os.sched_getaffinity(0)))
+
+
+def _checkpoint(arguments: argparse.Namespace) -> int:
+    from zeroshard.launch.bench.checkpoint import run
+
+    size = int(arguments.gigabytes * 1e9)
+    return run(
+        num_bytes=size, rounds=arguments.rounds, folder=arguments.folder, warm=arguments.warm, out=arguments.out, as_json=arguments.json
+    )
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,188 @@
+"""``zeroshard bench checkpoint``: saving and loading beside the disk itself, and beside torch.distributed.checkpoint. One process.
+
+Contenders take turns (A B C A B C ...) on the same bytes: the fp32 weights and Adam moments of a stack of square layers.
+
+    write   plain: one file, 4 MiB at a time, then fsync        zeroshard: zs.save        dcp: torch.distributed.checkpoint.save
+    read    plain: that file, 4 MiB at a time, into one buffer  zeroshard: zs.load        dcp: torch.distributed.checkpoint.load
+    pause   plain: one copy of the state into warm memory       zeroshard: Saver.save, in the background
+
+Before each read the files are dropped from the page cache, so that all three read the disk; `--warm` leaves them there.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint.state_dict_loader as dcp_load
+import torch.distributed.checkpoint.state_dict_saver as dcp_save
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import nn
+
+from zeroshard.api import shard
+from zeroshard.checkpoint.load import load
+from zeroshard.checkpoint.manifest import CHUNK_BYTES
+from zeroshard.checkpoint.save import Saver, save
+from zeroshard.launch.bench.results import machine_facts
+from zeroshard.launch.bench.stats import bootstrap_median, judge
+
+__all__ = ["Comparison", "run"]
+
+_WIDTH = 2048
+
+
+@dataclass
+class Comparison:
+    """Seconds of both, turn by turn, and what was asked of their ratio."""
+
+    what: str
+    other: str
+    seconds: list[float]  # ours
+    other_seconds: list[float]
+    target: float  # of other / ours, at least
+
+    def row(self, num_bytes: int) -> tuple[str, ...]:
+        ratio = bootstrap_median([b / a for a, b in zip(self.seconds, self.other_seconds, strict=True)])
+        speeds = [f"{num_bytes / bootstrap_median(s).median / 1e9:.2f}" for s in (self.seconds, self.other_seconds)]
+        verdict = judge(ratio, self.target, num_pairs=len(self.seconds))
+        return (self.what, self.other, *speeds, f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]", f"{self.target:.2f}", str(verdict))
+
+
+class _Rig:
+    """The state, and one turn of each contender."""
+
+    def __init__(self, folder: Path, num_bytes: int, *, warm: bool) -> None:
+        layers = max(1, round(num_bytes / (12 * _WIDTH * _WIDTH)))
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(layers)])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.engine = shard(self.model, self.optimizer)
+        self.model(torch.randn(1, _WIDTH)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.folder = folder
+        self.warm = warm
+        pieces = [piece.tensor for piece in self.engine.resting_pieces()]
+        moments = [value for state in self.optimizer.state.values() for value in state.values() if value.numel() > 1]
+        self.tensors = [*pieces, *moments]
+        self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+        self.numbered = {str(index): tensor.detach() for index, tensor in enumerate(self.tensors)}
+        self.copies = [torch.empty_like(tensor) for tensor in self.tensors]
+        self.saver = Saver(folder / "background", self.engine, keep_last=1)
+
+    def write_plain(self) -> None:
+        with (self.folder / "plain").open("wb", buffering=0) as file:
+            for tensor in self.tensors:
+                data = memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+                for start in range(0, len(data), CHUNK_BYTES):
+                    file.write(data[start : start + CHUNK_BYTES])
+            os.fsync(file.fileno())
+
+    def write_ours(self) -> None:
+        save(self.folder / "ours", self.engine, step=0)
+
+    def write_dcp(self) -> None:
+        dcp_save.save(self.numbered, checkpoint_id=self.folder / "dcp", no_dist=True)
+
+    def read_plain(self) -> None:
+        buffer = bytearray(CHUNK_BYTES)
+        with (self.folder / "plain").open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+    def read_ours(self) -> None:
+        load(self.folder / "ours", self.engine)
+
+    def read_dcp(self) -> None:
+        dcp_load.load(self.numbered, checkpoint_id=self.folder / "dcp", no_dist=True)
+
+    def copy_plain(self) -> None:
+        for copy, tensor in zip(self.copies, self.tensors, strict=True):
+            copy.copy_(tensor)
+
+    def pause_ours(self) -> None:
+        self.saver.save(0)
+
+    def forget(self) -> None:
+        """Drop the files from the page cache."""
+        for path in self.folder.rglob("*"):
+            if path.is_file() and not self.warm:
+                with path.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _timed(turn: Callable[[], None]) -> float:
+    gc.collect()
+    start = time.perf_counter()
+    turn()
+    return time.perf_counter() - start
+
+
+def _measure(rig: _Rig, rounds: int) -> Iterator[dict[str, float]]:
+    """Yield the seconds of every contender, round by round; the first round warms up."""
+    for number in range(rounds + 1):
+        seconds: dict[str, float] = {}
+        for name in ("write_plain", "write_ours", "write_dcp"):
+            shutil.rmtree(rig.folder / "dcp", ignore_errors=True)
+            (rig.folder / "plain").unlink(missing_ok=True)
+            shutil.rmtree(rig.folder / "ours", ignore_errors=True)
+            seconds[name] = _timed(getattr(rig, name))
+        rig.write_plain()
+        rig.write_ours()
+        for name in ("read_plain", "read_ours", "read_dcp"):
+            rig.forget()
+            seconds[name] = _timed(getattr(rig, name))
+        for name in ("copy_plain", "pause_ours"):
+            seconds[name] = _timed(getattr(rig, name))
+        rig.saver.wait()
+        if number:
+            yield seconds
+
+
+def run(*, num_bytes: int, rounds: int, folder: Path | None, warm: bool, out: Path | None, as_json: bool) -> int:
+    """Measure, and print a table (or JSON); `folder` is where the files are written (default: a temporary one)."""
+    console = Console(stderr=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="zeroshard-bench-") as where:
+        rig = _Rig(Path(where), num_bytes, warm=warm)
+        found: list[dict[str, float]] = []
+        with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+            task = bar.add_task(f"{rig.num_bytes / 1e9:.2f} GB", total=rounds)
+            for seconds in _measure(rig, rounds):
+                found.append(seconds)
+                bar.advance(task)
+        rig.saver.close()
+        size = rig.num_bytes
+
+    def times(name: str) -> list[float]:
+        return [seconds[name] for seconds in found]
+
+    comparisons = [
+        Comparison("save", "plain write and fsync", times("write_ours"), times("write_plain"), 0.8),
+        Comparison("save", "torch.distributed.checkpoint", times("write_ours"), times("write_dcp"), 1.0),
+        Comparison("load", "plain read", times("read_ours"), times("read_plain"), 0.8),
+        Comparison("load", "torch.distributed.checkpoint", times("read_ours"), times("read_dcp"), 1.0),
+        Comparison("pause in the background", "one memory copy", times("pause_ours"), times("copy_plain"), 1 / 1.3),
+    ]
+    report = {"machine": machine_facts(), "bytes": size, "warm": warm, "comparisons": [asdict(each) for each in comparisons]}
+    if out is not None:
+        out.write_text(json.dumps(report, indent=1))
+    if as_json:
+        print(json.dumps(report, indent=1))
+        return 0
+    table = Table(title=f"{size / 1e9:.2f} GB, {rounds} rounds, {'warm' if warm else 'cold'} page cache", title_justify="left")
+    for head in ("what", "beside", "GB/s", "its GB/s", "times as fast", "target", ""):
+        table.add_column(head)
+    for each in comparisons:
+        table.add_row(*each.row(size))
+    Console().print(table)
+    return 0
