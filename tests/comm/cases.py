@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import torch
@@ -11,7 +12,7 @@ from tests.comm.test_ordered import bits, naive_sum
 from zeroshard.comm.agree import compare
 from zeroshard.comm.transport import GradBuffer, Transport
 from zeroshard.core.layout import Range
-from zeroshard.errors import PlanMismatch
+from zeroshard.errors import PlanMismatch, StateError
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -248,7 +249,8 @@ def abandon_forgets_what_was_under_way(rank: int, world_size: int, spec: Spec) -
                 if rank == 0:
                     window.publish()
                 if rank == world_size - 1:
-                    window.gather()
+                    with contextlib.suppress(StateError):  # where rank 0 publishes, without begin_write(), just while this copies
+                        window.gather()
                     transport.grad_buffer("left on loan", numel, torch.float32, CPU)
             transport.abandon()
             transport.begin_write()

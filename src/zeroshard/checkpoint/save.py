@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 
 from zeroshard._version import __version__
 from zeroshard.buffer import PagePool
-from zeroshard.checkpoint.manifest import Manifest, ShardEntry, TensorEntry
+from zeroshard.checkpoint.manifest import Manifest, ParameterEntry, ShardEntry, TensorEntry
 from zeroshard.checkpoint.pieces import RankPart, Stateful, collect, divide, parameters_of
 from zeroshard.checkpoint.shards import Stored, shard_bytes, write_shard
 from zeroshard.checkpoint.steps import MANIFEST, commit, lock, prune, remove_leftovers, working_path
@@ -38,6 +38,7 @@ from zeroshard.runtime.engine import Engine
 __all__ = ["Saver", "save", "settle"]
 
 _POLL_S = 0.005
+_HURRY_S = 5.0  # how long a program that ends waits for the other ranks' files
 _SLACK_BYTES = 1 << 20  # for the manifest and the directory
 
 
@@ -96,7 +97,7 @@ class Saver:
         self._staging: dict[str, torch.Tensor] = {}
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
-        self._path: Path | None = None
+        self._hurry = threading.Event()  # something has gone wrong: other ranks may never come
 
     def __enter__(self) -> Saver:
         return self
@@ -105,6 +106,7 @@ class Saver:
         if kind is None:
             self.close()
         elif self._writer is not None:
+            self._hurry.set()
             self._writer.join()  # the ranks may be anywhere: nothing collective
 
     def save(self, step: int, *, extra: Any = None) -> Path:
@@ -169,7 +171,7 @@ class Saver:
             stack.close()
             raise
         nonce = engine.exchange(nonce)[0]
-        return _Job(step, part, metadata, working_path(self.directory, step, nonce.decode()), stack)
+        return _Job(step, part, metadata, working_path(self.directory, step, nonce.decode()), stack, parameters_of(engine))
 
     def _open(self, step: int, num_bytes: int, stack: ExitStack) -> str:
         """On rank 0: take the lock, remove leftovers, see that there is space, make the hidden directory; return its nonce."""
@@ -264,7 +266,7 @@ class Saver:
         prune(self.directory, keep_last=self._keep_last, keep_every=self._keep_every)
 
     def _await(self, path: Path, rank: int) -> dict[str, Any]:
-        deadline = time.monotonic() + self._timeout_s
+        deadline, hurried = time.monotonic() + self._timeout_s, False
         while True:
             try:
                 index: dict[str, Any] = json.loads((path / f"rank-{rank}.json").read_text())
@@ -274,6 +276,8 @@ class Saver:
             failed = path / f"rank-{rank}.failed"
             if failed.exists():
                 raise CheckpointError(f"rank {rank}: {failed.read_text()}")
+            if (self._hurry.is_set() or not threading.main_thread().is_alive()) and not hurried:
+                hurried, deadline = True, min(deadline, time.monotonic() + _HURRY_S)
             if time.monotonic() > deadline:
                 raise CheckpointError(f"rank {rank} did not write its file within {self._timeout_s:g} s; is {path} on storage that all ranks share?")
             time.sleep(_POLL_S)
@@ -296,18 +300,23 @@ class Saver:
             policy=engine.policy.name,
             precision=engine.precision.describe(),
             files=tuple(ShardEntry(**index["file"]) for index in indices),
-            parameters=parameters_of(engine),
+            parameters=job.parameters,
             tensors=tuple(replace(TensorEntry(**raw), shape=tuple(raw["shape"]), hashes=tuple(raw["hashes"])) for index in indices for raw in index["tensors"]),
             optimizer=optimizer,
             states=states,
         )
 
 
+@dataclass
 class _Job:
     """One save: what this rank writes, and where."""
 
-    def __init__(self, step: int, part: RankPart, metadata: dict[str, str], path: Path, stack: ExitStack) -> None:
-        self.step, self.part, self.metadata, self.path, self.stack = step, part, metadata, path, stack
+    step: int
+    part: RankPart
+    metadata: dict[str, str]
+    path: Path
+    stack: ExitStack  # holds the lock, on rank 0
+    parameters: dict[str, ParameterEntry]
 
 
 def _leave(path: Path, content: str | bytes) -> None:
