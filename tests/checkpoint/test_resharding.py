@@ -184,3 +184,56 @@ def test_masters_and_moments_have_the_same_bits_whatever_the_layout(shelf: Any) 
     for other in found[1:]:
         assert other.keys() == found[0].keys()
         assert all(torch.equal(value, found[0][name]) for name, value in other.items())
+
+
+# ---------------------------------------------------------------------------------------------------------------- parameters smaller than the world
+
+
+class Odds(nn.Module):
+    """A scalar, single elements, no elements, a tie, a frozen part, an unused parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.one = nn.Linear(1, 1)
+        self.none = nn.Parameter(torch.empty(0, 7))
+        self.wide = nn.Linear(1, 130)
+        self.back = nn.Linear(130, 1)
+        self.tied = nn.Linear(1, 130)
+        self.tied.weight = self.wide.weight
+        self.frozen = nn.Linear(1, 3).requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.one(x) * self.scale + self.none.sum()
+        return (self.back(self.wide(h) + self.tied(h)) + self.frozen(h).sum(-1, keepdim=True)).square().mean()
+
+
+def _odds(rank: int, world: int, folder: Path, row: str, step: int) -> dict[str, torch.Tensor]:
+    """Load what there is, take one step on the same data everywhere, save."""
+    torch.manual_seed(0)
+    model = Odds()
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    engine = zs.shard(model, optimizer, policy=row)
+    if step:
+        assert zs.load(folder, engine).step == step - 1
+        found = {name: value.clone() for name, value in engine.full_state_dict(rank0_only=False).items()}
+    else:
+        found = {}
+    model(torch.tensor([[1.0 + step], [2.0]])).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    zs.save(folder, engine, step=step)
+    found |= {f"after {name}": value for name, value in engine.full_state_dict(rank0_only=False).items()}
+    engine.close()
+    return found
+
+
+def test_parameters_smaller_than_the_number_of_ranks_go_through_a_chain_of_layouts(tmp_path: Path) -> None:
+    before: dict[str, torch.Tensor] = {}
+    for step, (world, row) in enumerate([(3, "zero3"), (4, "zero1"), (1, "ddp"), (4, "zero3"), (2, "zero2")]):
+        found = run_ranks(world, _odds, tmp_path, row, step)
+        assert all(torch.equal(found[0][name], rank[name]) for rank in found for name in found[0])
+        assert all(torch.equal(found[0][name.removeprefix("after ")], value) for name, value in before.items())
+        before = {name: value for name, value in found[0].items() if name.startswith("after ")}
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [f"step-{step:010d}" for step in range(5)]
