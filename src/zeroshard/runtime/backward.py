@@ -42,7 +42,7 @@ class Backward:
         self.scaled: bool | None = None  # whether the loss of these gradients was scaled; None: no backward yet
         self.scaling = False  # inside engine.backward()
         self.optimizer: ShardedOptimizer | None = None
-        self.announce: Callable[[str, Any], None] | None = None  # inside join(): tell the other ranks what comes
+        self.announce: Callable[[str, Any], None] | None = None  # set by join()
         self._weights = weights
         self._meter = meter
         self._digest = digest
@@ -69,6 +69,11 @@ class Backward:
             self._begin()
         self._tasks.append(task)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._leave(task))
+
+    def tell(self, what: str, argument: Any = None) -> None:
+        """Inside join(): tell the other ranks what comes, a forward, a backward, a clip or a step."""
+        if self.announce is not None:
+            self.announce(what, argument)
 
     @property
     def running(self) -> bool:
@@ -155,8 +160,7 @@ class Backward:
         self.collect_dropped()
         if self.scaled is not None and self.has_gradient and self.scaled != self.scaling:
             raise StateError("fp16: this backward's loss is scaled otherwise than an earlier one's: call engine.backward(loss) for all")
-        if self.announce is not None:
-            self.announce("backward", {"sync": self.sync, "scaled": self.scaling})
+        self.tell("backward", {"sync": self.sync, "scaled": self.scaling})
         self.scaled = self.scaling
         self.changed = True
         self.has_gradient = True

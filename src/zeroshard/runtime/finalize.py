@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -44,7 +43,6 @@ class Finalizer:
     def __init__(self, backward: Backward, transport: Transport, digest: Digest, scaler: LossScaler | None, *, bad_steps: int = 3) -> None:
         self.skipped = 0  # steps skipped since the beginning
         self.clipped = False  # since the last step
-        self.announce: Callable[[str, Any], None] | None = None  # inside join(): tell the other ranks what comes
         self._backward = backward
         self._transport = transport
         self._digest = digest
@@ -171,8 +169,7 @@ class Finalizer:
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the averaged gradient so that its norm is at most `max_norm`; return the norm before, as torch's clip does."""
-        if self.announce is not None:
-            self.announce("clip", max_norm)
+        self._backward.tell("clip", max_norm)
         total = self.norm()
         self.clipped = True
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -183,8 +180,7 @@ class Finalizer:
 
     def before_step(self) -> Finalized:
         """The optimizer is about to step: see `finalize`."""
-        if self.announce is not None:
-            self.announce("step", None)
+        self._backward.tell("step")
         return self.finalize()
 
     def after_step(self) -> None:

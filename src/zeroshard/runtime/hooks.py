@@ -112,7 +112,6 @@ class Hooks:
         self.may_save = False  # inside gathered(): state_dict() gives full tensors
         self.write_back: Callable[[Unit, list[torch.Tensor]], None] | None = None  # set by the engine: store what load_state_dict wrote
         self.broadcast: Callable[[torch.Tensor], None] | None = None  # set by the engine: give rank 0's buffers to every rank
-        self.announce: Callable[[str, Any], None] | None = None  # inside join(): tell the other ranks what comes
         self._weights = weights
         self._backward = backward
         self._input_dtype = input_dtype
@@ -169,8 +168,7 @@ class Hooks:
                 if self._backward.running:
                     raise StateError("the last backward did not finish: call engine.reset() on every rank after an exception")
                 self._check_frozen()
-                if self.announce is not None:
-                    self.announce("forward", None)
+                self._backward.tell("forward")
                 self._weights.begin("forward")
                 self._weights.enter()
                 if self.broadcast is not None:

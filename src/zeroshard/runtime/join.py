@@ -45,18 +45,14 @@ class Join:
     @contextmanager
     def joined(self) -> Iterator[None]:
         """Announce what this rank does in the body; afterwards shadow the ranks that go on."""
-        parts: tuple[Any, ...] = (self._hooks, self._backward, self._finalizer)
-        for part in parts:
-            part.announce = self._announce
+        self._backward.announce = self._announce
         try:
             yield
-            for part in parts:
-                part.announce = None
+            self._backward.announce = None
             while (event := self._meet([_ENDED])) is not None:
                 self._shadow(*event)
         finally:
-            for part in parts:
-                part.announce = None
+            self._backward.announce = None
 
     def _announce(self, what: str, argument: Any = None) -> None:
         if what == "step":
