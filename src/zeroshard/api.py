@@ -29,7 +29,7 @@ from zeroshard.optim.sharded import check_parameters
 from zeroshard.runtime.build import Context, Dtypes, compute_dtypes
 from zeroshard.runtime.cut import UnitPlan, cut_units, named_parameters_once
 from zeroshard.runtime.engine import Engine
-from zeroshard.runtime.hooks import OWNED
+from zeroshard.runtime.guards import OWNED
 from zeroshard.runtime.replicas import digest_of
 from zeroshard.runtime.streams import make_streams
 

@@ -4,7 +4,6 @@
     output tensor   grad: gather for backward                              input tensors  grad: the unit's backward is over
     parameter       after its gradient is accumulated: take it             used while released: gather it, or refuse (released.py)
     module          state_dict: refuse released weights; load_state_dict: gather, then write back
-    instance        to, half, cpu: refused where they would change a parameter; deepcopy, pickle: refused
 
 Each module that holds parameters itself is hooked, and each module that spans a unit. So a submodule called directly gathers its unit,
 and a gradient that enters a unit by a side door (an auxiliary loss on an inner output) still finds the weights there.
@@ -25,25 +24,13 @@ from torch import nn
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.cut import UnitPlan
+from zeroshard.runtime.guards import compiled_whole, guard, is_traced
 from zeroshard.runtime.released import release_class, restore_class
 from zeroshard.runtime.trees import tensors_in
 from zeroshard.runtime.unit import Segment, Unit, UnitState
 from zeroshard.runtime.weights import Phase, Weights
 
-__all__ = ["OWNED", "Hooks"]
-
-OWNED = "_zeroshard_engine"  # in the instance dictionary of a model that an engine has sharded
-
-
-class _Attribute:
-    """An entry in a module's instance dictionary, which hides the class's method of that name until it is removed."""
-
-    def __init__(self, module: nn.Module, name: str, value: Any) -> None:
-        self._module, self._name = module, name
-        module.__dict__[name] = value
-
-    def remove(self) -> None:
-        self._module.__dict__.pop(self._name, None)
+__all__ = ["Hooks"]
 
 
 class _Tie:
@@ -124,8 +111,7 @@ class Hooks:
             units = needed.setdefault(id(module), (module, []))[1]
             if unit not in units:
                 units.append(unit)
-        self._handles.append(_Attribute(model, OWNED, True))
-        self._install_guards(model)
+        self._handles += guard(model)
         for module, units in needed.values():
             ends = [unit for unit in units if any(module is root and unit is owner for root, owner in spans)]
             self._install_module(module, units, ends)
@@ -145,24 +131,12 @@ class Hooks:
             handle.remove()
         self._handles = []
 
-    # ------------------------------------------------------------------ what must not be done to a sharded module
-
-    def _install_guards(self, model: nn.Module) -> None:
-        for prefix, module in model.named_modules():
-            if next(module.parameters(), None) is None:
-                continue
-            name = prefix or type(model).__name__
-            for method in ("__deepcopy__", "__reduce_ex__"):
-                self._handles.append(_Attribute(module, method, _refusing_copies(name)))
-            self._handles.append(_Attribute(module, "_apply", _refusing_changes(module, prefix)))
-            self._handles.append(_Attribute(module, "compile", _refusing_compile(name)))
-
     # ------------------------------------------------------------------ the model as a whole
 
     def _install_root(self, model: nn.Module) -> None:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if torch.compiler.is_compiling() or _traced():
-                raise _compiled_whole(f"torch.compile around {type(model).__name__}")
+            if torch.compiler.is_compiling() or is_traced():
+                raise compiled_whole(f"torch.compile around {type(model).__name__}")
             self._bare.enter(self._weights.nothing_to_do)
             if torch._C._current_graph_task_id() < 0:
                 if self._backward.running:
@@ -367,53 +341,3 @@ class Hooks:
         self._handles.append(hooked.register_state_dict_pre_hook(before_save))
         self._handles.append(hooked.register_load_state_dict_pre_hook(before_load))
         self._handles.append(hooked.register_load_state_dict_post_hook(after_load))
-
-
-def _refusing_copies(name: str) -> Callable[[Any], Any]:
-    def refuse(memo_or_protocol: Any) -> Any:
-        raise StateError(
-            f"{name} is sharded and cannot be copied or pickled: build a new module and give it engine.full_state_dict(), save with "
-            "zeroshard.save(), or call engine.close() first"
-        )
-
-    return refuse
-
-
-def _refusing_compile(name: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise _compiled_whole(f"{name}.compile()")
-
-    return refuse
-
-
-def _compiled_whole(what: str) -> StateError:
-    return StateError(
-        f"{what} would compile the hooks that gather weights: compile what they surround, module.forward = torch.compile(module.forward), "
-        "for each block"
-    )
-
-
-def _traced() -> bool:
-    """Whether a torch.compile around this call has left it to Python (a frame that it cannot trace), and goes on with the next frame."""
-    current = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
-    return current is not None and current() is not None
-
-
-def _refusing_changes(module: nn.Module, prefix: str) -> Callable[..., nn.Module]:
-    """Return what stands in for ``module._apply``, through which to(), half(), cpu() and the like go: it changes buffers alone."""
-
-    def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        for name, parameter in module.named_parameters(prefix=prefix, recurse=recurse):
-            with torch._C.DisableTorchFunctionSubclass():
-                here = parameter.data
-            if fn(here) is not here:
-                raise StateError(
-                    f"parameter {name!r} is sharded: its dtype, device and memory format cannot be changed. Move or convert the model before "
-                    "shard() (precision= chooses the compute dtype), or call engine.close() first"
-                )
-        for part in module.modules() if recurse else (module,):
-            for key, buffer in part._buffers.items():
-                part._buffers[key] = buffer if buffer is None else fn(buffer)
-        return module
-
-    return apply

@@ -1,0 +1,97 @@
+"""What must not be done to a sharded module, refused by entries in its instance dictionary that hide the class's method of that name.
+
+    to, half, cpu, ...   refused where they would change a parameter (buffers follow)
+    deepcopy, pickle     refused: a copy would hold released parameters
+    compile              refused: it would compile the hooks that gather weights
+
+Invariant: the entries say that the module is sharded (``OWNED``) and go with the engine's ``close()``. Cost: none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.errors import StateError
+
+__all__ = ["OWNED", "compiled_whole", "guard", "is_traced"]
+
+OWNED = "_zeroshard_engine"  # in the instance dictionary of a model that an engine has sharded
+
+
+def guard(model: nn.Module) -> list[Any]:
+    """Mark `model` as sharded and refuse what must not be done to it and its submodules; return handles with ``remove()``."""
+    handles = [_Attribute(model, OWNED, True)]
+    for prefix, module in model.named_modules():
+        if next(module.parameters(), None) is None:
+            continue
+        name = prefix or type(model).__name__
+        for method in ("__deepcopy__", "__reduce_ex__"):
+            handles.append(_Attribute(module, method, _refusing_copies(name)))
+        handles.append(_Attribute(module, "_apply", _refusing_changes(module, prefix)))
+        handles.append(_Attribute(module, "compile", _refusing_compile(name)))
+    return handles
+
+
+class _Attribute:
+    """An entry in a module's instance dictionary, which hides the class's method of that name until it is removed."""
+
+    def __init__(self, module: nn.Module, name: str, value: Any) -> None:
+        self._module, self._name = module, name
+        module.__dict__[name] = value
+
+    def remove(self) -> None:
+        self._module.__dict__.pop(self._name, None)
+
+
+def _refusing_copies(name: str) -> Callable[[Any], Any]:
+    def refuse(memo_or_protocol: Any) -> Any:
+        raise StateError(
+            f"{name} is sharded and cannot be copied or pickled: build a new module and give it engine.full_state_dict(), save with "
+            "zeroshard.save(), or call engine.close() first"
+        )
+
+    return refuse
+
+
+def _refusing_compile(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise compiled_whole(f"{name}.compile()")
+
+    return refuse
+
+
+def compiled_whole(what: str) -> StateError:
+    return StateError(
+        f"{what} would compile the hooks that gather weights: compile what they surround, module.forward = torch.compile(module.forward), "
+        "for each block"
+    )
+
+
+def is_traced() -> bool:
+    """Whether a torch.compile around this call has left it to Python (a frame that it cannot trace), and goes on with the next frame."""
+    current = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    return current is not None and current() is not None
+
+
+def _refusing_changes(module: nn.Module, prefix: str) -> Callable[..., nn.Module]:
+    """Return what stands in for ``module._apply``, through which to(), half(), cpu() and the like go: it changes buffers alone."""
+
+    def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for name, parameter in module.named_parameters(prefix=prefix, recurse=recurse):
+            with torch._C.DisableTorchFunctionSubclass():
+                here = parameter.data
+            if fn(here) is not here:
+                raise StateError(
+                    f"parameter {name!r} is sharded: its dtype, device and memory format cannot be changed. Move or convert the model before "
+                    "shard() (precision= chooses the compute dtype), or call engine.close() first"
+                )
+        for part in module.modules() if recurse else (module,):
+            for key, buffer in part._buffers.items():
+                part._buffers[key] = buffer if buffer is None else fn(buffer)
+        return module
+
+    return apply
