@@ -4,11 +4,17 @@
     zeroshard run --nproc 2 examples/train_gpt.py --stage 2 --precision bf16
     zeroshard run --nproc 2 examples/train_gpt.py --compare            # stages 0, 1, 2, 3 one after another, one table
     zeroshard run --nproc 2 examples/train_gpt.py --data my.txt more/*.txt --layers 8 --width 384
+    zeroshard run --nproc 2 examples/train_gpt.py --checkpoint DIR --resume    # saves as it goes; the same line again goes on from there
     python examples/train_gpt.py --steps 50                            # one process needs no launcher
 
-Everything but five lines is plain PyTorch; those five are marked `# zeroshard`. The text is on every machine already (``--data`` takes any
-files instead), one file in ten is kept for validation, and the loss is in nats per byte, beside that of a unigram model, which knows how
-often each byte occurs and nothing else.
+Everything but the lines marked `# zeroshard` is plain PyTorch: five that train, and as many that save and resume. The text is on every machine
+already (``--data`` takes any files instead), one file in ten is kept for validation, and the loss is in nats per byte, beside that of a unigram
+model, which knows how often each byte occurs and nothing else.
+
+With ``--checkpoint``, SIGTERM and Ctrl-C finish the step under way, save it and leave with exit code 75 (preempted: please requeue) or 130. A
+run that resumes has the same losses, bit for bit, as one that was never interrupted; on another number of processes, under another stage or in
+another precision it goes on from the same state, too. When a rank dies, the steps since the last save are lost; with ``--resume`` and
+``zeroshard run --max-restarts 1`` all ranks then start again and go on by themselves.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import statistics
 import sysconfig
 import time
@@ -24,6 +31,8 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +48,8 @@ import zeroshard as zs
 
 VALIDATION_WINDOWS = 64
 MB = 1e6
+PREEMPTED = 75  # the exit code that asks a scheduler to queue the job again
+NOT_SETTINGS = ("data", "json", "checkpoint", "save_every", "keep_last", "resume")  # what does not change the numbers of a training
 
 
 # ---- the model: a decoder-only transformer ---------------------------------------------------------------------------------------------
@@ -166,6 +177,106 @@ def validate(model: GPT, text: Tensor, device: torch.device) -> float:
     return float(across_ranks(sum(losses) / len(losses)).mean())
 
 
+# ---- checkpoints -----------------------------------------------------------------------------------------------------------------------
+
+
+class Position:
+    """Where this rank is in the data: the step it is at, and the generator that chooses its windows."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self.seed, self.step = 1000 * seed + rank, 0
+        self.generator = torch.Generator().manual_seed(self.seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.generator.set_state(state["generator"])
+
+    def start_anew(self, step: int) -> None:
+        """Go to `step` with other windows than before: where the number of ranks has changed, no saved position is this rank's."""
+        self.step = step
+        self.generator.manual_seed(self.seed + 1_000_003 * step)
+
+
+class Signals:
+    """In this context SIGTERM and SIGINT (Ctrl-C) are remembered, so that the step under way can be finished; a second Ctrl-C interrupts."""
+
+    def __init__(self) -> None:
+        self.received = 0
+
+    def __enter__(self) -> None:
+        self.before = {number: signal.signal(number, self.remember) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def remember(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT == self.received:
+            raise KeyboardInterrupt
+        self.received = max(self.received, number)
+
+    def of_any_rank(self) -> int:
+        """Return the signal that a rank has received, or 0. All ranks get one answer, and so stop at the same step."""
+        received = torch.tensor(self.received)
+        if dist.is_initialized():
+            dist.all_reduce(received, op=dist.ReduceOp.MAX)
+        return int(received)
+
+
+class Checkpoints:
+    """What --checkpoint asks for, as a context around the training: saves every so many steps and when a signal says stop; resumes."""
+
+    def __init__(self, args: argparse.Namespace, engine: zs.Engine, console: Console, **states: Any) -> None:
+        self.args, self.engine, self.console, self.states = args, engine, console, states
+        self.signals = Signals()
+        self.saver = zs.Saver(args.checkpoint, engine, states=states, keep_last=args.keep_last)  # zeroshard
+        self.losses: list[float] = []  # of the steps before the one that was resumed from, mean over ranks
+
+    def resume(self, position: Position) -> None:
+        """Go on from the newest step that is whole; start at step 0 where there is none yet."""
+        newest = zs.latest_step(self.args.checkpoint)  # zeroshard
+        newest = int(across_ranks(-1 if newest is None else newest)[0])  # what rank 0 sees decides
+        if newest < 0:
+            return
+        if not self.args.resume:
+            raise SystemExit(f"train_gpt: {self.args.checkpoint} holds step {newest} already: add --resume, or name another directory")
+        restored = zs.load(self.args.checkpoint, self.engine, states=self.states, fallback="previous")  # zeroshard
+        if position.step != restored.step:
+            position.start_anew(restored.step)
+        self.losses, then = restored.extra["losses"], restored.extra["settings"]
+        changed = [f"{name} was {then.get(name)} and is {now}" for name, now in settings(self.args).items() if then.get(name) != now]
+        self.console.print("; ".join([f"Resumed after step {restored.step} of {self.args.steps}", *changed, *restored.skipped]))
+
+    def after_step(self, step: int, losses: list[float]) -> None:
+        """Save `step` where it is time to; leave where any rank was told to. `losses` are this rank's since it started or resumed."""
+        stop = self.signals.of_any_rank()
+        if stop or step % self.args.save_every == 0 or step == self.args.steps:
+            extra = {"losses": self.losses + across_ranks(*losses).mean(0).tolist(), "settings": settings(self.args)}
+            self.saver.save(step, extra=extra)  # zeroshard: copies the state; it is written while the training goes on
+        if stop:
+            self.saver.close()  # zeroshard: now it is on disk
+            self.console.print(f"{signal.Signals(stop).name}: step {step} of {self.args.steps} is saved in {self.args.checkpoint}")
+            self.engine.close()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            raise SystemExit(PREEMPTED if stop == signal.SIGTERM else 128 + stop)
+
+    def __enter__(self) -> None:
+        self.signals.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.saver.__exit__(kind, error, traceback)
+        self.signals.__exit__()
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that change the numbers."""
+    return {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
+
+
 # ---- training --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -193,7 +304,7 @@ def process_mb() -> float:
 
 
 def train(args: argparse.Namespace, stage: int, text: Tensor, held_out: Tensor, console: Console) -> Result:
-    """Train one model from the seed on."""
+    """Train one model: from the seed on, or from where the checkpoint is."""
     device = torch.device(f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
     model = GPT(GPTConfig(args.layers, args.width, args.heads, args.context)).to(device)
@@ -208,18 +319,22 @@ def train(args: argparse.Namespace, stage: int, text: Tensor, held_out: Tensor, 
     engine = zs.shard(model, optimizer, stage=stage, precision=args.precision)  # zeroshard
 
     rank, ranks = rank_and_size()
-    generator = torch.Generator().manual_seed(1000 * args.seed + rank)
+    position = Position(args.seed, rank)
+    checkpoints = Checkpoints(args, engine, console, schedule=schedule, position=position) if args.checkpoint else None
+    if checkpoints:
+        checkpoints.resume(position)
+        engine.reset_traffic()
     tokens_per_step = args.accumulate * args.batch * args.context * ranks
-    losses, seconds, traffic = [], [], Counter()
+    losses, seconds, traffic, memory, speed = [], [], Counter(), engine.memory(), math.nan
     line = TextColumn("{task.completed}/{task.total} loss {task.fields[loss]:.3f}{task.fields[status]}")
     columns = (TextColumn(f"[bold]ZeRO-{stage}"), BarColumn(bar_width=10), line, TimeRemainingColumn(compact=True))
-    with Progress(*columns, console=console, disable=not console.is_terminal or rank != 0) as progress:
-        task = progress.add_task("training", total=args.steps, loss=math.nan, status="")
-        for step in range(args.steps):
+    with Progress(*columns, console=console, disable=not console.is_terminal or rank != 0) as progress, checkpoints or nullcontext():
+        task = progress.add_task("training", total=args.steps, completed=position.step, loss=math.nan, status="")
+        for step in range(position.step, args.steps):
             started = time.perf_counter()
             losses.append(0.0)
             for micro in range(args.accumulate):
-                starts = torch.randint(len(text) - args.context, (args.batch,), generator=generator)
+                starts = torch.randint(len(text) - args.context, (args.batch,), generator=position.generator)
                 inputs, targets = windows(text, starts, args.context, device)
                 with engine.no_sync() if micro + 1 < args.accumulate else nullcontext():  # zeroshard
                     loss = model(inputs, targets) / args.accumulate
@@ -230,7 +345,10 @@ def train(args: argparse.Namespace, stage: int, text: Tensor, held_out: Tensor, 
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
+            position.step += 1
             seconds.append(time.perf_counter() - started)
+            if checkpoints:
+                checkpoints.after_step(step + 1, losses)
             if (step + 1) % max(1, args.steps // (4 if args.compare else 12)) == 0 or step + 1 == args.steps:
                 traffic.update(engine.traffic().bytes)  # of the training steps alone, not of the validation
                 validation = validate(model, held_out, device)
@@ -242,10 +360,12 @@ def train(args: argparse.Namespace, stage: int, text: Tensor, held_out: Tensor, 
                 if not console.is_terminal:
                     console.print(f"ZeRO-{stage}  step {step + 1:4d}/{args.steps}  loss {now[:, 0].mean():.3f}{status}")
             progress.update(task, advance=1, loss=losses[-1])
+    if not losses:  # resumed where nothing was left to do
+        validation = validate(model, held_out, device)
     sample = model.generate(b"def ", args.sample).decode(errors="replace")  # every rank, in step: each forward gathers the weights
-    per_step = {name: count // args.steps for name, count in traffic.items()}
+    per_step = {name: count // len(losses) for name, count in traffic.items()}
     engine.close()
-    mean_losses = across_ranks(*losses).mean(0).tolist()
+    mean_losses = (checkpoints.losses if checkpoints else []) + across_ranks(*losses).mean(0).tolist()
     return Result(stage, mean_losses, validation, speed, dict(memory.at_rest), memory.peak, per_step, sample)
 
 
@@ -319,7 +439,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=300, help="bytes of text to generate at the end")
     parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="text to train on")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    group = parser.add_argument_group("checkpoints")
+    group.add_argument("--checkpoint", type=Path, metavar="DIR", help="save there while training, and on SIGTERM (exit code 75) and Ctrl-C (130)")
+    group.add_argument("--save-every", type=int, default=50, metavar="N", help="steps from one save to the next (default: 50)")
+    group.add_argument("--keep-last", type=int, default=3, metavar="K", help="how many of the saved steps stay (default: 3)")
+    group.add_argument("--resume", action="store_true", help="go on from the newest step in --checkpoint, where there is one")
     args = parser.parse_args()
+    if args.resume and not args.checkpoint:
+        parser.error("--resume needs --checkpoint DIR: where to resume from")
+    if args.compare and args.checkpoint:
+        parser.error("--compare trains four models one after another, and --checkpoint saves one: leave out one of the two")
+    if args.save_every < 1 or args.keep_last < 1:
+        parser.error("--save-every and --keep-last take a number of at least 1")
     args.steps = args.steps or (60 if args.compare else 600)
     return args
 
@@ -347,8 +478,7 @@ def main() -> None:
         console.print(closing_table(last, num_parameters, args.precision))
     console.print(f"Nats per byte on text never seen: unigram model {unigram:.3f}, [bold]this model {last.validation:.3f}[/]")
     if args.json and rank == 0:
-        settings = {key: value for key, value in vars(args).items() if key not in ("data", "json")}
-        args.json.write_text(json.dumps({"settings": settings, "unigram": unigram, "results": [asdict(r) for r in results]}, indent=1))
+        args.json.write_text(json.dumps({"settings": settings(args), "unigram": unigram, "results": [asdict(r) for r in results]}, indent=1))
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,18 +1,25 @@
-"""examples/train_gpt.py: its data, its unigram model, and whole runs on real ranks."""
+"""examples/train_gpt.py: its data, its unigram model, whole runs on real ranks, and its checkpoints (tests/checkpoint/test_preemption.py: signals)."""
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import math
+import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
+import zeroshard as zs
 from tests.harness import ROOT
 
 SCRIPT = ROOT / "examples" / "train_gpt.py"
@@ -104,3 +111,110 @@ def test_one_process_needs_no_launcher() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "1 rank(s)" in done.stdout and "this model" in done.stdout
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------------------------
+
+
+def train_here(example: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Any, str]:
+    """Run the training of the example in this process, one rank; return its result and what it printed."""
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *SMALL, *arguments])
+    args, shown = example.parse(), io.StringIO()
+    text = torch.arange(50_000).remainder(251).to(torch.uint8)
+    result = example.train(args, args.stage, text, text[:5000], Console(file=shown, width=200))
+    return result, shown.getvalue()
+
+
+def test_ten_steps_are_five_and_five_more_and_another_layout_goes_on_from_there(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    directory, arguments = tmp_path / "run", ["--steps", "10", "--checkpoint", str(tmp_path / "run"), "--save-every", "5"]
+    run_example(*arguments, "--json", str(tmp_path / "straight.json"))
+    assert sorted(path.name for path in directory.glob("step-*")) == ["step-0000000005", "step-0000000010"]
+    shutil.rmtree(directory / "step-0000000010")
+    shown = run_example(*arguments, "--resume", "--json", str(tmp_path / "resumed.json"))
+    assert "Resumed after step 5 of 10\n" in shown
+    straight, resumed = (json.loads((tmp_path / f"{name}.json").read_text())["results"][0] for name in ("straight", "resumed"))
+    for name in ("losses", "validation", "sample"):
+        assert straight[name] == resumed[name]
+    another = ["--steps", "12", "--stage", "1", "--precision", "bf16", "--checkpoint", str(directory), "--resume"]
+    result, shown = train_here(example, monkeypatch, *another)
+    assert "Resumed after step 10 of 12; stage was 3 and is 1; precision was fp32 and is bf16; steps was 10 and is 12; " in shown
+    assert "states['position']: it differed between the 2 ranks that saved it" in shown
+    assert len(result.losses) == 12 and result.losses[:10] == straight["losses"]
+
+
+def test_a_signal_finishes_the_step_and_saves_it(example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = ["--steps", "9", "--checkpoint", str(tmp_path / "run"), "--resume"]
+    straight, _ = train_here(example, monkeypatch, "--steps", "9")
+    windows, steps = example.windows, []
+
+    def told_in_between(text: torch.Tensor, starts: torch.Tensor, *more: Any) -> Any:
+        if len(starts) == 4:  # not those of the validation
+            steps.append(len(steps) + 1)
+            if steps[-1] in (3, 5):
+                os.kill(os.getpid(), signal.SIGTERM if steps[-1] == 3 else signal.SIGINT)
+        return windows(text, starts, *more)
+
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        patch.setattr(example, "windows", told_in_between)
+        for code in (example.PREEMPTED, 130):
+            with pytest.raises(SystemExit) as ended:
+                train_here(example, monkeypatch, *arguments)
+            assert ended.value.code == code
+            assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert zs.latest_step(tmp_path / "run") == 5
+    result, shown = train_here(example, monkeypatch, *arguments)
+    assert shown.startswith("Resumed after step 5 of 9\n")
+    assert (result.losses, result.validation) == (straight.losses, straight.validation)
+
+
+def test_a_training_that_was_done_is_done_again_without_a_step(example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = ["--steps", "3", "--checkpoint", str(tmp_path), "--resume"]
+    first, _ = train_here(example, monkeypatch, *arguments)
+    again, _ = train_here(example, monkeypatch, *arguments)
+    assert (again.losses, again.validation, again.sample) == (first.losses, first.validation, first.sample)
+
+
+def test_a_directory_that_holds_a_training_is_not_mixed_with_another(example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    train_here(example, monkeypatch, "--steps", "2", "--checkpoint", str(tmp_path))
+    with pytest.raises(SystemExit, match="holds step 2 already: add --resume, or name another directory"):
+        train_here(example, monkeypatch, "--steps", "2", "--checkpoint", str(tmp_path))
+
+
+def test_only_the_last_steps_are_kept(example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    train_here(example, monkeypatch, "--steps", "7", "--checkpoint", str(tmp_path), "--save-every", "2", "--keep-last", "2")
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-0000000006", "step-0000000007"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compare", "--checkpoint", "here"], "--compare trains four models one after another, and --checkpoint saves one"),
+        (["--resume"], "--resume needs --checkpoint DIR"),
+        (["--checkpoint", "here", "--save-every", "0"], "--save-every and --keep-last take a number of at least 1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_that_make_no_sense_together_are_refused(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        example.parse()
+    assert message in capsys.readouterr().err
+
+
+def test_a_second_ctrl_c_interrupts(example: ModuleType) -> None:
+    signals = example.Signals()
+    with signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.of_any_rank() == signal.SIGINT
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.of_any_rank() == signal.SIGTERM
+    again = example.Signals()
+    with again, pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)

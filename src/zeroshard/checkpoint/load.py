@@ -176,7 +176,8 @@ class _Reading:
                 self.misfits.append(f"parameter {name!r} is {list(shape)} in the checkpoint and {list(entry.shape)} in the model")
                 continue
             found[id(parameters[name])] = there
-        self.misfits += [f"parameter {other!r} of the checkpoint is not in the model" for other in left]
+        buffers = buffers_of(self._engine)  # imported from a format that does not tell them from parameters
+        self.misfits += [f"parameter {other!r} of the checkpoint is not in the model" for other in left if other not in buffers]
         return found
 
     def _match_groups(self) -> list[dict[str, Any]] | None:
@@ -259,6 +260,10 @@ class _Reading:
         rank = self._engine.rank if self._engine.world == self.manifest.world else 0
         for name, buffer in buffers_of(self._engine).items():
             entry = self._loose.get(f"buffer/{name}@{rank}") or self._loose.get(f"buffer/{name}@0")
+            imported = self.manifest.parameters.get(name)
+            if entry is None and imported is not None and imported.shape == tuple(buffer.shape):
+                self._buffers.append((buffer, self._span(name, VALUE, 0, imported.numel).view(imported.shape)))
+                continue
             if entry is None or entry.shape != tuple(buffer.shape):
                 self.skipped.append(f"buffer {name!r} is not in the checkpoint" if entry is None else f"buffer {name!r} has another shape there")
                 continue

@@ -1,35 +1,43 @@
 """The manifest of a checkpoint: what is stored where, and the hash of every byte. Pure data; docs/checkpoint-format.md is its description.
 
-Invariant: a Manifest that `parse` returns is consistent (ranges inside shapes, bytes inside files, names without directories), whatever the text
-was; anything else raises CheckpointError. The last line of the file is the hash of all before it. Nothing is ever unpickled.
+Invariant: a Manifest that `parse` returns is consistent (ranges inside shapes, every byte of a file in one tensor, names without directories),
+whatever the text was; anything else raises CheckpointError. The last line of the file is the hash of all before it. Nothing is ever unpickled.
+Cost of reading: 6 us and 1.2 KB per tensor.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from math import prod
-from typing import Any
+from reprlib import repr as brief
+from typing import Any, NoReturn
 
 import xxhash
 
 from zeroshard.errors import CheckpointError
 
-__all__ = ["CHUNK_BYTES", "FORMAT", "ITEMSIZE", "VERSION", "Manifest", "ParameterEntry", "ShardEntry", "TensorEntry", "digest", "num_chunks"]
+__all__ = ["CHUNK_BYTES", "FORMAT", "ITEMSIZE", "SHARD_NAME", "VERSION", "Manifest", "ParameterEntry", "ShardEntry", "TensorEntry", "digest", "num_chunks"]
 
 FORMAT = "zeroshard checkpoint"
 VERSION = 1
 CHUNK_BYTES = 4 << 20
 MAX_BYTES = 512 << 20  # of a manifest's text
+MAX_CHUNK_BYTES = 1 << 30  # a reader needs that much memory
+MAX_HEADER_BYTES = 100_000_008  # safetensors reads no longer ones
+MAX_DEPTH = 320  # of states in JSON: values.py writes three levels for one of Python's, a hundred times
 ITEMSIZE = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1,
     "BOOL": 1, "C64": 8,
 }  # fmt: skip (safetensors' names)
 
-_SHARD_NAME = re.compile(r"rank-\d{5,9}-of-\d{5,9}\.safetensors")
+SHARD_NAME = re.compile(r"rank-\d{5,9}-of-\d{5,9}\.safetensors")
 _TAIL = re.compile(r'\n "hash": "([0-9a-f]{32})"\n\}\n')
 _TAIL_BYTES = len('\n "hash": ""\n}\n') + 32
 
@@ -144,24 +152,39 @@ class Manifest:
         """Read what `dump` wrote; `where` names it in errors. Raises CheckpointError."""
         if len(data) > MAX_BYTES:
             raise CheckpointError(f"{where} has {len(data)} bytes, more than the {MAX_BYTES} that a manifest may have")
-        body, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
-        found = _TAIL.fullmatch(tail.decode("latin-1"))
-        if found is None or digest(body) != found[1]:
+        found = _TAIL.fullmatch(data[-_TAIL_BYTES:].decode("latin-1"))
+        if found is None or digest(memoryview(data)[:-_TAIL_BYTES]) != found[1]:
             raise CheckpointError(f"{where} is damaged: its hash does not fit its text")
-        try:
-            raw = json.loads(data, object_pairs_hook=_unique)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{where} is not JSON: {error}") from None
-        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-            raise CheckpointError(f"{where} is not a zeroshard checkpoint")
-        if raw.get("version") != VERSION:
-            raise CheckpointError(f"{where} has format version {raw.get('version')!r}, and this zeroshard reads version {VERSION}: use a newer one")
-        try:
-            manifest = _build(raw)
-            _check(manifest)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{where} makes no sense: {type(error).__name__}: {error}") from None
-        return manifest
+        with _no_collection():
+            return _parse(data, where)
+
+
+def _parse(text: bytes, where: str) -> Manifest:
+    try:
+        raw = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} is not JSON: {_cut(error)}") from None
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise CheckpointError(f"{where} is not a zeroshard checkpoint")
+    _check_version(raw, where)
+    try:
+        manifest = _build(raw)
+        _check(manifest)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{where} makes no sense: {type(error).__name__}: {_cut(error)}") from None
+    return manifest
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from walking millions of new objects again and again: it is half of the time, and finds nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _lean(entry: TensorEntry) -> dict[str, Any]:
@@ -183,9 +206,29 @@ def _spread(value: Any) -> str:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands there twice")
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {brief(twice)} stands there twice")
     return out
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def _cut(error: Exception) -> str:
+    """Return what an error says; names in it come from the file, and may be of any length."""
+    return f"{error!s:.300}"
+
+
+def _check_version(raw: dict[str, Any], where: str) -> None:
+    version = raw.get("version")
+    if type(version) is not int or version < 1:
+        raise CheckpointError(f"{where} makes no sense: its format version is {brief(version)}")
+    if version > VERSION:
+        writer = brief(raw.get("written_by"))
+        raise CheckpointError(
+            f"{where} has format version {brief(version)}, written by {writer}, and this zeroshard reads versions up to {VERSION}: use a newer zeroshard"
+        )
 
 
 def _build(raw: dict[str, Any]) -> Manifest:
@@ -197,15 +240,15 @@ def _build(raw: dict[str, Any]) -> Manifest:
         precision=_text(raw["precision"]),
         files=tuple(
             ShardEntry(_text(f["name"]), _whole(f["bytes"], "bytes"), _whole(f["header_bytes"], "header_bytes"), _text(f["header_hash"]))
-            for f in raw["files"]
+            for f in _list(raw["files"])
         ),
         parameters={
-            _text(name): ParameterEntry(
-                _wholes(p["shape"]), _wholes(p.get("stride", ())), bool(p["trained"]), tuple(_text(a) for a in p.get("aliases", ()))
+            name: ParameterEntry(
+                _wholes(p["shape"]), _wholes(p.get("stride", [])), _flag(p["trained"]), tuple(_text(a) for a in _list(p.get("aliases", [])))
             )
-            for name, p in raw["parameters"].items()
+            for name, p in _object(raw["parameters"]).items()
         },
-        tensors=tuple(_tensor(t) for t in raw["tensors"]),
+        tensors=tuple(_tensor(t) for t in _list(raw["tensors"])),
         optimizer=None if raw["optimizer"] is None else _object(raw["optimizer"]),
         states=_object(raw["states"]),
         chunk_bytes=_whole(raw["chunk_bytes"], "chunk_bytes", least=1),
@@ -214,7 +257,7 @@ def _build(raw: dict[str, Any]) -> Manifest:
 
 def _tensor(raw: dict[str, Any]) -> TensorEntry:
     place = (_whole(raw["file"], "file"), _whole(raw["offset"], "offset"), _text(raw["dtype"]), _wholes(raw["shape"]))
-    hashes, kind = tuple(_text(h) for h in raw["hashes"]), _text(raw["kind"])
+    hashes, kind = tuple(_text(h) for h in _list(raw["hashes"])), _text(raw["kind"])
     if "parameter" not in raw:
         return TensorEntry(*place, hashes, kind)
     return TensorEntry(*place, hashes, kind, _text(raw["parameter"]), _whole(raw["start"], "start"), _whole(raw["stop"], "stop"))
@@ -222,20 +265,40 @@ def _tensor(raw: dict[str, Any]) -> TensorEntry:
 
 def _check(manifest: Manifest) -> None:
     """Raise ValueError for what cannot be so."""
+    if not 0 < manifest.chunk_bytes <= MAX_CHUNK_BYTES:
+        raise ValueError(f"chunks of {manifest.chunk_bytes} bytes")
+    if len(manifest.files) != manifest.world:
+        raise ValueError(f"{manifest.world} ranks wrote {len(manifest.files)} files")
     for file in manifest.files:
-        if not _SHARD_NAME.fullmatch(file.name):
-            raise ValueError(f"{file.name!r} is no name of a file of pieces")
-        if not 8 <= file.header_bytes <= file.bytes:
+        if not SHARD_NAME.fullmatch(file.name):
+            raise ValueError(f"{brief(file.name)} is no name of a file of pieces")
+        if not 8 <= file.header_bytes <= min(file.bytes, MAX_HEADER_BYTES):
             raise ValueError(f"{file.name} has {file.bytes} bytes and a header of {file.header_bytes}")
     if len({file.name for file in manifest.files}) != len(manifest.files):
         raise ValueError("a file stands there twice")
+    for name, parameter in manifest.parameters.items():
+        _check_stride(name, parameter)
     for entry in manifest.tensors:
         _check_tensor(manifest, entry)
     for (name, kind), entries in manifest.pieces().items():
         for one, other in pairwise(entries):
             if other.start < one.stop:
                 raise ValueError(f"pieces of {kind} of {name!r} overlap at {other.start}")
-    _check_disjoint(manifest.tensors)
+    if len(manifest.loose()) != sum(entry.parameter is None for entry in manifest.tensors):
+        raise ValueError("a tensor stands there twice")
+    _check_places(manifest)
+    _check_optimizer(manifest)
+    _check_states(manifest)
+
+
+def _check_stride(name: str, parameter: ParameterEntry) -> None:
+    """Raise ValueError for a stride that would leave out elements, or hold one twice."""
+    expected, fits = 1, len(parameter.stride) == len(parameter.shape)
+    for step, size in sorted(zip(parameter.stride, parameter.shape, strict=False)):
+        fits &= size == 1 or step == expected or not parameter.numel
+        expected *= size
+    if not fits:
+        raise ValueError(f"{brief(name)} of shape {list(parameter.shape)} has stride {list(parameter.stride)}")
 
 
 def _check_tensor(manifest: Manifest, entry: TensorEntry) -> None:
@@ -247,27 +310,72 @@ def _check_tensor(manifest: Manifest, entry: TensorEntry) -> None:
     if len(entry.hashes) != num_chunks(entry.num_bytes, manifest.chunk_bytes):
         raise ValueError(f"{entry.key} has {len(entry.hashes)} hashes for {entry.num_bytes} bytes")
     if entry.parameter is not None:
-        parameter = manifest.parameters[entry.parameter]
+        parameter = _parameter(manifest, entry.parameter)
         if not 0 <= entry.start <= entry.stop <= parameter.numel or entry.shape != (entry.stop - entry.start,):
             raise ValueError(f"{entry.key} does not fit a parameter of shape {list(parameter.shape)}")
 
 
-def _check_disjoint(tensors: Iterable[TensorEntry]) -> None:
-    places = sorted((entry.file, entry.offset, entry.offset + entry.num_bytes, entry.key) for entry in tensors if entry.num_bytes)
-    for one, other in pairwise(places):
-        if one[0] == other[0] and other[1] < one[2]:
-            raise ValueError(f"{one[3]} and {other[3]} lie on the same bytes")
+def _check_places(manifest: Manifest) -> None:
+    """Raise ValueError where bytes of a file belong to two tensors, or to none: those no hash would cover."""
+    ends = [0] * len(manifest.files)
+    for entry in sorted(manifest.tensors, key=lambda entry: (entry.file, entry.offset, entry.num_bytes)):
+        if entry.num_bytes and entry.offset != ends[entry.file]:
+            raise ValueError(f"{entry.key} lies at byte {entry.offset} of the data, and the tensor before it ends at {ends[entry.file]}")
+        ends[entry.file] += entry.num_bytes
+    for file, end in zip(manifest.files, ends, strict=True):
+        if file.header_bytes + end != file.bytes:
+            raise ValueError(f"{file.name} has {file.bytes} bytes, and its tensors end at {file.header_bytes + end}")
+
+
+def _check_optimizer(manifest: Manifest) -> None:
+    if manifest.optimizer is None:
+        return
+    _text(manifest.optimizer["class"])
+    for group in _list(manifest.optimizer["groups"]):
+        if _object(group["options"]).keys() & {"params", "param_names"}:
+            raise ValueError("the options of a param group name its parameters")
+        _check_depth(group["options"])
+        for name in _list(group["params"]):
+            _parameter(manifest, name)
+    for name, scalars in _object(manifest.optimizer["scalars"]).items():
+        _parameter(manifest, name)
+        _check_depth(_object(scalars))
+
+
+def _check_states(manifest: Manifest) -> None:
+    for name, state in manifest.states.items():
+        of_each = _object(state).keys() == {"ranks"} and len(_list(state["ranks"])) == manifest.world
+        if not of_each and state.keys() != {"same"}:
+            raise ValueError(f"the state {brief(name)} is neither the same on all ranks nor one for each of {manifest.world}")
+        _check_depth(state)
+
+
+def _parameter(manifest: Manifest, name: Any) -> ParameterEntry:
+    if _text(name) not in manifest.parameters:
+        raise ValueError(f"there is no parameter {brief(name)}")
+    return manifest.parameters[name]
+
+
+def _check_depth(value: Any) -> None:
+    """Raise ValueError for nesting that values.py does not write, and that recursion over it might not survive."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        lists = [item if isinstance(item, list) else item.values() for item in level if isinstance(item, list | dict)]
+        level = [item for items in lists for item in items]
+        if not level:
+            return
+    raise ValueError(f"values are nested more than {MAX_DEPTH} deep")
 
 
 def _whole(value: Any, what: str, least: int = 0) -> int:
     if type(value) is not int or not least <= value < 1 << 63:
-        raise ValueError(f"{what} is {value!r}, not a whole number from {least}")
+        raise ValueError(f"{what} is {brief(value)}, not a whole number from {least}")
     return value
 
 
 def _wholes(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list | tuple) or len(values) > 64:
-        raise ValueError(f"{values!r} is no list of sizes")
+    if len(_list(values)) > 64:
+        raise ValueError(f"a shape of {len(values)} dimensions")
     out = tuple(_whole(value, "a size") for value in values)
     if prod(size for size in out if size) >= 1 << 63:
         raise ValueError(f"a shape of {list(out)} is too large")
@@ -276,11 +384,23 @@ def _wholes(values: Any) -> tuple[int, ...]:
 
 def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{value!r} is no object")
+        raise ValueError(f"{brief(value)} is no object")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{brief(value)} is no list")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")
+        raise ValueError(f"{brief(value)} is no text")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{brief(value)} is neither true nor false")
     return value

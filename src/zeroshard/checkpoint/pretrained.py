@@ -26,7 +26,7 @@ from zeroshard.nn.deferred import allocate
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.unit import flatten
 
-__all__ = ["LoadReport", "load_pretrained"]
+__all__ = ["LoadReport", "load_pretrained", "weight_files"]
 
 _INDEX = "model.safetensors.index.json"
 
@@ -98,7 +98,7 @@ class _Files:
     def __init__(self, path: Path, rename: Callable[[str], str], stack: ExitStack) -> None:
         self.bytes_read = 0
         self._tensors: dict[str, tuple[Any, str]] = {}  # model's name -> open file, name there
-        for file in _files_of(path):
+        for file in weight_files(path):
             try:
                 opened = stack.enter_context(safe_open(file, framework="pt"))
             except (SafetensorError, OSError) as error:
@@ -128,15 +128,16 @@ class _Files:
         return rows.reshape(-1)[start - first * row : stop - first * row]
 
 
-def _files_of(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
+    """Return the safetensors files at `path`: it, or those in it, by the index where there is one. Raises CheckpointError."""
     if path.is_file() and path.suffix == ".safetensors":
         return [path]
     if (path / _INDEX).is_file():
         try:
             names = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            outside = [name for name in names if Path(name).name != name]
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path / _INDEX} is not an index of safetensors files: {error!r}") from error
-        outside = [name for name in names if Path(name).name != name]
         if outside:
             raise CheckpointError(f"{path / _INDEX} names a file outside its directory: {outside[0]!r}")
         return [path / name for name in names]

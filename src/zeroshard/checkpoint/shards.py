@@ -12,7 +12,6 @@ import errno
 import json
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +21,7 @@ import torch
 
 from zeroshard.buffer import PagePool
 from zeroshard.checkpoint.manifest import CHUNK_BYTES, ITEMSIZE, ShardEntry, TensorEntry, digest
+from zeroshard.checkpoint.steps import open_regular
 from zeroshard.errors import CheckpointError
 
 __all__ = ["DTYPES", "ShardReader", "as_bytes", "describe_range", "dtype_code", "header_of", "shard_bytes", "write_shard"]
@@ -33,7 +33,6 @@ DTYPES: dict[str, torch.dtype] = {
 }  # fmt: skip
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGN = 64  # of the start of the data
-_NUM_THREADS, _FEW_CHUNKS = 2, 4  # reading and hashing let go of the interpreter: one waits for the disk while the other fills memory
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Stored = tuple[TensorEntry, torch.Tensor]  # an entry without hashes and place, and its numbers
@@ -48,7 +47,7 @@ def dtype_code(dtype: torch.dtype, what: str) -> str:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor on the CPU, without a copy where it is contiguous."""
-    flat = tensor.detach().contiguous().view(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     data: Any = flat.view(torch.uint8).numpy()  # an array is a buffer, which its stubs do not say
     return memoryview(data) if flat.numel() else memoryview(b"")
 
@@ -132,8 +131,8 @@ def _cannot_write(path: Path, num_bytes: int, error: OSError) -> CheckpointError
     if error.errno not in _NO_SPACE:
         return CheckpointError(f"{path} cannot be written: {error.strerror}")
     try:
-        stat = os.statvfs(path.parent)
-        free = f", and {stat.f_bavail * stat.f_frsize} are free"
+        space = os.statvfs(path.parent)
+        free = f", and {space.f_bavail * space.f_frsize} are free"
     except OSError:
         free = ""
     return CheckpointError(f"no space for {path}: it needs {num_bytes} bytes{free} ({error.strerror}); earlier checkpoints are untouched")
@@ -148,7 +147,7 @@ def describe_range(entry: TensorEntry, start: int, stop: int) -> str:
 
 
 class ShardReader:
-    """An open file of pieces, as its manifest describes it. Counts what it reads in `bytes_read`."""
+    """An open file of pieces, as its manifest describes it. Counts what it reads of pieces in `bytes_read`."""
 
     def __init__(self, path: Path, file: ShardEntry, *, chunk_bytes: int, verify: bool = True) -> None:
         self.path = path
@@ -156,16 +155,14 @@ class ShardReader:
         self._chunk_bytes = chunk_bytes
         self._verify = verify
         self._start = file.header_bytes
-        self._threads: ThreadPoolExecutor | None = None
+        self._fd = open_regular(path)
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        try:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # a wider window of reading ahead
             size = os.fstat(self._fd).st_size
             if size != file.bytes:
                 raise CheckpointError(f"{path} has {size} bytes and should have {file.bytes}: it was cut short, or is not of this checkpoint")
-            if verify and digest(self._pread(file.header_bytes, 0)) != file.header_hash:
+            if verify and digest(self._header(file.header_bytes)) != file.header_hash:
                 raise CheckpointError(f"{path} is damaged in its header")
         except BaseException:
             os.close(self._fd)
@@ -175,34 +172,31 @@ class ShardReader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(cancel_futures=True)
         os.close(self._fd)
 
     def read(self, entry: TensorEntry, start: int, stop: int, pages: PagePool) -> torch.Tensor:
         """Return elements ``[start, stop)`` of the flattened tensor, 1-D, in its dtype; `pages` gives the memory."""
         dtype, size = DTYPES[entry.dtype], ITEMSIZE[entry.dtype]
-        out = pages.empty(stop - start, dtype, torch.device("cpu"))
+        try:
+            out = pages.empty(stop - start, dtype, torch.device("cpu"))
+        except (MemoryError, OSError, RuntimeError) as error:  # a file of holes may claim any size
+            raise CheckpointError(f"{self.path}: no memory for {(stop - start) * size} bytes of {entry.key}") from error
         self.read_into(entry, start * size, as_bytes(out))
         return out
 
     def read_into(self, entry: TensorEntry, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes of `entry` from its byte `start`; raises CheckpointError naming parameter and range where one is damaged."""
         stop = start + len(out)
+        if not out:
+            return
         if not self._verify:
-            self._fill(out, entry.offset + start)
+            self._fill(out, self._start + entry.offset + start)
             self.bytes_read += len(out)
             return
         numbers = range(start // self._chunk_bytes, -(-stop // self._chunk_bytes))
         self.bytes_read += min(numbers.stop * self._chunk_bytes, entry.num_bytes) - numbers.start * self._chunk_bytes
-        if len(numbers) < _FEW_CHUNKS:
-            for number in numbers:
-                self._read_chunk(entry, number, start, out)
-            return
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="zeroshard-read")
-        for _ in self._threads.map(lambda number: self._read_chunk(entry, number, start, out), numbers):
-            pass
+        for number in numbers:
+            self._read_chunk(entry, number, start, out)
 
     def _read_chunk(self, entry: TensorEntry, number: int, start: int, out: memoryview) -> None:
         """Read and verify one chunk, and put the part of it that is wanted into `out`, which begins at byte `start` of the tensor."""
@@ -211,7 +205,7 @@ class ShardReader:
         first, last = max(low, start), min(high, stop)
         inside = first == low and last == high
         chunk = out[low - start : high - start] if inside else memoryview(bytearray(high - low))
-        self._fill(chunk, entry.offset + low)
+        self._fill(chunk, self._start + entry.offset + low)
         if digest(chunk) != entry.hashes[number]:
             raise CheckpointError(f"{self.path} is damaged: {describe_range(entry, low, high)}")
         if not inside:
@@ -225,13 +219,17 @@ class ShardReader:
         for number, expected in enumerate(entry.hashes):
             low, high = number * self._chunk_bytes, min((number + 1) * self._chunk_bytes, entry.num_bytes)
             chunk = scratch[: high - low]
-            self._fill(chunk, entry.offset + low)
+            self._fill(chunk, self._start + entry.offset + low)
             if digest(chunk) != expected:
                 damaged.append(describe_range(entry, low, high))
         return damaged
 
-    def _fill(self, out: memoryview, offset: int) -> None:
-        position = self._start + offset
+    def _header(self, num_bytes: int) -> bytearray:
+        data = bytearray(num_bytes)
+        self._fill(memoryview(data), 0)
+        return data
+
+    def _fill(self, out: memoryview, position: int) -> None:
         while out:
             try:
                 count = os.preadv(self._fd, [out], position)
@@ -241,13 +239,3 @@ class ShardReader:
                 raise CheckpointError(f"{self.path} ends at byte {position}: it was cut short while it was read")
             position += count
             out = out[count:]
-
-    def _pread(self, count: int, position: int) -> bytes:
-        data = bytearray(count)
-        view, done = memoryview(data), 0
-        while done < count:
-            got = os.preadv(self._fd, [view[done:]], position + done)
-            if not got:
-                break
-            done += got
-        return bytes(data[:done])

@@ -1,7 +1,8 @@
 """The directory of checkpoints: which steps are complete, who may write, how a step becomes visible, which steps go.
 
-Invariants: a directory ``step-N`` is complete, because it got that name by one rename after everything in it was on disk; names that begin with
-a dot are work in progress or its remains, and are never read. One job writes at a time (a lock that dies with its process).
+Invariants: a directory ``step-N`` is complete, because it got that name by one rename after everything in it was on disk: one in which something
+is missing is damaged, never passed over. Names that begin with a dot are work in progress or its remains, and are never read. One job writes at a
+time (a lock that dies with its process). No symbolic link is followed.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from zeroshard.checkpoint.manifest import MAX_BYTES, Manifest
+from zeroshard.checkpoint.manifest import MAX_BYTES, SHARD_NAME, Manifest
 from zeroshard.errors import CheckpointError
 
-__all__ = ["MANIFEST", "commit", "list_steps", "lock", "prune", "read_manifest", "remove_leftovers", "sync_directory", "working_path"]
+__all__ = [
+    "MANIFEST", "check_files", "commit", "list_steps", "lock", "open_regular", "prune", "read_manifest", "remove_leftovers", "sync_directory", "working_path",
+]  # fmt: skip
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{10,19})")
@@ -34,7 +38,7 @@ def _name(step: int) -> str:
 
 
 def list_steps(directory: Path) -> dict[int, Path]:
-    """Return the complete steps in `directory`, oldest first."""
+    """Return the steps in `directory`, oldest first; whether one is damaged is found when it is read."""
     found: dict[int, Path] = {}
     try:
         entries = list(os.scandir(directory))
@@ -45,22 +49,54 @@ def list_steps(directory: Path) -> dict[int, Path]:
     for pattern in (_REPLACED, _STEP):  # one that was moved aside counts until its successor is there
         for entry in entries:
             match = pattern.fullmatch(entry.name)
-            if match and entry.is_dir(follow_symlinks=False) and (Path(entry.path) / MANIFEST).is_file():
+            if match and (entry.is_dir(follow_symlinks=False) or (pattern is _STEP and entry.is_symlink())):  # read_manifest() refuses a link by name
                 found[int(match[1])] = Path(entry.path)
     return dict(sorted(found.items()))
 
 
+def open_regular(path: Path) -> int:
+    """Open a file to read and return its descriptor; raises CheckpointError for one that is not there, a symbolic link, a pipe or a device."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would be waited for
+    except OSError as error:
+        what = "it is a symbolic link, which is not followed" if error.errno == errno.ELOOP else error.strerror
+        raise CheckpointError(f"{path} cannot be read: {what}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CheckpointError(f"{path} cannot be read: it is not a file")
+    return fd
+
+
 def read_manifest(path: Path) -> Manifest:
     """Read the manifest of one step; raises CheckpointError."""
+    if path.is_symlink():
+        raise CheckpointError(f"{path} cannot be read: it is a symbolic link, which is not followed")
     file = path / MANIFEST
+    with os.fdopen(open_regular(file), "rb") as opened:
+        try:
+            size = os.fstat(opened.fileno()).st_size
+            if size > MAX_BYTES:
+                raise CheckpointError(f"{file} has {size} bytes, more than the {MAX_BYTES} that a manifest may have")
+            manifest = Manifest.parse(opened.read(), str(file))
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    match = _STEP.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
+    if match and int(match[1]) != manifest.step:
+        raise CheckpointError(f"{file} is that of step {manifest.step}, and its directory says {int(match[1])}")
+    return manifest
+
+
+def check_files(path: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError where a file of pieces is missing in `path`, or one lies there that is not the manifest's; none is opened."""
     try:
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        there = {name for name in os.listdir(path) if SHARD_NAME.fullmatch(name)}
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    with os.fdopen(fd, "rb") as opened:
-        if os.fstat(fd).st_size > MAX_BYTES:
-            raise CheckpointError(f"{file} has {os.fstat(fd).st_size} bytes, more than the {MAX_BYTES} that a manifest may have")
-        return Manifest.parse(opened.read(), str(file))
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    expected = {entry.name for entry in manifest.files}
+    for name in sorted(expected - there):
+        raise CheckpointError(f"{path / name} is missing")
+    for name in sorted(there - expected):
+        raise CheckpointError(f"{path / name} is not of this checkpoint: its manifest does not know it")
 
 
 def working_path(directory: Path, step: int, nonce: str) -> Path:
@@ -73,17 +109,20 @@ def lock(directory: Path) -> Iterator[None]:
     """Hold the right to write in `directory`; raises CheckpointError naming who has it."""
     path = directory / ".lock"
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be written: {error.strerror}") from error
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             holder = os.pread(fd, 200, 0).decode(errors="replace") or "another process"
             raise CheckpointError(f"{directory} is being written by {holder}: give each job a directory of its own") from error
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be locked: {error.strerror}") from error
+        with suppress(OSError):  # a full disk: the lock holds without a name
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
         try:
             yield
         finally:
@@ -145,15 +184,15 @@ def remove_leftovers(directory: Path) -> None:
     for entry in list(os.scandir(directory)):
         replaced = _REPLACED.fullmatch(entry.name)
         if _LEFTOVER.fullmatch(entry.name) or (replaced and steps.get(int(replaced[1])) != Path(entry.path)):
-            shutil.rmtree(entry.path, ignore_errors=True)
+            _delete(Path(entry.path))
 
 
-def prune(directory: Path, *, keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Remove all steps but the newest `keep_last` and the multiples of `keep_every`; return those that went. None keeps all."""
+def prune(directory: Path, *, keep_last: int | None, keep_every: int | None, written: int | None = None) -> list[int]:
+    """Remove all steps but the newest `keep_last`, the multiples of `keep_every` and the one just `written`; return those that went. None keeps all."""
     if keep_last is None:
         return []
     steps = list_steps(directory)
-    gone = [step for step in list(steps)[:-keep_last] if keep_every is None or step % keep_every]
+    gone = [step for step in list(steps)[:-keep_last] if step != written and (keep_every is None or step % keep_every)]
     for step in gone:
         _remove(steps[step])
     return gone
@@ -162,7 +201,15 @@ def prune(directory: Path, *, keep_last: int | None, keep_every: int | None) -> 
 def _remove(path: Path) -> None:
     """Take a directory out of sight first, so that it is never seen in part."""
     hidden = path.with_name(f".removing-{path.name.lstrip('.')}")
-    shutil.rmtree(hidden, ignore_errors=True)
+    _delete(hidden)
     with suppress(OSError):
         os.rename(path, hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+        _delete(hidden)
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink():
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)

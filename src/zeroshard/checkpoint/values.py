@@ -4,11 +4,12 @@ JSON's own values stand for themselves. An object with one key that begins with 
 
     {"$tensor": key}  {"$array": key}     a tensor (numpy array) stored under `key`
     {"$scalar": ["float32", 3.0]}         a tensor of no dimensions
-    {"$tuple": [...]}  {"$set": [...]}    {"$dict": [[key, value], ...]} where keys are not plain text
+    {"$tuple": [...]}  {"$set": [...]}  {"$frozenset": [...]}
+    {"$dict": [[key, value], ...]}        where keys are not plain text
     {"$float": "nan"}  {"$bytes": base64}  {"$complex": [re, im]}  {"$dtype": "float32"}
 
-Invariant: ``decode(encode(x)) == x``, types included (subclasses of dict and tuple become dict and tuple); anything else is refused with its
-path, before a byte is written.
+Invariant: ``decode(encode(x)) == x``, types included, but for these: a subclass of a plain type becomes that type (OrderedDict, namedtuple, IntEnum,
+nn.Parameter), bytearray bytes, and a numpy scalar Python's number. Anything else is refused with its path, before a byte is written.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from zeroshard.errors import CheckpointError
 __all__ = ["decode", "encode"]
 
 _MAX_DEPTH = 100
+_MAX_INT_BITS = 8192  # Python reads no number of more than 4300 digits
+_COLLECTIONS: tuple[tuple[Any, str], ...] = ((list, ""), (tuple, "$tuple"), (set, "$set"), (frozenset, "$frozenset"))
+_PLAIN: tuple[tuple[type, Callable[[Any], Any]], ...] = ((int, int.__int__), (float, float.__float__), (str, str.__str__))  # not str(): an Enum has its own
 
 
 def encode(value: Any, path: str, store: Callable[[str, torch.Tensor], str]) -> Any:
@@ -36,26 +40,29 @@ def encode(value: Any, path: str, store: Callable[[str, torch.Tensor], str]) -> 
 def _encode(value: Any, path: str, store: Callable[[str, torch.Tensor], str], depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{path} is nested more than {_MAX_DEPTH} deep")
+    if type(value) is int and value.bit_length() > _MAX_INT_BITS:
+        raise CheckpointError(f"{path} is a number of {value.bit_length()} bits, and a checkpoint holds {_MAX_INT_BITS}")
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.is_quantized:
-            raise CheckpointError(f"{path} is a {value.layout} tensor, which has no form in a checkpoint")
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta or value.is_nested:
+            what = "quantized" if value.is_quantized else "meta" if value.is_meta else "nested" if value.is_nested else value.layout
+            raise CheckpointError(f"{path} is a {what} tensor, which has no form in a checkpoint")
         if value.dim() == 0 and not value.is_complex():
             return {"$scalar": [str(value.dtype).removeprefix("torch."), _encode(value.item(), path, store, depth)]}
         return {"$tensor": store(path, value)}
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
-        return {"$array": store(path, torch.from_numpy(numpy.ascontiguousarray(value)).reshape(value.shape))}
-    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
+    if numpy is not None and type(value) in (numpy.ndarray, numpy.memmap) and value.dtype.kind in "biufc":
+        return {"$array": store(path, _from_numpy(value, path))}
+    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufc" and not isinstance(value.item(), numpy.generic):
         return _encode(value.item(), path, store, depth)
     if isinstance(value, dict):
         return _encode_dict(value, path, store, depth)
-    for kind, tag in ((list, ""), (tuple, "$tuple"), (set, "$set"), (frozenset, "$set")):
+    for kind, tag in _COLLECTIONS:
         if isinstance(value, kind):
-            items = sorted(value, key=repr) if tag == "$set" else value
+            items = sorted(value, key=repr) if kind in (set, frozenset) else value
             out = [_encode(item, f"{path}[{index}]", store, depth + 1) for index, item in enumerate(items)]
             return {tag: out} if tag else out
     if isinstance(value, bytes | bytearray):
@@ -64,9 +71,19 @@ def _encode(value: Any, path: str, store: Callable[[str, torch.Tensor], str], de
         return {"$complex": [_encode(part, path, store, depth + 1) for part in (value.real, value.imag)]}
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, bool | int | float | str):  # a subclass, an IntEnum say
-        return _encode(next(kind for kind in (int, float, str) if isinstance(value, kind))(value), path, store, depth)
+    for base, plain in _PLAIN:
+        if isinstance(value, base):  # a subclass, an IntEnum say
+            return _encode(plain(value), path, store, depth)
     raise CheckpointError(f"{path} is a {type(value).__name__}, which has no form in a checkpoint: numbers, text, lists, dictionaries and tensors have")
+
+
+def _from_numpy(array: Any, path: str) -> torch.Tensor:
+    """Return a tensor of the same numbers, which torch can hold in native byte order only."""
+    native = array.astype(array.dtype.newbyteorder("="), order="C")  # a copy: torch warns of arrays that may not be written
+    try:
+        return torch.from_numpy(native)
+    except TypeError:
+        raise CheckpointError(f"{path} is an array of {array.dtype}, which has no form in a checkpoint") from None
 
 
 def _encode_dict(value: dict[Any, Any], path: str, store: Callable[[str, torch.Tensor], str], depth: int) -> Any:
@@ -79,31 +96,46 @@ def _encode_dict(value: dict[Any, Any], path: str, store: Callable[[str, torch.T
 
 
 def decode(value: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
-    """Return what `encode` was given; `fetch(key)` brings a tensor. Raises ValueError for a form that does not exist."""
+    """Return what `encode` was given; `fetch(key)` brings a tensor. Raises ValueError for what `encode` does not write."""
+    try:
+        return _decode(value, fetch, 0)
+    except CheckpointError:  # of fetch
+        raise
+    except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError) as error:
+        raise ValueError(f"a value has no meaning: {type(error).__name__}: {error}") from error
+
+
+def _decode(value: Any, fetch: Callable[[str], torch.Tensor], depth: int) -> Any:
+    if depth > _MAX_DEPTH + 2:  # two more than encode goes: a number has a form of its own
+        raise ValueError("values are nested too deep")
+
+    def inner(item: Any) -> Any:
+        return _decode(item, fetch, depth + 1)
+
     if isinstance(value, list):
-        return [decode(item, fetch) for item in value]
+        return [inner(item) for item in value]
     if not isinstance(value, dict):
         return value
     tag = next(iter(value), "")
     if len(value) != 1 or not tag.startswith("$"):
-        return {key: decode(item, fetch) for key, item in value.items()}
+        return {key: inner(item) for key, item in value.items()}
     body = value[tag]
     if tag in ("$tensor", "$array"):
         tensor = fetch(body)
         return tensor if tag == "$tensor" else tensor.numpy()
-    if tag in ("$tuple", "$set"):
-        items = [decode(item, fetch) for item in body]
-        return tuple(items) if tag == "$tuple" else set(items)
+    for kind, known in _COLLECTIONS:
+        if tag == known:
+            return kind(inner(item) for item in body)
     if tag == "$scalar":
-        return torch.tensor(decode(body[1], fetch), dtype=decode({"$dtype": body[0]}, fetch))
+        return torch.tensor(inner(body[1]), dtype=inner({"$dtype": body[0]}))
     if tag == "$dict":
-        return {decode(key, fetch): decode(item, fetch) for key, item in body}
+        return {inner(key): inner(item) for key, item in body}
     if tag == "$float":
         return float(body)
     if tag == "$bytes":
-        return base64.b64decode(body)
+        return base64.b64decode(body, validate=True)
     if tag == "$complex":
-        return complex(*(decode(part, fetch) for part in body))
+        return complex(*(inner(part) for part in body))
     if tag == "$dtype" and isinstance(getattr(torch, body, None), torch.dtype):
         return getattr(torch, body)
     raise ValueError(f"a value has the unknown form {tag}")

@@ -12,7 +12,7 @@ import traceback
 
 from zeroshard._version import __version__
 from zeroshard.errors import ZeroshardError
-from zeroshard.launch import bench
+from zeroshard.launch import bench, checkpoint
 from zeroshard.launch.options import LineParser, UsageError, add_run_options, parse_run
 
 __all__ = ["main"]
@@ -52,7 +52,7 @@ def _dispatch(arguments: list[str]) -> int:
 def _build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     parser = LineParser(
         prog="zeroshard",
-        description="ZeRO for PyTorch: launch, measure.",
+        description="ZeRO for PyTorch: launch, checkpoints, measure.",
         epilog="example:\n  zeroshard run --nproc 2 examples/train_gpt.py",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -61,6 +61,7 @@ def _build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LineParser)
     run_parser = commands.add_parser("run", help="start a script on every rank", allow_abbrev=False)
     add_run_options(run_parser)
+    checkpoint.add_parser(commands)
     bench.add_parser(commands)
     return parser, run_parser
 

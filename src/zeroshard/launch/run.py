@@ -4,6 +4,10 @@ The agent is torch's own, so rendezvous, restarts and logs are what torchrun use
 through ``worker.py``, which makes it die with the launcher and write its failure down; a :class:`~zeroshard.launch.supervisor.Supervisor`
 watches the ranks; and the failures it found are printed when everything has ended.
 
+A signal to the launcher is passed on to the ranks, which then have ``SIGNAL_GRACE_S`` seconds (or TORCH_ELASTIC_SHUTDOWN_TIMEOUT): time to save.
+Where they say what came of it by an exit code of the contract (75: saved, queue me again), that is the job's, too; else it is 128 + signal.
+A second Ctrl-C ends them at once.
+
 On one node everything is bound to loopback, as far as torch lets us choose (its TCP store listens on every interface).
 
 What it does not do yet: hostfiles, Slurm, stall detection from outside.
@@ -22,9 +26,11 @@ from typing import Any, NoReturn
 
 from zeroshard.launch import worker
 from zeroshard.launch.options import RunOptions, UsageError
-from zeroshard.launch.supervisor import Failure, Supervisor, exit_code_of
+from zeroshard.launch.supervisor import CONTRACT_EXIT_CODES, EXIT_PREEMPTED, Failure, Supervisor, exit_code_of
 
 __all__ = ["launch", "leave"]
+
+SIGNAL_GRACE_S = 30  # what torchrun gives, and Slurm and Kubernetes give torchrun; after a failure the Supervisor's grace is what counts
 
 
 def launch(options: RunOptions) -> int:
@@ -36,7 +42,7 @@ def launch(options: RunOptions) -> int:
         _silence_torch_launcher()
     with tempfile.TemporaryDirectory(prefix="zeroshard-run-") as directory:
         arguments = _torchrun_arguments(torchrun, options, directory)
-        _set_environment(options, directory, num_ranks=int(arguments.nproc_per_node))
+        _set_environment(options, directory, num_ranks=int(arguments.nproc_per_node), restarts=arguments.max_restarts > 0)
         supervisor = Supervisor(directory, options.grace_s, on_restart=_report_restart)
         supervisor.start()
         return _run(torchrun, arguments, supervisor, begin)
@@ -55,20 +61,22 @@ def _run(torchrun: Any, arguments: Any, supervisor: Supervisor, begin: float) ->
 
     agent_failures: list[Failure] = []
     statuses: dict[int, int] = {}
+    ended_by: signal.Signals | None = None
     try:
         torchrun.run(arguments)
     except ChildFailedError as error:
         statuses = {failure.pid: failure.exitcode for failure in error.failures.values()}
         agent_failures = [Failure(rank, failure.pid, time.monotonic(), failure.exitcode) for rank, failure in error.failures.items()]
     except SignalException as error:
-        _say(f"ended by {signal.Signals(error.sigval).name}")
-        return 128 + int(error.sigval)
+        ended_by = signal.Signals(error.sigval)
     except KeyboardInterrupt:
-        _say("interrupted")
-        return 128 + signal.SIGINT
+        ended_by = signal.SIGINT
     finally:
         supervisor.stop()
     failures = supervisor.failures(statuses) or agent_failures
+    if ended_by is not None and not (failures and failures[0].status in CONTRACT_EXIT_CODES):
+        _say(f"ended by {ended_by.name}")
+        return 128 + ended_by
     if not failures:
         return 0
     _report(failures, begin)
@@ -103,13 +111,15 @@ def _default_nproc() -> str:
     return str(max(torch.cuda.device_count(), 1))
 
 
-def _set_environment(options: RunOptions, directory: str, num_ranks: int) -> None:
+def _set_environment(options: RunOptions, directory: str, *, num_ranks: int, restarts: bool) -> None:
     """Set what the ranks inherit; what the user has set stays."""
     os.environ[worker.DIRECTORY], os.environ[worker.LAUNCHER_PID] = directory, str(os.getpid())
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(round(options.grace_s), 1))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(max(round(options.grace_s), SIGNAL_GRACE_S)))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // num_ranks, 1)))
     if options.standalone:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if restarts:  # else ranks that start again find the addresses of those before them in the agent's store, and cannot connect
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
 def _silence_torch_launcher() -> None:
@@ -136,6 +146,9 @@ def _report(failures: list[Failure], begin: float) -> None:
         if not failure.silent:
             line = textwrap.shorten(failure.message or failure.how, 160, placeholder=" ...")
             _say(f"rank {failure.rank} failed too, {failure.at - first.at:+.2f} s after the first: {line}")
+    if first.status == EXIT_PREEMPTED:
+        _say(f"preempted {first.at - begin:.2f} s after the start: exit code {EXIT_PREEMPTED}, please queue it again")
+        return
     hint = " (often the kernel, out of memory)" if first.status == -signal.SIGKILL else ""
     block = f"rank {first.rank} failed first, {first.at - begin:.2f} s after the start: {first.how}{hint}"
     _say("\n".join(filter(None, [block, (first.traceback or first.message).rstrip()])))

@@ -11,7 +11,10 @@ launcher woke up for it:
 - a rank that ended with an exit code and no word counts ``SILENT_LEAD_S`` earlier, for the same reason;
 - a rank that says itself that it failed because a peer was lost, or that we ended, counts ``CONSEQUENCE_LAG_S`` later.
 
-No torch here, and no signal is sent before a rank has failed.
+A rank that ends with exit code 75 (preempted) has not failed: its peers may still be saving, and are left to the agent's longer patience. When
+Ctrl-C comes twice, there is no patience.
+
+No torch here, and no signal is sent before a rank has failed or Ctrl-C has come twice.
 """
 
 from __future__ import annotations
@@ -27,12 +30,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Failure", "Supervisor", "blame_order", "exit_code_of"]
+__all__ = ["CONTRACT_EXIT_CODES", "EXIT_PREEMPTED", "Failure", "Supervisor", "blame_order", "exit_code_of"]
 
 SIGNAL_LEAD_S = 1.0
 SILENT_LEAD_S = 0.05
 CONSEQUENCE_LAG_S = 1.0
-CONTRACT_EXIT_CODES = frozenset({3, 70, 71, 72, 73, 74, 75})
+EXIT_PREEMPTED = 75
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+CONTRACT_EXIT_CODES = frozenset({3, 70, 71, 72, 73, 74, EXIT_PREEMPTED})
 # A peer's broken connection may end in SIGABRT (a C++ thread that throws); SIGTERM and SIGINT are what launchers send.
 SIGNALS_OF_A_CONSEQUENCE = frozenset({signal.SIGABRT, signal.SIGTERM, signal.SIGINT})
 
@@ -92,7 +97,7 @@ def exit_code_of(failure: Failure) -> int:
         return 1
     if failure.status < 0:
         return 128 - failure.status
-    return failure.status if failure.status in CONTRACT_EXIT_CODES else 1
+    return failure.status if failure.status in CONTRACT_EXIT_CODES | {EXIT_INTERRUPTED} else 1
 
 
 @dataclass
@@ -129,14 +134,19 @@ class Supervisor:
         self._restart_count = 0
         self._unread = b""
         self._stopping = False
+        self._interrupts = 0
+        self._wakeup_before = -1
         os.mkfifo(self.directory / "events", 0o600)
         self._fifo = os.open(self.directory / "events", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._fifo, selectors.EVENT_READ)
+        self._signals, self._signals_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(self._signals, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._watch, name="zeroshard-supervisor", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Begin to watch. Called in the main thread, whose signals are counted."""
+        self._wakeup_before = signal.set_wakeup_fd(self._signals_in, warn_on_full_buffer=False)
         self._thread.start()
 
     def stop(self, grace_s: float = 0.5) -> None:
@@ -151,7 +161,9 @@ class Supervisor:
             self._kill(watched)
             os.close(watched.pidfd)
         self._selector.close()
-        os.close(self._fifo)
+        signal.set_wakeup_fd(self._wakeup_before)
+        for fd in (self._fifo, self._signals, self._signals_in):
+            os.close(fd)
 
     def failures(self, statuses: dict[int, int]) -> list[Failure]:
         """The failures of the last generation, the one to blame first; call after :meth:`stop`.
@@ -173,9 +185,7 @@ class Supervisor:
         return pid in self._watched
 
     def _describe(self, watched: _Watched, status: int | None) -> Failure:
-        said: dict[str, object] = {}
-        with contextlib.suppress(OSError, ValueError):
-            said = json.loads((self.directory / f"failure-{watched.pid}.json").read_text(encoding="utf-8"))
+        said = self._said(watched.pid)
         at = watched.failed_at if watched.failed_at is not None else watched.ended_at
         if "exit_code" in said and (status is None or status < 0):
             status = int(str(said["exit_code"]))  # it was ended by us while it was still tearing down
@@ -189,11 +199,20 @@ class Supervisor:
             consequence=bool(said.get("consequence", watched.ended_by_us and watched.failed_at is None)),
         )
 
+    def _said(self, pid: int) -> dict[str, object]:
+        """What a rank wrote down about its failure; empty where it did not."""
+        with contextlib.suppress(OSError, ValueError):
+            said: dict[str, object] = json.loads((self.directory / f"failure-{pid}.json").read_text(encoding="utf-8"))
+            return said
+        return {}
+
     def _watch(self) -> None:
         while not self._stopping:
             for key, _ in self._selector.select(self._patience()):
                 if key.fd == self._fifo:
                     self._read_events()
+                elif key.fd == self._signals:
+                    self._read_signals()
                 else:
                     self._record_end(key.data)
             for watched in self._watched.values():
@@ -212,9 +231,16 @@ class Supervisor:
             if "failed_at" in event:
                 if (failed := self._watched.get(event["pid"])) is not None:
                     failed.failed_at = event["failed_at"]
-                    self._start_grace(failed.generation)
+                    if self._said(failed.pid).get("exit_code") != EXIT_PREEMPTED:
+                        self._start_grace(failed.generation)
             else:
                 self._add(event["rank"], event["restart_count"], event["pid"])
+
+    def _read_signals(self) -> None:
+        self._interrupts += os.read(self._signals, 1 << 10).count(signal.SIGINT)
+        if self._interrupts > 1:
+            for watched in self._watched.values():
+                watched.end_by = time.monotonic()
 
     def _add(self, rank: int, restart_count: int, pid: int) -> None:
         # A group that changed its members starts again with the same count, and then a rank comes twice.
@@ -235,7 +261,7 @@ class Supervisor:
             result = os.waitid(os.P_PIDFD, watched.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if result is not None:
                 watched.status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-        if watched.status not in (None, 0):
+        if watched.status not in (None, 0, EXIT_PREEMPTED):
             self._start_grace(watched.generation)
 
     def _start_grace(self, generation: int) -> None:

@@ -6,7 +6,8 @@ Contenders take turns (A B C A B C ...) on the same bytes: the fp32 weights and 
     read    plain: that file, 4 MiB at a time, into one buffer  zeroshard: zs.load        dcp: torch.distributed.checkpoint.load
     pause   plain: one copy of the state into warm memory       zeroshard: Saver.save, in the background
 
-Before each read the files are dropped from the page cache, so that all three read the disk; `--warm` leaves them there.
+Before each turn the file system is synced, so that nobody pays for another's writing and removing, and before each read
+the files are dropped from the page cache, so that all three read the disk; `--warm` leaves them there.
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ class _Rig:
 
 def _timed(turn: Callable[[], None]) -> float:
     gc.collect()
+    os.sync()  # what earlier turns left to write or to free
     start = time.perf_counter()
     turn()
     return time.perf_counter() - start

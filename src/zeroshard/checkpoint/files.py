@@ -1,0 +1,69 @@
+"""Files that others will read: written under a hidden name, on disk before they are seen, and gone again if anything fails.
+
+Invariant: what has its final name is complete. `published` refuses to write over anything. Cost: one rename, one fsync per file and directory.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from zeroshard.checkpoint.shards import _cannot_write, _reserve, _write
+from zeroshard.checkpoint.steps import sync_directory
+from zeroshard.errors import CheckpointError, ConfigError
+
+__all__ = ["published", "write_new"]
+
+_SLACK_BYTES = 1 << 20  # for an index and the directory
+
+
+@contextmanager
+def published(out: Path, num_bytes: int) -> Iterator[Path]:
+    """Give a hidden path beside `out` to write `num_bytes` to, a file or a directory; rename it to `out` at the end, or remove it after an error.
+
+    Raises ConfigError where `out` is there already (an empty directory does not count), CheckpointError where there is no space.
+    """
+    out = Path(os.path.abspath(out))
+    if out.is_dir() and any(out.iterdir()):
+        raise ConfigError(f"{out} is not empty: name a directory that does not exist yet, or remove what is there")
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise ConfigError(f"{out} exists: name a path that does not, or remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    stat = os.statvfs(out.parent)
+    free = stat.f_bavail * stat.f_frsize
+    if num_bytes + _SLACK_BYTES > free:
+        raise CheckpointError(f"no space for {out}: it needs {num_bytes} bytes, and {free} are free")
+    working = out.parent / f".exporting-{out.name}-{secrets.token_hex(4)}"
+    try:
+        yield working
+        if working.is_dir():
+            sync_directory(working)
+        elif out.is_dir():
+            out.rmdir()
+        os.rename(working, out)
+        sync_directory(out.parent)
+    except BaseException:
+        shutil.rmtree(working, ignore_errors=True)
+        with suppress(OSError):
+            working.unlink()
+        raise
+
+
+def write_new(path: Path, num_bytes: int, parts: Iterable[Any]) -> None:
+    """Write `parts` (buffers of bytes, `num_bytes` in all) to the new file `path` and fsync it. Raises CheckpointError."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            _reserve(fd, num_bytes)
+            for part in parts:
+                _write(fd, memoryview(part))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise _cannot_write(path, num_bytes, error) from error

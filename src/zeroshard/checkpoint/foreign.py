@@ -1,0 +1,211 @@
+"""Other checkpoints as a step of ours: a torch state_dict, Transformers' safetensors, torch.distributed.checkpoint, DeepSpeed's ZeRO 1, 2 and 3.
+
+    recognise the format . read it (never running code that it chose) . write one file of pieces and a manifest . commit
+
+The step has one rank and the row ``ddp``; ``zeroshard.load`` reads it into any other. Without the model's code strides are those of contiguous
+tensors, and which tensors are buffers is a guess in formats that do not say (`Intake.is_buffer`). Where there is no optimizer state, or none
+that names its parameters, the step has none, and ``load(strict=False)`` takes the weights.
+
+Invariant: torch's files are opened with ``weights_only=True``, other pickles are read as data (inert.py). Cost: files are mapped, not read into memory,
+but for DCP's, which are held whole.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from zeroshard._version import __version__
+from zeroshard.checkpoint.files import write_new
+from zeroshard.checkpoint.foreign_dcp import read_dcp
+from zeroshard.checkpoint.foreign_deepspeed import read_deepspeed
+from zeroshard.checkpoint.inert import load_tensors
+from zeroshard.checkpoint.intake import MODEL_KEYS, OPTIMIZER_KEYS, STEP_KEYS, Intake, NamedOptimizer, optimizer_class, take_state
+from zeroshard.checkpoint.manifest import Manifest
+from zeroshard.checkpoint.pretrained import weight_files
+from zeroshard.checkpoint.shards import write_shard
+from zeroshard.checkpoint.steps import MANIFEST, commit, list_steps, lock, remove_leftovers, working_path
+from zeroshard.core.precision import PRECISIONS
+from zeroshard.errors import CheckpointError, ConfigError
+
+__all__ = ["READERS", "Imported", "import_checkpoint", "recognise"]
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What `import_checkpoint` wrote."""
+
+    path: Path
+    step: int
+    format: str
+    num_parameters: int
+    num_bytes: int
+    optimizer: str | None  # the name of its class
+    notes: list[str]  # what was found and not taken, and what was guessed
+
+
+def import_checkpoint(
+    source: Path,
+    directory: Path,
+    *,
+    format: str = "auto",
+    step: int | None = None,
+    buffers: Sequence[str] = (),
+    optimizer: str | None = None,
+) -> Imported:
+    """Write what is in `source` as a step in `directory`.
+
+    `step` is its number (default: what the source says, or 0). `buffers` are patterns of the names of tensors that are buffers, beyond those that are
+    recognised. `optimizer` is the name of the optimizer's class, where the source does not say or says another.
+
+    Raises CheckpointError for a source that is damaged, hostile or incomplete, ConfigError where the format is unknown or the step is there already.
+    """
+    format = recognise(source) if format == "auto" else format
+    with ExitStack() as stack:
+        intake = Intake(buffers, optimizer)
+        READERS[format](source, intake, stack)
+        number = (intake.step or 0) if step is None else step
+        path, num_bytes = _write(intake, directory, number, format)
+    name = None if intake.optimizer is None else intake.optimizer["class"]
+    return Imported(path, number, format, len(intake.parameters), num_bytes, name, intake.notes)
+
+
+def recognise(source: Path) -> str:
+    """Return which format `source` has. Raises ConfigError where it has none that is known."""
+    if not source.is_dir():
+        if not source.exists():
+            raise FileNotFoundError(2, "No such file or directory", str(source))
+        return "hf" if source.suffix == ".safetensors" else "torch"
+    if any(source.glob("model*.safetensors*")):
+        return "hf"
+    if (source / ".metadata").is_file():
+        return "dcp"
+    if (source / "latest").is_file() or any(source.glob("global_step*")) or any(source.glob("*model_states.pt")):
+        return "deepspeed"
+    raise ConfigError(f"{source} is no checkpoint that is known here (torch, Transformers, DCP, DeepSpeed); --from says which it is")
+
+
+def _write(intake: Intake, directory: Path, step: int, format: str) -> tuple[Path, int]:
+    directory.mkdir(parents=True, exist_ok=True)
+    with lock(directory):
+        remove_leftovers(directory)
+        if step in list_steps(directory):
+            raise ConfigError(f"{directory} already holds step {step}: choose another with --step, or another directory")
+        working = working_path(directory, step, secrets.token_hex(4))
+        working.mkdir()
+        try:
+            metadata = {"format": "zeroshard", "step": str(step)}
+            file, tensors = write_shard(working / "rank-00000-of-00001.safetensors", 0, intake.stored, metadata)
+            manifest = Manifest(
+                step=step,
+                world=1,
+                written_by=f"zeroshard {__version__}, torch {torch.__version__}, imported ({format})",
+                policy="ddp",
+                precision=PRECISIONS["fp32"].describe(),
+                files=(file,),
+                parameters=intake.parameters,
+                tensors=tuple(tensors),
+                optimizer=intake.optimizer,
+            )
+            text = manifest.dump()
+            Manifest.parse(text, "what was imported")
+            write_new(working / MANIFEST, len(text), [text])
+            return commit(working, directory, step), manifest.total_bytes()
+        except BaseException:
+            shutil.rmtree(working, ignore_errors=True)
+            raise
+
+
+# ------------------------------------------------------------------ torch
+
+
+def _read_torch(source: Path, intake: Intake, stack: ExitStack) -> None:
+    read_tree(load_tensors(source, str(source)), intake, str(source))
+
+
+def read_tree(content: Any, intake: Intake, where: str) -> None:
+    """Take a state_dict, or a dictionary that holds one beside the optimizer's state and the number of steps."""
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{where} holds a {type(content).__name__}, not a state_dict")
+    model = next((content[key] for key in MODEL_KEYS if isinstance(content.get(key), dict)), None)
+    if model is None:
+        if not any(isinstance(value, torch.Tensor) for value in content.values()):
+            keys = ", ".join(map(repr, content))
+            raise CheckpointError(f"{where} holds no state_dict under one of {', '.join(MODEL_KEYS)}: it has {keys}")
+        take_state(intake, _named(content, where), None)
+        return
+    step = next((content[key] for key in STEP_KEYS if key in content), None)
+    intake.step = int(step) if isinstance(step, int | torch.Tensor) and int(step) >= 0 else None
+    found = next((content[key] for key in OPTIMIZER_KEYS if content.get(key)), None)
+    optimizer = None if found is None else _named_optimizer(found, content, intake)
+    take_state(intake, _named(model, where), optimizer)
+
+
+def _named(state: dict[Any, Any], where: str) -> dict[str, Any]:
+    if not all(isinstance(name, str) for name in state):
+        raise CheckpointError(f"{where} makes no sense: a state_dict has a key that is no name")
+    return state
+
+
+def _named_optimizer(found: Any, content: Mapping[str, Any], intake: Intake) -> NamedOptimizer | None:
+    """Return the optimizer's state where it names its parameters: as torch's get_optimizer_state_dict gives it, or as our export does."""
+    state, groups = found, content.get("param_groups")
+    if isinstance(found, dict) and isinstance(found.get("state"), dict) and isinstance(found.get("param_groups"), list):
+        state, groups = found["state"], found["param_groups"]
+    try:
+        names = [*state, *(name for group in groups or () for name in group["params"])]
+        if any(isinstance(name, int) for name in names):
+            intake.notes.append(
+                "the optimizer's state is not taken: it numbers its parameters (torch's get_optimizer_state_dict names them)"
+            )
+            return None
+        keys = {key for values in state.values() for key in values}
+        name = intake.optimizer_name or content.get("optimizer_class") or optimizer_class(groups or (), keys)
+        if name is not None and groups:
+            return NamedOptimizer(str(name), list(groups), {str(one): dict(values) for one, values in state.items()})
+    except (TypeError, KeyError, AttributeError, ValueError):
+        pass
+    intake.notes.append("the optimizer's state is not taken: its form is not known here")
+    return None
+
+
+# ------------------------------------------------------------------ Transformers
+
+
+def _read_hf(source: Path, intake: Intake, stack: ExitStack) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    for path in weight_files(source):
+        try:
+            opened = stack.enter_context(safe_open(path, framework="pt"))
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                if name in tensors:
+                    raise CheckpointError(f"{path} holds {name!r}, as another file of the checkpoint does")
+                tensors[name] = opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+    take_state(intake, tensors, None)
+
+
+def _read_dcp(source: Path, intake: Intake, stack: ExitStack) -> None:
+    wanted = {*MODEL_KEYS, *OPTIMIZER_KEYS, *STEP_KEYS, "param_groups", "optimizer_class"}
+    read_tree(read_dcp(source, wanted), intake, str(source))
+
+
+def _read_deepspeed(source: Path, intake: Intake, stack: ExitStack) -> None:
+    read_deepspeed(source, intake)
+
+
+READERS: dict[str, Callable[[Path, Intake, ExitStack], None]] = {
+    "torch": _read_torch,
+    "hf": _read_hf,
+    "dcp": _read_dcp,
+    "deepspeed": _read_deepspeed,
+}

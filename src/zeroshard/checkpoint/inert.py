@@ -1,0 +1,175 @@
+"""Pickles that others wrote, read as data: torch files through torch's own restricted reader, the rest by a machine that calls nothing.
+
+A pickle is a program for a small stack machine. The machine here knows the instructions that make plain values; where the program asks for a class or
+a function, it gets the *name*, and where it asks to call one or to fill an object, a `Record` of what it would have done. A name that the
+caller does not expect ends the reading.
+
+Invariant: no code runs that a pickle chose. Cost: a few microseconds per instruction; torch files are mapped.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import re
+import zipfile
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from zeroshard.errors import CheckpointError
+
+__all__ = ["Name", "Record", "load_tensors", "read_inert"]
+
+
+@dataclass(frozen=True)
+class Name:
+    """A class, a function or a constant that the pickle refers to."""
+
+    name: str
+
+
+@dataclass(eq=False)
+class Record:
+    """What would have been an object: made by calling `name` with `args`, and given `state`."""
+
+    name: str
+    args: tuple[Any, ...]
+    state: Any = None
+
+
+_MARK = object()
+_VALUES = (  # they push their argument
+    *("BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4", "BINFLOAT", "BINBYTES", "BINBYTES8", "SHORT_BINBYTES"),
+    *("BINUNICODE", "BINUNICODE8", "SHORT_BINUNICODE"),
+)
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_NOTHING = {"PROTO", "FRAME"}
+
+
+def read_inert(data: bytes, allowed: Container[str], where: str) -> Any:
+    """Return the value of a pickle; `allowed` are the full names that may occur, `where` names the pickle in errors. Raises CheckpointError."""
+    machine = _Machine(allowed, where)
+    try:
+        for instruction, argument, _ in pickletools.genops(data):
+            if instruction.name == "STOP":
+                return machine.stack.pop()
+            machine.run(instruction.name, argument)
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{where} makes no sense: {type(error).__name__}: {error}") from None
+    raise CheckpointError(f"{where} ends too early")
+
+
+class _Machine:
+    def __init__(self, allowed: Container[str], where: str) -> None:
+        self.stack: list[Any] = []
+        self._allowed = allowed
+        self._where = where
+        self._memo: dict[int, Any] = {}
+        self._rest: dict[str, Callable[[Any], None]] = {
+            "MARK": lambda argument: self.stack.append(_MARK),
+            "EMPTY_LIST": lambda argument: self.stack.append([]),
+            "EMPTY_DICT": lambda argument: self.stack.append({}),
+            "EMPTY_SET": lambda argument: self.stack.append(set()),
+            "TUPLE": lambda argument: self.stack.append(tuple(self._marked())),
+            "TUPLE1": lambda argument: self._tuple(1),
+            "TUPLE2": lambda argument: self._tuple(2),
+            "TUPLE3": lambda argument: self._tuple(3),
+            "APPEND": lambda argument: self._extend([self.stack.pop()]),
+            "APPENDS": lambda argument: self._extend(self._marked()),
+            "ADDITEMS": lambda argument: self._add(self._marked()),
+            "SETITEM": lambda argument: self._set([self.stack.pop(-2), self.stack.pop()]),
+            "SETITEMS": lambda argument: self._set(self._marked()),
+            "GLOBAL": lambda argument: self._name(*argument.split(" ")),
+            "STACK_GLOBAL": lambda argument: self._name(self.stack.pop(-2), self.stack.pop()),
+            "REDUCE": lambda argument: self._call(),
+            "NEWOBJ": lambda argument: self._call(),
+            "BUILD": lambda argument: self._build(self.stack.pop()),
+            "MEMOIZE": lambda argument: self._memo.__setitem__(len(self._memo), self.stack[-1]),
+            **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), lambda argument: self._memo.__setitem__(argument, self.stack[-1])),
+            **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda argument: self.stack.append(self._memo[argument])),
+        }
+
+    def run(self, instruction: str, argument: Any) -> None:
+        if instruction in _VALUES:
+            self.stack.append(argument)
+        elif instruction in _CONSTANTS:
+            self.stack.append(_CONSTANTS[instruction])
+        elif instruction in self._rest:
+            self._rest[instruction](argument)
+        elif instruction not in _NOTHING:
+            raise CheckpointError(f"{self._where} holds the pickle instruction {instruction}, which is not for data: refused")
+
+    def _marked(self) -> list[Any]:
+        """Take what lies above the last mark, and the mark."""
+        found: list[Any] = []
+        while (value := self.stack.pop()) is not _MARK:
+            found.append(value)
+        return found[::-1]
+
+    def _tuple(self, size: int) -> None:
+        if len(self.stack) < size:
+            raise ValueError("too few values for a tuple")
+        self.stack[-size:] = [tuple(self.stack[-size:])]
+
+    def _extend(self, values: list[Any]) -> None:
+        self._container(list).extend(values)
+
+    def _add(self, values: list[Any]) -> None:
+        self._container(set).update(values)
+
+    def _set(self, pairs: list[Any]) -> None:
+        self._container(dict).update(zip(pairs[::2], pairs[1::2], strict=True))
+
+    def _container(self, kind: type[Any]) -> Any:
+        if type(self.stack[-1]) is not kind:
+            raise ValueError(f"a {type(self.stack[-1]).__name__} is filled as a {kind.__name__}")
+        return self.stack[-1]
+
+    def _name(self, module: str, name: str) -> None:
+        full = f"{module}.{name}"
+        if full not in self._allowed:
+            raise CheckpointError(f"{self._where} asks for {full}, which has no place in it: refused, and nothing of it was run")
+        self.stack.append(Name(full))
+
+    def _call(self) -> None:
+        args, what = self.stack.pop(), self.stack.pop()
+        if not isinstance(what, Name) or not isinstance(args, tuple):
+            raise ValueError("something is called that is no name")
+        self.stack.append(Record(what.name, args))
+
+    def _build(self, state: Any) -> None:
+        if not isinstance(self.stack[-1], Record):
+            raise ValueError("something is filled that is no object")
+        self.stack[-1].state = state
+
+
+# ------------------------------------------------------------------ torch
+
+
+def load_tensors(source: Path | IO[bytes], where: str, classes: Iterable[tuple[Any, str]] = ()) -> Any:
+    """Return what a torch file holds; where it is a path, its tensors are mapped, not read.
+
+    `where` names it in errors; `classes` are stand-ins for further classes, each with the full name of what it stands for.
+
+    Raises CheckpointError for a file that is damaged, or that asks for anything but tensors and plain values.
+    """
+    mapped = isinstance(source, Path) and zipfile.is_zipfile(source)
+    try:
+        with torch.serialization.safe_globals(list(classes)):
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
+    except OSError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{where} is refused, and nothing of it was run: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """Return in one line what torch says in many."""
+    text = " ".join(str(error).split())
+    asked = re.search(r"\bGLOBAL (\S+)", text)
+    if asked is not None:
+        return f"it asks for {asked[1]}, which has no place in it"
+    return text[max(text.find("WeightsUnpickler error:"), 0) :].split(". ")[0] or type(error).__name__

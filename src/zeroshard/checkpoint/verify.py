@@ -1,0 +1,90 @@
+"""Read a step whole and say everything that is wrong with it: which file, which parameter, which elements.
+
+Invariant: where nothing is found, every byte of every file has the hash that the manifest says, and the manifest the one in its own last line. A
+damaged file does not end the search. Cost: one pass over the bytes; memory for one chunk.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zeroshard.checkpoint.manifest import Manifest, ShardEntry, TensorEntry
+from zeroshard.checkpoint.shards import ShardReader, describe_range
+from zeroshard.checkpoint.steps import MANIFEST, read_manifest
+from zeroshard.errors import CheckpointError
+
+__all__ = ["Damage", "verify"]
+
+_NOT_THERE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR)  # ELOOP: a link, which no save leaves
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One thing that is wrong."""
+
+    file: str
+    what: str
+    parameter: str | None = None
+    kind: str | None = None  # of the tensor
+    unreadable: bool = False  # the system refused to read: the bytes may be right
+
+
+def verify(step: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> list[Damage]:
+    """Check the checkpoint in the directory `step`; return what is wrong, in the order of the files. `progress` is told how many bytes were read."""
+    try:
+        manifest = read_manifest(step)
+    except CheckpointError as error:
+        return [Damage(MANIFEST, str(error), unreadable=_refused(error))]
+    found: list[Damage] = []
+    tensors: dict[int, list[TensorEntry]] = {}
+    for entry in manifest.tensors:
+        tensors.setdefault(entry.file, []).append(entry)
+    for number, file in enumerate(manifest.files):
+        found += _check_file(step / file.name, file, tensors.get(number, []), manifest, progress)
+    expected = {MANIFEST, *(file.name for file in manifest.files)}
+    found += [
+        Damage(path.name, f"{path} does not belong to the checkpoint") for path in sorted(step.iterdir()) if path.name not in expected
+    ]
+    return found
+
+
+def _check_file(
+    path: Path, file: ShardEntry, tensors: list[TensorEntry], manifest: Manifest, progress: Callable[[int], None]
+) -> Iterator[Damage]:
+    """Yield what is wrong with one file; where its size or its header is, still look at each tensor that is there."""
+    size = file.bytes
+    try:
+        with ShardReader(path, file, chunk_bytes=manifest.chunk_bytes):
+            pass
+    except CheckpointError as error:
+        yield Damage(file.name, str(error), unreadable=_refused(error))
+        if error.__cause__ is not None or path.is_symlink() or not path.is_file():
+            return
+        size = path.stat().st_size
+    with ShardReader(path, replace(file, bytes=size), chunk_bytes=manifest.chunk_bytes, verify=False) as reader:
+        for entry in tensors:
+            if file.header_bytes + entry.offset + entry.num_bytes > size:
+                yield Damage(file.name, f"{path} ends before the end of {_tensor(entry)}", entry.parameter, entry.kind)
+            else:
+                yield from _check_tensor(reader, entry)
+            progress(entry.num_bytes)
+
+
+def _check_tensor(reader: ShardReader, entry: TensorEntry) -> Iterator[Damage]:
+    try:
+        for what in reader.check(entry):
+            yield Damage(reader.path.name, f"{reader.path} is damaged: {what}", entry.parameter, entry.kind)
+    except CheckpointError as error:
+        yield Damage(reader.path.name, f"{error} ({_tensor(entry)})", entry.parameter, entry.kind, unreadable=_refused(error))
+
+
+def _tensor(entry: TensorEntry) -> str:
+    return describe_range(entry, 0, entry.num_bytes)
+
+
+def _refused(error: CheckpointError) -> bool:
+    """Return whether the operating system refused, for another reason than that the file is not there."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno not in _NOT_THERE
