@@ -122,13 +122,12 @@ def _full_on(rank: int, world: int, folder: Path, kind: str, failing: tuple[int,
     return str(error.value)
 
 
-RACES = pytest.mark.xfail(reason="rank 0 takes the directory away while the others still write: they say 'No such file or directory'")
 
 
 @pytest.mark.parametrize(
     ("failing", "background"),
     [
-        pytest.param(failing, background, marks=RACES if background and 0 in failing else (), id=f"{failing} {'in the background' if background else 'now'}")
+        pytest.param(failing, background, id=f"{failing} {'in the background' if background else 'now'}")
         for failing in ((0,), (1,), (0, 1))
         for background in (False, True)
     ],

@@ -19,10 +19,10 @@ import torch
 
 from zeroshard.buffer import PagePool
 from zeroshard.checkpoint.manifest import Manifest, TensorEntry, digest
-from zeroshard.checkpoint.pieces import EXTRA, RNG, SCALER, VALUE, Stateful, buffers_of, parameters_of, restore_generators
+from zeroshard.checkpoint.pieces import EXTRA, RNG, SCALER, VALUE, Stateful, buffers_of, generators, parameters_of, restore_generators
 from zeroshard.checkpoint.save import settle
 from zeroshard.checkpoint.shards import DTYPES, ShardReader
-from zeroshard.checkpoint.steps import list_steps, read_manifest
+from zeroshard.checkpoint.steps import MANIFEST, check_files, list_steps, read_manifest
 from zeroshard.checkpoint.values import decode
 from zeroshard.errors import CheckpointError
 from zeroshard.runtime.ema import EMA
@@ -79,9 +79,10 @@ def load(
             restored = _load_step(directory, number, engine, dict(states or {}), strict, verify)
         except CheckpointError as error:
             if not candidates:
-                raise
+                raise CheckpointError("; ".join([*damaged, str(error)])) from error
             if fallback is None:
-                raise CheckpointError(f"{error}. Step {candidates[-1]} is there, too: fallback='previous' takes it") from error
+                more = "" if isinstance(error, _Misfit) else f". Step {candidates[-1]} is there, too: fallback='previous' takes it"
+                raise CheckpointError(f"{error}{more}") from error
             damaged.append(str(error))
             if engine.rank == 0:
                 _log.warning("step %d is passed over: %s", number, error)
@@ -117,13 +118,13 @@ def _load_step(directory: Path, step: int, engine: Engine, states: dict[str, Sta
                 raise CheckpointError(f"{directory} holds no step {step} that this rank can see: is it on storage that all ranks share?")
             reading = _Reading(path, engine, states, stack, verify=verify)
             if strict and reading.misfits:
-                raise CheckpointError(f"{path} does not fit {type(engine.module).__name__}: {_some(reading.misfits)}; strict=False loads what fits")
+                raise _Misfit(f"{path} does not fit {type(engine.module).__name__}: {_some(reading.misfits)}; strict=False loads what fits")
             reading.read()
         except CheckpointError as refused:
             error = refused
-        except (KeyError, TypeError, ValueError, AttributeError) as odd:  # values that no save writes
-            error = CheckpointError(f"step {step} in {directory} makes no sense: {type(odd).__name__}: {odd}")
-        mine = b"" if reading is None else digest(reading.manifest.dump()).encode()
+        except Exception as odd:  # values that no save writes, a disk that fails, no memory: the other ranks must hear of it
+            error = CheckpointError(f"step {step} in {directory} cannot be read: {type(odd).__name__}: {odd}")
+        mine = b"" if reading is None else reading.text_hash.encode()
         settle(engine, error)
         if len(set(engine.exchange(mine))) > 1:
             raise CheckpointError(f"the ranks see different checkpoints under {directory}: is it on storage that all ranks share?")
@@ -132,12 +133,18 @@ def _load_step(directory: Path, step: int, engine: Engine, states: dict[str, Sta
         return Restored(step, reading.path, reading.extra, reading.misfits + reading.skipped, bytes_read=reading.bytes_read())
 
 
+class _Misfit(CheckpointError):
+    """The checkpoint is sound, and of another model."""
+
+
 class _Reading:
     """One checkpoint on its way into one engine."""
 
     def __init__(self, path: Path, engine: Engine, states: dict[str, Stateful], stack: ExitStack, *, verify: bool) -> None:
         self.path = path
         self.manifest: Manifest = read_manifest(path)
+        self.text_hash = digest((path / MANIFEST).read_bytes())
+        check_files(path, self.manifest)
         self.misfits: list[str] = []  # an error where strict
         self.skipped: list[str] = []
         self.extra: Any = None
@@ -327,12 +334,15 @@ class _Reading:
 
     def apply(self) -> None:
         """Take everything over. Collective; every rank has read and verified what it needs."""
-        engine, error = self._engine, None
+        engine, error, before = self._engine, None, generators()
         try:
             for name, value in self._values.items():
                 if name in self._states:
                     self._states[name].load_state_dict(value)
+                elif name == RNG:
+                    restore_generators(value)
         except Exception as refused:
+            restore_generators(before)
             error = CheckpointError(f"states[{name!r}] does not take what was saved: {type(refused).__name__}: {refused}")
         settle(engine, error)
         engine.restored(self._values.get(SCALER, {}))
@@ -351,8 +361,6 @@ class _Reading:
             for group, options in zip(optimizer.param_groups, self._groups, strict=True):
                 group.update(options)
         self.extra = self._values.get(EXTRA)
-        if RNG in self._values:
-            restore_generators(self._values[RNG])
 
 
 def _order(stride: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from math import prod
+from math import isfinite, prod
 from reprlib import repr as brief
-from typing import Any, NoReturn
+from typing import Any
 
 import xxhash
 
@@ -161,7 +161,7 @@ class Manifest:
 
 def _parse(text: bytes, where: str) -> Manifest:
     try:
-        raw = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        raw = json.loads(text, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} is not JSON: {_cut(error)}") from None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
@@ -211,8 +211,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
+def _finite(text: str) -> float:
+    number = float(text)
+    if not isfinite(number):  # NaN, Infinity, 1e999: what is not finite has a form of its own
+        raise ValueError(f"{text} is no number")
+    return number
 
 
 def _cut(error: Exception) -> str:

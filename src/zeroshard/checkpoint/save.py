@@ -234,13 +234,17 @@ class Saver:
             settle(self._engine, failure)
         elif failure is not None:
             with suppress(OSError):
+                self._shard(job).unlink()  # on a full disk the note needs its space
+            with suppress(OSError):
                 _leave(job.path / f"rank-{self._engine.rank}.failed", str(failure))
+            if self._engine.rank == 0:
+                with suppress(CheckpointError, OSError):
+                    self._gather(job)
             raise failure
 
     def _write(self, job: _Job) -> None:
-        rank, world = self._engine.rank, self._engine.world
-        name = f"rank-{rank:05d}-of-{world:05d}.safetensors"
-        file, tensors = write_shard(job.path / name, rank, job.part.stored, job.metadata)
+        rank = self._engine.rank
+        file, tensors = write_shard(self._shard(job), rank, job.part.stored, job.metadata)
         index = {
             "file": asdict(file),
             "tensors": [asdict(entry) for entry in tensors],
@@ -252,9 +256,24 @@ class Saver:
         except OSError as error:
             raise CheckpointError(f"{job.path} cannot be written: {error.strerror}") from error
 
+    def _shard(self, job: _Job) -> Path:
+        return job.path / f"rank-{self._engine.rank:05d}-of-{self._engine.world:05d}.safetensors"
+
+    def _gather(self, job: _Job) -> list[dict[str, Any]]:
+        """Wait for every rank's part; raise what one said only when no rank writes any more: the directory goes then, and who still wrote would say that."""
+        indices, failure = [], None
+        for rank in range(self._engine.world):
+            try:
+                indices.append(self._await(job.path, rank))
+            except CheckpointError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return indices
+
     def _commit(self, job: _Job) -> None:
         """On rank 0: wait for every rank's file, write the manifest, make the step visible."""
-        indices = [self._await(job.path, rank) for rank in range(self._engine.world)]
+        indices = self._gather(job)
         manifest = self._manifest(job, indices)
         try:
             for rank in range(self._engine.world):
@@ -263,7 +282,7 @@ class Saver:
         except OSError as error:
             raise CheckpointError(f"{job.path / MANIFEST} cannot be written: {error.strerror}") from error
         commit(job.path, self.directory, job.step)
-        prune(self.directory, keep_last=self._keep_last, keep_every=self._keep_every)
+        prune(self.directory, keep_last=self._keep_last, keep_every=self._keep_every, written=job.step)
 
     def _await(self, path: Path, rank: int) -> dict[str, Any]:
         deadline, hurried = time.monotonic() + self._timeout_s, False
