@@ -5,6 +5,7 @@ Invariant: what has its final name is complete. `published` refuses to write ove
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -13,13 +14,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from zeroshard.checkpoint.shards import _cannot_write, _reserve, _write
 from zeroshard.checkpoint.steps import sync_directory
 from zeroshard.errors import CheckpointError, ConfigError
 
 __all__ = ["published", "write_new"]
 
 _SLACK_BYTES = 1 << 20  # for an index and the directory
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -55,7 +56,10 @@ def published(out: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def write_new(path: Path, num_bytes: int, parts: Iterable[Any]) -> None:
-    """Write `parts` (buffers of bytes, `num_bytes` in all) to the new file `path` and fsync it. Raises CheckpointError."""
+    """Write `parts` (buffers of bytes, `num_bytes` in all) to the new file `path` and fsync it.
+
+    The space is reserved first. Raises CheckpointError when there is none, or the disk fails; the file may be left behind.
+    """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
@@ -67,3 +71,30 @@ def write_new(path: Path, num_bytes: int, parts: Iterable[Any]) -> None:
             os.close(fd)
     except OSError as error:
         raise _cannot_write(path, num_bytes, error) from error
+
+
+def _reserve(fd: int, num_bytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(fd, 0, num_bytes)
+        except OSError as error:
+            if error.errno in _NO_SPACE:
+                raise
+            with suppress(OSError):  # this file system cannot reserve
+                os.ftruncate(fd, 0)
+
+
+def _write(fd: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _cannot_write(path: Path, num_bytes: int, error: OSError) -> CheckpointError:
+    if error.errno not in _NO_SPACE:
+        return CheckpointError(f"{path} cannot be written: {error.strerror}")
+    try:
+        space = os.statvfs(path.parent)
+        free = f", and {space.f_bavail * space.f_frsize} are free"
+    except OSError:
+        free = ""
+    return CheckpointError(f"no space for {path}: it needs {num_bytes} bytes{free} ({error.strerror}); what was there before is untouched")

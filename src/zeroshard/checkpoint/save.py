@@ -184,7 +184,7 @@ class Saver:
             free = stat.f_bavail * stat.f_frsize
             if num_bytes + _SLACK_BYTES > free:
                 raise CheckpointError(
-                    f"no space for step {step} in {self.directory}: it needs {num_bytes} bytes, and {free} are free; earlier checkpoints are untouched"
+                    f"no space for step {step} in {self.directory}: it needs {num_bytes} bytes, and {free} are free; what was there before is untouched"
                 )
             working_path(self.directory, step, nonce).mkdir()
         except OSError as error:

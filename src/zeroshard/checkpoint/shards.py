@@ -8,11 +8,9 @@ Invariant: what `ShardReader.read` returns has the hash that the manifest says (
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 
 from zeroshard.buffer import PagePool
+from zeroshard.checkpoint.files import write_new
 from zeroshard.checkpoint.manifest import CHUNK_BYTES, ITEMSIZE, ShardEntry, TensorEntry, digest
 from zeroshard.checkpoint.steps import open_regular
 from zeroshard.errors import CheckpointError
@@ -33,7 +32,6 @@ DTYPES: dict[str, torch.dtype] = {
 }  # fmt: skip
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGN = 64  # of the start of the data
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Stored = tuple[TensorEntry, torch.Tensor]  # an entry without hashes and place, and its numbers
 
@@ -83,59 +81,27 @@ def write_shard(
     header = _header(stored, metadata)
     total = len(header) + sum(entry.num_bytes for entry, _ in stored)
     entries: list[TensorEntry] = []
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        try:
-            _reserve(fd, total)
-            _write(fd, memoryview(header))
-            offset = 0
-            for entry, tensor in stored:
-                hashes = []
-                data = as_bytes(tensor.cpu())
-                assert len(data) == entry.num_bytes, (entry.key, len(data), entry.num_bytes)
-                for start in range(0, len(data), chunk_bytes):
-                    chunk = data[start : start + chunk_bytes]
-                    hashes.append(digest(chunk))
-                    _write(fd, chunk)
-                entries.append(_placed(entry, file, offset, hashes))
-                offset += entry.num_bytes
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise _cannot_write(path, total, error) from error
+
+    def parts() -> Iterator[Any]:
+        yield header
+        offset = 0
+        for entry, tensor in stored:
+            hashes = []
+            data = as_bytes(tensor.cpu())
+            assert len(data) == entry.num_bytes, (entry.key, len(data), entry.num_bytes)
+            for start in range(0, len(data), chunk_bytes):
+                chunk = data[start : start + chunk_bytes]
+                hashes.append(digest(chunk))
+                yield chunk
+            entries.append(_placed(entry, file, offset, hashes))
+            offset += entry.num_bytes
+
+    write_new(path, total, parts())
     return ShardEntry(path.name, total, len(header), digest(header)), entries
 
 
 def _placed(entry: TensorEntry, file: int, offset: int, hashes: Sequence[str]) -> TensorEntry:
     return TensorEntry(file, offset, entry.dtype, entry.shape, tuple(hashes), entry.kind, entry.parameter, entry.start, entry.stop)
-
-
-def _reserve(fd: int, num_bytes: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(fd, 0, num_bytes)
-        except OSError as error:
-            if error.errno in _NO_SPACE:
-                raise
-            with suppress(OSError):  # this file system cannot reserve
-                os.ftruncate(fd, 0)
-
-
-def _write(fd: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
-
-
-def _cannot_write(path: Path, num_bytes: int, error: OSError) -> CheckpointError:
-    if error.errno not in _NO_SPACE:
-        return CheckpointError(f"{path} cannot be written: {error.strerror}")
-    try:
-        space = os.statvfs(path.parent)
-        free = f", and {space.f_bavail * space.f_frsize} are free"
-    except OSError:
-        free = ""
-    return CheckpointError(f"no space for {path}: it needs {num_bytes} bytes{free} ({error.strerror}); earlier checkpoints are untouched")
 
 
 def describe_range(entry: TensorEntry, start: int, stop: int) -> str:
