@@ -32,12 +32,13 @@ from zeroshard.checkpoint.manifest import Manifest, ParameterEntry, ShardEntry, 
 from zeroshard.checkpoint.pieces import RankPart, Stateful, collect, divide, parameters_of
 from zeroshard.checkpoint.shards import Stored, shard_bytes, write_shard
 from zeroshard.checkpoint.steps import MANIFEST, commit, lock, prune, remove_leftovers, working_path
-from zeroshard.errors import CheckpointError, ConfigError
+from zeroshard.errors import CheckpointError, ConfigError, PeerLostError
 from zeroshard.runtime.engine import Engine
 
 __all__ = ["Saver", "save", "settle"]
 
 _POLL_S = 0.005
+_LOOK_S = 0.5  # how often a rank that waits for its own writer looks whether the others are alive
 _HURRY_S = 5.0  # how long a program that ends waits for the other ranks' files
 _SLACK_BYTES = 1 << 20  # for the manifest and the directory
 
@@ -128,7 +129,14 @@ class Saver:
         """Return when no save is under way; raise CheckpointError where the last one failed, on any rank. Collective."""
         if self._writer is None:
             return
-        self._writer.join()
+        while self._writer.is_alive():
+            self._writer.join(_LOOK_S)
+            try:
+                self._engine.check_peers("a save in the background")
+            except PeerLostError:
+                self._hurry.set()
+                self._writer.join()
+                raise
         self._writer = None
         self._settle_run()
 

@@ -170,6 +170,8 @@ class NcclTransport:
 
     def progress(self) -> None: ...
 
+    def check_peers(self, what: str) -> None: ...
+
     def abandon(self) -> None:
         left, self._under_way = self._under_way, []
         for work in left:  # a collective that was enqueued cannot be recalled; every rank enqueued the same ones

@@ -137,6 +137,10 @@ class PairedTransport:
         self._gathers = [work for work in self._gathers if not work.advance()]
         self.collectives.progress()
 
+    def check_peers(self, what: str) -> None:
+        self.progress()
+        self.mail.links.require(self.near, what)
+
     def wait_until(
         self,
         ready: Callable[[], bool],

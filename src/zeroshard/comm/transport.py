@@ -166,6 +166,9 @@ class Transport(Protocol):
     def progress(self) -> None:
         """Take note of what has arrived and do the sums that have become possible. Never blocks."""
 
+    def check_peers(self, what: str) -> None:
+        """Raise PeerLostError, saying that it was during `what`, where another rank is known to have ended. Never blocks."""
+
     def abandon(self) -> None:
         """After an exception on all ranks: forget everything under way, meet the other ranks, and be usable again. Collective."""
 

@@ -285,6 +285,10 @@ class Engine:
         self._check_open()
         return self._context.transport.exchange(payload)
 
+    def check_peers(self, what: str) -> None:
+        """Raise PeerLostError, saying that it was during `what`, where another rank is known to have ended."""
+        self._context.transport.check_peers(what)
+
     @property
     def rank(self) -> int:
         """This rank's number among the data parallel ranks."""
