@@ -28,7 +28,7 @@ test: lint
 	$(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
 
 test-slow: $(VENV)/.ready-test
-	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest -m slow --timeout 1800 -o skip_budget=7 $(ARGS)  # seven need DeepSpeed: see CONTRIBUTING.md
 
 bench: $(VENV)/.ready-bench
 	$(BIN)/zeroshard bench step $(ARGS)

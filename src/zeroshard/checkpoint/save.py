@@ -39,7 +39,7 @@ __all__ = ["Saver", "save", "settle"]
 
 _POLL_S = 0.005
 _LOOK_S = 0.5  # how often a rank that waits for its own writer looks whether the others are alive
-_HURRY_S = 5.0  # how long a program that ends waits for the other ranks' files
+_HURRY_S = 2.0  # how long a program that ends waits for the other ranks' files: less than a launcher's grace
 _SLACK_BYTES = 1 << 20  # for the manifest and the directory
 
 

@@ -4,6 +4,7 @@ Contenders take turns (A B C A B C ...) on the same bytes: the fp32 weights and 
 
     write   plain: one file, 4 MiB at a time, then fsync        zeroshard: zs.save        dcp: torch.distributed.checkpoint.save
     read    plain: that file, 4 MiB at a time, into one buffer  zeroshard: zs.load        dcp: torch.distributed.checkpoint.load
+            kept: the same, into new memory, where it stays
     pause   plain: one copy of the state into warm memory       zeroshard: Saver.save, in the background
 
 Before each turn the file system is synced, so that nobody pays for another's writing and removing, and before each read
@@ -34,6 +35,7 @@ from zeroshard.api import shard
 from zeroshard.checkpoint.load import load
 from zeroshard.checkpoint.manifest import CHUNK_BYTES
 from zeroshard.checkpoint.save import Saver, save
+from zeroshard.checkpoint.shards import as_bytes
 from zeroshard.launch.bench.results import machine_facts
 from zeroshard.launch.bench.stats import bootstrap_median, judge
 
@@ -84,7 +86,7 @@ class _Rig:
     def write_plain(self) -> None:
         with (self.folder / "plain").open("wb", buffering=0) as file:
             for tensor in self.tensors:
-                data = memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+                data = as_bytes(tensor)
                 for start in range(0, len(data), CHUNK_BYTES):
                     file.write(data[start : start + CHUNK_BYTES])
             os.fsync(file.fileno())
@@ -100,6 +102,13 @@ class _Rig:
         with (self.folder / "plain").open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
+
+    def read_kept(self) -> None:
+        kept = torch.empty(self.num_bytes, dtype=torch.uint8)
+        target, start = as_bytes(kept), 0
+        with (self.folder / "plain").open("rb", buffering=0) as file:
+            while start < len(target):
+                start += file.readinto(target[start : start + CHUNK_BYTES]) or 0
 
     def read_ours(self) -> None:
         load(self.folder / "ours", self.engine)
@@ -141,7 +150,7 @@ def _measure(rig: _Rig, rounds: int) -> Iterator[dict[str, float]]:
             seconds[name] = _timed(getattr(rig, name))
         rig.write_plain()
         rig.write_ours()
-        for name in ("read_plain", "read_ours", "read_dcp"):
+        for name in ("read_plain", "read_kept", "read_ours", "read_dcp"):
             rig.forget()
             seconds[name] = _timed(getattr(rig, name))
         for name in ("copy_plain", "pause_ours"):
@@ -172,6 +181,7 @@ def run(*, num_bytes: int, rounds: int, folder: Path | None, warm: bool, out: Pa
         Comparison("save", "plain write and fsync", times("write_ours"), times("write_plain"), 0.8),
         Comparison("save", "torch.distributed.checkpoint", times("write_ours"), times("write_dcp"), 1.0),
         Comparison("load", "plain read", times("read_ours"), times("read_plain"), 0.8),
+        Comparison("load", "plain read into memory that keeps it", times("read_ours"), times("read_kept"), 0.8),
         Comparison("load", "torch.distributed.checkpoint", times("read_ours"), times("read_dcp"), 1.0),
         Comparison("pause in the background", "one memory copy", times("pause_ours"), times("copy_plain"), 1 / 1.3),
     ]
