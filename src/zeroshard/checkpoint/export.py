@@ -22,10 +22,9 @@ from typing import Any, Literal
 
 import torch
 
-from zeroshard.buffer import PagePool
 from zeroshard.checkpoint.files import published, write_new
-from zeroshard.checkpoint.manifest import ITEMSIZE, Manifest, ParameterEntry, TensorEntry
-from zeroshard.checkpoint.shards import DTYPES, ShardReader, as_bytes, dtype_code, header_of
+from zeroshard.checkpoint.manifest import BUFFER, ITEMSIZE, STATE, VALUE, Manifest, ParameterEntry, TensorEntry
+from zeroshard.checkpoint.shards import DTYPES, OpenShards, as_bytes, dtype_code, header_of
 from zeroshard.checkpoint.steps import read_manifest
 from zeroshard.checkpoint.values import decode
 from zeroshard.errors import CheckpointError
@@ -34,7 +33,6 @@ __all__ = ["FORMATS", "export"]
 
 Format = Literal["hf", "torch", "dcp"]
 FORMATS: tuple[Format, ...] = ("hf", "torch", "dcp")
-VALUE, STATE, BUFFER = "value", "state.", "buffer/"  # kinds of tensors in a manifest
 
 
 def export(
@@ -88,10 +86,8 @@ class _Source:
         self.path = path
         self.manifest: Manifest = read_manifest(path)
         self._dtype = dtype
-        self._stack = stack
         self._progress = progress
-        self._pages = PagePool()
-        self._files: dict[int, ShardReader] = {}
+        self._shards = OpenShards(path, self.manifest, stack)
         self._pieces = self.manifest.pieces()
 
     def items(self) -> list[_Item]:
@@ -145,16 +141,9 @@ class _Source:
             step = max(1, self.manifest.chunk_bytes // ITEMSIZE[piece.dtype])  # a chunk at a time is read, and so hashed, once
             for start in range(0, piece.numel, step):
                 stop = min(start + step, piece.numel)
-                chunk = self._file(piece.file).read(piece, start, stop, self._pages)
+                chunk = self._shards.read(piece, start, stop)
                 self._progress(chunk.numel() * chunk.element_size())
                 yield _converted(chunk, DTYPES[item.dtype], item.name)
-
-    def _file(self, number: int) -> ShardReader:
-        if number not in self._files:
-            file = self.manifest.files[number]
-            reader = ShardReader(self.path / file.name, file, chunk_bytes=self.manifest.chunk_bytes)
-            self._files[number] = self._stack.enter_context(reader)
-        return self._files[number]
 
 
 def _row_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

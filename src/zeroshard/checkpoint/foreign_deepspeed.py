@@ -27,6 +27,7 @@ import torch
 
 from zeroshard.checkpoint.inert import load_tensors
 from zeroshard.checkpoint.intake import Intake, optimizer_class
+from zeroshard.checkpoint.manifest import STATE, VALUE
 from zeroshard.errors import CheckpointError, ConfigError
 
 __all__ = ["read_deepspeed"]
@@ -160,7 +161,7 @@ def _take_untrained(
         position, numel = 0, prod(shape)
         for model in models:
             part = model["frozen_param_fragments"][name].reshape(-1)[: numel - position]
-            intake.piece(name, "value", position, part)
+            intake.piece(name, VALUE, position, part)
             position += part.numel()
         if position != numel:
             raise CheckpointError(f"{directory} holds {position} of the {numel} elements of frozen parameter {name!r}")
@@ -177,7 +178,7 @@ def _take_untrained(
             intake.notes.append(f"{name!r} is not taken: DeepSpeed saved nothing of it (its optimizer does not have it)")
         else:
             intake.parameter(name, tensor.shape, trained=trained, aliases=aliases.get(name, ()))
-            intake.piece(name, "value", 0, tensor)
+            intake.piece(name, VALUE, 0, tensor)
 
 
 # ------------------------------------------------------------------ what ZeRO has cut
@@ -192,8 +193,8 @@ def _take_trained(directory: Path, optims: Sequence[Mapping[str, Any]], shapes: 
     ranks = [_rank(optim, stage) for optim in optims]
     slices = _cut_parameters(directory, ranks, shapes) if stage == 3 else _cut_groups(directory, ranks, shapes, optims[0])
     for name, cut in slices:
-        tensors = {"value": ranks[cut.rank].masters[cut.group]} | {
-            f"state.{key}": value
+        tensors = {VALUE: ranks[cut.rank].masters[cut.group]} | {
+            f"{STATE}{key}": value
             for key, value in ranks[cut.rank].states[cut.group].items()
             if isinstance(value, torch.Tensor) and value.dim() > 0
         }

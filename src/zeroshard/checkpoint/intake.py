@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.manifest import ParameterEntry, TensorEntry
+from zeroshard.checkpoint.manifest import BUFFER, STATE, VALUE, ParameterEntry, TensorEntry
 from zeroshard.checkpoint.shards import Stored, dtype_code
 from zeroshard.checkpoint.values import encode
 from zeroshard.errors import CheckpointError
@@ -69,7 +69,7 @@ class Intake:
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
         self._new(name)
-        self.stored.append((TensorEntry(0, 0, _code(tensor, name), tuple(tensor.shape), (), f"buffer/{name}@0"), tensor))
+        self.stored.append((TensorEntry(0, 0, _code(tensor, name), tuple(tensor.shape), (), f"{BUFFER}{name}@0"), tensor))
 
     def is_buffer(self, name: str, tensor: torch.Tensor) -> bool:
         """Guess whether a tensor of a state_dict, which does not say, is a buffer."""
@@ -118,7 +118,7 @@ def take_state(intake: Intake, state: Mapping[str, Any], optimizer: NamedOptimiz
             intake.buffer(name, tensor)
         else:
             intake.parameter(name, tensor.shape, trained=trained is None or name in trained, aliases=aliases[name])
-            intake.piece(name, "value", 0, tensor)
+            intake.piece(name, VALUE, 0, tensor)
     if optimizer is not None:
         _take_optimizer(intake, optimizer, first_of)
 
@@ -128,7 +128,7 @@ def _take_optimizer(intake: Intake, optimizer: NamedOptimizer, first_of: Mapping
     for name, values in optimizer.state.items():
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
-                intake.piece(first_of[name], f"state.{key}", 0, value)
+                intake.piece(first_of[name], f"{STATE}{key}", 0, value)
             else:
                 scalars.setdefault(first_of[name], {})[key] = value
     groups = [{**group, "params": [first_of[name] for name in group["params"]]} for group in optimizer.groups]

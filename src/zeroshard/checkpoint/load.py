@@ -17,11 +17,10 @@ from typing import Any, Literal
 
 import torch
 
-from zeroshard.buffer import PagePool
-from zeroshard.checkpoint.manifest import Manifest, TensorEntry, digest
-from zeroshard.checkpoint.pieces import EXTRA, RNG, SCALER, VALUE, Stateful, buffers_of, generators, parameters_of, restore_generators
+from zeroshard.checkpoint.manifest import BUFFER, STATE, VALUE, Manifest, TensorEntry, digest
+from zeroshard.checkpoint.pieces import EXTRA, RNG, SCALER, Stateful, buffers_of, generators, parameters_of, restore_generators
 from zeroshard.checkpoint.save import settle
-from zeroshard.checkpoint.shards import DTYPES, ShardReader
+from zeroshard.checkpoint.shards import DTYPES, OpenShards
 from zeroshard.checkpoint.steps import MANIFEST, check_files, list_steps, read_manifest
 from zeroshard.checkpoint.values import decode
 from zeroshard.errors import CheckpointError
@@ -150,10 +149,7 @@ class _Reading:
         self.extra: Any = None
         self._engine = engine
         self._states = states
-        self._stack = stack
-        self._verify = verify
-        self._pages = PagePool()
-        self._files: dict[int, ShardReader] = {}
+        self._shards = OpenShards(path, self.manifest, stack, verify=verify)
         self._pieces = self.manifest.pieces()
         self._loose = self.manifest.loose()
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (to, from): masters, weights, averages
@@ -212,7 +208,7 @@ class _Reading:
         for name in self._states:
             if name not in self.manifest.states and not self._averages(name):
                 self.misfits.append(f"states[{name!r}] is not in the checkpoint")
-        averages = {kind for _, kind in self._pieces if kind != VALUE and not kind.startswith("state.")}
+        averages = {kind for _, kind in self._pieces if kind != VALUE and not kind.startswith(STATE)}
         for name in sorted(averages | self.manifest.states.keys()):
             if name not in self._states and name not in (RNG, EXTRA, SCALER):
                 self.skipped.append(f"states[{name!r}]: not asked for")
@@ -233,7 +229,7 @@ class _Reading:
                 self._read_state(name)
 
     def bytes_read(self) -> int:
-        return sum(file.bytes_read for file in self._files.values())
+        return self._shards.bytes_read
 
     def _read_pieces(self) -> None:
         averages = {name: state for name, state in self._states.items() if isinstance(state, EMA) and self._averages(name)}
@@ -251,7 +247,7 @@ class _Reading:
         assert self.manifest.optimizer is not None
         kinds: dict[str, list[str]] = {}
         for name, kind in self._pieces:
-            if kind.startswith("state."):
+            if kind.startswith(STATE):
                 kinds.setdefault(name, []).append(kind)
         for owned in self._engine.stepped_pieces():
             there = self._there.get(id(owned.parameter))
@@ -260,13 +256,13 @@ class _Reading:
             state = {key: decode(value, self._fetch) for key, value in self.manifest.optimizer["scalars"].get(there, {}).items()}
             for kind in kinds.get(there, ()):
                 tensor = self._range(there, kind, owned.stride, owned.piece.start, owned.piece.stop)
-                state[kind.removeprefix("state.")] = tensor.to(owned.tensor.device)
+                state[kind.removeprefix(STATE)] = tensor.to(owned.tensor.device)
             self._optimizer_states.append((owned.tensor, state))
 
     def _read_buffers(self) -> None:
         rank = self._engine.rank if self._engine.world == self.manifest.world else 0
         for name, buffer in buffers_of(self._engine).items():
-            entry = self._loose.get(f"buffer/{name}@{rank}") or self._loose.get(f"buffer/{name}@0")
+            entry = self._loose.get(f"{BUFFER}{name}@{rank}") or self._loose.get(f"{BUFFER}{name}@0")
             imported = self.manifest.parameters.get(name)
             if entry is None and imported is not None and imported.shape == tuple(buffer.shape):
                 self._buffers.append((buffer, self._span(name, VALUE, 0, imported.numel).view(imported.shape)))
@@ -292,14 +288,7 @@ class _Reading:
         return self._whole(self._loose[key])
 
     def _whole(self, entry: TensorEntry) -> torch.Tensor:
-        return self._file(entry).read(entry, 0, entry.numel, self._pages).view(entry.shape)
-
-    def _file(self, entry: TensorEntry) -> ShardReader:
-        if entry.file not in self._files:
-            file = self.manifest.files[entry.file]
-            reader = ShardReader(self.path / file.name, file, chunk_bytes=self.manifest.chunk_bytes, verify=self._verify)
-            self._files[entry.file] = self._stack.enter_context(reader)
-        return self._files[entry.file]
+        return self._shards.read(entry, 0, entry.numel).view(entry.shape)
 
     def _range(self, name: str, kind: str, stride: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
         """Return elements ``[start, stop)`` of one kind of a parameter, in the order of memory of `stride`."""
@@ -314,16 +303,16 @@ class _Reading:
             return torch.empty(0)
         pieces = [piece for piece in self._pieces.get((name, kind), ()) if piece.start < stop and piece.stop > start]
         if len(pieces) == 1 and pieces[0].start <= start and stop <= pieces[0].stop:
-            return self._file(pieces[0]).read(pieces[0], start - pieces[0].start, stop - pieces[0].start, self._pages)
+            return self._shards.read(pieces[0], start - pieces[0].start, stop - pieces[0].start)
         position = start
         out: torch.Tensor | None = None
         for piece in pieces:
             first, last = max(piece.start, start), min(piece.stop, stop)
             if first != position:
                 break
-            part = self._file(piece).read(piece, first - piece.start, last - piece.start, self._pages)
+            part = self._shards.read(piece, first - piece.start, last - piece.start)
             if out is None:
-                out = self._pages.empty(stop - start, DTYPES[piece.dtype], torch.device("cpu"))
+                out = self._shards.pages.empty(stop - start, DTYPES[piece.dtype], torch.device("cpu"))
             out[first - start : last - start] = part
             position = last
         if out is None or position != stop:

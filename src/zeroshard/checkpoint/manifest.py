@@ -23,11 +23,15 @@ import xxhash
 
 from zeroshard.errors import CheckpointError
 
-__all__ = ["CHUNK_BYTES", "FORMAT", "ITEMSIZE", "SHARD_NAME", "VERSION", "Manifest", "ParameterEntry", "ShardEntry", "TensorEntry", "digest", "num_chunks"]
+__all__ = [
+    "BUFFER", "CHUNK_BYTES", "FORMAT", "ITEMSIZE", "SHARD_NAME", "STATE", "VALUE", "VERSION", "Manifest", "ParameterEntry", "ShardEntry", "TensorEntry",
+    "digest", "num_chunks",
+]  # fmt: skip
 
 FORMAT = "zeroshard checkpoint"
 VERSION = 1
 CHUNK_BYTES = 4 << 20
+VALUE, STATE, BUFFER = "value", "state.", "buffer/"  # kinds of tensors: STATE and BUFFER go before the key or name
 MAX_BYTES = 512 << 20  # of a manifest's text
 MAX_CHUNK_BYTES = 1 << 30  # a reader needs that much memory
 MAX_HEADER_BYTES = 100_000_008  # safetensors reads no longer ones

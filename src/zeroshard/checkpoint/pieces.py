@@ -15,16 +15,15 @@ from typing import Any, Protocol
 
 import torch
 
-from zeroshard.checkpoint.manifest import ParameterEntry, TensorEntry, digest
+from zeroshard.checkpoint.manifest import BUFFER, STATE, VALUE, ParameterEntry, TensorEntry, digest
 from zeroshard.checkpoint.shards import Stored, as_bytes, dtype_code
 from zeroshard.checkpoint.values import encode
 from zeroshard.errors import CheckpointError
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine
 
-__all__ = ["EXTRA", "RNG", "SCALER", "VALUE", "RankPart", "Stateful", "buffers_of", "collect", "divide", "generators", "parameters_of", "restore_generators"]
+__all__ = ["EXTRA", "RNG", "SCALER", "RankPart", "Stateful", "buffers_of", "collect", "divide", "generators", "parameters_of", "restore_generators"]
 
-VALUE = "value"
 RNG, EXTRA, SCALER = "rng", "extra", "scaler"  # our own names among the states
 _RESERVED = (RNG, EXTRA, SCALER)
 
@@ -85,7 +84,7 @@ def collect(engine: Engine, states: Mapping[str, Stateful], extra: Any) -> RankP
     values: dict[str, Any] = {name: state.state_dict() for name, state in states.items() if name not in averages}
     values |= {RNG: generators(), EXTRA: extra, SCALER: engine.scaler_state()}
     part.encoded = {name: _encoded(name, value) for name, value in values.items()}
-    part.encoded |= {f"buffer/{name}": (None, {f"buffer/{name}": tensor}) for name, tensor in buffers_of(engine).items()}
+    part.encoded |= {f"{BUFFER}{name}": (None, {f"{BUFFER}{name}": tensor}) for name, tensor in buffers_of(engine).items()}
     for _, tensors in part.encoded.values():
         for key, tensor in tensors.items():
             dtype_code(tensor.dtype, key)  # raises
@@ -98,7 +97,7 @@ def divide(engine: Engine, part: RankPart) -> None:
     everyone = [json.loads(answer) for answer in engine.exchange(json.dumps(mine).encode())]
     for name, (value, tensors) in part.encoded.items():
         alike = all(other.get(name) == everyone[0].get(name) for other in everyone)
-        is_buffer = name.startswith("buffer/")
+        is_buffer = name.startswith(BUFFER)
         if engine.rank == 0 or (mine[name] != everyone[0].get(name) if is_buffer else not alike):
             part.stored += [(_loose(f"{key}@{engine.rank}", tensor), tensor) for key, tensor in tensors.items()]
             if not is_buffer:
@@ -124,7 +123,7 @@ def _collect_pieces(engine: Engine, averages: Mapping[str, EMA], part: RankPart)
                 if value.shape != owned.tensor.shape:
                     raise CheckpointError(f"optimizer state {key!r} of parameter {name!r} has shape {list(value.shape)}, not that of the parameter")
                 first = piece.start - owned.piece.start
-                part.stored.append(_piece(name, f"state.{key}", piece.start, piece.stop, value[first : first + piece.stop - piece.start]))
+                part.stored.append(_piece(name, f"{STATE}{key}", piece.start, piece.stop, value[first : first + piece.stop - piece.start]))
             else:
                 part.scalars.setdefault(name, {})[key] = encode(value, f"optimizer state {key!r} of {name!r}", _no_tensors)
 

@@ -31,7 +31,7 @@ from zeroshard.buffer import PagePool
 from zeroshard.checkpoint.manifest import Manifest, ParameterEntry, ShardEntry, TensorEntry
 from zeroshard.checkpoint.pieces import RankPart, Stateful, collect, divide, parameters_of
 from zeroshard.checkpoint.shards import Stored, shard_bytes, write_shard
-from zeroshard.checkpoint.steps import MANIFEST, commit, lock, prune, remove_leftovers, working_path
+from zeroshard.checkpoint.steps import MANIFEST, commit, lock, prune, remove_leftovers, step_path, working_path
 from zeroshard.errors import CheckpointError, ConfigError, PeerLostError
 from zeroshard.runtime.engine import Engine
 
@@ -123,7 +123,7 @@ class Saver:
         else:
             self._run(job)
             self._settle_run()
-        return self._final(step)
+        return step_path(self.directory, step)
 
     def wait(self) -> None:
         """Return when no save is under way; raise CheckpointError where the last one failed, on any rank. Collective."""
@@ -149,9 +149,6 @@ class Saver:
             self._pages.clear()
 
     # ------------------------------------------------------------------ together
-
-    def _final(self, step: int) -> Path:
-        return self.directory / f"step-{step:010d}"
 
     def _settle_run(self) -> None:
         failure, self._failure = self._failure, None

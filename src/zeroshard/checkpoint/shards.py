@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,11 +20,11 @@ import torch
 
 from zeroshard.buffer import PagePool
 from zeroshard.checkpoint.files import write_new
-from zeroshard.checkpoint.manifest import CHUNK_BYTES, ITEMSIZE, ShardEntry, TensorEntry, digest
+from zeroshard.checkpoint.manifest import CHUNK_BYTES, ITEMSIZE, Manifest, ShardEntry, TensorEntry, digest
 from zeroshard.checkpoint.steps import open_regular
 from zeroshard.errors import CheckpointError
 
-__all__ = ["DTYPES", "ShardReader", "as_bytes", "describe_range", "dtype_code", "header_of", "shard_bytes", "write_shard"]
+__all__ = ["DTYPES", "OpenShards", "ShardReader", "as_bytes", "describe_range", "dtype_code", "header_of", "shard_bytes", "write_shard"]
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
@@ -205,3 +206,27 @@ class ShardReader:
                 raise CheckpointError(f"{self.path} ends at byte {position}: it was cut short while it was read")
             position += count
             out = out[count:]
+
+
+class OpenShards:
+    """The files of one step, each opened when it is first needed; `stack` closes them."""
+
+    def __init__(self, path: Path, manifest: Manifest, stack: ExitStack, *, verify: bool = True) -> None:
+        self.pages = PagePool()
+        self._path = path
+        self._manifest = manifest
+        self._stack = stack
+        self._verify = verify
+        self._readers: dict[int, ShardReader] = {}
+
+    def read(self, entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
+        """Return elements ``[start, stop)`` of a tensor, flat, in its dtype."""
+        if entry.file not in self._readers:
+            file = self._manifest.files[entry.file]
+            reader = ShardReader(self._path / file.name, file, chunk_bytes=self._manifest.chunk_bytes, verify=self._verify)
+            self._readers[entry.file] = self._stack.enter_context(reader)
+        return self._readers[entry.file].read(entry, start, stop, self.pages)
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(reader.bytes_read for reader in self._readers.values())

@@ -22,19 +22,21 @@ from zeroshard.checkpoint.manifest import MAX_BYTES, SHARD_NAME, Manifest
 from zeroshard.errors import CheckpointError
 
 __all__ = [
-    "MANIFEST", "check_files", "commit", "list_steps", "lock", "open_regular", "prune", "read_manifest", "remove_leftovers", "sync_directory", "working_path",
+    "MANIFEST", "STEP_NAME", "check_files", "commit", "list_steps", "lock", "open_regular", "prune", "read_manifest", "remove_leftovers", "step_path",
+    "sync_directory", "working_path",
 ]  # fmt: skip
 
 MANIFEST = "manifest.json"
-_STEP = re.compile(r"step-(\d{10,19})")
+STEP_NAME = re.compile(r"step-(\d{10,19})")
 _LEFTOVER = re.compile(r"\.(saving|removing)-.*")
 _REPLACED = re.compile(r"\.replaced-step-(\d{10,19})")
 _EXCHANGE = 2  # RENAME_EXCHANGE
 _AT_FDCWD = -100
 
 
-def _name(step: int) -> str:
-    return f"step-{step:010d}"
+def step_path(directory: Path, step: int) -> Path:
+    """Return where `step` is seen once it is complete."""
+    return directory / f"step-{step:010d}"
 
 
 def list_steps(directory: Path) -> dict[int, Path]:
@@ -46,10 +48,10 @@ def list_steps(directory: Path) -> dict[int, Path]:
         return {}
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
-    for pattern in (_REPLACED, _STEP):  # one that was moved aside counts until its successor is there
+    for pattern in (_REPLACED, STEP_NAME):  # one that was moved aside counts until its successor is there
         for entry in entries:
             match = pattern.fullmatch(entry.name)
-            if match and (entry.is_dir(follow_symlinks=False) or (pattern is _STEP and entry.is_symlink())):  # read_manifest() refuses a link by name
+            if match and (entry.is_dir(follow_symlinks=False) or (pattern is STEP_NAME and entry.is_symlink())):  # read_manifest() refuses a link by name
                 found[int(match[1])] = Path(entry.path)
     return dict(sorted(found.items()))
 
@@ -80,7 +82,7 @@ def read_manifest(path: Path) -> Manifest:
             manifest = Manifest.parse(opened.read(), str(file))
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    match = _STEP.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
+    match = STEP_NAME.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
     if match and int(match[1]) != manifest.step:
         raise CheckpointError(f"{file} is that of step {manifest.step}, and its directory says {int(match[1])}")
     return manifest
@@ -134,7 +136,7 @@ def lock(directory: Path) -> Iterator[None]:
 
 def commit(working: Path, directory: Path, step: int) -> Path:
     """Make the complete `working` visible as `step`, in one rename; an older checkpoint of that step goes."""
-    final = directory / _name(step)
+    final = step_path(directory, step)
     try:
         sync_directory(working)
         if not final.exists():

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from zeroshard.checkpoint.manifest import Manifest
-from zeroshard.checkpoint.steps import MANIFEST
+from zeroshard.checkpoint.manifest import BUFFER, Manifest
+from zeroshard.checkpoint.steps import MANIFEST, STEP_NAME
 
 __all__ = ["is_step", "summarize"]
-
-_STEP = re.compile(r"step-\d{10,19}")
 
 
 def is_step(path: Path) -> bool:
     """Return whether `path` is a step, and not a directory of steps."""
-    return (path / MANIFEST).is_file() or _STEP.fullmatch(path.resolve().name) is not None
+    return (path / MANIFEST).is_file() or STEP_NAME.fullmatch(path.resolve().name) is not None
 
 
 def summarize(manifest: Manifest) -> dict[str, Any]:
@@ -48,7 +45,7 @@ def _tensors(manifest: Manifest) -> list[dict[str, Any]]:
     count: Counter[tuple[str, str]] = Counter()
     total: Counter[tuple[str, str]] = Counter()
     for entry in manifest.tensors:
-        kind = entry.kind if entry.parameter is not None else "buffer" if entry.kind.startswith("buffer/") else "other"
+        kind = entry.kind if entry.parameter is not None else "buffer" if entry.kind.startswith(BUFFER) else "other"
         count[kind, entry.dtype] += 1
         total[kind, entry.dtype] += entry.num_bytes
     return [{"kind": kind, "dtype": dtype, "tensors": count[kind, dtype], "bytes": size} for (kind, dtype), size in total.most_common()]
