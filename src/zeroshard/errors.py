@@ -15,6 +15,7 @@ __all__ = [
     "PlanMismatch",
     "StallError",
     "StateError",
+    "StorageError",
     "ZeroshardError",
 ]
 
@@ -59,3 +60,9 @@ class CheckpointError(ZeroshardError, RuntimeError):
     """A checkpoint is missing, incomplete, damaged or of another format."""
 
     exit_code = 73
+
+
+class StorageError(ZeroshardError, OSError):
+    """Memory or a file that states rest in cannot be made, read or written, or holds other bytes than were written; names the file and the tensor."""
+
+    exit_code = 74

@@ -22,37 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
 from zeroshard.core.layout import Range
+from zeroshard.core.work import DoneWork, Work
 
 __all__ = ["DoneWork", "GradBuffer", "Traffic", "Transport", "Window", "Work"]
-
-
-@runtime_checkable
-class Work(Protocol):
-    """Something under way."""
-
-    def wait(self) -> None:
-        """Return when the result is valid (on accelerators: in the order of the current stream). Idempotent.
-
-        Raises StallError naming the operation's key and the ranks awaited after the transport's ``stall_timeout_s``, and PeerLostError
-        when such a rank has ended.
-        """
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once. Never blocks; may make progress."""
-
-
-class DoneWork:
-    """A Work that was finished when it was made."""
-
-    def wait(self) -> None: ...
-
-    def done(self) -> bool:
-        return True
 
 
 class Window(Protocol):

@@ -1,0 +1,127 @@
+"""The host tier: pinned memory beside a CUDA device; on the CPU, memory of its own that no tensor refers to at rest.
+
+On the CPU, device and host are the same RAM, and a mistake would go unnoticed: state that should rest on the host but is read where it lies gives
+the right numbers. So a slab's memory is an anonymous mapping, and a tensor on it exists only inside ``borrowed`` (the host step) and for the
+length of a copy; afterwards that tensor reads as NaN. Whoever counts live tensors does not find it.
+
+Cost: numel * itemsize bytes per slab, in pages of 4 KiB; a copy each way over the link.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from zeroshard.core.placement import Tier
+from zeroshard.core.work import DoneWork, Work
+from zeroshard.errors import StorageError
+from zeroshard.tier.link import Link, link_of
+from zeroshard.tier.store import Account
+
+__all__ = ["HostStore"]
+
+_HUGE_BYTES = 2 * 2**20
+
+
+class HostStore:
+    """Host memory for the states of a model on `device`."""
+
+    def __init__(self, device: torch.device, *, link: Link | None = None) -> None:
+        self.tier = Tier.HOST
+        self.account = Account()
+        self.link = link_of(device) if link is None else link
+        self._pinned = device.type != "cpu"
+        self.slabs: list[_HostSlab] = []
+
+    def slab(self, key: str, numel: int, dtype: torch.dtype) -> _HostSlab:
+        num_bytes = numel * dtype.itemsize
+        try:
+            memory = _pinned(num_bytes) if self._pinned else _mapped(num_bytes)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise StorageError(f"{key}: no {num_bytes} bytes of host memory ({error}): put less of it on the host") from None
+        slab = _HostSlab(self, key, numel, dtype, memory)
+        self.slabs.append(slab)
+        self.account.add(num_bytes)
+        return slab
+
+    def forget(self, slab: _HostSlab) -> None:
+        self.slabs.remove(slab)
+        self.account.remove(slab.numel * slab.dtype.itemsize)
+
+    def close(self) -> None:
+        for slab in list(self.slabs):
+            slab.close()
+        self.link.close()
+
+
+def _mapped(num_bytes: int) -> mmap.mmap | None:
+    if not num_bytes:
+        return None
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _pinned(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+class _HostSlab:
+    """A range of host memory."""
+
+    def __init__(self, store: HostStore, key: str, numel: int, dtype: torch.dtype, memory: Any) -> None:
+        self.key = key
+        self.numel = numel
+        self.dtype = dtype
+        self.tier = Tier.HOST
+        self._store = store
+        self._memory = memory
+        self._under_way: list[Work] = []
+
+    def _tensor(self, start: int, stop: int) -> torch.Tensor:
+        assert 0 <= start <= stop <= self.numel, (self.key, start, stop, self.numel)
+        itemsize = self.dtype.itemsize
+        if isinstance(self._memory, torch.Tensor):
+            return self._memory[start * itemsize : stop * itemsize].view(self.dtype)
+        if start == stop:
+            return torch.empty(0, dtype=self.dtype)
+        return torch.frombuffer(memoryview(self._memory)[start * itemsize : stop * itemsize], dtype=self.dtype)
+
+    def read(self, start: int, stop: int, out: torch.Tensor) -> Work:
+        return self._started(self._store.link.copy(out, self._tensor(start, stop), "to_device"))
+
+    def write(self, start: int, stop: int, source: torch.Tensor) -> Work:
+        return self._started(self._store.link.copy(self._tensor(start, stop), source, "to_host"))
+
+    def _started(self, work: Work) -> Work:
+        if not isinstance(work, DoneWork):
+            self._under_way = [other for other in self._under_way if not other.done()]
+            self._under_way.append(work)
+        return work
+
+    def settle(self) -> None:
+        """Wait, on the host, for the copies under way."""
+        works, self._under_way = self._under_way, []
+        for work in works:
+            synchronize = getattr(work, "synchronize", work.wait)
+            synchronize()
+
+    @contextmanager
+    def borrowed(self, start: int, stop: int, *, write: bool) -> Iterator[torch.Tensor]:
+        self.settle()
+        tensor = self._tensor(start, stop)
+        try:
+            yield tensor
+        finally:
+            tensor.data = torch.full((1,), float("nan") if self.dtype.is_floating_point else 0).to(self.dtype).expand(stop - start)
+
+    def close(self) -> None:
+        if self in self._store.slabs:
+            self.settle()
+            self._store.forget(self)
+            self._memory = None

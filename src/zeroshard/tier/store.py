@@ -1,0 +1,84 @@
+"""The one protocol between the engine and where states rest.
+
+A **store** is one tier's memory on this rank; a **slab** is one state of one segment in it: `numel` elements of one dtype, flat. ZeRO-Offload
+(section 4) rests gradients and optimizer state in host slabs, ZeRO-Infinity (section 5) also weights, in slabs on disk as well.
+
+The engine computes on a slab in one of two ways only::
+
+    slab.read(start, stop, out)   out (on the device, or in a staging buffer) <-- slab       started now, waited for later
+    slab.write(start, stop, src)  src --> slab
+    with slab.borrowed(start, stop, write=True) as tensor:                                   the host step; host memory lends itself, disk a copy
+
+Invariants. What was started first takes effect first: a read that is started after an overlapping write sees what was written, a write that
+is started after an overlapping read does not disturb it. `out` and `src` must not be touched before the Work has been waited for. No tensor
+on a slab's memory exists outside ``borrowed``: what rests elsewhere cannot be read by mistake. Bytes never written are undefined.
+
+Calls are for one thread at a time per slab; different slabs may be used by different threads. No collective: a store knows no other rank.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from zeroshard.core.placement import Tier
+from zeroshard.core.work import Work
+
+__all__ = ["Account", "Slab", "Store"]
+
+
+class Slab(Protocol):
+    """`numel` elements of `dtype` at rest on one tier; elements are counted from the slab's own start."""
+
+    key: str  # names the state in errors: "blocks.3:fp32 exp_avg"
+    numel: int
+    dtype: torch.dtype
+    tier: Tier
+
+    def read(self, start: int, stop: int, out: torch.Tensor) -> Work:
+        """Start copying elements [start, stop) into `out` [stop - start] of the same dtype, 1-D and contiguous."""
+
+    def write(self, start: int, stop: int, source: torch.Tensor) -> Work:
+        """Start copying `source` [stop - start] into elements [start, stop)."""
+
+    def borrowed(self, start: int, stop: int, *, write: bool) -> AbstractContextManager[torch.Tensor]:
+        """Lend elements [start, stop) as a CPU tensor (the device tier: a device tensor) that is valid inside the context only.
+
+        With `write`, what is written to it rests in the slab when the context ends without an exception. Waits for what is under way.
+        """
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent; whatever is under way is waited for."""
+
+
+class Store(Protocol):
+    """One tier's memory on this rank."""
+
+    tier: Tier
+    account: Account
+
+    def slab(self, key: str, numel: int, dtype: torch.dtype) -> Slab:
+        """Allocate a slab now, so that a shortage is a StorageError here, naming `key`, the bytes and the place, and not in a later write."""
+
+    def close(self) -> None:
+        """Close every slab and give back threads and files. Idempotent."""
+
+
+class Account:
+    """Bytes that a store's slabs hold now, and the most they ever held."""
+
+    __slots__ = ("live", "peak")
+
+    def __init__(self) -> None:
+        self.live = 0
+        self.peak = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.live += num_bytes
+        self.peak = max(self.peak, self.live)
+
+    def remove(self, num_bytes: int) -> None:
+        self.live -= num_bytes
+        assert self.live >= 0, self.live
