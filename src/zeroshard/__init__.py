@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from zeroshard._version import __version__
 
 if TYPE_CHECKING:
+    from zeroshard import nn
     from zeroshard.api import deferred_init, init_distributed, materialize, shard
     from zeroshard.checkpoint.load import Restored, latest_step, load
     from zeroshard.checkpoint.pretrained import LoadReport, load_pretrained
@@ -55,6 +56,7 @@ __all__ = [
     "load",
     "load_pretrained",
     "materialize",
+    "nn",
     "save",
     "shard",
 ]
@@ -78,6 +80,8 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 if not TYPE_CHECKING:  # a type checker would take every misspelled name for an attribute
 
     def __getattr__(name: str) -> object:
+        if name == "nn":  # a package of ours, which becomes an attribute when it is imported
+            return importlib.import_module("zeroshard.nn")
         if name not in _HOME_OF:
             raise AttributeError(f"module 'zeroshard' has no attribute {name!r}")
         value = getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -21,8 +21,9 @@ from zeroshard.comm.agree import agree
 from zeroshard.comm.select import make_transport
 from zeroshard.comm.transport import Transport
 from zeroshard.config import Config, build_config
+from zeroshard.core.placement import Tier
 from zeroshard.core.precision import Precision, dtype_name
-from zeroshard.errors import ConfigError, ZeroshardError
+from zeroshard.errors import ConfigError, StorageError, ZeroshardError
 from zeroshard.nn.deferred import allocate, deferred_init, fingerprint_of, materialize, refuse_inside
 from zeroshard.optim.elementwise import check_elementwise
 from zeroshard.optim.sharded import check_parameters
@@ -32,6 +33,11 @@ from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.guards import OWNED
 from zeroshard.runtime.replicas import digest_of
 from zeroshard.runtime.streams import make_streams
+from zeroshard.runtime.tiering import Tiering
+from zeroshard.tier.disk import DiskStore
+from zeroshard.tier.host import HostStore
+from zeroshard.tier.link import link_of
+from zeroshard.tier.store import Store
 
 __all__ = ["deferred_init", "init_distributed", "materialize", "shard"]
 
@@ -98,6 +104,7 @@ def shard(
         error = refused
     agree(group, report, error=error)
     device = next(model.parameters()).device
+    tiering = _make_tiering(settings, group, device)
     transport = make_transport(
         group,
         name=settings.comm.transport,
@@ -127,11 +134,39 @@ def shard(
         broadcast_buffers=settings.broadcast_buffers,
         clip_norm=settings.gradient_clipping,
         prepare=prepare,
+        tiering=tiering,
     )
     engine = Engine(model, plans, context, prefetch_bytes=settings.prefetch_bytes)
     if optimizer is not None:
         engine.attach(optimizer)
     return engine
+
+
+def _make_tiering(settings: Config, group: dist.ProcessGroup | None, device: torch.device) -> Tiering:
+    """Make the stores that the configuration asks for; a disk that cannot be used is a StorageError on every rank."""
+    offload = settings.offload
+    link = link_of(device) if offload.link is None else offload.link
+    stores: dict[Tier, Store] = {}
+    error: StorageError | None = None
+    try:
+        if Tier.HOST in offload.away.values():
+            stores[Tier.HOST] = HostStore(device, link=link)
+        if Tier.DISK in offload.away.values():
+            assert offload.disk_path is not None
+            rank = 0 if group is None else group.rank()
+            stores[Tier.DISK] = DiskStore(offload.disk_path, device, rank=rank, verify=offload.verify, link=link)
+    except StorageError as failed:
+        error = failed
+    if offload.away:
+        agree(group, {}, error=error)
+    return Tiering(
+        stores=stores,
+        fractions=offload.fractions(),
+        link=link,
+        staging_bytes=offload.staging_bytes or Tiering.staging_bytes,
+        automatic=offload.fraction == "auto",
+        delayed_update=offload.delayed_update,
+    )
 
 
 def _group_of(mesh: Any) -> dist.ProcessGroup | None:
@@ -204,6 +239,7 @@ def _report(
         "policy": settings.resolved_policy().name,
         "precision": precision.describe(),
         "comm": settings.comm.model_dump_json(),
+        "offload": settings.offload.model_dump_json(exclude={"disk_path"}),
         "prefetch_bytes": str(settings.prefetch_bytes),
         "strict": str(settings.strict),
         "verify_every": str(settings.verify_every),

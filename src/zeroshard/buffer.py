@@ -1,14 +1,16 @@
 """One segment's flat weight buffer, at rest and gathered.
 
 All parameters of a segment lie in one flat buffer (core/layout.py), so an all-gather writes the buffer as it is and nothing is copied in
-or out. At rest only this rank's slice (the window's ``local``) holds memory; the full buffer keeps its *storage object* with size 0.
+or out. At rest only this rank's slice (``local``) holds memory; the full buffer keeps its *storage object* with size 0.
 
 [Note: storage, not objects] Gathering resizes the same storage again instead of making a new tensor. Whatever autograd saved in forward
 (the parameter, or a view of it such as ``weight.t()``) refers to that storage, so it is valid again in backward, however often the buffer
 was released in between. Such a view must not be read while it is released: torch raises in some places and crashes in others. Parameters
 themselves are guarded (runtime/released.py); a view taken by the user is valid as long as its unit stays gathered.
 
-Where the transport maps the peers' memory (or there is no peer) the full buffer *is* the resting shards: gathering moves nothing.
+Where the transport maps the peers' memory (or there is no peer) the full buffer *is* the resting shards: gathering moves nothing. Weights that
+rest on another tier have no window: each rank reads its own slice alone into its place in the full buffer (ZeRO-Infinity, section 6.1, bandwidth-
+centric partitioning), and the slices meet on the wire from there.
 
 Invariant: ``full`` may be read only between ``to(REPLICATE)``'s wait and ``release()``. Cost: ``numel * itemsize`` bytes while gathered.
 It does not know modules, parameters or autograd; those are runtime/unit.py's.
@@ -25,9 +27,10 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from zeroshard.comm.transport import Transport, Work
+from zeroshard.comm.transport import Transport, Window, Work
 from zeroshard.core.layout import Layout
 from zeroshard.core.placement import Placement
+from zeroshard.tier.shelf import Shelf
 
 __all__ = ["FlatBuffer", "Flight", "Lanes", "Meter", "PagePool", "poison_value", "return_freed_memory"]
 
@@ -150,6 +153,48 @@ class Flight:
     def done(self) -> bool:
         return all(work.done() for work in self._works)
 
+    def push(self) -> None:
+        """Go on with what has a second stage, at a time that is the same on every rank."""
+        for work in self._works:
+            if isinstance(work, _Bringing):
+                work.push()
+
+
+class _Bringing:
+    """A gather from another tier: our slice is read, then (`push`) the slices meet on the wire.
+
+    Reads may end in any order; the wire wants the same order on every rank, so the second stage waits to be pushed.
+    """
+
+    def __init__(self, buffer: FlatBuffer, streams: Lanes, reads: Sequence[Work]) -> None:
+        self._buffer = buffer
+        self._streams = streams
+        self._reads = list(reads)
+        self._meeting: Work | None = None
+        self._event: object = None
+
+    def push(self) -> None:
+        if self._meeting is not None:
+            return
+        with self._streams.on("gather"):
+            for read in self._reads:
+                read.wait()
+            self._meeting = self._buffer.meet()
+            if self._buffer.full.device.type != "cpu":
+                self._meeting.wait()  # enqueues
+            self._event = self._streams.mark("gather")
+
+    def wait(self) -> None:
+        self.push()
+        assert self._meeting is not None
+        self._meeting.wait()
+        if self._event is not None:
+            self._streams.join(self._event)
+            self._event = None
+
+    def done(self) -> bool:
+        return self._meeting is not None and self._meeting.done()
+
 
 def gather(buffers: Sequence[FlatBuffer], streams: Lanes, *, fork: bool = True) -> Flight:
     """Start gathering `buffers` together: one wait for compute before, one event after.
@@ -183,6 +228,7 @@ class FlatBuffer:
         replicated: bool,
         streams: Lanes,
         meter: Meter,
+        rest: Shelf | None = None,
     ) -> None:
         self.key = key
         self.layout = layout
@@ -191,12 +237,15 @@ class FlatBuffer:
         self._streams = streams
         self._meter = meter
         self._device = device
-        self.window = transport.window(key, layout.ranges, dtype, device, replicated=replicated)
-        self._owns_full = self.window.full is None
-        if self.window.full is None:
-            self.full = torch.empty(layout.numel, dtype=dtype, device=device)
-        else:
-            self.full = self.window.full
+        self._transport = transport
+        self.window: Window | None = None
+        if rest is None:
+            self.window = transport.window(key, layout.ranges, dtype, device, replicated=replicated)
+            rest = Shelf(self.window.local)
+        self.local = rest  # this rank's weights at rest
+        full = None if self.window is None else self.window.full
+        self._owns_full = full is None
+        self.full = torch.empty(layout.numel, dtype=dtype, device=device) if full is None else full
         self.views = [self._view_of(self.full, i, strides[i]) for i in range(len(layout.slots))]
         self.strides = tuple(strides)
         if self._owns_full:
@@ -205,6 +254,10 @@ class FlatBuffer:
     def _view_of(self, flat: torch.Tensor, index: int, stride: tuple[int, ...]) -> torch.Tensor:
         slot = self.layout.slots[index]
         return flat[slot.offset : slot.stop].as_strided(slot.shape, stride, slot.offset + flat.storage_offset())
+
+    def view_in(self, part: torch.Tensor, index: int) -> torch.Tensor:
+        """Return parameter `index` [its shape] as a view of `part`, its own elements alone."""
+        return part.as_strided(self.layout.slots[index].shape, self.strides[index], part.storage_offset())
 
     def view(self, index: int) -> torch.Tensor:
         """Return parameter `index` [its shape] inside the full buffer; readable only while gathered."""
@@ -222,7 +275,7 @@ class FlatBuffer:
     @property
     def rest_bytes(self) -> int:
         """Bytes of this rank's weights at rest."""
-        numel = self.layout.numel if self.replicated else self.window.local.numel()
+        numel = self.layout.numel if self.replicated else self.local.numel
         return numel * self.dtype.itemsize
 
     @property
@@ -233,7 +286,17 @@ class FlatBuffer:
     @property
     def is_local(self) -> bool:
         """Whether gathering moves nothing (mapped memory or a single rank)."""
-        return self.window.aliased
+        return self.window is not None and self.window.aliased
+
+    @property
+    def own(self) -> slice:
+        """Where this rank's share lies in the full buffer."""
+        return slice(*self.layout.ranges[self._transport.rank])
+
+    @property
+    def rests_elsewhere(self) -> bool:
+        """Whether the weights rest on another tier than the device, so that ranks gather them in step."""
+        return self.window is None
 
     def to(self, placement: Placement) -> Flight:
         """Start moving to `placement`: REPLICATE gathers (valid after the flight's wait), SHARD releases."""
@@ -252,6 +315,9 @@ class FlatBuffer:
 
     def gather_here(self) -> Work:
         """Start the all-gather on the current lane, into memory that has been taken."""
+        if self.window is None:
+            self._streams.write(self.key)
+            return _Bringing(self, self._streams, self.local.read(0, self.local.numel, self.full[self.own]))
         if self.is_local:
             return self.window.gather()
         self._streams.read(self.rest_name)
@@ -260,6 +326,15 @@ class FlatBuffer:
         if self._device.type != "cpu":
             work.wait()  # enqueues; the lane's next event then comes after the collective
         return work
+
+    def meet(self) -> Work:
+        """Start the all-gather of the slices that have been read into the full buffer."""
+        return self._transport.all_gather(f"{self.key}.weight", self.full[self.own], self.layout.ranges, self.full)
+
+    def publish(self) -> None:
+        """Say that our slice is written and may be read."""
+        if self.window is not None:
+            self.window.publish()
 
     def release(self) -> None:
         """Give the gathered memory back; the caller has waited for the flight and is done reading."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -39,17 +39,76 @@ class Comm(_Strict):
     hierarchical: bool | None = None
 
 
+State = Literal["weight", "grad", "optimizer"]
+
+
 class Offload(_Strict):
-    """On which tier each state rests. This version runs the device tier; the others are refused by name."""
+    """On which tier each state rests (ZeRO-Offload, ZeRO-Infinity, Offload++).
+
+    `fraction` of each state that leaves the device does so (a number for all, or one per state; "auto" moves the optimizer's until device and host
+    take the same time for a step); `disk_path` is a directory for what rests on disk; `staging_bytes` bounds the buffers of the streamed step
+    (default 64 MiB); `delayed_update` n applies updates one step late from step n on; `verify` checks what is read from disk against its hash.
+    """
 
     weight: TierName = "device"
     grad: TierName = "device"
     optimizer: TierName = "device"
-    fraction: float | dict[str, float] | Literal["auto"] = 1.0
+    fraction: float | dict[State, float] | Literal["auto"] = 1.0
     disk_path: str | None = None
-    staging_bytes: int | None = None
-    delayed_update: int | None = None
+    staging_bytes: int | None = Field(default=None, ge=1 << 16)
+    delayed_update: int | None = Field(default=None, ge=0)
     verify: bool = False
+    link: Any = Field(default=None, exclude=True, repr=False)  # what copies to and from the host go through, for tests: zeroshard.tier.link.Paced
+
+    @field_validator("fraction")
+    @classmethod
+    def _share(cls, fraction: Any) -> Any:
+        shares = fraction.items() if isinstance(fraction, dict) else [("", fraction)] if fraction != "auto" else []
+        for state, share in shares:
+            if not 0.0 <= share <= 1.0:
+                raise ValueError(f"offload.fraction{f'[{state!r}]' if state else ''}={share} is not in [0, 1]: it is the share that leaves the device")
+        return fraction
+
+    def tier(self, state: State) -> Tier:
+        """Return the tier of one state."""
+        return Tier(getattr(self, state))
+
+    @property
+    def away(self) -> dict[str, Tier]:
+        """The states that leave the device."""
+        return {state: self.tier(state) for state in get_args(State) if self.tier(state) is not Tier.DEVICE}
+
+    def fractions(self) -> dict[str, float]:
+        """Return the share of each state that leaves the device, where its tier says so ("auto": what it starts from)."""
+        if isinstance(self.fraction, dict):
+            return {**dict.fromkeys(get_args(State), 1.0), **self.fraction}
+        return dict.fromkeys(get_args(State), 1.0 if self.fraction == "auto" else self.fraction)
+
+    def check(self) -> None:
+        """Raise ConfigError for what has no effect or makes no sense."""
+        defaults = Offload()
+        away = self.away
+        for name in ("fraction", "disk_path", "staging_bytes", "delayed_update", "verify"):
+            if not away and getattr(self, name) != getattr(defaults, name):
+                raise ConfigError(f"offload.{name} has no effect while every state rests on the device: leave it out")
+        if isinstance(self.fraction, dict):
+            for state in self.fraction:
+                if state not in away:
+                    raise ConfigError(f"offload.fraction[{state!r}] has no effect: that state rests on the device")
+        uses_disk = Tier.DISK in away.values()
+        if uses_disk and self.disk_path is None:
+            state = next(state for state, tier in away.items() if tier is Tier.DISK)
+            raise ConfigError(f"offload.{state}='disk' needs offload.disk_path, a directory on a local disk")
+        for name in ("disk_path", "verify"):
+            if not uses_disk and getattr(self, name) != getattr(defaults, name):
+                raise ConfigError(f"offload.{name} has no effect while no state rests on disk: leave it out")
+        if self.fraction == "auto" and self.optimizer != "host":
+            raise ConfigError(f"offload.fraction='auto' balances the steps of device and host: it needs offload.optimizer='host', not {self.optimizer!r}")
+        if self.delayed_update is not None:
+            if "optimizer" not in away:
+                raise ConfigError("offload.delayed_update has no effect while the optimizer's state rests on the device")
+            if self.fraction == "auto" or self.fractions()["optimizer"] < 1.0:
+                raise ConfigError("offload.delayed_update needs the whole optimizer state off the device (fraction=1.0): its parts would be a step apart")
 
 
 class Config(_Strict):
@@ -99,10 +158,17 @@ class Config(_Strict):
         return self
 
     def resolved_policy(self) -> Policy:
-        """Return the row in force (stage 3 where nothing was said)."""
+        """Return the row in force (stage 3 where nothing was said), on the tiers that `offload` names."""
         if isinstance(self.policy, Policy):
-            return self.policy
-        return row(self.policy if self.policy is not None else STAGES[3 if self.stage is None else self.stage])
+            policy = self.policy
+        else:
+            policy = row(self.policy if self.policy is not None else STAGES[3 if self.stage is None else self.stage])
+        if not self.offload.away:
+            return policy
+        try:
+            return policy.tiered(self.offload.tier("weight"), self.offload.tier("grad"), self.offload.tier("optimizer"))
+        except ValueError as error:
+            raise ConfigError(f"policy={policy.name!r} with this offload: {error}") from None
 
     def resolved_precision(self) -> Precision:
         """Return the dtypes in force."""
@@ -120,14 +186,7 @@ class Config(_Strict):
 
     def refuse_unsupported(self) -> None:
         """Raise ConfigError for what this version cannot honour."""
-        for name in ("weight", "grad", "optimizer"):
-            tier = getattr(self.offload, name)
-            if Tier(tier) is not Tier.DEVICE:
-                raise ConfigError(f"offload.{name}={tier!r} is not supported in this version: states rest on the device tier")
-        defaults = Offload()
-        for name in ("fraction", "disk_path", "staging_bytes", "delayed_update", "verify"):
-            if getattr(self.offload, name) != getattr(defaults, name):
-                raise ConfigError(f"offload.{name} has no effect while every state rests on the device: leave it out")
+        self.offload.check()
         for name in ("weight_codec", "grad_codec", "hierarchical"):
             if getattr(self.comm, name) is not None:
                 raise ConfigError(f"comm.{name} is not supported in this version: bytes travel as they are")

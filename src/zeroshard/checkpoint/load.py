@@ -25,7 +25,7 @@ from zeroshard.checkpoint.steps import MANIFEST, check_files, list_steps, read_m
 from zeroshard.checkpoint.values import decode
 from zeroshard.errors import CheckpointError
 from zeroshard.runtime.ema import EMA
-from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.engine import Engine, RestingPiece
 from zeroshard.runtime.unit import flatten
 
 __all__ = ["Restored", "latest_step", "load"]
@@ -152,7 +152,7 @@ class _Reading:
         self._shards = OpenShards(path, self.manifest, stack, verify=verify)
         self._pieces = self.manifest.pieces()
         self._loose = self.manifest.loose()
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (to, from): masters, weights, averages
+        self._copies: list[tuple[torch.Tensor | RestingPiece, torch.Tensor]] = []  # (to, from): masters, weights, averages
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._optimizer_states: list[tuple[torch.Tensor, dict[str, Any]]] = []
         self._values: dict[str, Any] = {}
@@ -237,7 +237,7 @@ class _Reading:
             name = self._there.get(id(piece.parameter))
             if name is None:
                 continue
-            self._copies.append((piece.tensor, self._range(name, VALUE, piece.stride, piece.start, piece.stop)))
+            self._copies.append((piece, self._range(name, VALUE, piece.stride, piece.start, piece.stop)))
             for kind, ema in averages.items():
                 if piece.master is not None:
                     number, span = piece.master
@@ -338,7 +338,11 @@ class _Reading:
         with torch.no_grad():
             with engine.rewriting():
                 for target, source in self._copies:
-                    target.copy_(source)
+                    if isinstance(target, torch.Tensor):
+                        target.copy_(source)
+                        continue
+                    with target.borrowed(write=True) as numbers:
+                        numbers.copy_(source)
             for buffer, value in self._buffers:
                 buffer.copy_(value)
         optimizer = engine.optimizer
@@ -349,6 +353,7 @@ class _Reading:
                     optimizer.state[tensor] = state
             for group, options in zip(optimizer.param_groups, self._groups, strict=True):
                 group.update(options)
+            engine.park()
         self.extra = self._values.get(EXTRA)
 
 

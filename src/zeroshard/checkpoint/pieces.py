@@ -10,15 +10,17 @@ import json
 import random
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
 from zeroshard.checkpoint.manifest import BUFFER, STATE, VALUE, ParameterEntry, TensorEntry, digest
-from zeroshard.checkpoint.shards import Stored, as_bytes, dtype_code
+from zeroshard.checkpoint.shards import Lent, Stored, as_bytes, dtype_code
 from zeroshard.checkpoint.values import encode
+from zeroshard.core.layout import Range
 from zeroshard.errors import CheckpointError
+from zeroshard.optim.pieces import OwnedPiece
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine
 
@@ -105,27 +107,42 @@ def divide(engine: Engine, part: RankPart) -> None:
 
 
 def _collect_pieces(engine: Engine, averages: Mapping[str, EMA], part: RankPart) -> None:
-    stepped = {id(owned.parameter): owned for owned in engine.stepped_pieces()}  # a rank steps one piece of a parameter
-    optimizer = engine.optimizer
+    stepped: dict[int, list[OwnedPiece]] = {}
+    for owned in engine.stepped_pieces():
+        stepped.setdefault(id(owned.parameter), []).append(owned)
     firsts = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     for piece in engine.resting_pieces(share=True):
         name = firsts[id(piece.parameter)]
-        part.stored.append(_piece(name, VALUE, piece.start, piece.stop, piece.tensor))
+        values = piece.shelf.whole[piece.place] if piece.shelf.on_device else piece.borrowed
+        part.stored.append(_piece(name, VALUE, piece.start, piece.stop, values, piece.shelf.dtype))
         for average, ema in averages.items():
             if piece.master is not None:
                 number, span = piece.master
-                part.stored.append(_piece(name, average, piece.start, piece.stop, ema.averages[number][span]))
-        owned = stepped.get(id(piece.parameter))
-        state = {} if optimizer is None or owned is None else optimizer.state.get(owned.tensor, {})
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                assert owned is not None
-                if value.shape != owned.tensor.shape:
-                    raise CheckpointError(f"optimizer state {key!r} of parameter {name!r} has shape {list(value.shape)}, not that of the parameter")
-                first = piece.start - owned.piece.start
-                part.stored.append(_piece(name, f"{STATE}{key}", piece.start, piece.stop, value[first : first + piece.stop - piece.start]))
-            else:
-                part.scalars.setdefault(name, {})[key] = encode(value, f"optimizer state {key!r} of {name!r}", _no_tensors)
+                averages_here = ema.averages[number][span]
+                part.stored.append(_piece(name, average, piece.start, piece.stop, averages_here, averages_here.dtype))
+        for owned in stepped.get(id(piece.parameter), ()):
+            _collect_state(engine, name, owned, (piece.start, piece.stop), part)
+
+
+def _collect_state(engine: Engine, name: str, owned: OwnedPiece, wanted: Range, part: RankPart) -> None:
+    """Collect the optimizer's state of what one piece has of elements `wanted` of a parameter."""
+    assert engine.optimizer is not None
+    start, stop = max(wanted[0], owned.piece.start), min(wanted[1], owned.piece.stop)
+    if start >= stop:
+        return
+    away = engine.state_at_rest(owned)
+    for key, value in engine.optimizer.state.get(owned.tensor, {}).items():
+        if not (isinstance(value, torch.Tensor) and value.dim() > 0):
+            part.scalars.setdefault(name, {})[key] = encode(value, f"optimizer state {key!r} of {name!r}", _no_tensors)
+            continue
+        if value.shape != owned.tensor.shape:
+            raise CheckpointError(f"optimizer state {key!r} of parameter {name!r} has shape {list(value.shape)}, not that of the parameter")
+        first, last = start - owned.piece.start, stop - owned.piece.start
+        numbers: torch.Tensor | Lent = value[first:last]
+        if key in away:
+            rest = away[key]
+            numbers = replace(rest, start=rest.start + first, stop=rest.start + last).borrowed
+        part.stored.append(_piece(name, f"{STATE}{key}", start, stop, numbers, value.dtype))
 
 
 def _collect_groups(engine: Engine, part: RankPart) -> None:
@@ -145,9 +162,8 @@ def _no_tensors(path: str, tensor: torch.Tensor) -> str:
     raise CheckpointError(f"{path} is a tensor of shape {list(tensor.shape)}, which has no place in a checkpoint")
 
 
-def _piece(name: str, kind: str, start: int, stop: int, tensor: torch.Tensor) -> Stored:
-    entry = TensorEntry(0, 0, dtype_code(tensor.dtype, f"{kind} of {name!r}"), (stop - start,), (), kind, name, start, stop)
-    return entry, tensor
+def _piece(name: str, kind: str, start: int, stop: int, numbers: torch.Tensor | Lent, dtype: torch.dtype) -> Stored:
+    return TensorEntry(0, 0, dtype_code(dtype, f"{kind} of {name!r}"), (stop - start,), (), kind, name, start, stop), numbers
 
 
 def _loose(key: str, tensor: torch.Tensor) -> TensorEntry:

@@ -81,7 +81,9 @@ def _fill_engine(engine: Engine, files: _Files, found: _Found) -> None:
         for piece in engine.resting_pieces():
             name = found.parameters.get(id(piece.parameter))
             if name is not None:
-                piece.tensor.copy_(_in_memory_order(files, name, tuple(piece.parameter.shape), piece.stride, piece.start, piece.stop))
+                values = _in_memory_order(files, name, tuple(piece.parameter.shape), piece.stride, piece.start, piece.stop)
+                with piece.borrowed(write=True) as numbers:
+                    numbers.copy_(values)
 
 
 def _fill_module(model: nn.Module, files: _Files, found: _Found) -> None:

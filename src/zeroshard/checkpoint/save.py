@@ -30,7 +30,7 @@ from zeroshard._version import __version__
 from zeroshard.buffer import PagePool
 from zeroshard.checkpoint.manifest import Manifest, ParameterEntry, ShardEntry, TensorEntry
 from zeroshard.checkpoint.pieces import RankPart, Stateful, collect, divide, parameters_of
-from zeroshard.checkpoint.shards import Stored, shard_bytes, write_shard
+from zeroshard.checkpoint.shards import Stored, opened, shard_bytes, write_shard
 from zeroshard.checkpoint.steps import MANIFEST, commit, lock, prune, remove_leftovers, step_path, working_path
 from zeroshard.errors import CheckpointError, ConfigError, PeerLostError
 from zeroshard.runtime.engine import Engine
@@ -204,11 +204,12 @@ class Saver:
         """Copy tensors into the staging memory of this saver."""
         out: list[Stored] = []
         staging: dict[str, torch.Tensor] = {}
-        for entry, tensor in stored:
+        for entry, numbers in stored:
             copy = self._staging.get(entry.key)
-            if copy is None or copy.shape != tensor.shape or copy.dtype is not tensor.dtype:
-                copy = self._pages.empty(tensor.numel(), tensor.dtype, torch.device("cpu")).view(tensor.shape)
-            copy.copy_(tensor)
+            with opened(numbers) as tensor:
+                if copy is None or copy.shape != tensor.shape or copy.dtype is not tensor.dtype:
+                    copy = self._pages.empty(tensor.numel(), tensor.dtype, torch.device("cpu")).view(tensor.shape)
+                copy.copy_(tensor)
             staging[entry.key] = copy
             out.append((entry, copy))
         self._staging = staging

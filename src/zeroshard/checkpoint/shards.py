@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +24,20 @@ from zeroshard.checkpoint.manifest import CHUNK_BYTES, ITEMSIZE, Manifest, Shard
 from zeroshard.checkpoint.steps import open_regular
 from zeroshard.errors import CheckpointError
 
-__all__ = ["DTYPES", "OpenShards", "ShardReader", "as_bytes", "describe_range", "dtype_code", "header_of", "shard_bytes", "write_shard"]
+__all__ = [
+    "DTYPES",
+    "Lent",
+    "OpenShards",
+    "ShardReader",
+    "Stored",
+    "as_bytes",
+    "describe_range",
+    "dtype_code",
+    "header_of",
+    "opened",
+    "shard_bytes",
+    "write_shard",
+]
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
@@ -34,7 +47,13 @@ DTYPES: dict[str, torch.dtype] = {
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGN = 64  # of the start of the data
 
-Stored = tuple[TensorEntry, torch.Tensor]  # an entry without hashes and place, and its numbers
+Lent = Callable[[], AbstractContextManager[torch.Tensor]]  # numbers that rest on another tier: borrowed when they are written
+Stored = tuple[TensorEntry, "torch.Tensor | Lent"]  # an entry without hashes and place, and its numbers
+
+
+def opened(numbers: torch.Tensor | Lent) -> AbstractContextManager[torch.Tensor]:
+    """Return a context that gives the numbers of a `Stored` as a tensor."""
+    return nullcontext(numbers) if isinstance(numbers, torch.Tensor) else numbers()
 
 
 def dtype_code(dtype: torch.dtype, what: str) -> str:
@@ -86,14 +105,15 @@ def write_shard(
     def parts() -> Iterator[Any]:
         yield header
         offset = 0
-        for entry, tensor in stored:
+        for entry, numbers in stored:
             hashes = []
-            data = as_bytes(tensor.cpu())
-            assert len(data) == entry.num_bytes, (entry.key, len(data), entry.num_bytes)
-            for start in range(0, len(data), chunk_bytes):
-                chunk = data[start : start + chunk_bytes]
-                hashes.append(digest(chunk))
-                yield chunk
+            with opened(numbers) as tensor:
+                data = as_bytes(tensor.cpu())
+                assert len(data) == entry.num_bytes, (entry.key, len(data), entry.num_bytes)
+                for start in range(0, len(data), chunk_bytes):
+                    chunk = data[start : start + chunk_bytes]
+                    hashes.append(digest(chunk))
+                    yield chunk
             entries.append(_placed(entry, file, offset, hashes))
             offset += entry.num_bytes
 

@@ -10,7 +10,7 @@ the same ones: ``bytes_at_rest`` (ZeRO, section 3.1 and figure 1) and ``wire_byt
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -36,6 +36,11 @@ class Cells:
         for name, cell in (("weight", self.weight), ("between", self.between), ("optim", self.optim)):
             if cell.is_partial:
                 raise ValueError(f"{name}={cell}: only a gradient can be a partial sum")
+        if not self.weight.is_sharded and self.weight.tier is not Tier.DEVICE:
+            raise ValueError(
+                f"weight={self.weight} on {self.weight.tier.value}: every rank would keep and move the whole model; weights that leave the device rest "
+                "sharded (zero3)"
+            )
         if self.grad.is_partial and self.grad.tier is Tier.DISK:
             raise ValueError(f"grad={self.grad} on disk: a partial sum changes at every micro-batch and cannot rest on disk")
         for axis, weight, between, grad, optim in zip(
@@ -83,6 +88,19 @@ class Policy:
     name: str
     default: Cells
     units: dict[str, Cells] = field(default_factory=dict, hash=False)
+
+    def tiered(self, weight: Tier, grad: Tier, optim: Tier) -> Policy:
+        """Return this row with its states on other tiers; raises ValueError for what makes no sense, with the reason."""
+
+        def moved(cells: Cells) -> Cells:
+            return Cells(replace(cells.weight, tier=weight), cells.between, replace(cells.grad, tier=grad), replace(cells.optim, tier=optim))
+
+        return Policy(self.name, moved(self.default), {name: moved(cells) for name, cells in self.units.items()})
+
+    @property
+    def weights_leave_the_device(self) -> bool:
+        """Whether any unit's weights rest on another tier."""
+        return any(cells.weight.tier is not Tier.DEVICE for cells in (self.default, *self.units.values()))
 
     def cells(self, unit: str = "") -> Cells:
         """Return where the states of `unit` rest."""

@@ -22,7 +22,7 @@ from torch import nn
 
 from zeroshard.errors import ConfigError
 
-__all__ = ["ELEMENTWISE", "check_elementwise", "shard_state"]
+__all__ = ["ELEMENTWISE", "check_elementwise", "shard_state", "unhooked_step"]
 
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
@@ -183,7 +183,7 @@ class _Run:
         """Return `values` [numel] after a step with each of `grads` [steps, numel]."""
         with torch.no_grad():
             self.param.copy_(values.view(self.param.shape))
-        step = _unhooked_step(type(self.optimizer))
+        step = unhooked_step(type(self.optimizer))
         for grad in grads:
             self.param.grad = grad.view(self.param.shape).clone()
             step(self.optimizer)
@@ -233,7 +233,7 @@ def _resized_state(state: dict[str, Any], model: torch.Tensor, param: torch.Tens
     return resized
 
 
-def _unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], object]:
+def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], object]:
     """Return the class's ``step`` without torch's wrapper around it, which runs the hooks registered for all optimizers."""
     step: Any = cls.step
     return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else step  # type: ignore[no-any-return]

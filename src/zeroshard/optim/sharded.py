@@ -4,6 +4,9 @@ ZeRO, section 5.1: each rank updates the optimizer states of its partition alone
 identity; only its ``params`` change: to this rank's pieces of the same parameters, in the same order. So any elementwise ``torch.optim``
 class, any LR scheduler and ``zero_grad()`` keep working. A rank that owns nothing of a group holds one empty piece there.
 
+Pieces whose state or gradient rests on another tier are stepped by tiles beside the user's own step (optim/streamed.py), which finds them without a
+gradient and passes over them.
+
 Invariants: a step reads real gradients only inside the step itself; before and after it every piece carries a SealedGrad. A step refuses
 any entry that is not our piece. It does not know how gradients are summed: the engine hands them over through ``StepHooks``.
 """
@@ -11,19 +14,21 @@ any entry that is not our piece. It does not know how gradients are summed: the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from zeroshard.core.layout import Piece
-from zeroshard.errors import ConfigError, StateError
+from zeroshard.core.placement import Tier
+from zeroshard.errors import ConfigError, StateError, StorageError
+from zeroshard.optim.delayed import StepRunner
 from zeroshard.optim.elementwise import check_elementwise, shard_state
+from zeroshard.optim.pieces import OwnedPiece
 from zeroshard.optim.sealed import SealedGrad
+from zeroshard.optim.streamed import Streamed, Tile
 
-__all__ = ["OwnedPiece", "ShardedOptimizer", "StepHooks", "check_parameters"]
+__all__ = ["ShardedOptimizer", "StepHooks", "check_parameters"]
 
 _STATE_KEY = "zeroshard"
 
@@ -34,24 +39,14 @@ class StepHooks(Protocol):
     def before_step(self) -> bool:
         """Finish the gradients; return whether the step may be taken (False: skip, the pieces get no gradient)."""
 
-    def after_step(self) -> None:
-        """Publish what the step wrote."""
+    def after_step(self, error: StorageError | None) -> None:
+        """Publish what the step wrote, or raise `error`, and on every rank, where a tier could not be read or written."""
+
+    def publish_late(self) -> None:
+        """Publish a step that was taken one step late."""
 
     def zero_gradient(self, parameter: nn.Parameter) -> None:
         """Set one parameter's resting gradient to zero."""
-
-
-@dataclass
-class OwnedPiece:
-    """One piece that this rank steps."""
-
-    name: str  # of the parameter
-    parameter: nn.Parameter
-    piece: Piece
-    stride: tuple[int, ...]  # of the parameter in the flat buffer
-    tensor: nn.Parameter  # [piece.numel] fp32, a view of the master
-    grad: Callable[[], torch.Tensor | None]  # its slice of the averaged gradient, or None where no rank used the parameter
-    holds: Callable[[], object]  # what keeps the resting gradient alive
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
@@ -82,15 +77,21 @@ class ShardedOptimizer:
         self.groups: list[list[OwnedPiece]] = []
         self.parameters: list[list[nn.Parameter]] = []  # per group, the model's own
         self.sealed = False
+        self.streamed: Streamed | None = None
+        self._runner: StepRunner | None = None
         self._hooks = hooks
         self._rank = rank
         self._world = world
         self._empty: list[nn.Parameter | None] = []
         self._handles: list[Any] = []
         self._prepared = False
+        self._late = False  # a late step has ended and is not in the weights yet
+        self._error: StorageError | None = None
 
-    def attach(self, pieces: dict[int, list[OwnedPiece]], device: torch.device) -> None:
-        """Replace every group's parameters by this rank's pieces; `pieces` maps id(parameter) to them.
+    def attach(
+        self, pieces: dict[int, list[OwnedPiece]], device: torch.device, *, tiles: Sequence[Tile] = (), delayed_update: int | None = None
+    ) -> None:
+        """Replace every group's parameters by this rank's pieces; `pieces` maps id(parameter) to them, `tiles` hold those to be streamed.
 
         Raises ConfigError for an optimizer whose step is not elementwise, and for state that cannot be cut.
         """
@@ -116,18 +117,43 @@ class ShardedOptimizer:
         optimizer.state.update(new_state)
         for group, owned, empty in zip(optimizer.param_groups, self.groups, self._empty, strict=True):
             group["params"] = [piece.tensor for piece in owned] if empty is None else [empty]
+        if tiles:
+            self._stream(tiles, device, delayed_update)
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
             optimizer.register_state_dict_post_hook(self._label_state),
             optimizer.register_load_state_dict_pre_hook(self._check_state),
+            optimizer.register_load_state_dict_post_hook(lambda _: self.park()),
         ]
+
+    def _stream(self, tiles: Sequence[Tile], device: torch.device, delayed_update: int | None) -> None:
+        group_of = {id(owned): index for index, group in enumerate(self.groups) for owned in group}
+        for tile in tiles:
+            tile.pieces = [(group_of[id(owned)], owned, low) for _, owned, low in tile.pieces]
+        self.streamed = Streamed(self.optimizer, tiles, device)
+        beside = any(not owned.streamed for owned in self.pieces())
+        self._runner = StepRunner(self.streamed, beside=beside, delayed_update=delayed_update)
+        self.streamed.park()
+
+    def join(self) -> None:
+        """Return when no step is under way: masters and moments may be read."""
+        if self._runner is not None and self._runner.join():
+            self._late = True
+
+    def park(self) -> None:
+        """Put real numbers in the optimizer's state to rest where they belong."""
+        if self.streamed is not None:
+            self.join()
+            self.streamed.park()
 
     def detach(self) -> None:
         """Give the optimizer its original parameters back, without state, and take the hooks off."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._runner is not None:
+            self._runner.close()
         for group, originals in zip(self.optimizer.param_groups, self.parameters, strict=True):
             group["params"] = originals
         self.optimizer.state.clear()
@@ -136,10 +162,14 @@ class ShardedOptimizer:
         for group in self.groups:
             yield from group
 
-    def state_bytes(self) -> int:
-        """Return the bytes of the optimizer's own state on this rank."""
-        tensors = (value for state in self.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor))
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.numel() > 1)
+    def state_bytes(self) -> dict[Tier, int]:
+        """Return the bytes of the optimizer's own state on this rank, by tier."""
+        out = {} if self.streamed is None else self.streamed.state_bytes()
+        for owned in self.pieces():
+            for value in self.optimizer.state.get(owned.tensor, {}).values():
+                if isinstance(value, torch.Tensor) and value.numel() > 1 and value.stride() != (0,):
+                    out[Tier.DEVICE] = out.get(Tier.DEVICE, 0) + value.numel() * value.element_size()
+        return out
 
     def seal(self) -> None:
         """Let every piece without a gradient carry a sealed one, which keeps the resting gradient alive."""
@@ -220,8 +250,9 @@ class ShardedOptimizer:
     def _prepare(self) -> None:
         """Unseal: hand the averaged gradients to the pieces, or None to all of them when the step is to be skipped."""
         take = self._hooks.before_step()
+        self._start_streamed(take)
         for piece in self.pieces():
-            grad = piece.grad() if take else None
+            grad = piece.grad() if take and not piece.streamed else None
             if grad is not None and grad.dtype is not piece.tensor.dtype:
                 grad = grad.to(piece.tensor.dtype)
             piece.tensor.grad = grad
@@ -230,20 +261,59 @@ class ShardedOptimizer:
                 empty.grad = None
         self._prepared = True
 
+    def _start_streamed(self, take: bool) -> None:
+        """Start the streamed step; the one before ends first. What goes wrong is told after the step, when all ranks can be told."""
+        if self.streamed is None or self._runner is None:
+            return
+        try:
+            late = self._runner.join()
+            if late or self._late:
+                self._late = False
+                self._hooks.publish_late()
+            if take:
+                self._runner.start(self.streamed.job())
+        except StorageError as error:
+            self._error = error
+
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._prepared:  # the closure was never called: nothing was stepped
             return
         self._prepared = False
+        error, self._error = self._error, None
+        try:
+            if self._runner is not None and not self._runner.was_late:
+                self._runner.join()
+        except StorageError as failed:
+            error = failed
         self.seal()
-        self._hooks.after_step()
+        self._hooks.after_step(error)
 
     def _label_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        if self.streamed is not None:
+            self._fill_state(state["state"])
+        state[_STATE_KEY] = self._label()
+        return state
+
+    def _label(self) -> dict[str, Any]:
+        """Return what the state of this rank belongs to."""
         names = [
             [{"name": p.name, "start": p.piece.start, "stop": p.piece.stop, "shape": list(p.parameter.shape)} for p in owned]
             for owned in self.groups
         ]
-        state[_STATE_KEY] = {"rank": self._rank, "world": self._world, "pieces": names}
-        return state
+        return {"rank": self._rank, "world": self._world, "pieces": names}
+
+    def _fill_state(self, packed: dict[int, dict[str, Any]]) -> None:
+        """Put copies of what rests on other tiers into a state_dict."""
+        assert self.streamed is not None
+        self.join()
+        params = [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
+        numbers = {id(tensor): index for index, tensor in enumerate(params)}
+        for tile in self.streamed.tiles:
+            with self.streamed.bound(tile, write=False):
+                for _, owned, _ in tile.pieces:
+                    state = self.optimizer.state.get(owned.tensor)
+                    if state:
+                        packed[numbers[id(owned.tensor)]] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
     def _check_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         label = state.get(_STATE_KEY)
@@ -252,7 +322,7 @@ class ShardedOptimizer:
                 "this optimizer state was not saved from a sharded optimizer: give it to the optimizer before shard(), which cuts it, "
                 "or save and load with zeroshard's checkpoints"
             )
-        mine = self._label_state(optimizer, {})[_STATE_KEY]
+        mine = self._label()
         for what in ("rank", "world", "pieces"):
             if label[what] != mine[what]:
                 shown = f"{label[what]} against {mine[what]}" if what != "pieces" else "names or ranges differ"

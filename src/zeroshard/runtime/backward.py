@@ -31,6 +31,8 @@ from zeroshard.runtime.weights import Weights
 
 __all__ = ["Backward"]
 
+_IN_FLIGHT = 2
+
 
 class Backward:
     """One engine's gradients, from the first hook of a backward to the optimizer's step."""
@@ -187,6 +189,15 @@ class Backward:
         if self._transport.one_sided:  # elsewhere what is over must not depend on timing
             for path in self.paths():
                 path.finish(block=False)
+        else:
+            self._land_oldest()
+
+    def _land_oldest(self) -> None:
+        """Of sums that rest on another tier, leave two under way: the others would wait on the device for the end of the pass."""
+        waiting = [path for path in self._flights.values() if path.tiered]
+        for path in waiting[:-_IN_FLIGHT]:
+            path.finish()
+            del self._flights[path.key]
 
     def _reduce(self, unit: Unit, segment: Segment) -> None:
         path = segment.grad
@@ -253,7 +264,7 @@ class Backward:
         if self.optimizer is not None:
             self.optimizer.seal()
             for path in self._all_paths:
-                if path.flat.window.local.numel():
+                if path.flat.local.numel:
                     path.let_go()
 
     def _seal_of(self, segment: Segment, index: int, parameter: torch.Tensor, holds: object) -> SealedGrad:

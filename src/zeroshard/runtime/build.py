@@ -11,7 +11,7 @@ model, or fp32 adapters on a bf16 base, were meant.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -19,13 +19,16 @@ from torch import nn
 from zeroshard.buffer import FlatBuffer, Lanes, Meter, PagePool, return_freed_memory
 from zeroshard.comm.transport import Transport
 from zeroshard.core.layout import Layout
-from zeroshard.core.policy import Policy
+from zeroshard.core.policy import Cells, Policy
 from zeroshard.core.precision import Precision, dtype_name
+from zeroshard.optim.resting import RestingPlace
 from zeroshard.runtime.cut import UnitPlan
 from zeroshard.runtime.gradients import GradientPath
+from zeroshard.runtime.tiering import Tiering
 from zeroshard.runtime.unit import Segment, Unit, UnitState, memory_stride
+from zeroshard.tier.shelf import Shelf
 
-__all__ = ["Context", "Dtypes", "build_units", "compute_dtypes"]
+__all__ = ["Context", "Dtypes", "build_units", "compute_dtypes", "make_master"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,35 @@ class Context:
     broadcast_buffers: bool = False
     clip_norm: float | None = None  # what a step clips to where the user has not clipped
     prepare: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None  # gives a segment's parameters their initial values
+    tiering: Tiering = field(default_factory=Tiering)
+
+
+@dataclass(frozen=True)
+class _SegmentPlan:
+    """One segment to be."""
+
+    key: str
+    unit: str
+    members: dict[str, nn.Parameter]
+    dtype: torch.dtype
+    trainable: bool
+    cells: Cells
+    layout: Layout
+    rank: int
+
+    @property
+    def num_stepped(self) -> int:
+        """Elements whose master rests on this rank."""
+        return self.layout.shares[self.rank] if self.cells.optim.is_sharded else self.layout.numel
+
+
+@dataclass(frozen=True)
+class Splits:
+    """How many of the first elements of each of a segment's states rest on the device of this rank."""
+
+    weight: int
+    grad: int
+    optim: int
 
 
 def compute_dtypes(model: nn.Module, precision: Precision) -> Dtypes:
@@ -73,55 +105,115 @@ def compute_dtypes(model: nn.Module, precision: Precision) -> Dtypes:
 
 def build_units(plans: Sequence[UnitPlan], context: Context) -> list[Unit]:
     """Take every planned unit's parameters over; afterwards they rest as the policy says."""
+    planned = [_plan_segments(plan, context) for plan in plans]
+    splits = dict(zip((p.key for group in planned for p in group), _split([p for group in planned for p in group], context.tiering), strict=True))
     units = []
-    for index, plan in enumerate(plans):
+    for index, (plan, group) in enumerate(zip(plans, planned, strict=True)):
         cells = context.policy.cells(plan.name)
-        groups: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
-        for name, parameter in plan.parameters.items():
-            kind = (context.dtypes.of[id(parameter)], parameter.requires_grad)
-            groups.setdefault(kind, {})[name] = parameter
-        segments = [
-            _build_segment(f"{plan.name}:{dtype_name(dtype)}{'' if trainable else ':frozen'}", members, dtype, trainable, plan.name, context)
-            for (dtype, trainable), members in groups.items()
-        ]
+        segments = [_build_segment(segment, splits[segment.key], context) for segment in group]
         modules = {id(module) for _, module in plan.roots} or {id(module) for _, module in plan.owners}
         unit = Unit(index, plan.name, segments, cells, spans_one_module=len(modules) == 1, strict=context.strict)
         if cells.weight.is_sharded:
             unit.state = UnitState.RESTING
         for segment in segments:
             segment.detach() if cells.weight.is_sharded else segment.attach()
-            segment.flat.window.publish()
+            segment.flat.publish()
         units.append(unit)
         return_freed_memory()  # of the original parameters
     return units
 
 
-def _build_segment(
-    key: str, members: dict[str, nn.Parameter], dtype: torch.dtype, trainable: bool, unit: str, context: Context
-) -> Segment:
-    cells = context.policy.cells(unit)
-    parameters = list(members.values())
-    layout = Layout.build([(name, tuple(p.shape)) for name, p in members.items()], context.transport.size)
+def _plan_segments(plan: UnitPlan, context: Context) -> list[_SegmentPlan]:
+    groups: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
+    for name, parameter in plan.parameters.items():
+        groups.setdefault((context.dtypes.of[id(parameter)], parameter.requires_grad), {})[name] = parameter
+    out = []
+    for (dtype, trainable), members in groups.items():
+        key = f"{plan.name}:{dtype_name(dtype)}{'' if trainable else ':frozen'}"
+        layout = Layout.build([(name, tuple(p.shape)) for name, p in members.items()], context.transport.size)
+        out.append(_SegmentPlan(key, plan.name, members, dtype, trainable, context.policy.cells(plan.name), layout, context.transport.rank))
+    return out
+
+
+def _split(plans: Sequence[_SegmentPlan], tiering: Tiering) -> list[Splits]:
+    """Return where each segment's states are cut between the device and other tiers."""
+    weights = tiering.splits("weight", [p.cells.weight.tier for p in plans], [p.layout.shares[p.rank] for p in plans])
+    trained = [p for p in plans if p.trainable]
+    grads = tiering.splits("grad", [p.cells.grad.tier for p in trained], [p.num_stepped for p in trained])
+    optims = tiering.splits("optimizer", [p.cells.optim.tier for p in trained], [p.num_stepped for p in trained])
+    stepped = {p.key: (grad, optim) for p, grad, optim in zip(trained, grads, optims, strict=True)}
+    return [Splits(weight, *stepped.get(p.key, (0, 0))) for p, weight in zip(plans, weights, strict=True)]
+
+
+def _build_segment(plan: _SegmentPlan, splits: Splits, context: Context) -> Segment:
+    cells, layout = plan.cells, plan.layout
+    parameters = list(plan.members.values())
     flat = FlatBuffer(
-        key,
+        plan.key,
         layout,
         [memory_stride(p) for p in parameters],
-        dtype=dtype,
+        dtype=plan.dtype,
         device=context.device,
         transport=context.transport,
         replicated=not cells.weight.is_sharded,
         streams=context.streams,
         meter=context.meter,
+        rest=_rest_of_weights(plan, splits, context),
     )
-    segment = Segment(list(members), parameters, flat, context.transport.rank)
+    segment = Segment(list(plan.members), parameters, flat, context.transport.rank)
     whole = not cells.optim.is_sharded
-    if trainable:
+    if plan.trainable:
+        segment.split = splits.optim
         if context.trains:
-            segment.make_master(whole=whole, dtype=context.precision.master, pages=context.pages)
-        precision = context.precision.at(dtype)
-        segment.grad = GradientPath(
-            flat, cells, precision, transport=context.transport, streams=context.streams, meter=context.meter, pages=context.pages
-        )
+            make_master(segment, cells, context)
+        segment.grad = _gradient_path(plan, splits, flat, context)
     context.prepare(parameters)
     segment.store([p.data for p in parameters], whole_master=whole)
     return segment
+
+
+def make_master(segment: Segment, cells: Cells, context: Context) -> None:
+    """Give a trained segment its master, its contents undefined where it is not the weights themselves."""
+    segment.make_master(
+        whole=not cells.optim.is_sharded,
+        dtype=context.precision.master,
+        pages=context.pages,
+        store=context.tiering.store(cells.optim.tier),
+        link=context.tiering.link,
+    )
+
+
+def _rest_of_weights(plan: _SegmentPlan, splits: Splits, context: Context) -> Shelf | None:
+    """Return where this rank's weights rest, None for the device."""
+    tier, share = plan.cells.weight.tier, plan.layout.shares[plan.rank]
+    store = context.tiering.store(tier)
+    if store is None or splits.weight == share:
+        return None
+    near = torch.zeros(splits.weight, dtype=plan.dtype, device=context.device) if splits.weight else None
+    return Shelf(near, store.slab(f"{plan.key} weights", share - splits.weight, plan.dtype), link=context.tiering.link)
+
+
+def _gradient_path(plan: _SegmentPlan, splits: Splits, flat: FlatBuffer, context: Context) -> GradientPath:
+    precision, tiering, cell = context.precision.at(plan.dtype), context.tiering, plan.cells.grad
+    store = tiering.store(cell.tier)
+    place = RestingPlace(
+        plan.key,
+        plan.num_stepped,
+        precision.accumulate,
+        split=splits.grad,
+        store=store,
+        link=tiering.link,
+        pages=context.pages,
+        device=context.device,
+    )
+
+    def partial() -> Shelf:
+        """Return memory for a sum that no reduce has taken yet: of the whole segment."""
+        numel = plan.layout.numel
+        if store is None:
+            return Shelf(context.pages.empty(numel, precision.accumulate, context.device))
+        return Shelf(None, store.slab(f"{plan.key} partial gradient", numel, precision.accumulate))
+
+    return GradientPath(
+        flat, plan.cells, precision, transport=context.transport, streams=context.streams, meter=context.meter, place=place, partial=partial
+    )

@@ -1,9 +1,12 @@
 """Cut a module tree into units: groups of parameters that are gathered together.
 
 Automatic units are the repeated blocks (siblings of one class and one set of parameter shapes, as in a ModuleList of layers), and what is
-left over (embeddings, final norms, heads), packed in definition order. Invariants: every parameter is in exactly one unit, a tied one
-where it is met first; no unit is larger than max(one repeated block, the largest single parameter, 1/8 of the model); the cut depends on
-the module tree alone, so that it is the same on every rank.
+left over (embeddings, final norms, heads), packed in definition order. A module whose class says ``unit_of_its_own = True`` (a tile of a
+linear layer, nn/tiled.py) is a unit by itself wherever it stands, automatic cut or chosen one, unless the module that holds it was chosen.
+
+Invariants: every parameter is in exactly one unit, a tied one where it is met first; no unit is larger than max(one repeated block without
+such modules, the largest single parameter, 1/8 of the model where there are none); the cut depends on the module tree alone, so that it is
+the same on every rank.
 
 What it does not do: it touches no parameter and installs nothing; it reads names, classes, shapes.
 """
@@ -18,7 +21,7 @@ from torch import nn
 
 from zeroshard.errors import ConfigError
 
-__all__ = ["UnitPlan", "UnitSpec", "cut_units", "describe_units", "named_parameters_once"]
+__all__ = ["UnitPlan", "UnitSpec", "cut_units", "describe_units", "find_blocks", "named_parameters_once"]
 
 UnitSpec = Callable[[str, nn.Module], bool] | Sequence[str | type[nn.Module]]
 
@@ -48,7 +51,12 @@ def cut_units(model: nn.Module, units: UnitSpec | None = None) -> list[UnitPlan]
     Raises ConfigError when a name or class in `units` matches nothing, or a chosen module holds no parameter of its own.
     """
     parameters = named_parameters_once(model)
-    chosen = _repeated_blocks(model) if units is None else _chosen_blocks(model, units)
+    chosen = find_blocks(model, units)
+    taken = set() if units is None else {name for name, _ in chosen}
+    apart = [
+        (name, module) for name, module in model.named_modules() if name and _is_apart(module) and name.rpartition(".")[0] not in taken
+    ]
+    chosen = list(dict(_innermost_first(apart) + (chosen if units is None else _innermost_first(chosen))).items())
     names = {id(parameter): name for name, parameter in parameters.items()}
     unassigned = dict.fromkeys(parameters)  # ordered set
     blocks: dict[str, UnitPlan] = {}
@@ -64,11 +72,19 @@ def cut_units(model: nn.Module, units: UnitSpec | None = None) -> list[UnitPlan]
     limit = max(
         [plan.numel for plan in blocks.values()]
         + [parameter.numel() for parameter in parameters.values()]
-        + [sum(parameter.numel() for parameter in parameters.values()) // 8]
+        + ([] if apart else [sum(parameter.numel() for parameter in parameters.values()) // 8])  # else it would undo the tiling
     )
     plans = _in_order(parameters, blocks, unassigned, limit)
     _find_owners(model, plans)
     return plans
+
+
+def find_blocks(model: nn.Module, blocks: UnitSpec | None = None, *, option: str = "units") -> list[tuple[str, nn.Module]]:
+    """Return the repeated blocks of `model`, or those that `blocks` chooses (classes, qualified names or a callable(name, module) -> bool).
+
+    Raises ConfigError, naming `option`, when a name or class in `blocks` matches nothing, or a chosen module holds no parameter.
+    """
+    return _repeated_blocks(model) if blocks is None else _chosen_blocks(model, blocks, option)
 
 
 def describe_units(plans: Iterable[UnitPlan]) -> str:
@@ -77,9 +93,7 @@ def describe_units(plans: Iterable[UnitPlan]) -> str:
     return "\n".join(rows)
 
 
-def _in_order(
-    parameters: dict[str, nn.Parameter], blocks: dict[str, UnitPlan], unassigned: dict[str, None], limit: int
-) -> list[UnitPlan]:
+def _in_order(parameters: dict[str, nn.Parameter], blocks: dict[str, UnitPlan], unassigned: dict[str, None], limit: int) -> list[UnitPlan]:
     """Merge blocks and packed leftovers into one list, in definition order of their first parameters."""
     block_of = {name: plan for plan in blocks.values() for name in plan.parameters}
     plans: list[UnitPlan] = []
@@ -109,9 +123,24 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
+def _is_apart(module: nn.Module) -> bool:
+    return bool(getattr(type(module), "unit_of_its_own", False)) and _has_parameters(module)
+
+
+def _inner(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the children that hold parameters; a module that is cut into units of their own counts as a leaf."""
+    return [(name, child) for name, child in module.named_children() if _has_parameters(child) and not _is_apart(child)]
+
+
+def _size(module: nn.Module) -> int:
+    """Return the elements of `module`'s parameters, without those of units of their own."""
+    apart = {id(p) for part in module.modules() if _is_apart(part) for p in part.parameters()}
+    return sum(p.numel() for p in module.parameters() if id(p) not in apart)
+
+
 def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Find siblings of one class and shape; with submodules if any such exist, else leaf modules (a plain stack of layers)."""
-    total = sum(p.numel() for p in named_parameters_once(model).values())
+    total = _size(model)
     for with_children in (True, False):
         found: list[tuple[str, nn.Module]] = []
         _search(model, "", with_children, total // 8, found)
@@ -122,14 +151,14 @@ def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _search(module: nn.Module, prefix: str, with_children: bool, limit: int, found: list[tuple[str, nn.Module]]) -> bool:
     """Collect the outermost repeated blocks below `module` that are small enough or hold no smaller ones; return whether there were any."""
-    children = [(name, child) for name, child in module.named_children() if _has_parameters(child)]
-    eligible = [child for _, child in children if bool(next(child.children(), None)) or not with_children]
+    children = _inner(module)
+    eligible = [child for _, child in children if _has_submodules(child) or not with_children]
     counts = Counter(_signature(child) for child in eligible)
     any_found = False
     for name, child in children:
         path = f"{prefix}{name}"
         repeated = child in eligible and counts[_signature(child)] >= 2
-        if repeated and sum(p.numel() for p in child.parameters()) <= limit:
+        if repeated and _size(child) <= limit:
             found.append((path, child))
             any_found = True
             continue
@@ -144,18 +173,21 @@ def _search(module: nn.Module, prefix: str, with_children: bool, limit: int, fou
     return any_found
 
 
+def _has_submodules(module: nn.Module) -> bool:
+    return any(not _is_apart(child) for child in module.children())
+
+
 def _worth_descending(block: nn.Module, inner: list[tuple[str, nn.Module]]) -> bool:
     """Whether the repeated blocks inside a large repeated block hold most of it (a stage of layers, not a layer with two heads)."""
-    total = sum(p.numel() for p in block.parameters())
-    return 2 * sum(p.numel() for _, module in inner for p in module.parameters()) > total and len(inner) > 3
+    return 2 * sum(_size(module) for _, module in inner) > _size(block) and len(inner) > 3
 
 
-def _chosen_blocks(model: nn.Module, units: UnitSpec) -> list[tuple[str, nn.Module]]:
+def _chosen_blocks(model: nn.Module, units: UnitSpec, option: str) -> list[tuple[str, nn.Module]]:
     modules = dict(model.named_modules())
     if callable(units) and not isinstance(units, type):
         picked = [name for name, module in modules.items() if units(name, module)]
         if not picked:
-            raise ConfigError(f"units: the callable chose no module of {type(model).__name__}; it is given (name, module) of each")
+            raise ConfigError(f"{option}: the callable chose no module of {type(model).__name__}; it is given (name, module) of each")
     else:
         wanted: Sequence[str | type[nn.Module]] = [units] if isinstance(units, (str, type)) else units
         picked = []
@@ -166,15 +198,20 @@ def _chosen_blocks(model: nn.Module, units: UnitSpec) -> list[tuple[str, nn.Modu
                 hits = [name for name, module in modules.items() if isinstance(module, want)]
             if not hits:
                 label = want if isinstance(want, str) else want.__name__
-                raise ConfigError(f"units: {label!r} matches no module of {type(model).__name__}; names are those of model.named_modules()")
+                raise ConfigError(
+                    f"{option}: {label!r} matches no module of {type(model).__name__}; names are those of model.named_modules()"
+                )
             picked += hits
-    # A unit inside another takes its parameters first: innermost blocks are assigned before the ones around them.
-    order = sorted(dict.fromkeys(picked), key=lambda name: -name.count(".") if name else 1)
-    chosen = [(name, modules[name]) for name in order]
+    chosen = [(name, modules[name]) for name in dict.fromkeys(picked)]
     for name, module in chosen:
         if not _has_parameters(module):
-            raise ConfigError(f"units: module {name!r} ({type(module).__name__}) holds no parameters, so it cannot be a unit")
+            raise ConfigError(f"{option}: module {name!r} ({type(module).__name__}) holds no parameters: choose one that does")
     return chosen
+
+
+def _innermost_first(modules: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """A unit inside another takes its parameters first: innermost blocks are assigned before the ones around them."""
+    return sorted(modules, key=lambda item: -item[0].count(".") if item[0] else 1)
 
 
 def _find_owners(model: nn.Module, plans: list[UnitPlan]) -> None:

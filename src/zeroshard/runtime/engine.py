@@ -22,19 +22,22 @@ from zeroshard.comm.agree import compare
 from zeroshard.core.digest import Digest
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
-from zeroshard.errors import ConfigError, StateError, ZeroshardError
+from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardError
+from zeroshard.optim.pieces import OwnedPiece
 from zeroshard.optim.scaler import LossScaler
-from zeroshard.optim.sharded import OwnedPiece, ShardedOptimizer, check_parameters
+from zeroshard.optim.sharded import ShardedOptimizer, check_parameters
+from zeroshard.optim.streamed import StateAtRest, Tile
 from zeroshard.runtime.backward import Backward
-from zeroshard.runtime.build import Context, build_units
+from zeroshard.runtime.build import Context, build_units, make_master
 from zeroshard.runtime.cut import UnitPlan, named_parameters_once
+from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.join import Join
+from zeroshard.runtime.owned import own
 from zeroshard.runtime.replicas import compare_replicas
-from zeroshard.runtime.reports import MemoryReport, TrafficReport
+from zeroshard.runtime.reports import MemoryReport, TrafficReport, memory_report
 from zeroshard.runtime.rest import Rest, RestingPiece
-from zeroshard.runtime.unit import Segment
 from zeroshard.runtime.weights import Weights
 from zeroshard.runtime.whole import Whole
 
@@ -54,7 +57,7 @@ class Engine:
             meter=context.meter,
             digest=self._digest,
             prefetch_bytes=prefetch_bytes,
-            ordered=not context.transport.one_sided,
+            ordered=not context.transport.one_sided or context.policy.weights_leave_the_device,
         )
         self._backward = Backward(
             self._weights, streams=context.streams, meter=context.meter, digest=self._digest, transport=context.transport
@@ -67,6 +70,7 @@ class Engine:
         self._rest = Rest(self._weights, transport=context.transport, streams=context.streams)
         if context.broadcast_buffers:
             self._hooks.broadcast = context.transport.broadcast
+        self._faults = Faults(context.transport)
         self._sharded: ShardedOptimizer | None = None
         self._closed = False
         self.refuse_steps: str | None = None  # why, while they are refused
@@ -117,36 +121,21 @@ class Engine:
             raise ConfigError("an optimizer is attached already: one engine has one optimizer; use param groups, or shard a second model")
         check_parameters(optimizer, named_parameters_once(self.module))
         pieces: dict[int, list[OwnedPiece]] = {}
+        tiles: list[Tile] = []
         for unit in self._weights.units:
-            whole = not unit.cells.optim.is_sharded
             for segment in unit.trainable:
                 if segment.master is None:
-                    segment.make_master(whole=whole, dtype=self._context.precision.master, pages=self._context.pages)
-                for piece in self._owned(segment, whole):
+                    make_master(segment, unit.cells, self._context)
+                    segment.fill_master()
+                owned, streamed = own(segment, unit.cells, self._context)
+                tiles += streamed
+                for piece in owned:
                     pieces.setdefault(id(piece.parameter), []).append(piece)
+        tiles.reverse()  # as gradients come
         sharded = ShardedOptimizer(optimizer, self, rank=self._context.transport.rank, world=self._context.transport.size)
-        sharded.attach(pieces, self._context.device)
+        sharded.attach(pieces, self._context.device, tiles=tiles, delayed_update=self._context.tiering.delayed_update)
         self._sharded = sharded
         self._backward.optimizer = sharded
-
-    def _owned(self, segment: Segment, whole: bool) -> list[OwnedPiece]:
-        path, master = segment.grad, segment.master
-        assert path is not None and master is not None
-        strides = segment.flat.strides
-        out = []
-        for piece in segment.owned_pieces(whole=whole):
-            span = slice(piece.shard_start, piece.shard_stop)
-            tensor = nn.Parameter(master[span])
-
-            def grad(index: int = piece.index, span: slice = span) -> torch.Tensor | None:
-                resting = path.resting()
-                if not path.used[index]:
-                    return None
-                assert resting is not None, f"the gradient of {path.key} is used and not held"
-                return resting.tensor[span]
-
-            out.append(OwnedPiece(piece.name, segment.parameters[piece.index], piece, strides[piece.index], tensor, grad, path.resting))
-        return out
 
     # ------------------------------------------------------------------ a step
 
@@ -203,10 +192,19 @@ class Engine:
         self._rest.before_writing()
         return result.finite
 
-    def after_step(self) -> None:
-        """Called by the optimizer's step hook: publish what was stepped."""
-        self._rest.publish(frozen=False)
+    def after_step(self, error: StorageError | None = None) -> None:
+        """Called by the optimizer's step hook: publish what was stepped; an `error` on any rank is raised on all."""
+        if self._context.tiering.stores:
+            self._faults.agree(error)
+        if self._context.tiering.delayed_update is None:
+            self._rest.publish(everything=False)
+        else:
+            self._weights.invalidate()
         self._finalizer.after_step()
+
+    def publish_late(self) -> None:
+        """Called by the optimizer's step hook: a step that was taken one step late goes into the weights."""
+        self._rest.publish(everything=True)
 
     def agree(self, report: Mapping[str, str], error: ZeroshardError | None) -> None:
         """Raise on every rank where one has an `error` or another `report`, which would otherwise be a hang on the others. Collective."""
@@ -244,6 +242,7 @@ class Engine:
     def rewriting(self) -> AbstractContextManager[None]:
         """Return a context in which `masters` and `resting_pieces` may be written; then the weights follow, as after a step. Collective."""
         self._check_open()
+        self._join_step()
         return self._rest.rewriting()
 
     def masters(self) -> list[torch.Tensor]:
@@ -255,11 +254,26 @@ class Engine:
 
         With `share`, of what rests on every rank only this rank's share: all ranks' pieces together are then every element once.
         """
+        self._join_step()
         return self._rest.pieces(share=share)
 
     def stepped_pieces(self) -> Iterator[OwnedPiece]:
         """Yield what the optimizer steps here, a tensor of its own per piece of a parameter."""
         return iter(()) if self._sharded is None else iter(self._sharded.pieces())
+
+    def state_at_rest(self, owned: OwnedPiece) -> dict[str, StateAtRest]:
+        """Return what of the optimizer's state of a piece rests on another tier, by key."""
+        streamed = None if self._sharded is None else self._sharded.streamed
+        return {} if streamed is None or not owned.streamed else streamed.at_rest(owned)
+
+    def park(self) -> None:
+        """Put state that was set in the optimizer to rest where it belongs."""
+        if self._sharded is not None:
+            self._sharded.park()
+
+    def _join_step(self) -> None:
+        if self._sharded is not None:
+            self._sharded.join()
 
     def parameter_layouts(self) -> dict[int, tuple[tuple[int, ...], bool]]:
         """Return, by id of each parameter, the stride in which it lies here, and whether it is trained."""
@@ -320,20 +334,7 @@ class Engine:
     def memory(self) -> MemoryReport:
         """Return the bytes of this rank at rest by state, in use beyond that now, and the peak of the latter."""
         self._backward.collect_dropped()
-        at_rest = dict.fromkeys(("weight", "master", "grad", "optimizer"), 0)
-        for unit in self._weights.units:
-            for segment in unit.segments:
-                at_rest["weight"] += segment.flat.rest_bytes
-                if segment.master is not None and not segment.master_is_weight:
-                    at_rest["master"] += segment.master.numel() * segment.master.element_size()
-                if segment.grad is not None:
-                    at_rest["grad"] += segment.grad.rest_bytes
-        if self._sharded is not None:
-            at_rest["optimizer"] = self._sharded.state_bytes()
-        cells = self.policy.default
-        tiers = {"weight": cells.weight, "master": cells.optim, "grad": cells.grad, "optimizer": cells.optim}
-        meter = self._context.meter
-        return MemoryReport(at_rest, meter.live, meter.peak, {name: cell.tier.value for name, cell in tiers.items()})
+        return memory_report(self._weights.units, self._sharded, self._context.meter, self._context.tiering)
 
     def traffic(self) -> TrafficReport:
         """Return the payload bytes and calls per collective since `reset_traffic`."""
@@ -369,6 +370,7 @@ class Engine:
         if self._closed:
             return
         self._backward.abandon()
+        self._join_step()
         self._weights.let_go(also_for_backward=True)
         self._whole.give_back()
         self._hooks.remove()
@@ -376,6 +378,7 @@ class Engine:
             self._sharded.detach()
         self._context.transport.begin_write()
         self._context.transport.close()
+        self._context.tiering.close()
         self._context.pages.clear()
         self._closed = True
 

@@ -17,25 +17,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zeroshard.buffer import FlatBuffer, Flight, Lanes, Meter, PagePool
+from zeroshard.buffer import FlatBuffer, Flight, Lanes, Meter
 from zeroshard.comm.transport import GradBuffer, Transport, Work
+from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Cells
 from zeroshard.core.precision import Precision
+from zeroshard.core.work import DoneWork
+from zeroshard.optim.resting import DeviceResting, Resting, RestingPlace, TieredResting
+from zeroshard.tier.shelf import Shelf
 
-__all__ = ["GradientPath", "Resting"]
-
-_CHUNK = 1 << 17  # elements: a chunk of fp32 stays in a core's own cache
-
-
-class Resting:
-    """A resting gradient; alive as long as a sealed gradient (or a reduce under way) holds it."""
-
-    __slots__ = ("__weakref__", "divided_by", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.divided_by = 0.0  # the ranks and the loss scale, once averaged; 0 while it is a sum
-
+__all__ = ["GradientPath"]
 
 class GradientPath:
     """The gradients of one trainable segment."""
@@ -49,7 +40,8 @@ class GradientPath:
         transport: Transport,
         streams: Lanes,
         meter: Meter,
-        pages: PagePool,
+        place: RestingPlace,
+        partial: Callable[[], Shelf],
     ) -> None:
         self.flat = flat
         self.cells = cells
@@ -58,21 +50,25 @@ class GradientPath:
         self._transport = transport
         self._streams = streams
         self._meter = meter
-        self._pages = pages
+        self._place = place
+        self._make_partial = partial
         self._buffer: GradBuffer | None = None
+        self._in_place = False  # the buffer is the resting gradient
         self._views: list[torch.Tensor] = []
         self._seen = [False] * len(self.used)
-        self._partial: torch.Tensor | None = None
+        self._partial: Shelf | None = None
         self._partial_seen = [False] * len(self.used)
         self._flight: Flight | None = None
         self._flight_bytes = 0
+        self._flight_fresh = False
         self._flight_name = ""
         self._round = 0  # buffers borrowed so far: names them apart
         self._held: Resting | None = None
         self._resting: weakref.ref[Resting] | None = None
+        self._sum: torch.Tensor | None = None  # where a reduce under way leaves our slice, if the gradient rests elsewhere
         low, high = flat.layout.ranges[transport.rank]
         self._direct = transport.size == 1 and precision.wire is precision.accumulate  # nothing to sum: the buffer is the resting gradient
-        self._own = slice(low, high) if self.sums_are_replicated else slice(0, high - low)
+        self._own = (low, high) if self.sums_are_replicated else (0, high - low)
 
     @property
     def key(self) -> str:
@@ -94,9 +90,21 @@ class GradientPath:
     @property
     def rest_bytes(self) -> int:
         """Bytes of the gradient at rest now, partial sums included."""
-        resting = self.resting()
-        held = [t for t in (self._partial, None if resting is None else resting.tensor) if t is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return sum(self.bytes_by_tier().values())
+
+    def bytes_by_tier(self) -> dict[Tier, int]:
+        """Return the bytes of the gradient at rest now on each tier, partial sums included."""
+        out: dict[Tier, int] = {}
+        for held in (self._partial, self.resting()):
+            if held is not None:
+                for tier, num_bytes in held.bytes_by_tier().items():
+                    out[tier] = out.get(tier, 0) + num_bytes
+        return out
+
+    @property
+    def tiered(self) -> bool:
+        """Whether the resting gradient lies, in part or as a whole, on another tier."""
+        return self._place.tiered
 
     @property
     def in_flight(self) -> bool:
@@ -119,8 +127,8 @@ class GradientPath:
 
     def _borrow(self, make_room: Callable[[int], None]) -> None:
         flat = self.flat
-        if self._direct and self.resting() is None:
-            self._buffer = GradBuffer(self._open_resting()[0].tensor)
+        if self._direct and not self.tiered and self.resting() is None:
+            self._buffer, self._in_place = GradBuffer(self._open_resting()[0].fetch(*self._own)), True
             self._views = flat.views_of(self._buffer.data)
             return
         make_room(self.buffer_bytes)
@@ -132,13 +140,20 @@ class GradientPath:
 
     def _add_partial(self, index: int, grad: torch.Tensor) -> None:
         if self._partial is None:
-            self._partial = self._pages.empty(self.flat.layout.numel, self.precision.accumulate, self.flat.full.device)
-        view = self.flat.views_of(self._partial)[index]
-        if self._partial_seen[index]:
-            view.add_(grad)
-        else:
-            view.copy_(grad)
-            self._partial_seen[index] = True
+            self._partial = self._make_partial()
+        slot = self.flat.layout.slots[index]
+        with self._partial.borrowed(slot.offset, slot.stop, write=True) as part:
+            view = self.flat.view_in(part, index)
+            if self._partial_seen[index]:
+                view.add_(grad.to(view.device))
+            else:
+                view.copy_(grad)
+        self._partial_seen[index] = True
+
+    def _close_partial(self) -> None:
+        if self._partial is not None and self._partial.slab is not None:
+            self._partial.slab.close()
+        self._partial, self._partial_seen = None, [False] * len(self.used)
 
     @property
     def has_local(self) -> bool:
@@ -151,44 +166,57 @@ class GradientPath:
         if self._partial is not None:
             if self._buffer is None:
                 self._borrow(make_room)
-            partial = self.flat.views_of(self._partial)
             for index, seen in enumerate(self._partial_seen):
                 if seen:
-                    self._views[index].copy_(partial[index])
+                    slot = self.flat.layout.slots[index]
+                    with self._partial.borrowed(slot.offset, slot.stop, write=False) as part:
+                        self._views[index].copy_(self.flat.view_in(part, index))
                     self._seen[index] = True
-            self._partial, self._partial_seen = None, [False] * len(self.used)
+            self._close_partial()
         self._zero_unseen()
         resting, fresh = self._open_resting()
-        if self._buffer is not None and self._buffer.data is resting.tensor:
+        if self._in_place:
             self._end_round()
             return
         if resting.divided_by:  # no zero_grad() since the last step: more is added to that average
             self._streams.write(f"{self.key}.resting")
-            resting.tensor[self._own].mul_(resting.divided_by)
-            resting.divided_by = 0.0
+            resting.reopen(self._own)
+        out, accumulate = self._room_for_sum(resting, fresh)
         self._streams.fork("reduce")
         with self._streams.on("reduce"):
             if self._buffer is not None:
                 self._streams.read(self._buffer_name)
             self._streams.write(f"{self.key}.resting")
             work = self._transport.reduce(
-                self.key,
-                self._buffer,
-                self.flat.layout.ranges,
-                resting.tensor[self._own],
-                wire_dtype=self.precision.wire,
-                accumulate=not fresh,
+                self.key, self._buffer, self.flat.layout.ranges, out, wire_dtype=self.precision.wire, accumulate=accumulate
             )
             if self.flat.full.device.type != "cpu":
                 work.wait()  # enqueues
+                self._land(fresh)
             event = self._streams.mark("reduce")
         self._flight = Flight([work], self._streams, event)
+        self._flight_fresh = fresh
         self._flight_bytes = 0 if self._buffer is None else self.buffer_bytes
         self._flight_name = self._buffer_name
         self._end_round()
 
+    def _room_for_sum(self, resting: Resting, fresh: bool) -> tuple[torch.Tensor, bool]:
+        """Return where the reduce leaves our slice of the sum, and whether it adds to what is there."""
+        if isinstance(resting, DeviceResting):
+            return resting.fetch(*self._own), not fresh
+        numel = self._own[1] - self._own[0]
+        self._sum = self._place.scratch(numel)
+        return self._sum, False
+
+    def _land(self, fresh: bool) -> None:
+        """Hand a finished sum over to the tier where the gradient rests."""
+        resting = self._held if self._held is not None else self.resting()
+        if self._sum is not None and isinstance(resting, TieredResting):
+            resting.take(self._own, self._sum, fresh=fresh)
+        self._sum = None
+
     def _end_round(self) -> None:
-        self._buffer, self._views = None, []
+        self._buffer, self._views, self._in_place = None, [], False
         self._seen = [False] * len(self.used)
 
     def _zero_unseen(self) -> None:
@@ -210,10 +238,8 @@ class GradientPath:
         if resting is not None:
             self._held = resting
             return resting, False
-        layout = self.flat.layout
-        numel = layout.numel if self.sums_are_replicated else layout.shares[self._transport.rank]
         self._streams.alloc(f"{self.key}.resting")
-        self._held = Resting(self._pages.empty(numel, self.precision.accumulate, self.flat.full.device))
+        self._held = self._place.open()
         self._resting = weakref.ref(self._held)
         return self._held, True
 
@@ -223,6 +249,7 @@ class GradientPath:
             return
         self._flight.wait()
         self._flight = None
+        self._land(self._flight_fresh)
         if self._flight_bytes:
             self._streams.free(self._flight_name)
             self._meter.remove(self._flight_bytes)
@@ -237,12 +264,27 @@ class GradientPath:
         """Start bringing the other ranks' averaged slices here, where `gathers_averages`. The caller forks, waits and joins."""
         resting = self.resting()
         assert resting is not None and self._flight is None, self.key
+        if isinstance(resting, TieredResting):
+            return self._gather_sums(resting)
+        assert isinstance(resting, DeviceResting)
         with self._streams.on("reduce"):
             self._streams.write(f"{self.key}.resting")
-            work = self._transport.all_gather(self.key, resting.tensor[self._own], self.flat.layout.ranges, resting.tensor)
+            work = self._transport.all_gather(self.key, resting.fetch(*self._own), self.flat.layout.ranges, resting.tensor)
             if self.flat.full.device.type != "cpu":
                 work.wait()  # enqueues
         return work
+
+    def _gather_sums(self, resting: TieredResting) -> Work:
+        """Bring the other ranks' slices here through the device, a segment at a time: sums, which each rank divides as it reads them."""
+        resting.settle()
+        whole = self._place.scratch(self.flat.layout.numel).to(self.precision.accumulate)
+        own = whole[slice(*self._own)]
+        for work in resting.shelf.read(*self._own, own):
+            work.wait()
+        self._transport.all_gather(self.key, own, self.flat.layout.ranges, whole).wait()
+        for work in resting.shelf.write(0, whole.numel(), whole):
+            work.wait()
+        return DoneWork()
 
     def resting(self) -> Resting | None:
         """Return the resting gradient, if one is alive."""
@@ -259,23 +301,26 @@ class GradientPath:
             self.used[index] = False
             self._partial_seen[index] = False
         if not any(self.used):
-            self._partial, self._held, self._resting = None, None, None
+            self._close_partial()
+            self._held, self._resting = None, None
             return
         resting = self.resting()
         if resting is not None:
             gone = set(indices)
             for start, stop in self._owned_spans(gone):
-                resting.tensor[start:stop].zero_()
+                resting.zero(start, stop)
 
     def zero(self, index: int) -> None:
         """Set the gradient of parameter `index` to zero, keeping it (``zero_grad(set_to_none=False)``)."""
         self.finish()
         if self._partial is not None and self._partial_seen[index]:
-            self.flat.views_of(self._partial)[index].zero_()
+            slot = self.flat.layout.slots[index]
+            with self._partial.borrowed(slot.offset, slot.stop, write=True) as part:
+                part.zero_()
         resting = self.resting()
         if resting is not None:
             for start, stop in self._owned_spans({index}):
-                resting.tensor[start:stop].zero_()
+                resting.zero(start, stop)
 
     def _owned_spans(self, indices: set[int]) -> list[tuple[int, int]]:
         layout = self.flat.layout
@@ -288,18 +333,7 @@ class GradientPath:
         if resting is None:
             return True
         self._streams.write(f"{self.key}.resting")
-        divisor = 1.0 if resting.divided_by else self._transport.size * loss_scale
-        own = resting.tensor[self._own]
-        resting.divided_by = resting.divided_by or divisor
-        chunks = (own,) if divisor == 1.0 else _chunks(own)
-        total = torch.zeros((), dtype=torch.float32, device=own.device)
-        for chunk in chunks:
-            if divisor != 1.0:
-                chunk.div_(divisor)
-            total += chunk.sum(dtype=torch.float32)
-        if bool(torch.isfinite(total)):
-            return True
-        return all(bool(torch.isfinite(chunk).all()) for chunk in _chunks(own))  # the sum itself may have overflowed
+        return resting.average(self._own, self._transport.size * loss_scale)
 
     def first_bad(self) -> str | None:
         """Return the name of the first parameter here whose averaged gradient is not finite."""
@@ -309,7 +343,7 @@ class GradientPath:
         layout = self.flat.layout
         span = (0, layout.numel) if self.sums_are_replicated else layout.ranges[self._transport.rank]
         for piece in layout.pieces_in(span):
-            if not bool(torch.isfinite(resting.tensor[piece.shard_start : piece.shard_stop]).all()):
+            if not resting.is_finite(piece.shard_start, piece.shard_stop):
                 return piece.name
         return None
 
@@ -324,7 +358,7 @@ class GradientPath:
             total = 0.0
             if resting is not None:
                 for piece in layout.pieces(rank):
-                    total += _squares(resting.tensor[base + piece.shard_start : base + piece.shard_stop])
+                    total += resting.squares(base + piece.shard_start, base + piece.shard_stop)
             out.append(total)
         return out
 
@@ -333,36 +367,17 @@ class GradientPath:
         resting = self.resting()
         if resting is not None:
             self._streams.write(f"{self.key}.resting")
-            resting.tensor.mul_(factor)
+            resting.scale(factor)
 
     def abandon(self) -> None:
         """After an exception: no gradient at all. The transport has forgotten what was under way."""
-        resting = self.resting()
-        if self._buffer is not None and (resting is None or self._buffer.data is not resting.tensor):
+        if self._buffer is not None and not self._in_place:
             self._transport.return_buffer(self._buffer)
             self._meter.remove(self.buffer_bytes)
         if self._flight_bytes:
             self._meter.remove(self._flight_bytes)
-        self._buffer, self._views, self._flight, self._flight_bytes = None, [], None, 0
-        self._partial, self._held, self._resting = None, None, None
-        self._seen = [False] * len(self.used)
-        self._partial_seen = [False] * len(self.used)
+        self._end_round()
+        self._flight, self._flight_bytes = None, 0
+        self._held, self._resting, self._sum = None, None, None
+        self._close_partial()
         self.used = [False] * len(self.used)
-
-
-def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cut `tensor` for cache-sized passes on CPU; other devices take it whole."""
-    return torch.split(tensor, _CHUNK) if tensor.device.type == "cpu" else (tensor,)
-
-
-def _squares(tensor: torch.Tensor) -> float:
-    """Return the sum of squares in fp64, a chunk at a time (the conversion stays in cache)."""
-    if tensor.device.type != "cpu":
-        return float(torch.linalg.vector_norm(tensor, dtype=torch.float64) ** 2)
-    total = 0.0
-    scratch = torch.empty(min(_CHUNK, tensor.numel()), dtype=torch.float64)
-    for chunk in _chunks(tensor):
-        wide = scratch[: chunk.numel()]
-        wide.copy_(chunk)
-        total += float(torch.dot(wide, wide))
-    return total

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["MemoryReport", "TrafficReport"]
+from zeroshard.buffer import Meter
+from zeroshard.core.placement import Tier
+from zeroshard.optim.sharded import ShardedOptimizer
+from zeroshard.runtime.tiering import Tiering
+from zeroshard.runtime.unit import Unit
+
+__all__ = ["MemoryReport", "TrafficReport", "memory_report"]
 
 
 @dataclass(frozen=True)
@@ -14,7 +21,8 @@ class MemoryReport:
     at_rest: dict[str, int]  # "weight", "master", "grad", "optimizer"
     temporary: int  # gathered weights and gradient buffers in use now
     peak: int  # the most that `temporary` ever was
-    tiers: dict[str, str] = field(default_factory=dict)  # state -> tier
+    tiers: dict[str, dict[str, int]] = field(default_factory=dict)  # state -> tier -> bytes at rest now
+    tier_peaks: dict[str, int] = field(default_factory=dict)  # "host", "disk" -> the most bytes that ever rested there
 
     @property
     def total(self) -> int:
@@ -34,3 +42,27 @@ class TrafficReport:
     def total(self) -> int:
         """All payload bytes together."""
         return sum(self.bytes.values())
+
+
+def memory_report(units: Sequence[Unit], optimizer: ShardedOptimizer | None, meter: Meter, tiering: Tiering) -> MemoryReport:
+    """Count what rests on this rank."""
+    tiers: dict[str, dict[str, int]] = {state: {} for state in ("weight", "master", "grad", "optimizer")}
+
+    def add(state: str, by_tier: dict[Tier, int]) -> None:
+        for tier, num_bytes in by_tier.items():
+            tiers[state][tier.value] = tiers[state].get(tier.value, 0) + num_bytes
+
+    for unit in units:
+        for segment in unit.segments:
+            flat, master = segment.flat, segment.master
+            add("weight", flat.local.bytes_by_tier() if flat.rests_elsewhere else {Tier.DEVICE: flat.rest_bytes})
+            if master is not None and not segment.master_is_weight:
+                add("master", master.bytes_by_tier())
+                add("master", {Tier.DEVICE: -segment.aliased * master.dtype.itemsize})
+            if segment.grad is not None:
+                add("grad", segment.grad.bytes_by_tier())
+    if optimizer is not None:
+        add("optimizer", optimizer.state_bytes())
+    peaks = {tier.value: store.account.peak for tier, store in tiering.stores.items()}
+    at_rest = {state: sum(by_tier.values()) for state, by_tier in tiers.items()}
+    return MemoryReport(at_rest, meter.live, meter.peak, tiers, peaks)

@@ -10,7 +10,7 @@ Invariant: what rests is written only between ``before_writing()`` and ``publish
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,23 +18,30 @@ from torch import nn
 
 from zeroshard.buffer import Lanes
 from zeroshard.comm.transport import Transport
+from zeroshard.errors import ConfigError
 from zeroshard.runtime.unit import UnitState
 from zeroshard.runtime.weights import Weights
+from zeroshard.tier.shelf import Shelf
 
 __all__ = ["Rest", "RestingPiece"]
 
 
 @dataclass(frozen=True)
 class RestingPiece:
-    """Elements ``start`` to ``stop`` of one parameter, in the order in which its memory holds them, at rest on this rank."""
+    """Elements ``start`` to ``stop`` of one parameter, in the order in which its memory holds them, at rest on this rank, on whatever tier."""
 
     name: str
     parameter: nn.Parameter
     stride: tuple[int, ...]
     start: int
     stop: int
-    tensor: torch.Tensor  # [stop - start]; written only inside ``Engine.rewriting()``
+    shelf: Shelf
+    place: slice  # in the shelf
     master: tuple[int, slice] | None  # which of `Engine.masters()` it lies in, and where; None for a frozen parameter's weight
+
+    def borrowed(self, *, write: bool = False) -> AbstractContextManager[torch.Tensor]:
+        """Lend the numbers [stop - start]; written only inside ``Engine.rewriting()``."""
+        return self.shelf.borrowed(self.place.start, self.place.stop, write=write)
 
 
 class Rest:
@@ -54,13 +61,18 @@ class Rest:
                 unit.check_memory()
         self._transport.begin_write()
 
-    def publish(self, *, frozen: bool) -> None:
-        """The masters (and `frozen` weights) have been written: cast them into the weights and let every rank read those."""
+    def publish(self, *, frozen: bool = False, everything: bool = True) -> None:
+        """The masters (and `frozen` weights) have been written: cast them into the weights and let every rank read those.
+
+        A step has brought what rests on another tier by itself: `everything` False.
+        """
         with torch.no_grad():
             for unit in self._weights.units:
                 for segment in unit.segments if frozen else unit.trainable:
                     self._streams.write(segment.flat.rest_name)
-                    segment.publish(whole_master=not unit.cells.optim.is_sharded)
+                    segment.publish(everything=everything)
+                    if self._transport.size > 1:
+                        segment.settle()  # a peer may wait for it before this rank comes to this unit
         self._weights.invalidate()
 
     @contextmanager
@@ -71,8 +83,14 @@ class Rest:
         self.publish(frozen=True)
 
     def masters(self) -> list[torch.Tensor]:
-        """Return this rank's part of the fp32 masters of all trained parameters, flat, a tensor per segment in unit order."""
-        return [segment.master for unit in self._weights.units for segment in unit.trainable if segment.master is not None]
+        """Return this rank's part of the fp32 masters of all trained parameters, flat, a tensor per segment in unit order.
+
+        Raises ConfigError where masters rest on another tier.
+        """
+        shelves = [segment.master for unit in self._weights.units for segment in unit.trainable if segment.master is not None]
+        if not all(shelf.on_device for shelf in shelves):
+            raise ConfigError("the masters rest on another tier and are not to be had as tensors (zs.EMA needs them): leave offload.optimizer on the device")
+        return [shelf.whole for shelf in shelves]
 
     def pieces(self, *, share: bool) -> Iterator[RestingPiece]:
         """Yield what rests here of every parameter: the master where there is one, else the weight.
@@ -85,7 +103,7 @@ class Rest:
                 layout, has_master = segment.flat.layout, segment.master is not None
                 number += has_master
                 whole = has_master and not unit.cells.optim.is_sharded
-                target = segment.flat.window.local if segment.master is None else segment.master
+                target = segment.flat.local if segment.master is None else segment.master
                 base = layout.ranges[self._transport.rank][0] if whole and share else 0
                 for piece in segment.owned_pieces(whole=whole and not share):
                     span = slice(base + piece.shard_start, base + piece.shard_stop)
@@ -95,6 +113,7 @@ class Rest:
                         segment.flat.strides[piece.index],
                         piece.start,
                         piece.stop,
-                        target[span],
+                        target,
+                        span,
                         (number, span) if has_master else None,
                     )

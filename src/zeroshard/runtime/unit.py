@@ -27,11 +27,19 @@ from torch import nn
 from zeroshard.buffer import FlatBuffer, Flight, Lanes, PagePool, gather, poison_value
 from zeroshard.core.layout import Piece
 from zeroshard.core.policy import Cells
+from zeroshard.core.split import tiles
+from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StateError
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.released import release_class, restore_class
+from zeroshard.tier.link import Link
+from zeroshard.tier.shelf import Shelf
+from zeroshard.tier.store import Store
 
 __all__ = ["Segment", "Unit", "UnitState", "flatten", "memory_stride"]
+
+
+_TILE = 1 << 20  # elements that pass from one tier to another at a time
 
 
 class UnitState(Enum):
@@ -76,7 +84,11 @@ class Segment:
         self.flat = flat
         self.rank = rank
         self.grad: GradientPath | None = None  # trainable segments only
-        self.master: torch.Tensor | None = None  # what the optimizer steps; flat's own memory where the weight is the master
+        self.master: Shelf | None = None  # what the optimizer steps
+        self.weight = flat.local  # the weights that follow from it: this rank's share, or all where every rank steps everything
+        self.split = 0  # how many elements of the master rest on the device
+        self.aliased = 0  # how many elements of the master, from its start, are those weights themselves
+        self.uploads: list[tuple[Work, object]] = []  # weights on their way back from a step on another tier, and what they are copied from
         self._poison = [torch.full((), poison_value(flat.dtype), dtype=flat.dtype, device=p.device) for p in parameters]
         self._released = [poison.expand(p.shape) for poison, p in zip(self._poison, parameters, strict=True)]
         self.versions: list[int] = [p._version for p in parameters]
@@ -89,42 +101,107 @@ class Segment:
     @property
     def master_is_weight(self) -> bool:
         """Whether the optimizer steps the weights themselves."""
-        return self.master is not None and self.master.untyped_storage().data_ptr() == self.flat.window.local.untyped_storage().data_ptr()
+        return self.master is not None and self.aliased == self.master.numel
 
     def owned_pieces(self, *, whole: bool) -> tuple[Piece, ...]:
         """Return the pieces that this rank's optimizer steps: all of them (`whole`), or those of its share."""
         layout = self.flat.layout
         return layout.pieces_in((0, layout.numel)) if whole else layout.pieces(self.rank)
 
-    def make_master(self, *, whole: bool, dtype: torch.dtype, pages: PagePool) -> None:
-        """Take the weights as master where they have its dtype; else allocate one and fill it from the weights at rest."""
-        weight = self.flat.full if whole else self.flat.window.local
-        if self.flat.dtype is dtype:
-            self.master = weight
+    def make_master(self, *, whole: bool, dtype: torch.dtype, pages: PagePool, store: Store | None, link: Link) -> None:
+        """Take the weights as master where they have its dtype and lie where it rests; else allocate one, its contents undefined.
+
+        The first `split` elements rest on the device, the others in `store`.
+        """
+        flat, split = self.flat, self.split
+        self.weight = weight = Shelf(flat.full) if whole else flat.local
+        alike = flat.dtype is dtype
+        there = None if weight.slab is None else weight.slab.tier
+        if alike and weight.split == split and there is (None if store is None or split == weight.numel else store.tier):
+            self.master, self.aliased = weight, weight.numel
             return
-        self.master = pages.empty(weight.numel(), dtype, weight.device)
-        self.master.copy_(weight)
+        slab = None if store is None or split == weight.numel else store.slab(f"{self.key} master", weight.numel - split, dtype)
+        shares_device_part = alike and weight.tensor is not None and weight.split >= split
+        if shares_device_part:
+            assert weight.tensor is not None
+            near, self.aliased = weight.tensor[:split], split
+        else:
+            near, self.aliased = pages.empty(split, dtype, flat.full.device), 0
+        self.master = Shelf(near, slab, link=link)
+
+    def fill_master(self) -> None:
+        """Take the master's numbers from the weights."""
+        assert self.master is not None
+        for start, stop in tiles(self.aliased, self.master.numel, _TILE):
+            with self.weight.borrowed(start, stop, write=False) as weight, self.master.borrowed(start, stop, write=True) as master:
+                master.copy_(weight)
 
     def store(self, values: Sequence[torch.Tensor], *, whole_master: bool) -> None:
         """Write `values` (one per parameter, any float dtype) into the weights at rest and the master."""
         with torch.no_grad():
-            for piece in self.flat.layout.pieces(self.rank):
-                source = flatten(values[piece.index])[piece.start : piece.stop]
-                self.flat.window.local[piece.shard_start : piece.shard_stop].copy_(source)
+            _fill(self.flat.local, self.flat.layout.pieces(self.rank), values)
             if self.flat.replicated:
                 for view, value in zip(self.flat.views, values, strict=True):
                     view.copy_(value)
             if self.master is not None and not self.master_is_weight:
-                for piece in self.owned_pieces(whole=whole_master):
-                    source = flatten(values[piece.index])[piece.start : piece.stop]
-                    self.master[piece.shard_start : piece.shard_stop].copy_(source)
+                _fill(self.master, self.owned_pieces(whole=whole_master), values)
 
-    def publish(self, *, whole_master: bool) -> None:
-        """After a step: cast the master into the weights at rest and let the peers read them."""
-        if self.master is not None and not self.master_is_weight:
-            target = self.flat.full if whole_master else self.flat.window.local
-            target.copy_(self.master)
-        self.flat.window.publish()
+    def publish(self, *, everything: bool = True) -> None:
+        """Cast the master into the weights at rest and let the peers read them.
+
+        A step leaves out (`everything` False) what rests on another tier: it has brought those weights back itself.
+        """
+        master = self.master
+        if master is not None and not self.master_is_weight:
+            stop = master.numel if everything else master.split
+            for start, end in [(self.aliased, master.split), *tiles(master.split, stop, _TILE)]:
+                if start < end:
+                    with master.borrowed(start, end, write=False) as numbers:
+                        self._bring(start, end, numbers)
+        if not self.uploads:
+            self.flat.publish()
+
+    def _bring(self, start: int, stop: int, master: torch.Tensor) -> None:
+        """Cast `master`, elements [start, stop), into the weights."""
+        if self.weight.tensor is not None and stop <= self.weight.split:
+            self.weight.tensor[start:stop].copy_(master)
+            return
+        for work in self.weight.write(start, stop, master.to(self.flat.dtype)):
+            work.wait()
+
+    def bring(self, start: int, stop: int, master: torch.Tensor) -> list[Work]:
+        """Start casting stepped masters, which stay as they are meanwhile, into the weights; `settle` waits for it."""
+        if self.master_is_weight:
+            return []
+        source = master.to(self.flat.dtype)
+        return self._sent(self.weight.write(start, stop, source), source)
+
+    def can_bring_from_rest(self, start: int, stop: int) -> bool:
+        """Whether stepped masters may go into the weights as they are, from where they rest."""
+        return self.master_is_weight or (self.flat.dtype is self.weight.dtype is self._master.dtype and stop <= self.weight.split)
+
+    def bring_from_rest(self, start: int, stop: int) -> None:
+        """Start copying stepped masters into the weights from where they rest."""
+        if not self.master_is_weight:
+            assert self.weight.tensor is not None
+            self._sent(self._master.read(start, stop, self.weight.tensor[start:stop]), None)
+
+    @property
+    def _master(self) -> Shelf:
+        assert self.master is not None, self.key
+        return self.master
+
+    def _sent(self, works: list[Work], source: object) -> list[Work]:
+        self.uploads += [(work, source) for work in works if not isinstance(work, DoneWork)]
+        return works
+
+    def settle(self) -> None:
+        """Return when the weights that a step has sent here are here."""
+        uploads, self.uploads = self.uploads, []
+        for work, _ in uploads:
+            work.wait()
+        if uploads:
+            self.flat.publish()
 
     def attach(self) -> None:
         """Point the parameters at the gathered buffer."""
@@ -171,6 +248,16 @@ class Segment:
                 if value != expected and not (expected != expected and value != value):
                     return name
         return None
+
+
+def _fill(shelf: Shelf, pieces: Sequence[Piece], values: Sequence[torch.Tensor]) -> None:
+    """Write the `pieces` of `values` into a state at rest."""
+    target = shelf.whole if shelf.on_device else torch.zeros(shelf.numel, dtype=shelf.dtype)
+    for piece in pieces:
+        target[piece.shard_start : piece.shard_stop].copy_(flatten(values[piece.index])[piece.start : piece.stop])
+    if not shelf.on_device:
+        for work in shelf.write(0, shelf.numel, target):
+            work.wait()
 
 
 class Unit:
@@ -222,12 +309,18 @@ class Unit:
     def start_gather(self, streams: Lanes, *, fork: bool = True) -> None:
         """Start bringing the weights together (`fork`: see buffer.gather)."""
         for segment in self.segments:
+            segment.settle()
             always = not (segment.flat.dtype.is_floating_point or segment.flat.dtype.is_complex)
             name = segment.repointed() or segment.written(scalar=self._strict or always)
             if name is not None:
                 raise _lost(name, "while it was released")
         self._move(UnitState.GATHERING)
         self._flight = gather([segment.flat for segment in self.segments], streams, fork=fork)
+
+    def push(self) -> None:
+        """Go on with a gather that has a second stage."""
+        if self._flight is not None:
+            self._flight.push()
 
     def finish_gather(self) -> None:
         """Wait for the weights and point the parameters at them."""

@@ -107,6 +107,8 @@ class Weights:
         if self.trace is not None:
             self.trace("use", unit.name)
         self._order.record(phase, unit.index)
+        for other in self._prefetched.values():
+            other.push()
         if unit.full_bytes:
             if self._ordered:  # prefetched in one order and run in another: the ranks' next gathers will differ
                 first = unit.segments[0].flat

@@ -91,7 +91,7 @@ class Whole:
         self._transport.begin_write()
         for segment, copy in zip(unit.segments, copies, strict=True):
             segment.store(segment.flat.views_of(copy), whole_master=not unit.cells.optim.is_sharded)
-            segment.flat.window.publish()
+            segment.flat.publish()
         if refresh:
             self._refresh([unit])
 
@@ -138,7 +138,10 @@ class Whole:
             return None
         flat = segment.flat
         resting = path.resting()
-        local = resting.tensor if resting is not None else torch.zeros_like(flat.window.local, dtype=path.precision.accumulate)
+        if resting is not None:
+            local = resting.fetch(0, flat.layout.numel if path.sums_are_replicated else flat.local.numel)
+        else:
+            local = torch.zeros(flat.local.numel, dtype=path.precision.accumulate, device=flat.full.device)
         whole = self._gather(f"{segment.key}.full_grad", segment, local, whole=path.sums_are_replicated)
         return flat.views_of(whole)[index].clone()
 
@@ -156,9 +159,12 @@ class Whole:
 
     def _whole_masters(self, segment: Segment, cells: Cells) -> list[torch.Tensor]:
         """Return the masters of a segment [each parameter's shape], or nothing where its weights are the masters."""
-        if segment.master is None or segment.master_is_weight:
+        master = segment.master
+        if master is None or segment.master_is_weight:
             return []
-        return segment.flat.views_of(self._gather(f"{segment.key}.master", segment, segment.master, whole=not cells.optim.is_sharded))
+        with master.borrowed(0, master.numel, write=False) as local:
+            here = local if master.on_device else local.to(segment.flat.full.device, copy=True)
+        return segment.flat.views_of(self._gather(f"{segment.key}.master", segment, here, whole=not cells.optim.is_sharded))
 
     def _gather(self, key: str, segment: Segment, local: torch.Tensor, *, whole: bool) -> torch.Tensor:
         """Return every rank's slice of what `local` is here, flat; `local` itself where it is `whole` already."""

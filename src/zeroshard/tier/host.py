@@ -81,7 +81,7 @@ class _HostSlab:
         self.tier = Tier.HOST
         self._store = store
         self._memory = memory
-        self._under_way: list[Work] = []
+        self._under_way: list[tuple[int, int, bool, Work]] = []  # copies: start, stop, whether it writes here
 
     def _tensor(self, start: int, stop: int) -> torch.Tensor:
         assert 0 <= start <= stop <= self.numel, (self.key, start, stop, self.numel)
@@ -93,27 +93,35 @@ class _HostSlab:
         return torch.frombuffer(memoryview(self._memory)[start * itemsize : stop * itemsize], dtype=self.dtype)
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> Work:
-        return self._started(self._store.link.copy(out, self._tensor(start, stop), "to_device"))
+        self._yield_to(start, stop, writes=False)
+        return self._started(start, stop, self._store.link.copy(out, self._tensor(start, stop), "to_device"), writes=False)
 
     def write(self, start: int, stop: int, source: torch.Tensor) -> Work:
-        return self._started(self._store.link.copy(self._tensor(start, stop), source, "to_host"))
+        self._yield_to(start, stop, writes=True)
+        return self._started(start, stop, self._store.link.copy(self._tensor(start, stop), source, "to_host"), writes=True)
 
-    def _started(self, work: Work) -> Work:
+    def _started(self, start: int, stop: int, work: Work, *, writes: bool) -> Work:
         if not isinstance(work, DoneWork):
-            self._under_way = [other for other in self._under_way if not other.done()]
-            self._under_way.append(work)
+            self._under_way = [copy for copy in self._under_way if not copy[3].done()]
+            self._under_way.append((start, stop, writes, work))
         return work
 
-    def settle(self) -> None:
-        """Wait, on the host, for the copies under way."""
-        works, self._under_way = self._under_way, []
-        for work in works:
-            synchronize = getattr(work, "synchronize", work.wait)
-            synchronize()
+    def _yield_to(self, start: int, stop: int, *, writes: bool) -> None:
+        """Come after the copies under way that this one conflicts with: those the other way, which the link does not order."""
+        for low, high, other_writes, work in self._under_way:
+            if low < stop and start < high and other_writes is not writes:
+                work.wait()
+
+    def settle(self, start: int, stop: int, *, write: bool) -> None:
+        """Wait, on the host, for the copies under way that touch [start, stop): those that write here, and with `write` all."""
+        for low, high, writes, work in self._under_way:
+            if low < stop and start < high and (write or writes):
+                synchronize = getattr(work, "synchronize", work.wait)
+                synchronize()
 
     @contextmanager
     def borrowed(self, start: int, stop: int, *, write: bool) -> Iterator[torch.Tensor]:
-        self.settle()
+        self.settle(start, stop, write=write)
         tensor = self._tensor(start, stop)
         try:
             yield tensor
@@ -122,6 +130,6 @@ class _HostSlab:
 
     def close(self) -> None:
         if self in self._store.slabs:
-            self.settle()
+            self.settle(0, self.numel, write=True)
             self._store.forget(self)
             self._memory = None

@@ -25,6 +25,7 @@ def add_parser(commands: Any) -> None:
     _add_step(kinds)
     _add_overhead(kinds)
     _add_checkpoint(kinds)
+    _add_disk(kinds)
     report = kinds.add_parser("report", help="print saved results as markdown")
     report.add_argument("files", type=Path, nargs="+", metavar="FILE")
     report.add_argument("--json", action="store_true", help="print medians, intervals and verdicts as JSON instead")
@@ -79,6 +80,18 @@ def _add_checkpoint(kinds: Any) -> None:
     checkpoint.set_defaults(handler=_checkpoint)
 
 
+def _add_disk(kinds: Any) -> None:
+    disk = kinds.add_parser("disk", help="the disk tier beside the disk itself and fio")
+    disk.add_argument("--path", type=Path, metavar="DIR", help="a directory on the disk to measure (default: the temporary folder)")
+    disk.add_argument("--size", type=_count(1), default=3 << 29, metavar="BYTES", help="of the states; twice that is needed (default: 1.5 GiB)")
+    disk.add_argument("--rounds", type=_count(1), default=12, help="rounds that count (default: 12)")
+    disk.add_argument("--queue-depth", type=_count(1), default=8, help="requests in flight (default: 8)")
+    disk.add_argument("--verify", action="store_true", help="with the disk tier's checksums")
+    disk.add_argument("--out", type=Path, metavar="FILE", help="save everything measured as JSON")
+    disk.add_argument("--json", action="store_true", help="print that JSON instead of a table")
+    disk.set_defaults(handler=_disk)
+
+
 def _add_common(parser: argparse.ArgumentParser, *, steps: int) -> None:
     parser.add_argument("--pairs", type=_count(1), help="A/B pairs per comparison (default: 12, or 30 for the targets of a few percent)")
     parser.add_argument("--steps", type=_count(1), default=steps, help=f"timed steps per turn (default: {steps})")
@@ -130,6 +143,19 @@ def _checkpoint(arguments: argparse.Namespace) -> int:
     return run(
         num_bytes=size, rounds=arguments.rounds, folder=arguments.folder, warm=arguments.warm, out=arguments.out, as_json=arguments.json
     )
+
+
+def _disk(arguments: argparse.Namespace) -> int:
+    from zeroshard.launch.bench.disk import Options, run
+
+    options = Options(
+        path=arguments.path,
+        num_bytes=arguments.size,
+        rounds=arguments.rounds,
+        queue_depth=arguments.queue_depth,
+        verify=arguments.verify,
+    )
+    return run(options, out=arguments.out, as_json=arguments.json)
 
 
 def _report(arguments: argparse.Namespace) -> int:

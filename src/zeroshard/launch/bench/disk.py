@@ -1,0 +1,303 @@
+"""``zeroshard bench disk``: the disk tier beside the disk itself, and beside fio where it is installed. One process.
+
+Contenders take turns (A B C, B C A, ...: disks have bursts) on as many bytes on the same file system; the first round warms up:
+
+    raw     plain threads with preadv and pwritev on aligned memory, past the page cache: what the disk gives to Python
+    store   tier/disk.py: three slabs, through a ring of staging buffers, as the optimizer step uses them
+    fio     the outside reference on the raw contender's files, as many requests of the same size in flight, its buffers in huge pages too
+
+    read    12 bytes per parameter, what Adam reads of fp32 states: the master weight and two moments
+    write   12 bytes per parameter
+    mix     both, at the same time: one group of parameters is written while the next one is read
+
+GB/s count every byte that was moved, both ways in the mix. The raw mix has no order; the store writes a group when it has been read. Where the
+file system refuses O_DIRECT everybody goes through the page cache, and the title says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import queue
+import shutil
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from zeroshard.core.work import Work
+from zeroshard.launch.bench.results import machine_facts
+from zeroshard.tier.direct_io import BLOCK, read_blocks, round_up, write_blocks
+from zeroshard.tier.disk import DiskStore
+from zeroshard.tier.staging import Memory
+
+__all__ = ["Options", "Row", "run"]
+
+_KINDS = ("read", "write", "mix")
+_NUM_STATES = 3
+_REQUEST = 2 << 20  # bytes
+_GROUP = 16 << 20  # bytes of each state that are read, and written, together
+_NUM_GROUPS = 3  # in memory
+_RING_BYTES = _NUM_GROUPS * _NUM_STATES * _GROUP
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured."""
+
+    path: Path | None
+    num_bytes: int  # of the states, all together
+    rounds: int
+    queue_depth: int
+    verify: bool
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state, whole blocks."""
+        return round_up(max(self.num_bytes // _NUM_STATES, 1), BLOCK)
+
+
+@dataclass
+class Row:
+    """GB/s of every contender, round by round; fio's are empty where it is not installed."""
+
+    what: str
+    raw: list[float] = field(default_factory=list)
+    store: list[float] = field(default_factory=list)
+    fio: list[float] = field(default_factory=list)
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the row as text: medians, and ratios of each round as median [least, most]."""
+        speeds = [f"{statistics.median(speed):.2f}" if speed else "" for speed in (self.raw, self.store, self.fio)]
+        return (self.what, *speeds, _ratio(self.store, self.raw), _ratio(self.store, self.fio))
+
+
+def _ratio(ours: list[float], others: list[float]) -> str:
+    if not others:
+        return ""
+    ratios = [a / b for a, b in zip(ours, others, strict=True)]
+    return f"{statistics.median(ratios):.3f} [{min(ratios):.3f}, {max(ratios):.3f}]"
+
+
+class _Raw:
+    """Plain threads on one file per state."""
+
+    def __init__(self, store: DiskStore, options: Options) -> None:
+        self._state_bytes = options.state_bytes
+        files = [store.files.create(f"raw {index}", options.state_bytes, direct=store.direct) for index in range(_NUM_STATES)]
+        self.fds = [fd for fd, _ in files]
+        self.paths = [store.path / name for _, name in files]
+        places = -(
+            -_RING_BYTES // _REQUEST // options.queue_depth
+        )  # per thread; as much memory as the ring, or it would all stay in caches
+        self._memories = [Memory(places * _REQUEST, pinned=False) for _ in range(options.queue_depth)]
+        for memory in self._memories:
+            memory.tensor(0, places * _REQUEST // 4, torch.float32).normal_()
+
+    def turn(self, kind: str) -> None:
+        requests: queue.SimpleQueue[tuple[Callable[[int, memoryview, int], None], int, int]] = queue.SimpleQueue()
+        for start in range(0, self._state_bytes, _REQUEST):
+            for do in (read_blocks,) * (kind != "write") + (write_blocks,) * (kind != "read"):
+                for fd in self.fds:
+                    requests.put((do, fd, start))
+        failed: list[BaseException] = []
+        threads = [threading.Thread(target=self._work, args=(requests, memory, failed)) for memory in self._memories]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failed:
+            raise failed[0]
+
+    def _work(
+        self,
+        requests: queue.SimpleQueue[tuple[Callable[[int, memoryview, int], None], int, int]],
+        memory: Memory,
+        failed: list[BaseException],
+    ) -> None:
+        try:
+            for place in itertools.cycle(range(0, memory.num_bytes, _REQUEST)):
+                do, fd, start = requests.get_nowait()
+                do(fd, memory.view[place : place + min(_REQUEST, self._state_bytes - start)], start)
+        except queue.Empty:
+            return
+        except OSError as error:
+            failed.append(error)
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+class _Slabs:
+    """One slab per state, and a ring of groups of staging buffers."""
+
+    def __init__(self, store: DiskStore, options: Options) -> None:
+        numel = options.state_bytes // 4
+        self._numel = numel
+        self._group = min(_GROUP // 4, numel)
+        names = ("fp32 master", "fp32 exp_avg", "fp32 exp_avg_sq")
+        self._slabs = [store.slab(name, numel, torch.float32) for name in names]
+        self._ring = [[store.staging.tensor(self._group, torch.float32) for _ in names] for _ in range(_NUM_GROUPS)]
+        for buffer in (buffer for group in self._ring for buffer in group):
+            buffer.normal_()
+
+    def turn(self, kind: str) -> None:
+        works: list[list[Work]] = [[] for _ in self._ring]
+        starts = range(0, self._numel, self._group)
+        for number in range(len(starts) + 1):
+            if number < len(starts):
+                self._start(works, number, "read" if kind != "write" else "write")
+            if number and kind == "mix":
+                self._start(works, number - 1, "write")
+        for under_way in works:
+            _wait(under_way)
+
+    def _start(self, works: list[list[Work]], number: int, verb: str) -> None:
+        """Start reading or writing group `number`, once its buffers are free."""
+        place = number % len(self._ring)
+        _wait(works[place])
+        start = number * self._group
+        stop = min(start + self._group, self._numel)
+        works[place] = [
+            getattr(slab, verb)(start, stop, buffer[: stop - start]) for slab, buffer in zip(self._slabs, self._ring[place], strict=True)
+        ]
+
+
+def _wait(works: list[Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+class _Fio:
+    """fio on the raw contender's files; `name` is empty where it is not installed, or can do none of what is needed."""
+
+    def __init__(self, raw: _Raw, options: Options, *, direct: bool) -> None:
+        self.name = ""
+        self.missing = "fio is not installed: no outside reference"
+        self._arguments = [
+            "fio",
+            "--name=zeroshard",
+            f"--filename={':'.join(str(path).replace(':', chr(92) + ':') for path in raw.paths)}",
+            f"--size={options.state_bytes * _NUM_STATES}",
+            f"--bs={min(_REQUEST, options.state_bytes)}",
+            f"--iodepth={options.queue_depth}",
+            f"--direct={int(direct)}",
+            "--thread",
+            "--allow_file_create=0",
+            "--output-format=json",
+        ]
+        if shutil.which("fio") is None:
+            return
+        for engine in ("libaio", "io_uring"):
+            try:
+                self._speed([*self._arguments, f"--ioengine={engine}", "--rw=read"])
+            except (subprocess.CalledProcessError, ValueError, KeyError, IndexError) as error:
+                self.missing = f"fio is installed but does not run with libaio or io_uring ({error}): no outside reference"
+                continue
+            version = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+            self.name, self.missing = f"{version}, {engine}", ""
+            self._arguments.append(f"--ioengine={engine}")
+            return
+
+    def speed(self, kind: str) -> float:
+        """Return GB/s."""
+        return self._speed([*self._arguments, f"--rw={'rw' if kind == 'mix' else kind}"])
+
+    @staticmethod
+    def _speed(arguments: list[str]) -> float:
+        environment = os.environ | {
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"
+        }  # or its buffers lie in pages of 4 KiB: a third of the speed
+        done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
+        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+        return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"]) / 1e9
+
+
+def _speed(turn: Callable[[str], None], kind: str, options: Options) -> float:
+    start = time.perf_counter()
+    turn(kind)
+    moved = options.state_bytes * _NUM_STATES * (2 if kind == "mix" else 1)
+    return moved / (time.perf_counter() - start) / 1e9
+
+
+def _measure(raw: _Raw, slabs: _Slabs, fio: _Fio, options: Options) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield (kind, GB/s of every contender), round by round; the first round warms up and is not yielded."""
+    raw.turn("write")  # what was never written is not read from the disk either
+    slabs.turn("write")
+    contenders: list[tuple[str, Callable[[str], float]]] = [
+        ("raw", lambda kind: _speed(raw.turn, kind, options)),
+        ("store", lambda kind: _speed(slabs.turn, kind, options)),
+        *([("fio", fio.speed)] if fio.name else []),
+    ]
+    for number in range(options.rounds + 1):
+        first = number % len(contenders)
+        for kind in _KINDS:
+            speeds = {name: measure(kind) for name, measure in contenders[first:] + contenders[:first]}
+            if number:
+                yield kind, speeds
+
+
+def run(options: Options, *, out: Path | None, as_json: bool) -> int:
+    """Measure, and print a table (or JSON). Raises StorageError when the directory cannot be used or is full."""
+    console = Console(stderr=True)
+    path = Path(tempfile.gettempdir()) if options.path is None else options.path
+    cpu = torch.device("cpu")
+    store = DiskStore(path, cpu, rank=0, run="bench", verify=options.verify, queue_depth=options.queue_depth, staging_bytes=_RING_BYTES)
+    rows = {kind: Row(kind) for kind in _KINDS}
+    try:
+        slabs = _Slabs(store, options)
+        raw = _Raw(store, options)
+        fio = _Fio(raw, options, direct=store.direct)
+        with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+            task = bar.add_task(f"{options.num_bytes / 1e9:.2f} GB", total=options.rounds * len(_KINDS))
+            for kind, speeds in _measure(raw, slabs, fio, options):
+                for contender, speed in speeds.items():
+                    getattr(rows[kind], contender).append(speed)
+                bar.advance(task)
+        raw.close()
+    finally:
+        store.close()
+    # The row of the optimizer step over the disk tier, read | compute | write in a pipeline, goes here: rows["step"] = step_row(...).
+    _show(options, list(rows.values()), fio, direct=store.direct, out=out, as_json=as_json)
+    return 0
+
+
+def _show(options: Options, rows: list[Row], fio: _Fio, *, direct: bool, out: Path | None, as_json: bool) -> None:
+    report = {
+        "machine": machine_facts(),
+        "bytes": options.state_bytes * _NUM_STATES,
+        "rounds": options.rounds,
+        "queue_depth": options.queue_depth,
+        "request_bytes": _REQUEST,
+        "direct": direct,
+        "verify": options.verify,
+        "fio": fio.name or None,
+        "gigabytes_per_s": [asdict(row) for row in rows],
+    }
+    if out is not None:
+        out.write_text(json.dumps(report, indent=1))
+    if as_json:
+        print(json.dumps(report, indent=1))
+        return
+    way = "O_DIRECT" if direct else "BUFFERED, through the page cache: the file system refuses O_DIRECT"
+    title = f"{options.num_bytes / 1e9:.2f} GB, {options.queue_depth} requests in flight, {options.rounds} rounds, {way}"
+    table = Table(title=title + (", with checksums" if options.verify else ""), title_justify="left")
+    for head in ("what", "raw GB/s", "store GB/s", "fio GB/s", "store / raw", "store / fio"):
+        table.add_column(head, justify="left" if head == "what" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row.cells())
+    console = Console()
+    console = console if console.is_terminal else Console(width=140)
+    console.print(table)
+    console.print(fio.name or fio.missing, markup=False, highlight=False)

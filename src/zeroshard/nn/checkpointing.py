@@ -1,0 +1,181 @@
+"""Activation checkpointing whose inputs rest on another tier, or in slices on the ranks that hold the same ones (ZeRO-R, section 6.1).
+
+    checkpoint(fn, *args)        forward: run fn, keep its inputs alone          backward: run fn again from them
+
+    tier="host", "disk"          P_a+cpu, and ZeRO-Infinity's section 5.1.2: the inputs leave the device (nn/stash.py)
+    partition=group              P_a: of each input only this rank's 1/T stays; in backward the ranks of the group gather it
+
+It is torch's checkpoint without reentry, whose inputs pass through whatever saved-tensor hooks stand around it, and whose intermediate tensors do
+not: those are packed by hooks of its own inside. So a pair of hooks of ours outside sees the inputs, all of them and nothing else.
+
+    forward     pack each input: [slice it,] start its copy to the tier          backward     start the reads of the call before this one,
+                                                                                              wait for our own, [gather,] run fn again
+
+Which inputs leave, and how they come back, is nn/inputs.py's. Tensors in containers other than list, tuple and dict are not seen and stay.
+
+Invariant: the same bits as without. Inside another checkpoint, inputs are intermediate tensors of that one, recomputed by it and not put away.
+Cost: fn twice; one copy of the inputs each way; of the call before this one the inputs on the device as well.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from zeroshard.errors import ConfigError, StateError
+from zeroshard.nn.inputs import Call, Rest, unpack
+from zeroshard.runtime.cut import UnitSpec, find_blocks
+
+__all__ = ["checkpoint", "checkpoint_blocks", "uncheckpoint_blocks"]
+
+_MARK = "_zeroshard_checkpoint"  # in the instance dictionary of a block
+
+
+def checkpoint(
+    fn: Callable[..., Any], *args: Any, tier: str = "device", partition: Any = None, disk_path: str | None = None, **kwargs: Any
+) -> Any:
+    """Return ``fn(*args, **kwargs)``, computed again in backward; until then its tensor inputs rest on `tier`: device, host or disk.
+
+    `disk_path` is a directory on a local disk. `partition` is a torch ProcessGroup whose ranks call this with equal inputs (tensor parallel ranks
+    do): each keeps a slice, and backward gathers, a collective of that group. Random generators and autocast are in backward what they were.
+    Without gradients it is a plain call. Raises ConfigError for a tier or group that does not exist and for a key-value cache among the inputs,
+    which running twice would fill twice; StorageError where the tier is full or fails.
+    """
+    return _call(Rest.of(tier, partition, disk_path), fn, args, kwargs)
+
+
+def _call(rest: Rest, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    tensors: list[torch.Tensor] = []
+    run = _Runs(fn, args, kwargs, tensors)
+    hooks: AbstractContextManager[Any] = nullcontext()
+    if rest.is_elsewhere and not _is_recomputed():
+        hooks = saved_tensors_hooks(Call(rest).pack, unpack)
+    with hooks:
+        return torch_checkpoint(run, *tensors, use_reentrant=False)
+
+
+def _is_recomputed() -> bool:
+    """Whether this is inside another checkpoint, which computes our inputs again, or computes them again just now."""
+    around: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    inside = around is not None and getattr(around[0], "__module__", "") == torch_checkpoint.__module__
+    return inside or torch._C._current_graph_task_id() >= 0
+
+
+class _Runs:
+    """`fn` as a function of its tensors alone; they are added to `tensors`. The first run is given the caller's own containers."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+        self._fn = fn
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._shape = _take_out((args, kwargs), tensors)
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        given, self._given = self._given, None
+        args, kwargs = _put_back(self._shape, tensors) if given is None else given
+        return self._fn(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for a tensor."""
+
+    index: int
+
+
+def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+    if type(value) in (list, tuple):
+        return type(value)(_take_out(item, tensors) for item in value)
+    if type(value) is dict:
+        return {key: _take_out(item, tensors) for key, item in value.items()}
+    if hasattr(value, "get_seq_length") and hasattr(value, "update"):
+        raise ConfigError(
+            f"a checkpointed function was given a {type(value).__name__}, which would be filled twice: call the model with use_cache=False"
+        )
+    return value
+
+
+def _put_back(shape: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
+    if isinstance(shape, _Place):
+        return tensors[shape.index]
+    if type(shape) in (list, tuple):
+        return type(shape)(_put_back(item, tensors) for item in shape)
+    if type(shape) is dict:
+        return {key: _put_back(item, tensors) for key, item in shape.items()}
+    return shape
+
+
+# ---------------------------------------------------------------------------------------------------------------- a model's blocks
+
+
+@dataclass(frozen=True)
+class _Checkpointed:
+    """What a checkpointed block knows."""
+
+    rest: Rest
+    inner: Callable[..., Any] | None  # a ``forward`` that the block had in its instance dictionary
+
+    def __deepcopy__(self, memo: Any) -> _Checkpointed:
+        return replace(self, inner=copy.deepcopy(self.inner, memo))  # a process group cannot be copied
+
+
+def checkpoint_blocks(
+    model: nn.Module, *, tier: str = "device", partition: Any = None, disk_path: str | None = None, blocks: UnitSpec | None = None
+) -> list[str]:
+    """Have the repeated blocks of `model` computed again in backward, as by `checkpoint`, from now on; return their names.
+
+    `blocks` are module classes, qualified names or a callable(name, module) -> bool (default: the blocks that ``shard()`` finds by itself). It may be
+    called before or after ``shard()``; `uncheckpoint_blocks` undoes it. A block that counts its forwards (batch norm's running statistics) counts
+    twice. Raises ConfigError, with nothing changed, where no block is found and where one is checkpointed already.
+    """
+    rest = Rest.of(tier, partition, disk_path)
+    found = find_blocks(model, blocks, option="blocks")
+    if not found:
+        raise ConfigError(f"{type(model).__name__} has no repeated blocks: say which with blocks=")
+    for name, module in found:
+        if _MARK in module.__dict__:
+            raise ConfigError(f"block {name!r} is checkpointed already: call uncheckpoint_blocks() first")
+    for _, module in found:
+        module.__dict__[_MARK] = _Checkpointed(rest, module.__dict__.get("forward"))
+        module.__dict__["forward"] = MethodType(_forward, module)  # a method: copy.deepcopy() binds it to the copy
+    return [name for name, _ in found]
+
+
+def uncheckpoint_blocks(model: nn.Module) -> list[str]:
+    """Undo `checkpoint_blocks` on `model`; return the names of the blocks that were. Raises StateError where a block's forward was replaced since."""
+    marked = list(_marked(model))
+    for name, module in marked:
+        if getattr(module.__dict__.get("forward"), "__func__", None) is not _forward:
+            raise StateError(f"block {name!r} has been given another forward since checkpoint_blocks(): take that off first")
+    for _, module in marked:
+        before: _Checkpointed = module.__dict__.pop(_MARK)
+        if before.inner is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = before.inner
+    return [name for name, _ in marked]
+
+
+def _marked(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, module) for name, module in model.named_modules() if _MARK in module.__dict__)
+
+
+def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Stand for the forward of a checkpointed block."""
+    known: _Checkpointed = self.__dict__[_MARK]
+    forward = partial(type(self).forward, self) if known.inner is None else known.inner
+    return _call(known.rest, forward, args, kwargs)

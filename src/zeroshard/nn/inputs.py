@@ -1,0 +1,183 @@
+"""The inputs of a checkpointed call at rest: which of them leave, in what form, and how they come back ahead of their use.
+
+    Rest       where: a tier, a group of ranks that each keep a slice, or both
+    Call       the inputs of one call; knows the call before it, which backward comes to next
+    Input      what torch holds in place of one input
+
+Put away are floating-point tensors of 4 KiB or more. Others stay as they are: parameters and their views, leaves that require a gradient,
+expanded tensors, and subclasses. A tensor that several calls are given is stored once, as long as nothing is written to it.
+
+Invariant: what comes back has the bits, the shape and the strides of what was put away. Cost: of each input one copy on the tier (1/T of it with a
+group of T ranks); on the device, during backward, the inputs of two calls.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeroshard.core.placement import Tier
+from zeroshard.errors import ConfigError
+from zeroshard.nn.stash import depot_for
+from zeroshard.runtime.unit import flatten, memory_stride
+
+__all__ = ["Call", "Input", "Rest", "unpack"]
+
+_LEAST_BYTES = 4096  # below this a tensor is not worth a copy
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Where inputs rest."""
+
+    tier: Tier
+    group: dist.ProcessGroup | None
+    disk_path: str | None
+
+    @classmethod
+    def of(cls, tier: str, partition: Any, disk_path: str | None) -> Rest:
+        """Check what the user gave."""
+        tiers = {one.value: one for one in Tier}
+        if tier not in tiers:
+            raise ConfigError(f"tier={tier!r} is not a tier: use 'device', 'host' or 'disk'")
+        if (tiers[tier] is Tier.DISK) != (disk_path is not None):
+            raise ConfigError("tier='disk' and disk_path=, a directory on a local disk, go together")
+        if partition is not None and not isinstance(partition, dist.ProcessGroup):
+            raise ConfigError(f"partition is a {type(partition).__name__}, not a torch ProcessGroup that this rank is in")
+        alone = partition is None or dist.get_world_size(partition) == 1
+        return cls(tiers[tier], None if alone else partition, disk_path)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        return self.tier is not Tier.DEVICE or self.group is not None
+
+
+class _Bytes(Protocol):
+    """Bytes at rest: a stash.Parcel, or here."""
+
+    def ahead(self) -> None: ...
+
+    def fetch(self) -> torch.Tensor: ...
+
+
+class _Here:
+    """Bytes that stay on the device."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def ahead(self) -> None: ...
+
+    def fetch(self) -> torch.Tensor:
+        return self._tensor.view(torch.uint8)
+
+
+class Call:
+    """One checkpointed call: its inputs at rest, and the call before it, which backward comes to next."""
+
+    def __init__(self, rest: Rest) -> None:
+        self._rest = rest
+        self._parcels: list[weakref.ref[_Bytes]] = []
+        self._before: weakref.ref[Call] | None = None
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Put an input away; torch keeps what is returned in its place."""
+        if not _may_leave(tensor):
+            return tensor
+        if not self._parcels:
+            self._before, _thread.last = getattr(_thread, "last", None), weakref.ref(self)
+        parcel = self._put(tensor)
+        self._parcels.append(weakref.ref(parcel))
+        return Input(self, parcel, tensor, self._rest.group)
+
+    def _put(self, tensor: torch.Tensor) -> _Bytes:
+        rest = self._rest
+        place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor._version)
+        stored = _stored.setdefault(tensor.untyped_storage(), {})
+        known = stored.get((rest, place), lambda: None)()
+        if known is not None:
+            return known
+        flat = flatten(tensor.detach())
+        if rest.group is not None:
+            flat = _slice_of(flat, rest.group)
+        on_device = rest.tier is Tier.DEVICE
+        parcel: _Bytes = _Here(flat) if on_device else depot_for(rest.tier, tensor.device, rest.disk_path).put(flat, self)
+        for gone in [key for key, reference in stored.items() if reference() is None]:
+            del stored[gone]
+        stored[rest, place] = weakref.ref(parcel)
+        return parcel
+
+    def ahead(self) -> None:
+        """Start bringing the inputs back."""
+        for reference in self._parcels:
+            parcel = reference()
+            if parcel is not None:
+                parcel.ahead()
+
+    def ahead_of_before(self) -> None:
+        """Start bringing the inputs of the call before this one back."""
+        before = None if self._before is None else self._before()
+        if before is not None:
+            before.ahead()
+
+
+_thread = threading.local()  # .last: the last call that put something away
+_stored: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[Any, weakref.ref[_Bytes]]] = weakref.WeakKeyDictionary()
+
+
+class Input:
+    """What torch holds in place of an input."""
+
+    __slots__ = ("_call", "_dtype", "_group", "_is_dense", "_parcel", "_shape", "_stride")
+
+    def __init__(self, call: Call, parcel: _Bytes, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        self._call, self._parcel, self._group = call, parcel, group
+        self._shape, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self._is_dense = memory_stride(tensor) == tensor.stride()
+
+    def fetch(self) -> torch.Tensor:
+        """Return the input, in the memory order in which it came."""
+        self._parcel.ahead()
+        self._call.ahead_of_before()
+        data = self._parcel.fetch()
+        if self._group is not None:
+            parts = data.new_empty(data.numel() * dist.get_world_size(self._group))
+            dist.all_gather_into_tensor(parts, data, group=self._group)
+            data = parts
+        flat = data.view(self._dtype)[: self._shape.numel()]
+        if self._is_dense:
+            return flat.as_strided(self._shape, self._stride)
+        out = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=flat.device)
+        return out.copy_(flat.view(self._shape))
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """Return the tensor that `Call.pack` gave this for."""
+    return packed.fetch() if isinstance(packed, Input) else packed
+
+
+def _may_leave(tensor: torch.Tensor) -> bool:
+    """Whether an input is worth a copy, and one can stand for it."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return False  # parameters and other subclasses
+    if not tensor.is_floating_point() or tensor.nbytes < _LEAST_BYTES or tensor.is_inference() or tensor.is_neg():
+        return False
+    if (tensor.is_leaf and tensor.requires_grad) or isinstance(tensor._base, nn.Parameter):
+        return False  # somebody holds them anyway
+    return all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _slice_of(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return this rank's part of `flat` [n]: [ceil(n / T)] elements of its own, zeros beyond the end. 10 on 4 ranks: 3, 3, 3, 1 and 0 0."""
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    share = -(-flat.numel() // world)
+    mine = flat[rank * share : (rank + 1) * share]
+    out = flat.new_zeros(share)
+    out[: mine.numel()] = mine
+    return out

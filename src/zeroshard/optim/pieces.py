@@ -1,0 +1,33 @@
+"""One piece of one parameter, as the optimizer on this rank sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zeroshard.core.layout import Piece
+
+__all__ = ["OwnedPiece", "nan_like"]
+
+
+@dataclass
+class OwnedPiece:
+    """One piece that this rank steps."""
+
+    name: str  # of the parameter
+    parameter: nn.Parameter
+    piece: Piece
+    stride: tuple[int, ...]  # of the parameter in the flat buffer
+    tensor: nn.Parameter  # [piece.numel] fp32: a view of the master, or of one NaN while it rests on another tier
+    is_used: Callable[[], bool]  # whether any rank used the parameter since the gradients were cleared
+    grad: Callable[[], torch.Tensor | None]  # its slice of the averaged gradient, or None where no rank used the parameter
+    holds: Callable[[], object]  # what keeps the resting gradient alive
+    streamed: bool = False  # stepped tile by tile (optim/streamed.py), not by the optimizer's own step
+
+
+def nan_like(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return what stands for `numel` elements that rest elsewhere: one NaN (zero in dtypes without), expanded."""
+    return torch.full((1,), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(numel)

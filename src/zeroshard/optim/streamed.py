@@ -1,0 +1,372 @@
+"""The step where the state rests: read | step | write, a tile at a time.
+
+ZeRO-Offload, section 5 (the optimizer runs on the host), and ZeRO-Infinity, section 5.2.2 (its state streams from NVMe through a bounded buffer).
+A *tile* is a range of one segment's optimizer state; the pieces of parameters in it are stepped together by the user's own optimizer
+(optim/shadow.py). On the host a tile is stepped where it lies. On disk tiles pass through a ring of buffers::
+
+    tile     0      1      2      3
+    read    ====   ====   ====   ====            two tiles ahead
+    step           ====   ====   ====
+    write                 ====   ====   ====     into the same buffer, which is read into again when the write is over
+
+Tiles go from the end of the model to its start, as gradients come, and each sends its weights back as soon as it is stepped.
+
+Invariants. Between steps a piece off the device, and its moments, are one NaN expanded to their shape: real numbers exist inside ``bound`` only.
+Every element is stepped once, with the bits that it would have on the device. Cost: the state once each way over its link or disk, and
+``ring * (2 + moments)`` tiles of memory. What it does not do: it does not know ranks; what must be agreed between them is agreed before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.core.placement import Tier
+from zeroshard.core.work import Work
+from zeroshard.optim.pieces import OwnedPiece, nan_like
+from zeroshard.optim.resting import Resting, TieredResting
+from zeroshard.optim.shadow import Shadow
+from zeroshard.tier.shelf import Shelf
+from zeroshard.tier.store import Slab, Store
+
+__all__ = ["StateAtRest", "StepJob", "SteppedSegment", "Streamed", "Tile"]
+
+_RING = 4  # sets of buffers for tiles on disk: two ahead, one being stepped, one being written
+_AHEAD = 2
+_PAGE = 4096
+
+
+@dataclass
+class SteppedSegment:
+    """What the streamed step knows of one segment. Ranges count the elements that this rank steps of it."""
+
+    key: str
+    split: int  # the first elements, whose optimizer state rests on the device
+    master: Shelf
+    store: Store | None  # where the state of the others rests; None: all on the device, and the gradients elsewhere
+    gradient: Callable[[], Resting | None]
+    bring: Callable[[int, int, torch.Tensor], list[Work]]  # start casting stepped masters, which stay as they are meanwhile, into the weights
+    can_bring_from_rest: Callable[[int, int], bool]  # whether that needs no cast
+    bring_from_rest: Callable[[int, int], None]  # the same from where the master rests
+    slabs: dict[str, Slab] = field(default_factory=dict)  # the optimizer's state of elements [split, numel), by key
+
+
+@dataclass
+class Tile:
+    """Elements [start, stop) of what this rank steps of one segment, and the pieces of parameters in it."""
+
+    segment: SteppedSegment
+    start: int
+    stop: int
+    pieces: list[tuple[int, OwnedPiece, int]] = field(default_factory=list)  # index of the param group, piece, where it begins in the tile
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def on_device(self) -> bool:
+        return self.stop <= self.segment.split
+
+    @property
+    def slab_range(self) -> tuple[int, int]:
+        return self.start - self.segment.split, self.stop - self.segment.split
+
+
+@dataclass
+class StepJob:
+    """One step to take: settled when it is made, so that it may be taken later."""
+
+    tiles: list[tuple[Tile, Resting, list[bool]]]  # with the gradient, and which pieces are stepped
+    host: Shadow
+    device: Shadow
+
+
+@dataclass
+class StateAtRest:
+    """One tensor of the optimizer's state of one piece, on another tier."""
+
+    slab: Slab
+    start: int
+    stop: int
+
+    def borrowed(self) -> AbstractContextManager[torch.Tensor]:
+        """Lend it, to be read."""
+        return self.slab.borrowed(self.start, self.stop, write=False)
+
+
+class Streamed:
+    """The tiles of one engine, in the order in which they are stepped."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, tiles: Sequence[Tile], device: torch.device) -> None:
+        self.tiles = list(tiles)
+        self.step_s = 0.0  # how long the last step of the tiles took
+        self._optimizer = optimizer
+        self._device = device
+        self._places = {id(owned): (tile, low) for tile in self.tiles for _, owned, low in tile.pieces}
+        for tile in self.tiles:
+            for _, owned, _ in tile.pieces:
+                owned.streamed = True
+        self._ring = [_Buffers() for _ in range(_RING)]
+        self._stand_ins: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by length and dtype
+
+    def _stand_in(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return what stands for `numel` numbers that rest elsewhere."""
+        key = (numel, dtype)
+        if key not in self._stand_ins:
+            self._stand_ins[key] = nan_like(numel, dtype)
+        return self._stand_ins[key]
+
+    def _state(self, owned: OwnedPiece) -> dict[str, Any]:
+        """Return the optimizer's state of a piece, {} before its first step."""
+        state: dict[str, Any] = self._optimizer.state.get(owned.tensor, {})
+        return state
+
+    def _rests_at(self, tile: Tile, key: str) -> bool:
+        """Whether any piece of the tile has state `key` at rest."""
+        for _, owned, _ in tile.pieces:
+            value = self._state(owned).get(key)
+            if isinstance(value, torch.Tensor) and value is self._stand_ins.get((owned.piece.numel, value.dtype)):
+                return True
+        return False
+
+    # ------------------------------------------------------------------ real numbers, for as long as they are needed
+
+    def _bind(self, tile: Tile, master: torch.Tensor, states: Mapping[str, torch.Tensor]) -> None:
+        """Point the pieces of a tile, and their state, at `master` and `states` (each [tile.numel])."""
+        for _, owned, low in tile.pieces:
+            span = slice(low, low + owned.piece.numel)
+            owned.tensor.data = master[span]
+            state = self._state(owned)
+            for key, numbers in states.items():
+                if key in state and state[key] is self._stand_ins.get((owned.piece.numel, numbers.dtype)):
+                    state[key] = numbers[span]
+
+    def _park(self, tile: Tile, states: dict[str, torch.Tensor], make: Callable[[str, torch.dtype], torch.Tensor]) -> None:
+        """Collect the state of a tile in `states` (`make` makes room for a new key) and put stand-ins in its place."""
+        for _, owned, low in tile.pieces:
+            numel = owned.piece.numel
+            state = self._state(owned)
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor) or value.shape != owned.tensor.shape:
+                    continue  # a step count, a number: of no size
+                if key not in states:
+                    states[key] = make(key, value.dtype)
+                room = states[key][low : low + numel]
+                if room.data_ptr() != value.data_ptr():
+                    room.copy_(value)
+                state[key] = self._stand_in(numel, value.dtype)
+            owned.tensor.data = self._stand_in(numel, owned.tensor.dtype)
+
+    @contextmanager
+    def bound(self, tile: Tile, *, write: bool) -> Iterator[torch.Tensor]:
+        """Let the pieces of a tile and their state be real inside; yields the tile's masters. With `write`, what is changed or added rests."""
+        segment = tile.segment
+        if tile.on_device:
+            with segment.master.borrowed(tile.start, tile.stop, write=write) as master:
+                yield master
+            return
+        added: dict[str, torch.Tensor] = {}
+
+        def make(key: str, dtype: torch.dtype) -> torch.Tensor:
+            added[key] = torch.empty(tile.numel, dtype=dtype)
+            return added[key]
+
+        with ExitStack() as stack:
+            master = stack.enter_context(segment.master.borrowed(tile.start, tile.stop, write=write))
+            states = {
+                key: stack.enter_context(slab.borrowed(*tile.slab_range, write=write))
+                for key, slab in segment.slabs.items()
+                if write or self._rests_at(tile, key)
+            }
+            self._bind(tile, master, states)
+            try:
+                yield master
+            finally:
+                self._park(tile, states, make)
+        for key, numbers in added.items():
+            self._slab_of(segment, key, numbers.dtype).write(*tile.slab_range, numbers).wait()
+
+    def _slab_of(self, segment: SteppedSegment, key: str, dtype: torch.dtype) -> Slab:
+        if key not in segment.slabs:
+            assert segment.store is not None, segment.key
+            segment.slabs[key] = segment.store.slab(f"{segment.key} {key}", segment.master.numel - segment.split, dtype)
+        return segment.slabs[key]
+
+    def at_rest(self, owned: OwnedPiece) -> dict[str, StateAtRest]:
+        """Return what of a piece's state rests off the device, by key."""
+        tile, low = self._places[id(owned)]
+        if tile.on_device:
+            return {}
+        start = tile.slab_range[0] + low
+        return {
+            key: StateAtRest(slab, start, start + owned.piece.numel)
+            for key, slab in tile.segment.slabs.items()
+            if self._state(owned).get(key) is self._stand_in(owned.piece.numel, slab.dtype)
+        }
+
+    def park(self) -> None:
+        """Put to rest what stands in the optimizer as real numbers: state from before the sharding, or loaded."""
+        for tile in self.tiles:
+            if not tile.on_device:
+                with self.bound(tile, write=True):
+                    pass
+
+    # ------------------------------------------------------------------ a step
+
+    def job(self) -> StepJob:
+        """Return the step that the gradients at rest now ask for."""
+        tiles: list[tuple[Tile, Resting, list[bool]]] = []
+        for tile in self.tiles:
+            used = [owned.is_used() for _, owned, _ in tile.pieces]
+            if any(used):
+                resting = tile.segment.gradient()
+                assert resting is not None, f"the gradient of {tile.segment.key} is used and not held"
+                tiles.append((tile, resting, used))
+        return StepJob(tiles, Shadow(self._optimizer, off_device=self._device.type != "cpu"), Shadow(self._optimizer, off_device=False))
+
+    def run(self, job: StepJob) -> None:
+        """Take a step."""
+        begin = time.perf_counter()
+        ring = iter(range(sys.maxsize))
+        ahead: deque[_Passing | None] = deque()
+        upcoming = iter(job.tiles)
+        for tile, resting, used in job.tiles:
+            for following, gradient, _ in itertools.islice(upcoming, _AHEAD + 1 - len(ahead)):
+                passes = not following.on_device and following.segment.store is not None and following.segment.store.tier is Tier.DISK
+                ahead.append(self._load(following, gradient, self._ring[next(ring) % _RING]) if passes else None)
+            passing = ahead.popleft()
+            if passing is None:
+                self._step_in_place(job, tile, resting, used)
+            else:
+                self._step_passing(job, passing, used)
+        for buffers in self._ring:
+            buffers.settle()
+        self.step_s = time.perf_counter() - begin
+
+    def _step_in_place(self, job: StepJob, tile: Tile, resting: Resting, used: list[bool]) -> None:
+        """Step a tile where it lies."""
+        if tile.on_device:
+            self._step(job.device, tile, used, resting.fetch(tile.start, tile.stop))
+            return
+        with _on_host(resting, tile) as grad, self.bound(tile, write=True) as master:
+            self._step(job.host, tile, used, grad)
+            from_rest = tile.segment.can_bring_from_rest(tile.start, tile.stop)
+            if not from_rest:
+                tile.segment.bring(tile.start, tile.stop, master.clone())
+        if from_rest:
+            tile.segment.bring_from_rest(tile.start, tile.stop)
+
+    def _load(self, tile: Tile, resting: Resting, buffers: _Buffers) -> _Passing:
+        """Start reading a tile that rests on disk into one set of the ring, when what was written from there is written."""
+        buffers.settle()
+        segment = tile.segment
+        assert segment.store is not None
+        passing = _Passing(tile, resting, buffers, buffers.tensor("master", tile.numel, segment.master.dtype))
+        works = segment.master.read(tile.start, tile.stop, passing.master)
+        for key, slab in segment.slabs.items():
+            passing.states[key] = buffers.tensor(key, tile.numel, slab.dtype)
+            if self._rests_at(tile, key):
+                works.append(slab.read(*tile.slab_range, passing.states[key]))
+        if isinstance(resting, TieredResting) and resting.shelf.split == 0:
+            resting.settle()
+            passing.grad = buffers.tensor("gradient", tile.numel, resting.shelf.dtype)
+            works += resting.shelf.read(tile.start, tile.stop, passing.grad)
+        buffers.works = works
+        return passing
+
+    def _step_passing(self, job: StepJob, passing: _Passing, used: list[bool]) -> None:
+        """Step a tile that has been read, and start writing it."""
+        tile, segment, buffers = passing.tile, passing.tile.segment, passing.buffers
+        buffers.settle()
+        self._bind(tile, passing.master, passing.states)
+        try:
+            with ExitStack() as stack:
+                grad = passing.grad
+                if grad is None:
+                    grad = stack.enter_context(_on_host(passing.resting, tile))
+                elif isinstance(passing.resting, TieredResting):
+                    passing.resting.apply_to(grad)
+                self._step(job.host, tile, used, grad)
+        finally:
+            self._park(tile, passing.states, lambda key, dtype: buffers.tensor(key, tile.numel, dtype))
+        works = segment.master.write(tile.start, tile.stop, passing.master)
+        for key, numbers in passing.states.items():
+            works.append(self._slab_of(segment, key, numbers.dtype).write(*tile.slab_range, numbers))
+        buffers.works = works + segment.bring(tile.start, tile.stop, passing.master)
+
+    def _step(self, shadow: Shadow, tile: Tile, used: list[bool], grad: torch.Tensor) -> None:
+        """Step the pieces of a tile that are bound to real numbers."""
+        members: dict[int, list[nn.Parameter]] = {}
+        for (group, owned, low), is_used in zip(tile.pieces, used, strict=True):
+            if is_used:
+                mine = grad[low : low + owned.piece.numel]
+                owned.tensor.grad = mine if mine.dtype is owned.tensor.dtype else mine.to(owned.tensor.dtype)
+                members.setdefault(group, []).append(owned.tensor)
+        try:
+            shadow.step(members)
+        finally:
+            for _, owned, _ in tile.pieces:
+                owned.tensor.grad = None
+
+    def state_bytes(self) -> dict[Tier, int]:
+        """Return the bytes of the optimizer's state that rest off the device."""
+        out: dict[Tier, int] = {}
+        for segment in {id(tile.segment): tile.segment for tile in self.tiles}.values():
+            for slab in segment.slabs.values():
+                out[slab.tier] = out.get(slab.tier, 0) + slab.numel * slab.dtype.itemsize
+        return out
+
+
+class _Buffers:
+    """One set of the ring: a buffer per state, and what is being read into them or written from them."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def tensor(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory [numel] for state `name`, on a page of its own: disks read there directly."""
+        num_bytes = numel * dtype.itemsize
+        held = self._memory.get(name)
+        if held is None or held.numel() < num_bytes:
+            room = torch.empty(num_bytes + _PAGE, dtype=torch.uint8)
+            first = -room.data_ptr() % _PAGE
+            held = self._memory[name] = room[first : first + num_bytes]
+        return held[:num_bytes].view(dtype)
+
+    def settle(self) -> None:
+        works, self.works = self.works, []
+        for work in works:
+            work.wait()
+
+
+@dataclass
+class _Passing:
+    """A tile on its way through memory."""
+
+    tile: Tile
+    resting: Resting
+    buffers: _Buffers
+    master: torch.Tensor
+    states: dict[str, torch.Tensor] = field(default_factory=dict)
+    grad: torch.Tensor | None = None
+
+
+@contextmanager
+def _on_host(resting: Resting, tile: Tile) -> Iterator[torch.Tensor]:
+    """Lend a tile's averaged gradient as a CPU tensor."""
+    if isinstance(resting, TieredResting):
+        with resting.block(tile.start, tile.stop) as grad:
+            yield grad.cpu()
+    else:
+        yield resting.fetch(tile.start, tile.stop).cpu()

@@ -1,0 +1,49 @@
+"""The stores of one engine, and what share of each state rests there.
+
+ZeRO-Offload (section 4), ZeRO-Infinity (section 5) and Offload++ are rows of the policy table whose cells carry another tier than DEVICE; this is
+the memory behind those cells. A fraction below 1 leaves the first elements of a state on the device (core/split.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from zeroshard.core.placement import Tier
+from zeroshard.core.split import splits
+from zeroshard.tier.link import Direct, Link
+from zeroshard.tier.store import Store
+
+__all__ = ["STATES", "Tiering"]
+
+STATES = ("weight", "grad", "optimizer")
+
+
+@dataclass(frozen=True)
+class Tiering:
+    """Where states rest beyond the device: nowhere, by default."""
+
+    stores: Mapping[Tier, Store] = field(default_factory=dict)
+    fractions: Mapping[str, float] = field(default_factory=dict)  # of "weight", "grad", "optimizer"; 1.0 where nothing is said
+    link: Link = field(default_factory=Direct)
+    staging_bytes: int = 64 << 20  # of the streamed step
+    automatic: bool = False  # the optimizer's fraction follows what is measured
+    delayed_update: int | None = None  # steps before updates are applied one step late; None: never
+
+    def store(self, tier: Tier) -> Store | None:
+        """Return the store of `tier`, None for the device."""
+        return None if tier is Tier.DEVICE else self.stores[tier]
+
+    def splits(self, state: str, tiers: Sequence[Tier], numels: Sequence[int]) -> list[int]:
+        """Return, per segment of `numels` elements on this rank, how many of `state` rest on the device, given the tiers of their cells."""
+        away = [index for index, tier in enumerate(tiers) if tier is not Tier.DEVICE]
+        out = list(numels)
+        for index, split in zip(away, splits([numels[i] for i in away], self.fractions.get(state, 1.0)), strict=True):
+            out[index] = split
+        return out
+
+    def close(self) -> None:
+        """Give every store back."""
+        for store in self.stores.values():
+            store.close()
+        self.link.close()

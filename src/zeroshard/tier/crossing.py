@@ -1,0 +1,113 @@
+"""How the bytes of a tensor and those of a worker's buffer change places.
+
+    HostBytes     host memory beside the disk: the disk may use it itself where it is aligned, else a plain copy
+    LinkedBytes   on an accelerator, or where a pretended link stands for one (link.py): through the worker's buffer, pinned, and the link
+
+[Note: device and disk] A transfer may run long after it was started, in another thread. So what was enqueued on the stream that was current
+when it was started is awaited by an event; the copies run on a stream of the store's own, and the worker waits for each before it uses its
+buffer again. When the transfer's `wait` returns, the bytes are there for every stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from zeroshard.tier.link import Direct, Direction, Link
+from zeroshard.tier.staging import Memory, Staging
+
+__all__ = ["Bytes", "Crossings"]
+
+
+class Bytes(Protocol):
+    """A tensor as bytes, for one transfer."""
+
+    def straight(self, start: int, stop: int, align: int) -> memoryview | None:
+        """Return bytes [start, stop) if the disk can use them where they lie: host memory at a multiple of `align`."""
+
+    def put(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
+        """Copy `num_bytes` of `memory` from `low` on to byte `start` of the tensor; done when it returns."""
+
+    def get(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
+        """The other way."""
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().as_strided(tensor.shape, (1,)).view(torch.uint8)  # a single element may have any stride
+
+
+class _HostBytes:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor  # keeps the memory alive
+        self._address = tensor.data_ptr()
+        num_bytes = tensor.numel() * tensor.element_size()
+        # Not through numpy: its arrays forbid torch to resize the storage, which is how gathered weights are released.
+        self._view = memoryview((ctypes.c_ubyte * num_bytes).from_address(self._address)).cast("B") if num_bytes else memoryview(b"")
+
+    def straight(self, start: int, stop: int, align: int) -> memoryview | None:
+        return None if (self._address + start) % align else self._view[start:stop]
+
+    def put(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
+        ctypes.memmove(self._address + start, memory.address + low, num_bytes)  # without the GIL, and in this thread alone
+
+    def get(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
+        ctypes.memmove(memory.address + low, self._address + start, num_bytes)
+
+
+class _LinkedBytes:
+    def __init__(self, tensor: torch.Tensor, carry: Callable[[torch.Tensor, torch.Tensor, Direction], None]) -> None:
+        self._bytes = _flat(tensor)
+        self._carry = carry
+
+    def straight(self, start: int, stop: int, align: int) -> memoryview | None:
+        return None
+
+    def put(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
+        self._carry(self._bytes[start : start + num_bytes], memory.tensor(low, num_bytes, torch.uint8), "to_device")
+
+    def get(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
+        self._carry(memory.tensor(low, num_bytes, torch.uint8), self._bytes[start : start + num_bytes], "to_host")
+
+
+class Crossings:
+    """Decides for each tensor, and owns the stream of the copies on an accelerator."""
+
+    def __init__(self, device: torch.device, link: Link, staging: Staging) -> None:
+        self._link = link
+        self._staging = staging
+        self._pretended = device.type == "cpu" and not isinstance(link, Direct)
+        self._starting = threading.Lock()  # a link is not asked from two threads at once
+        self._stream: Any = None
+        if device.type != "cpu":
+            self._stream = torch.get_device_module(device).Stream(device)
+
+    def of(self, tensor: torch.Tensor) -> Bytes:
+        """Return `tensor` as bytes; on an accelerator, as they will be when what is enqueued on the current stream has run."""
+        if tensor.device.type == "cpu":
+            if self._pretended and not self._staging.owns(tensor):
+                return _LinkedBytes(tensor, self._carry)
+            return _HostBytes(tensor)
+        event: Any = torch.get_device_module(tensor.device).Event()
+        event.record()
+
+        def carry(out: torch.Tensor, source: torch.Tensor, direction: Direction) -> None:
+            self._stream.wait_event(event)
+            self._carry(out, source, direction)
+
+        return _LinkedBytes(tensor, carry)
+
+    def _carry(self, out: torch.Tensor, source: torch.Tensor, direction: Direction) -> None:
+        with self._starting, self._on_stream():
+            work = self._link.copy(out, source, direction)
+        synchronize = getattr(work, "synchronize", work.wait)  # an enqueued copy: of its own event
+        synchronize()
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        if self._stream is None:
+            return nullcontext()
+        return torch.get_device_module(self._stream.device).stream(self._stream)  # type: ignore[no-any-return]

@@ -1,0 +1,83 @@
+"""Whole blocks of a file, past the page cache where the file system allows it.
+
+O_DIRECT with ``os.preadv`` and ``os.pwritev`` from several threads, which release the GIL: no library, no compile step, and as fast as
+libaio (docs/benchmarks.md). What rests on disk is larger than memory and is used once a step, so that the page cache would only copy it and
+push out what is used again.
+
+Invariant: offsets, lengths and, with O_DIRECT, addresses are multiples of `BLOCK`; a read or write is whole or an OSError. What it does not do:
+make anything durable (nothing is synced: what rests here is worthless once its process has ended), or retry.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+__all__ = ["BLOCK", "accepts_direct", "open_new", "read_blocks", "reserve", "round_up", "write_blocks"]
+
+BLOCK = 4096  # bytes; a multiple of the logical block of every usual disk
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+def round_up(num: int, unit: int) -> int:
+    """Return the smallest multiple of `unit` that is at least `num`."""
+    return -(-num // unit) * unit
+
+
+def open_new(name: str, folder_fd: int, *, direct: bool) -> int:
+    """Return a descriptor of the new file `name` for reading and writing. Raises OSError, also when it exists."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(name, flags | (_DIRECT if direct else 0), 0o600, dir_fd=folder_fd)
+
+
+def accepts_direct(folder_fd: int, block: memoryview) -> bool:
+    """Whether O_DIRECT works in this folder, tried with an aligned `block` [BLOCK]: some file systems refuse the open, some the first write.
+
+    Raises OSError for what has nothing to do with O_DIRECT, such as a full disk.
+    """
+    if not _DIRECT:
+        return False
+    try:
+        fd = open_new("probe.slab", folder_fd, direct=True)
+    except OSError as error:
+        if error.errno in _REFUSALS:
+            return False
+        raise
+    try:
+        write_blocks(fd, block, 0)
+        read_blocks(fd, block, 0)
+    except OSError as error:
+        if error.errno in _REFUSALS:
+            return False
+        raise
+    finally:
+        os.close(fd)
+        os.unlink("probe.slab", dir_fd=folder_fd)
+    return True
+
+
+def reserve(fd: int, num_bytes: int) -> None:
+    """Have the file system set `num_bytes` aside now, so that no later write can lack space. Raises OSError."""
+    if num_bytes:
+        os.posix_fallocate(fd, 0, num_bytes)
+
+
+def read_blocks(fd: int, out: memoryview, offset: int) -> None:
+    """Fill `out` from `offset` on. Raises OSError, also when the file ends before."""
+    done = 0
+    while done < len(out):
+        num = os.preadv(fd, [out[done:]], offset + done)
+        if num <= 0:
+            raise OSError(errno.EIO, f"the file ends at byte {offset + done}: it was cut off")
+        done += num
+
+
+def write_blocks(fd: int, source: memoryview, offset: int) -> None:
+    """Write `source` from `offset` on. Raises OSError."""
+    done = 0
+    while done < len(source):
+        num = os.pwritev(fd, [source[done:]], offset + done)
+        if num <= 0:
+            raise OSError(errno.EIO, "nothing was written")
+        done += num

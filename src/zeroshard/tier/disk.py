@@ -1,0 +1,270 @@
+"""The disk tier: slabs as files that are read and written past the page cache by worker threads (ZeRO-Infinity, arXiv 2104.07857, section 6.3).
+
+Its DeepNVMe asks for bulk reads and writes that start now and end later, many requests in flight for one transfer, and a small reused pool of
+pinned buffers. Here:
+
+    slab       one file, preallocated, its end rounded up to the block           swapdir.py, direct_io.py
+    transfer   cut into pieces of 2 MiB, `queue_depth` of them in flight          pieces.py, transfer.py
+    tensor     aligned host memory: the disk's own; else through a buffer         crossing.py, staging.py
+    verify     a checksum per MiB, in memory: stale bytes are found too           checksums.py
+
+    store = DiskStore("/mnt/nvme", device, rank=0)
+    slab = store.slab("blocks.3:fp32 exp_avg", numel, torch.float32)
+    buffer = store.staging.tensor(stop - start, torch.float32)                    # aligned: no copy where start is a multiple of a block
+    slab.read(start, stop, buffer).wait()
+
+Invariant: what a read returns is what was written last, or it raises StorageError naming file, state and bytes. Always found: a read or write
+that the disk fails, a file that was cut off. With `verify`: any other change, and writes that never arrived. A slab whose write failed never
+reads again. A file that somebody deletes or replaces by another goes on working: the descriptor is open, and the disk keeps it until close.
+
+Cost: numel * itemsize bytes of disk per slab, one descriptor each; `queue_depth` * 2 MiB of buffers for what is not aligned, plus the staging
+pool. An edge inside a block (with `verify`: inside a MiB) is read, changed and written: keep ranges on block boundaries. What it does not do:
+survive its process, sync anything to the disk, or know other ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from zeroshard.core.placement import Tier
+from zeroshard.core.work import DoneWork, Work
+from zeroshard.errors import StorageError
+from zeroshard.tier.checksums import UNIT, Checksums
+from zeroshard.tier.crossing import Bytes, Crossings
+from zeroshard.tier.direct_io import BLOCK, accepts_direct, read_blocks, round_up, write_blocks
+from zeroshard.tier.link import Link, link_of
+from zeroshard.tier.pieces import Piece, cut
+from zeroshard.tier.staging import Memory, Staging
+from zeroshard.tier.store import Account
+from zeroshard.tier.swapdir import SwapDirectory
+from zeroshard.tier.transfer import Scratch, Transfer, Workers
+
+__all__ = ["DiskStore"]
+
+_log = logging.getLogger("zeroshard")
+_CHUNK = 2 << 20  # bytes per request: 1 MiB cost 5 to 10% of the bandwidth measured, more gained nothing and leaves threads idle
+_QUEUE_DEPTH = 8
+_STAGING_BYTES = 256 << 20
+
+
+class DiskStore:
+    """Files in a directory of this rank's own below `directory`, for the states of a model on `device`.
+
+    `direct` says whether the page cache is out of the way; where the file system refuses, rank 0 says so once. `staging` is the pool from
+    which callers take buffers. Raises StorageError when `directory` cannot be used.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        device: torch.device,
+        *,
+        rank: int,
+        run: str = "run",
+        verify: bool = False,
+        staging_bytes: int | None = None,
+        queue_depth: int = _QUEUE_DEPTH,
+        link: Link | None = None,
+    ) -> None:
+        pinned = device.type != "cpu"
+        self.tier = Tier.DISK
+        self.account = Account()
+        self.link = link_of(device) if link is None else link
+        self.verify = verify
+        self.staging = Staging(_STAGING_BYTES if staging_bytes is None else staging_bytes, pinned=pinned)
+        self.slabs: list[_DiskSlab] = []
+        self.crossings = Crossings(device, self.link, self.staging)
+        self.files = SwapDirectory(Path(directory), run=run, rank=rank)
+        self.direct = _probe(self.files, rank)
+        self.workers = Workers(queue_depth, max(_CHUNK, UNIT), pinned=pinned)
+        self._end = weakref.finalize(self, _end, self.workers, self.files)  # also at exit
+
+    @property
+    def path(self) -> Path:
+        """The directory of this rank."""
+        return self.files.path
+
+    def slab(self, key: str, numel: int, dtype: torch.dtype) -> _DiskSlab:
+        slab = _DiskSlab(self, key, numel, dtype)
+        self.slabs.append(slab)
+        self.account.add(numel * dtype.itemsize)
+        return slab
+
+    def forget(self, slab: _DiskSlab) -> None:
+        self.slabs.remove(slab)
+        self.account.remove(slab.numel * slab.dtype.itemsize)
+
+    def close(self) -> None:
+        for slab in list(self.slabs):
+            slab.close()
+        if self._end.alive:
+            self._end()
+            self.workers.join()
+            self.staging.close()
+            self.link.close()
+
+
+def _end(workers: Workers, files: SwapDirectory) -> None:
+    workers.stop()
+    files.remove()
+
+
+def _probe(files: SwapDirectory, rank: int) -> bool:
+    try:
+        direct = accepts_direct(files.fd, Memory(BLOCK, pinned=False).view)
+    except OSError as error:
+        files.remove()
+        raise StorageError(f"disk_path {files.path.parent}: {error.strerror}") from error
+    if not direct and rank == 0:
+        _log.warning("%s: its file system refuses O_DIRECT; what rests there goes through the page cache", files.path.parent)
+    return direct
+
+
+class _DiskSlab:
+    """A file, preallocated."""
+
+    def __init__(self, store: DiskStore, key: str, numel: int, dtype: torch.dtype) -> None:
+        self.key = key
+        self.numel = numel
+        self.dtype = dtype
+        self.tier = Tier.DISK
+        self._store = store
+        self._num_bytes = numel * dtype.itemsize
+        self._file_bytes = round_up(self._num_bytes, BLOCK)
+        self._fd, self._name = store.files.create(key, self._file_bytes, direct=store.direct)
+        self.path = store.path / self._name
+        self._close_file = weakref.finalize(self, os.close, self._fd)
+        self._close_file.atexit = False  # a thread may be using it
+        self._sums = Checksums(self._file_bytes) if store.verify else None
+        self._is_lost = False
+        self._under_way: list[Transfer] = []
+
+    def read(self, start: int, stop: int, out: torch.Tensor) -> Work:
+        return self._start(start, stop, out, writes=False)
+
+    def write(self, start: int, stop: int, source: torch.Tensor) -> Work:
+        return self._start(start, stop, source, writes=True)
+
+    @contextmanager
+    def borrowed(self, start: int, stop: int, *, write: bool) -> Iterator[torch.Tensor]:
+        staging = self._store.staging
+        tensor = staging.tensor(stop - start, self.dtype)
+        works: list[Work] = []
+        try:
+            works.append(self.read(start, stop, tensor))
+            works[-1].wait()
+            yield tensor
+            if write:
+                works.append(self.write(start, stop, tensor))
+                works[-1].wait()
+        finally:
+            for work in works:
+                if isinstance(work, Transfer):
+                    work.settle()  # a wait that was interrupted left the disk using the buffer
+            staging.give(tensor)
+
+    def settle(self) -> None:
+        """Wait, on the host, for what is under way, whether it fails or not."""
+        self._store.workers.settle(self._under_way)
+
+    def close(self) -> None:
+        if self in self._store.slabs:
+            self.settle()
+            self._store.forget(self)
+            self._close_file()
+            self._store.files.unlink(self._name)
+
+    def _start(self, start: int, stop: int, tensor: torch.Tensor, *, writes: bool) -> Work:
+        assert 0 <= start <= stop <= self.numel, (self.key, start, stop, self.numel)
+        assert tensor.shape == (stop - start,) and tensor.is_contiguous(), (self.key, tensor.shape, stop - start)
+        assert tensor.dtype is self.dtype, (self.key, tensor.dtype)
+        assert self._close_file.alive, f"{self.key}: closed"
+        self._store.files.check_process(self.key)
+        if start == stop:
+            return DoneWork()
+        first, last = start * self.dtype.itemsize, stop * self.dtype.itemsize
+        pieces = cut(first, last, slab_bytes=self._num_bytes, unit=BLOCK if self._sums is None else UNIT, chunk=_CHUNK)
+        there = self._store.crossings.of(tensor)
+        do = self._write_piece if writes else self._read_piece
+
+        def run(piece: Piece, scratch: Scratch) -> None:
+            do(there, piece.start - first, piece, scratch)
+
+        transfer = Transfer(pieces, run, writes=writes, beside=self._under_way)
+        self._store.workers.start(transfer)
+        return transfer
+
+    def _read_piece(self, there: Bytes, start: int, piece: Piece, scratch: Scratch) -> None:
+        num_bytes = piece.stop - piece.start
+        straight = there.straight(start, start + num_bytes, self._align) if piece.whole else None
+        if straight is not None:
+            self._fetch(straight, piece.low)
+            return
+        memory = scratch.memory
+        self._fetch(memory.view[: piece.high - piece.low], piece.low)
+        there.put(start, memory, piece.start - piece.low, num_bytes)
+
+    def _write_piece(self, there: Bytes, start: int, piece: Piece, scratch: Scratch) -> None:
+        num_bytes = piece.stop - piece.start
+        try:
+            view = there.straight(start, start + num_bytes, self._align) if piece.whole else None
+            if view is None:
+                memory = scratch.memory
+                view = memory.view[: piece.high - piece.low]
+                if piece.start == piece.low and piece.stop == self._num_bytes:
+                    view[num_bytes:] = bytes(len(view) - num_bytes)  # beyond the slab's end there is nothing to keep
+                elif not piece.whole:
+                    self._fetch(view, piece.low)
+                there.get(start, memory, piece.start - piece.low, num_bytes)
+            self._deposit(view, piece.low)
+        except BaseException:
+            self._is_lost = True
+            raise
+
+    @property
+    def _align(self) -> int:
+        return BLOCK if self._store.direct else 1
+
+    def _fetch(self, out: memoryview, low: int) -> None:
+        """Read whole units from byte `low` of the file on, and check them."""
+        with self._as_storage_error("read", low, low + len(out)):
+            self._check_file()
+            read_blocks(self._fd, out, low)
+        wrong = None if self._sums is None else self._sums.first_difference(low, out)
+        if wrong is not None:
+            raise StorageError(
+                f"{self.path}: {self.key}: bytes {wrong[0]} to {wrong[1]} are not what was written there last: the disk lost or damaged"
+                " them, or something else wrote to the file"
+            )
+
+    def _deposit(self, data: memoryview, low: int) -> None:
+        """Write whole units from byte `low` of the file on, and remember what they hold."""
+        with self._as_storage_error("write", low, low + len(data)):
+            self._check_file()
+            if self._sums is not None:
+                self._sums.note(low, data)
+            write_blocks(self._fd, data, low)
+
+    def _check_file(self) -> None:
+        """Refuse what was lost, and a file that was cut off: writing beyond the cut would fill it up with zeros again."""
+        if self._is_lost:
+            raise StorageError(f"{self.path}: {self.key}: an earlier write to it failed, so it does not hold what it should")
+        size = os.fstat(self._fd).st_size
+        if size < self._file_bytes:
+            raise StorageError(f"{self.path}: {self.key}: the file was cut off at byte {size}, it had {self._file_bytes}")
+
+    @contextmanager
+    def _as_storage_error(self, verb: str, low: int, high: int) -> Iterator[None]:
+        try:
+            yield
+        except StorageError:
+            raise
+        except OSError as error:
+            raise StorageError(f"{self.path}: {self.key}: cannot {verb} bytes {low} to {high} ({error.strerror or error})") from error

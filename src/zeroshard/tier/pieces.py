@@ -1,0 +1,51 @@
+"""How one transfer is cut into what worker threads read and write: pieces of whole units of the file. Pure arithmetic.
+
+A unit is what the disk moves at least: its block, or with checksums the range that one checksum covers. A piece never covers half a unit and
+half of another, so that only the first and the last one can be ragged, and everything between goes straight between disk and memory::
+
+    unit          |-------|-------|-------|-------|-------|
+    transfer         =========================
+    pieces           |hhhh|mmmmmmmmmmmmmmm|tttt             m at most `chunk` bytes each; h and t inside one unit: read, change, write
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroshard.tier.direct_io import BLOCK, round_up
+
+__all__ = ["Piece", "cut"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes [start, stop) of a slab, inside the whole units [low, high) of its file."""
+
+    start: int
+    stop: int
+    low: int
+    high: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of its units."""
+        return self.start == self.low and self.stop == self.high
+
+
+def cut(start: int, stop: int, *, slab_bytes: int, unit: int, chunk: int) -> list[Piece]:
+    """Return the pieces of bytes [start, stop), in order; units end where the file does, at `slab_bytes` rounded up to the block."""
+    assert 0 <= start <= stop <= slab_bytes and chunk % unit == 0 and unit % BLOCK == 0, (start, stop, slab_bytes, unit, chunk)
+    file_bytes = round_up(slab_bytes, BLOCK)
+    pieces = []
+    while start < stop:
+        if start % unit:
+            end = round_up(start, unit)
+        else:
+            end = (start // chunk + 1) * chunk
+            if stop < min(end, file_bytes) and stop - stop % unit > start:
+                end = stop - stop % unit
+        end = min(end, stop)
+        low, high = start - start % unit, min(round_up(end, unit), file_bytes)
+        pieces.append(Piece(start, end, low, high))
+        start = end
+    return pieces

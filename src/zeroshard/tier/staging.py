@@ -1,0 +1,177 @@
+"""Buffers between disk and computation: a bounded pool of memory that O_DIRECT accepts, used again and again (ZeRO-Infinity, section 6.3).
+
+    buffer = staging.tensor(numel, dtype)     1-D, aligned to the disk's block: a slab reads and writes it without a copy
+    slab.read(a, b, buffer) ... slab.write(a, b, buffer) ...
+    staging.give(buffer)                      it reads as NaN from here on; its memory is the next one's
+
+Whoever finds the pool full sleeps until another thread gives something back. Give from the thread that took: then a wait that nobody could
+end (every lent buffer is held by a thread that waits for more) is known at once, and is a StorageError instead of a hang.
+
+Invariant: memory lent and idle is at most `limit_bytes`, except that one buffer larger than the limit is lent while nothing else is. At rest
+no tensor refers to the pool. Cost: sizes are rounded up to 4 KiB. What it does not do: queue fairly (a large request may wait long beside
+many small ones), or know what is still being read into a buffer that is given back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from typing import Any
+
+import torch
+
+from zeroshard.errors import StorageError
+from zeroshard.tier.direct_io import BLOCK, round_up
+from zeroshard.tier.store import Account
+
+__all__ = ["Memory", "Staging", "blank"]
+
+_HUGE_BYTES = 2 * 2**20
+
+
+class Memory:
+    """`num_bytes` of host memory that starts on a block, pinned or not; a tensor on it exists only where `tensor` made one.
+
+    From 2 MiB on it asks for huge pages: the disk is handed fewer, longer segments (measured, O_DIRECT: reads 1.28 times as fast, writes 1.15).
+    """
+
+    def __init__(self, num_bytes: int, *, pinned: bool) -> None:
+        self.num_bytes = round_up(num_bytes, BLOCK)
+        align = _HUGE_BYTES if num_bytes >= _HUGE_BYTES and not pinned else BLOCK
+        try:
+            whole = memoryview((_pinned if pinned else _mapped)(self.num_bytes + align))  # what aligning skips is never touched
+        except (OSError, RuntimeError, ValueError) as error:
+            raise StorageError(f"no {self.num_bytes} bytes of host memory for staging ({error}): lower staging_bytes") from None
+        start = -_address(whole) % align
+        self.view = whole[start : start + self.num_bytes]  # keeps the memory alive
+        self.address = _address(self.view)
+
+    def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return `numel` > 0 elements from byte `start` on."""
+        return torch.frombuffer(self.view[start : start + numel * dtype.itemsize], dtype=dtype)
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def _mapped(num_bytes: int) -> Any:
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _pinned(num_bytes: int) -> Any:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+
+
+def blank(tensor: torch.Tensor) -> None:
+    """Let `tensor` refer to a single NaN (0 for a dtype that has none) instead of its memory; its shape stays."""
+    value = float("nan") if tensor.dtype.is_floating_point else 0
+    tensor.data = torch.full((1,), value).to(tensor.dtype).expand(tensor.shape)
+
+
+class Staging:
+    """At most `limit_bytes` of buffers."""
+
+    def __init__(self, limit_bytes: int, *, pinned: bool = False) -> None:
+        assert limit_bytes > 0, limit_bytes
+        self.limit_bytes = limit_bytes
+        self.account = Account()  # lent and idle
+        self._pinned = pinned
+        self._closed = False
+        self._changed = threading.Condition()
+        self._idle: list[Memory] = []  # the longest idle first
+        self._lent: dict[int, tuple[Memory, int]] = {}  # address -> memory, the thread that took it
+        self._waiting: dict[int, int] = {}  # thread -> bytes
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes that are lent now."""
+        return sum(memory.num_bytes for memory, _ in self._lent.values())
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Lend `numel` uninitialised elements, aligned to the disk's block; sleeps while the pool is full.
+
+        Raises StorageError when the wait could never end, naming the bytes and the limit, or when the host has no memory.
+        """
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        need, thread = round_up(numel * dtype.itemsize, BLOCK), threading.get_ident()
+        with self._changed:
+            assert not self._closed, "the staging pool is closed"
+            while not self._fits(need):
+                self._refuse_deadlock(need, thread)
+                self._waiting[thread] = need
+                try:
+                    self._changed.wait()
+                finally:
+                    del self._waiting[thread]
+            memory = self._take(need)
+            self._lent[memory.address] = (memory, thread)
+        return memory.tensor(0, numel, dtype)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Lend bytes: ``tensor(num_bytes, torch.uint8)``."""
+        return self.tensor(num_bytes, torch.uint8)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Take back what was lent: `tensor` itself, which reads as NaN from here on, or a view that starts where it does. Views stay dangerous."""
+        if not tensor.numel():
+            return
+        address = tensor.data_ptr()
+        blank(tensor)
+        with self._changed:
+            assert address in self._lent, f"no buffer was lent at {address:#x}"
+            memory, _ = self._lent.pop(address)
+            if self._closed:
+                self.account.remove(memory.num_bytes)
+            else:
+                self._idle.append(memory)
+            self._changed.notify_all()
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in a buffer that is lent now."""
+        address = tensor.data_ptr()
+        with self._changed:
+            return any(memory.address <= address < memory.address + memory.num_bytes for memory, _ in self._lent.values())
+
+    def close(self) -> None:
+        """Free what is idle; what is lent is freed when it is given back. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._evict(len(self._idle))
+
+    def _fits(self, need: int) -> bool:
+        return not self._lent or self.lent_bytes + need <= self.limit_bytes
+
+    def _take(self, need: int) -> Memory:
+        """Return an idle buffer of about this size, else a new one for which idle ones make room."""
+        fitting = [m for m in self._idle if need <= m.num_bytes <= 2 * need and (m.num_bytes == need or self._fits(m.num_bytes))]
+        if fitting:
+            memory = min(fitting, key=lambda m: m.num_bytes)
+            self._idle.remove(memory)
+            return memory
+        while self._idle and self.account.live + need > self.limit_bytes:
+            self._evict(1)
+        memory = Memory(need, pinned=self._pinned)
+        self.account.add(memory.num_bytes)
+        return memory
+
+    def _evict(self, count: int) -> None:
+        for memory in self._idle[:count]:
+            self.account.remove(memory.num_bytes)
+        del self._idle[:count]
+
+    def _refuse_deadlock(self, need: int, thread: int) -> None:
+        """Raise when every lent buffer is held by a thread that waits for one that does not fit."""
+        if any(self._fits(other) for other in self._waiting.values()):
+            return  # it was woken and is about to go on
+        holders = {holder for _, holder in self._lent.values()}
+        if holders <= {*self._waiting, thread}:
+            raise StorageError(
+                f"staging_bytes={self.limit_bytes} is too small: {need} bytes are wanted while {self.lent_bytes} are lent to threads that"
+                f" wait for more: raise it to at least {self.lent_bytes + need}"
+            )

@@ -1,0 +1,218 @@
+"""One rank's directory of files, that is gone when its process is gone.
+
+    <disk_path>/zeroshard-swap-<run>-<rank>-<pid>-<nonce>/    mode 0700
+        lock                                                  flock is held for the life of the process
+        0003-blocks.3_fp32_exp_avg.slab
+
+It is removed by `remove`: when the store is closed or collected, or at a normal exit. A killed process leaves it, and the kernel drops the
+lock: whoever makes a directory here next removes those whose lock nobody holds.
+
+[Note: taking a name] A directory has its final name only once its lock is held: it is made under a hidden name and renamed. So a directory of
+that pattern without a held lock is dead, however many ranks start at once; of two that find it, one gets its lock and removes it. The lock goes
+last. A process killed before the rename leaves a hidden, empty directory, which is removed an hour later.
+
+Only names of our pattern that are ours (uid) are opened, never through a symbolic link, and only files that we make are removed: a directory
+that holds anything else stays, and is said. A forked child removes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import stat
+import time
+from pathlib import Path
+
+from zeroshard.errors import StorageError
+from zeroshard.tier.direct_io import open_new, reserve
+
+__all__ = ["SwapDirectory", "free_bytes", "safe_name"]
+
+_log = logging.getLogger("zeroshard")
+_PATTERN = re.compile(r"(\.?)zeroshard-swap-[A-Za-z0-9._+=-]+-\d+-\d+-[0-9a-f]{8}")
+_LOCK, _SUFFIX = "lock", ".slab"
+_HIDDEN_S = 3600.0
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def safe_name(text: str) -> str:
+    """Return `text` as part of a file name, still readable: "blocks.3:fp32 exp_avg" -> "blocks.3_fp32_exp_avg"."""
+    return re.sub(r"[^A-Za-z0-9._+=-]+", "_", text)[:150] or "_"
+
+
+def free_bytes(path: Path) -> int:
+    """Return the bytes that an ordinary user may still write there."""
+    facts = os.statvfs(path)
+    return facts.f_bavail * facts.f_frsize
+
+
+class SwapDirectory:
+    """A directory of this rank below `parent`, made now; abandoned ones beside it are removed. Raises StorageError naming `parent`."""
+
+    def __init__(self, parent: Path, *, run: str, rank: int) -> None:
+        self._pid = os.getpid()
+        self._parent_fd = _open_parent(parent)
+        self._name = f"zeroshard-swap-{safe_name(run)}-{rank}-{self._pid}-{secrets.token_hex(4)}"
+        self.path = parent / self._name
+        self._num_files = 0
+        try:
+            _remove_abandoned(self._parent_fd, parent)
+            self.fd, self._lock_fd = _claim(self._parent_fd, self._name)
+        except OSError as error:
+            os.close(self._parent_fd)
+            raise StorageError(f"disk_path {parent}: no directory can be made there ({error.strerror})") from error
+        self._removed = False
+
+    def create(self, key: str, num_bytes: int, *, direct: bool) -> tuple[int, str]:
+        """Return (descriptor, name) of a new file with `num_bytes` set aside. Raises StorageError naming `key`, the bytes and the place."""
+        name = f"{self._num_files:04}-{safe_name(key)}{_SUFFIX}"
+        self._num_files += 1
+        fd = -1
+        try:
+            fd = open_new(name, self.fd, direct=direct)
+            reserve(fd, num_bytes)
+        except OSError as error:
+            if fd >= 0:
+                os.close(fd)
+                os.unlink(name, dir_fd=self.fd)
+            raise self._refusal(key, num_bytes, error) from error
+        return fd, name
+
+    def _refusal(self, key: str, num_bytes: int, error: OSError) -> StorageError:
+        if error.errno in _NO_SPACE:
+            free = free_bytes(self.path)
+            why = f"{num_bytes} bytes are needed, {free} are free ({error.strerror}): free some, or put less on disk"
+        elif error.errno in (errno.EMFILE, errno.ENFILE):
+            why = f"{error.strerror}: each state on disk needs one, raise `ulimit -n`"
+        else:
+            why = f"no file of {num_bytes} bytes can be made ({error.strerror})"
+        return StorageError(f"{key}: {self.path}: {why}")
+
+    def check_process(self, key: str) -> None:
+        """Raise StorageError in a forked child, which has neither the worker threads nor the right to change the files."""
+        if os.getpid() != self._pid:
+            raise StorageError(f"{key}: {self.path} belongs to process {self._pid}; a forked child cannot use what rests on disk")
+
+    def unlink(self, name: str) -> None:
+        """Remove one file; nothing happens if it is gone already, or in a forked child."""
+        if not self._removed and os.getpid() == self._pid:
+            _unlink(name, self.fd)
+
+    def remove(self) -> None:
+        """Remove the directory. Idempotent; nothing happens in a forked child."""
+        if self._removed or os.getpid() != self._pid:
+            return
+        self._removed = True
+        _empty(self.fd)
+        _rmdir(self._name, self._parent_fd, self.path)
+        for fd in (self.fd, self._lock_fd, self._parent_fd):
+            os.close(fd)
+
+
+def _open_parent(parent: Path) -> int:
+    try:
+        fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise StorageError(f"disk_path {parent} does not exist: create it, or name a directory on a local disk") from None
+    except NotADirectoryError:
+        raise StorageError(f"disk_path {parent} is not a directory") from None
+    except OSError as error:
+        raise StorageError(f"disk_path {parent} cannot be opened ({error.strerror})") from None
+    if not os.access(".", os.W_OK | os.X_OK, dir_fd=fd, effective_ids=True):
+        os.close(fd)
+        raise StorageError(f"disk_path {parent} cannot be written to by uid {os.geteuid()}: allow it, or name another directory")
+    return fd
+
+
+def _claim(parent_fd: int, name: str) -> tuple[int, int]:
+    """Make the directory `name` and return the descriptors of it and of its lock, which is held. See [Note: taking a name]."""
+    hidden = f".{name}"
+    os.mkdir(hidden, 0o700, dir_fd=parent_fd)
+    fd = lock_fd = -1
+    try:
+        fd = os.open(hidden, _FOLDER, dir_fd=parent_fd)
+        lock_fd = open_new(_LOCK, fd, direct=False)
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(hidden, name, src_dir_fd=parent_fd, dst_dir_fd=parent_fd)
+    except OSError:
+        if fd >= 0:
+            _empty(fd)
+            os.close(fd)
+        if lock_fd >= 0:
+            os.close(lock_fd)
+        os.rmdir(hidden, dir_fd=parent_fd)
+        raise
+    return fd, lock_fd
+
+
+def _remove_abandoned(parent_fd: int, parent: Path) -> None:
+    for name in os.listdir(parent_fd):
+        found = _PATTERN.fullmatch(name)
+        if found is None:
+            continue
+        try:
+            _remove_if_abandoned(name, parent_fd, parent, hidden=bool(found.group(1)))
+        except OSError as error:  # another rank was faster, or it is not ours to touch
+            _log.debug("left %s alone: %s", parent / name, error)
+
+
+def _remove_if_abandoned(name: str, parent_fd: int, parent: Path, *, hidden: bool) -> None:
+    fd = os.open(name, _FOLDER, dir_fd=parent_fd)
+    try:
+        facts = os.fstat(fd)
+        if facts.st_uid != os.geteuid() or (hidden and time.time() - facts.st_mtime < _HIDDEN_S):
+            return
+        lock_fd = _lock_of(fd)
+        try:
+            _empty(fd)
+            if _rmdir(name, parent_fd, parent / name):
+                _log.info("removed %s, left by a process that was killed", parent / name)
+        finally:
+            if lock_fd >= 0:
+                os.close(lock_fd)
+    finally:
+        os.close(fd)
+
+
+def _lock_of(fd: int) -> int:
+    """Take the lock of a directory, -1 if it has none (its removal had come that far). Raises BlockingIOError while somebody holds it."""
+    try:
+        lock_fd = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
+    except FileNotFoundError:
+        return -1
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock_fd)
+        raise
+    return lock_fd
+
+
+def _empty(fd: int) -> None:
+    """Remove the files that we make, the lock last."""
+    for name in os.listdir(fd):
+        if name.endswith(_SUFFIX) and not stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
+            _unlink(name, fd)
+    _unlink(_LOCK, fd)
+
+
+def _unlink(name: str, folder_fd: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder_fd)
+
+
+def _rmdir(name: str, parent_fd: int, path: Path) -> bool:
+    try:
+        os.rmdir(name, dir_fd=parent_fd)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        _log.warning("%s cannot be removed (%s): it holds files that zeroshard did not make", path, error.strerror)
+        return False
+    return True

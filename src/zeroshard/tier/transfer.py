@@ -1,0 +1,166 @@
+"""Reads and writes under way, and the worker threads that do them (ZeRO-Infinity's DeepNVMe, section 6.3, without native code).
+
+A transfer's pieces are done by whichever threads are free, at most `queue_depth` at a time. Order is kept between transfers of one slab: one
+that touches the units of an earlier one, unless both read, starts when the earlier one has ended::
+
+    write [0, 6000)   ====            both change block 1: one after the other
+    write [6000, 9000)    ===
+    read  [20000, 24000)      ====    at the same time as either
+
+Invariant: a piece that is handed to a thread waits for no other piece, so nothing can lock up. A transfer that has ended, well or not, keeps
+no tensor alive. Cost: about 20 µs of interpreter per piece.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from zeroshard.errors import StorageError
+from zeroshard.tier.pieces import Piece
+from zeroshard.tier.staging import Memory
+
+__all__ = ["Scratch", "Transfer", "Workers"]
+
+
+class Scratch:
+    """One worker's own buffer for what cannot go straight between disk and tensor; made when it is first needed.
+
+    Not from the staging pool: whoever waits for a transfer may hold all of that.
+    """
+
+    def __init__(self, num_bytes: int, *, pinned: bool) -> None:
+        self._num_bytes = num_bytes
+        self._pinned = pinned
+        self._memory: Memory | None = None
+
+    @property
+    def memory(self) -> Memory:
+        if self._memory is None:
+            self._memory = Memory(self._num_bytes, pinned=self._pinned)
+        return self._memory
+
+
+class Transfer:
+    """A read or a write of one slab: a Work. `beside` is the slab's list of what is under way, which the workers keep."""
+
+    def __init__(self, pieces: Sequence[Piece], run: Callable[[Piece, Scratch], None], *, writes: bool, beside: list[Transfer]) -> None:
+        self.pieces = pieces
+        self.writes = writes
+        self.beside = beside
+        self.num_left = len(pieces)
+        self.num_blockers = 0
+        self.followers: list[Transfer] = []
+        self._run: Callable[[Piece, Scratch], None] | None = run
+        self._error: BaseException | None = None
+        self._over = threading.Event()
+
+    def wait(self) -> None:
+        self._over.wait()
+        if isinstance(self._error, StorageError):
+            raise self._error.with_traceback(None)  # or each wait would lengthen it
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        return self._over.is_set()
+
+    def settle(self) -> None:
+        """Wait for the end and do not care which."""
+        self._over.wait()
+
+    def conflicts(self, other: Transfer) -> bool:
+        """Whether one must wait for the other."""
+        if not (self.writes or other.writes):
+            return False
+        return self.pieces[0].low < other.pieces[-1].high and other.pieces[0].low < self.pieces[-1].high
+
+    def attempt(self, piece: Piece, scratch: Scratch) -> None:
+        """Do one piece, unless another one has failed."""
+        if self._error is None and self._run is not None:
+            try:
+                self._run(piece, scratch)
+            except BaseException as error:  # surfaces at `wait`; a worker must not end
+                if isinstance(error, StorageError):
+                    _forget_frames(error)
+                self._error = error
+
+    def end(self) -> None:
+        """Drop what it refers to and let `wait` return."""
+        self._run = None
+        self._over.set()
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Drop the tracebacks, whose frames refer to the tensors."""
+    error.__traceback__ = None
+    if error.__cause__ is not None:
+        error.__cause__.__traceback__ = None
+
+
+class Workers:
+    """`num_threads` daemon threads for the transfers of one store."""
+
+    def __init__(self, num_threads: int, scratch_bytes: int, *, pinned: bool) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Transfer, Piece] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._work, args=(Scratch(scratch_bytes, pinned=pinned),), name=f"zeroshard-disk-{i}", daemon=True)
+            for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, transfer: Transfer) -> None:
+        """Start `transfer` once those under way beside it that it must wait for have ended."""
+        with self._lock:
+            blockers = [other for other in transfer.beside if transfer.conflicts(other)]
+            for other in blockers:
+                other.followers.append(transfer)
+            transfer.num_blockers = len(blockers)
+            transfer.beside.append(transfer)
+            if not blockers:
+                self._hand_out(transfer)
+
+    def settle(self, transfers: list[Transfer]) -> None:
+        """Wait for the end of what is in a slab's list now."""
+        with self._lock:
+            now = list(transfers)
+        for transfer in now:
+            transfer.settle()
+
+    def stop(self) -> None:
+        """Let the threads end after what has been handed out."""
+        for _ in self._threads:
+            self._jobs.put(None)
+
+    def join(self) -> None:
+        """Wait for the threads to end; no transfer may be under way."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _hand_out(self, transfer: Transfer) -> None:
+        for piece in transfer.pieces:
+            self._jobs.put((transfer, piece))
+
+    def _work(self, scratch: Scratch) -> None:
+        while (job := self._jobs.get()) is not None:
+            transfer, piece = job
+            transfer.attempt(piece, scratch)
+            self._finish_piece(transfer)
+            del job, transfer, piece  # an idle thread keeps nothing alive
+
+    def _finish_piece(self, transfer: Transfer) -> None:
+        with self._lock:
+            transfer.num_left -= 1
+            if transfer.num_left:
+                return
+            transfer.beside.remove(transfer)
+            for follower in transfer.followers:
+                follower.num_blockers -= 1
+                if not follower.num_blockers:
+                    self._hand_out(follower)
+            transfer.followers = []
+        transfer.end()
