@@ -76,7 +76,8 @@ class Offload(_Strict):
     @property
     def away(self) -> dict[str, Tier]:
         """The states that leave the device."""
-        return {state: self.tier(state) for state in get_args(State) if self.tier(state) is not Tier.DEVICE}
+        tiers = {"weight": Tier(self.weight), "grad": Tier(self.grad), "optimizer": Tier(self.optimizer)}
+        return {state: tier for state, tier in tiers.items() if tier is not Tier.DEVICE}
 
     def fractions(self) -> dict[str, float]:
         """Return the share of each state that leaves the device, where its tier says so ("auto": what it starts from)."""
@@ -92,9 +93,9 @@ class Offload(_Strict):
             if not away and getattr(self, name) != getattr(defaults, name):
                 raise ConfigError(f"offload.{name} has no effect while every state rests on the device: leave it out")
         if isinstance(self.fraction, dict):
-            for state in self.fraction:
-                if state not in away:
-                    raise ConfigError(f"offload.fraction[{state!r}] has no effect: that state rests on the device")
+            for given in self.fraction:
+                if given not in away:
+                    raise ConfigError(f"offload.fraction[{given!r}] has no effect: that state rests on the device")
         uses_disk = Tier.DISK in away.values()
         if uses_disk and self.disk_path is None:
             state = next(state for state, tier in away.items() if tier is Tier.DISK)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
 import pytest
+import torch
 
 import zeroshard as zs
-from tests.engine.common import ROWS, Run, train
+from tests.engine.common import ROWS, Run, batch, make_model, train, two_groups
 from tests.harness import run_ranks
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import row as policy_row
@@ -49,3 +51,83 @@ def test_every_row_and_tier_gives_the_bits_of_the_device(row: str, transport: st
     for differences in run_ranks(2, _matrix, row, str(tmp_path), transport, precision, timeout=110):
         assert len(differences) == sum(pair[0] == row for pair in PAIRS)
         assert not any(differences.values()), differences
+
+
+def _fractions(rank: int, world: int, path: str) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for row in ROWS:
+        model = functools.partial(make_model, width=97, layers=3)  # large enough for padding not to count
+        same: dict[str, Any] = {"steps": 5, "micro_batches": 2, "no_sync": True, "clip": 0.1, "model": model}
+        reference = train(rank, row, **same)
+        cases = {
+            "0.4": offload("device", "host", "host", path, fraction=0.4),
+            "0": offload("device", "host", "host", path, fraction=0.0),
+            "apart": offload("device", "host", "host", path, fraction={"grad": 0.7, "optimizer": 0.4}),
+            "disk": offload("device", "device", "disk", path, fraction=0.35),
+        }
+        if row.startswith("zero3"):
+            cases["weights"] = offload("host", "device", "host", path, fraction={"weight": 0.5, "optimizer": 0.3})
+        for name, tiers in cases.items():
+            run = train(rank, row, offload=tiers, **same)
+            report = run.extra["memory"].tiers
+            states = {tier: report["optimizer"].get(tier, 0) + report["master"].get(tier, 0) for tier in TIERS}
+            moments = report["optimizer"]
+            out[f"{row} {name}"] = (run.differs_from(reference), states, moments)
+    return out
+
+
+def test_a_fraction_of_the_optimizer_gives_the_same_bits_and_is_byte_accurate(tmp_path: Any) -> None:
+    for cases in run_ranks(2, _fractions, str(tmp_path), timeout=110):
+        for name, (differences, _, moments) in cases.items():
+            assert differences == [], name
+            share = {"0.4": 0.4, "0": 0.0, "apart": 0.4, "disk": 0.35, "weights": 0.3}[name.split()[1]]
+            away = moments.get("host", 0) + moments.get("disk", 0)
+            assert abs(away / sum(moments.values()) - share) < 0.01, (name, moments)
+
+
+def _late(rank: int, world: int, precision: str, start: int, tier: str, path: str) -> dict[str, float]:
+    """Compare `delayed_update` with a plain loop that applies each update one step late."""
+    steps = 8
+    run = train(rank, "zero2", steps, precision=precision, clip=0.1, offload=offload("device", "host", tier, path, delayed_update=start))
+    return {name: float((value.double() - expected.double()).abs().max()) for (name, value), expected in zip(run.state.items(), _reference(steps, start, precision).values(), strict=True)}
+
+
+def _reference(steps: int, start: int, precision: str) -> dict[str, torch.Tensor]:
+    """Train on the batches of both ranks in one process; from step `start` on, weights lack the newest update."""
+    master, model = make_model(), make_model()
+    optimizer = two_groups(master)
+    pending: list[torch.Tensor] | None = None
+
+    def apply(grads: list[torch.Tensor]) -> None:
+        for parameter, grad in zip(master.parameters(), grads, strict=True):
+            parameter.grad = grad
+        optimizer.step()
+        with torch.no_grad():
+            for ours, theirs in zip(model.parameters(), master.parameters(), strict=True):
+                ours.copy_(theirs)
+
+    for step in range(steps):
+        sums = [torch.zeros_like(p) for p in model.parameters()]
+        for rank in range(2):
+            model.zero_grad()
+            model(*batch(rank, step)).backward()
+            for total, parameter in zip(sums, model.parameters(), strict=True):
+                total += parameter.grad
+        grads = [total / 2 for total in sums]
+        norm = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt().float()
+        scale = torch.clamp(0.1 / (norm + 1e-6), max=1.0)
+        grads = [grad * scale if float(scale) < 1.0 else grad for grad in grads]
+        if pending is not None:
+            apply(pending)
+            pending = None
+        if step < start:
+            apply(grads)
+        else:
+            pending = grads
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("start", "tier"), [(0, "host"), (3, "host"), (3, "disk")])
+def test_a_delayed_update_is_the_reference_one_step_late(start: int, tier: str, tmp_path: Any) -> None:
+    for apart in run_ranks(2, _late, "fp32", start, tier, str(tmp_path), timeout=60):
+        assert max(apart.values()) == 0.0, apart

@@ -28,7 +28,6 @@ from zeroshard.nn.checkpointing import checkpoint, checkpoint_blocks, uncheckpoi
 from zeroshard.runtime.streams import CheckingStreams
 from zeroshard.tier.host import HostStore
 from zeroshard.tier.link import Paced
-from zeroshard.tier.store import Account
 
 TIERS = ("device", "host", "disk")
 CPU = torch.device("cpu")
@@ -90,10 +89,10 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 
 def live_bytes(at_least: int = 4096) -> int:
-    """Bytes of all live tensor storages of some size, found without our help."""
+    """Bytes of all live floating-point storages of some size, found without our help (random generators' states are 5 KiB each)."""
     found = {}
     for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and type(thing) in (torch.Tensor, nn.Parameter):
+        if type(thing) in (torch.Tensor, nn.Parameter) and thing.is_floating_point():
             storage = thing.untyped_storage()
             if storage.nbytes() >= at_least:
                 found[storage.data_ptr()] = storage.nbytes()
@@ -120,7 +119,7 @@ def _strides(call: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
     wide = torch.cat([x, x * 2], 1)
 
     def fn(transposed: torch.Tensor, gapped: torch.Tensor, expanded: torch.Tensor, shifted: torch.Tensor) -> torch.Tensor:
-        assert (transposed.stride(), gapped.stride(), expanded.stride()) == ((1, WIDTH), (2 * WIDTH, 1), (1, 0))
+        assert (transposed.stride(), gapped.stride(), expanded.stride()) == ((1, WIDTH), (2 * WIDTH, 1), (WIDTH, 0))
         return torch.tanh(transposed.t() + gapped) * expanded * shifted
 
     return call(fn, x.t(), wide[:, :WIDTH], x[:, 0, None].expand(32, WIDTH), wide.view(-1)[7 : 7 + 32 * WIDTH].view(32, WIDTH))
@@ -261,26 +260,40 @@ def test_the_inputs_and_nothing_else_are_put_away(host: stash.Depot, monkeypatch
 @pytest.mark.parametrize("tier", TIERS)
 def test_between_forward_and_backward_the_device_holds_no_input(tier: str, where: Callable[[str], dict[str, Any]], host: stash.Depot) -> None:
     depth, one = 12, 4 * 32 * WIDTH
-    model = Stack(depth, lambda fn, x: checkpoint(fn, x, **where(tier)))
+    seen: list[int] = []
+
+    def call(fn: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def run(h: torch.Tensor) -> torch.Tensor:
+            seen.append(live_bytes() - before)
+            return fn(h)
+
+        return checkpoint(run, x, **where(tier))
+
+    model, before = Stack(depth, call), 0
     model(activation()).backward()
     model.zero_grad()
     gc.collect()
     before = live_bytes()
-    seen: list[int] = []
-    model.call = lambda fn, x: (checkpoint(lambda h: (seen.append(live_bytes() - before), fn(h))[1], x, **where(tier)))
+    seen.clear()
     loss = model(activation())
-    held = live_bytes() - before
+    ours = 2 * one  # a leaf of this test, and what the loss saves
     if tier == "device":
-        assert held >= depth * one
-    else:
-        assert held == 0, "all of it is away"
-        assert max(seen[:depth]) <= 3 * one, seen  # the input, what the layer has just added to it
+        assert live_bytes() - before == (depth + 1) * one + one
+        return
+    depot = stash.depot_for(Tier(tier), CPU, where(tier).get("disk_path"))
+    deadline = time.monotonic() + 5
+    while live_bytes() - before > ours and time.monotonic() < deadline:
+        depot.poll()
+    assert live_bytes() - before == ours, "all of it is away"
+    leaving = 0 if tier == "host" else stash._MOST_LEAVING * one
+    assert max(seen[:depth]) <= ours + one + leaving, seen  # the sum of the layers so far, which is the input
+    forward = len(seen)
     loss.backward()
-    if tier != "device":
-        grads = sum(4 * p.numel() for p in model.parameters())
-        assert max(seen[depth:]) <= grads + 10 * one, seen  # one layer recomputed, two inputs
-    if tier == "host":
-        assert host.most_used == depth * stash.size_class(one)
+    grads = [sum(4 * p.numel() for p in block.parameters()) for block in model.layers]
+    for index, held in enumerate(seen[forward:]):
+        done = sum(grads[depth - index :])
+        assert held <= ours + done + 3 * one, (index, held)  # this input, the one before it, the gradient that goes on
+    assert depot.most_used == depth * stash.size_class(one)
 
 
 def test_steps_that_repeat_use_the_same_slabs(host: stash.Depot) -> None:
@@ -633,12 +646,11 @@ def _partitioned(rank: int, world: int, tier: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_with_equal_inputs_keep_a_slice_each(world: int, tier: str) -> None:
+def test_ranks_with_equal_inputs_keep_a_slice_each(tier: str) -> None:
     one = 4 * 111 * 333
-    for seen in run_ranks(world, _partitioned, tier):
+    for seen in run_ranks(2, _partitioned, tier):
         assert seen["same"] and seen["whole"] == 4 * one
-        assert 4 * one / world <= seen["held"] <= 1.13 * 4 * one / world + 4096, seen
+        assert 2 * one <= seen["held"] <= 1.13 * 2 * one + 4096, seen
         assert (seen["used"] > 0) == (tier == "host")
 
 
@@ -766,7 +778,7 @@ def _scaled() -> Net:
 
 def _inside_blocks(rank: int, world: int) -> dict[str, list[str]]:
     reference = train(rank, "torch-ddp", 3, model=_scaled)
-    kinds = {row: "shared_memory" for row in ROWS}
+    kinds = dict.fromkeys(ROWS, "shared_memory")
     found = {row: train(rank, row, 3, model=_scaled, comm=zs.Comm.model_validate({"transport": kinds[row]})) for row in ROWS}
     found["zero3 on gloo"] = train(rank, "zero3", 3, model=_scaled, comm=zs.Comm(transport="gloo"))
     return {kind: run.differs_from(reference) for kind, run in found.items()}

@@ -86,7 +86,7 @@ class Parcel:
 
     def ahead(self) -> None:
         """Start bringing the bytes back, unless they are here."""
-        if not self.landed() or self._arriving is not None:
+        if not self.landed() or self._arriving is not None or self._depot.is_closed:
             return
         out = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._depot.device)
         streams, slab = self._depot.streams, self._slab
@@ -106,7 +106,7 @@ class Parcel:
             return self._source.view(torch.uint8)
         self.ahead()
         out, flight = self._arrival, self._arriving
-        assert out is not None and flight is not None
+        assert out is not None and flight is not None, "the depot was closed under its parcels"
         self._arrival = self._arriving = None
         flight.wait()
         self._depot.streams.read(id(out))
@@ -125,6 +125,7 @@ class Depot:
         self.store = store
         self.device = device
         self.streams: Lanes = make_streams(device) if streams is None else streams
+        self.is_closed = False
         self.used = 0  # bytes of slabs that hold a parcel
         self.most_used = 0
         # Parcels end wherever the last reference does, in the garbage collector too: they only leave word here.
@@ -209,6 +210,7 @@ class Depot:
 
     def close(self) -> None:
         """Close the store. What still rests there is lost."""
+        self.is_closed = True
         self.store.close()
         self._idle.clear()
 

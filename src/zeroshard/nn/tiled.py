@@ -301,5 +301,7 @@ def _refuse(model: nn.Module, name: str) -> None:
             raise ConfigError(f"tile_linears(): {name}.{kind} is tied to a parameter of {others[0]!r}, and tiling would untie it")
         if parameter.grad is not None:
             raise ConfigError(f"tile_linears(): {name}.{kind} has a gradient: tile before the first backward, or zero_grad() first")
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        with torch._C.DisableTorchFunctionSubclass():  # deferred parameters have no values, but hooks
+            watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if watched:
             raise ConfigError(f"tile_linears(): {name}.{kind} has hooks of its own, which would be lost: tile it first")

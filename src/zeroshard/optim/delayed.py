@@ -3,6 +3,8 @@
     at once    optimizer.step():  [ tiles ][ device ]                        nothing rests on the device: no thread is needed
     beside     optimizer.step():  [ device ]                                 Twin-Flow (Offload++): two parts at the same time
                                   [ tiles  ]
+    into       optimizer.step()  forward                                     a unit's forward waits for its own tiles (Segment.settle): exact,
+    forward              [ tiles    ....  ]                                  and the first units' weights are there while the last are stepped
     late       forward, backward t+1, step t+1 ...                           ZeRO-Offload, section 5.2: one-step delayed parameter update
                     [ tiles of step t ]
 
@@ -14,6 +16,9 @@ Invariant: at most one step is under way; whoever reads masters or moments joins
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
 
 from zeroshard.optim.streamed import StepJob, Streamed
 
@@ -23,9 +28,12 @@ __all__ = ["StepRunner"]
 class StepRunner:
     """Runs the jobs of one engine's streamed step."""
 
-    def __init__(self, streamed: Streamed, *, beside: bool, delayed_update: int | None) -> None:
+    def __init__(self, streamed: Streamed, *, beside: bool, into_forward: bool, delayed_update: int | None, device: torch.device) -> None:
         self._streamed = streamed
         self._beside = beside
+        self._into_forward = into_forward
+        self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
+        self._device = device
         self._delayed_update = delayed_update
         self._steps = 0
         self.was_late = False  # the last step that was started ends one step late
@@ -41,13 +49,38 @@ class StepRunner:
         """Begin a step; the one before has been joined."""
         assert self._under_way is None
         self.was_late = self.is_late
-        if not (self._beside or self.is_late):
-            self._streamed.run(job)
-        else:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(1, thread_name_prefix="zeroshard-step")
-            self._under_way = self._pool.submit(self._streamed.run, job)
         self._steps += 1
+        if not (self._beside or self._into_forward or self.is_late):
+            self._streamed.run(job)
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="zeroshard-step")
+        if not self.was_late:
+            for tile, _, _ in job.tiles:
+                tile.segment.stepped.clear()
+        ready = None
+        if self._stream is not None:
+            ready = torch.get_device_module(self._device).Event()
+            ready.record()  # the weights' last readers come before the first write
+        self._under_way = self._pool.submit(self._run, job, ready)
+
+    def _run(self, job: StepJob, ready: Any) -> None:
+        segments = [tile.segment for tile, _, _ in job.tiles]
+        try:
+            if self._stream is None:
+                self._streamed.run(job)
+                return
+            with torch.get_device_module(self._device).stream(self._stream):
+                self._stream.wait_event(ready)
+                self._streamed.run(job)
+        finally:
+            for segment in segments:
+                segment.stepped.set()
+
+    def end_of_step(self) -> None:
+        """The device's own step is over: wait for the tiles, unless they may go on into what follows."""
+        if not (self.was_late or self._into_forward):
+            self.join()
 
     def join(self) -> bool:
         """Wait for the step under way; return whether there was one. Raises what it raised."""

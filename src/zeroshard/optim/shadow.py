@@ -1,16 +1,16 @@
 """Step some of an optimizer's parameters, without the optimizer noticing.
 
 The user's ``optimizer.step()`` walks all param groups at once; state that rests on another tier can only be stepped a tile at a time. A shadow is
-the same optimizer (class, attributes, state) with param groups of its own, so that it may step other parameters, in another thread, while the
+the same optimizer (class, attributes) with param groups and state of its own, so that it may step other parameters, in another thread, while the
 user's own step goes on.
 
-Invariant: the optimizer's param groups, options and hooks are untouched; its ``state`` is shared. Options that a step itself changes in its group
+Invariant: the optimizer's param groups, options, state and hooks are untouched. Options that a step itself changes in its group
 (a counter) are changed once per step, by the user's own call. Cost: a copy of each group's dictionary per call.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,14 +32,18 @@ class Shadow:
         for name, value in vars(optimizer).items():
             if name.startswith("_optimizer_") and name.endswith("_hooks"):
                 vars(self._clone)[name] = OrderedDict()
-            elif name == "state" or not callable(getattr(cls, name, None)):  # an LR scheduler puts its own `step` there
+            elif name not in ("state", "param_groups") and not callable(getattr(cls, name, None)):  # an LR scheduler puts its own `step` there
                 vars(self._clone)[name] = value
         self._options = [_options(group, off_device) for group in optimizer.param_groups]
 
-    def step(self, parameters: Mapping[int, Sequence[nn.Parameter]]) -> None:
-        """Step `parameters`, by the index of their param group."""
+    def step(
+        self, parameters: Mapping[int, Sequence[nn.Parameter]], states: dict[torch.Tensor, dict[str, Any]]
+    ) -> dict[torch.Tensor, dict[str, Any]]:
+        """Step `parameters`, by the index of their param group, with their `states`; return the states afterwards."""
         self._clone.param_groups = [{**dict(self._options[index]), "params": list(members)} for index, members in parameters.items()]
+        self._clone.state = defaultdict(dict, states)
         self._step(self._clone)
+        return self._clone.state
 
 
 def _options(group: Mapping[str, Any], off_device: bool) -> dict[str, Any]:

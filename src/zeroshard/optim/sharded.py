@@ -89,9 +89,11 @@ class ShardedOptimizer:
         self._error: StorageError | None = None
 
     def attach(
-        self, pieces: dict[int, list[OwnedPiece]], device: torch.device, *, tiles: Sequence[Tile] = (), delayed_update: int | None = None
+        self, pieces: dict[int, list[OwnedPiece]], device: torch.device, *, tiles: Sequence[Tile] = (), delayed_update: int | None = None, into_forward: bool = False
     ) -> None:
         """Replace every group's parameters by this rank's pieces; `pieces` maps id(parameter) to them, `tiles` hold those to be streamed.
+
+        `into_forward`: tiles may be stepped while the next forward runs, whose units wait for their own.
 
         Raises ConfigError for an optimizer whose step is not elementwise, and for state that cannot be cut.
         """
@@ -118,7 +120,7 @@ class ShardedOptimizer:
         for group, owned, empty in zip(optimizer.param_groups, self.groups, self._empty, strict=True):
             group["params"] = [piece.tensor for piece in owned] if empty is None else [empty]
         if tiles:
-            self._stream(tiles, device, delayed_update)
+            self._stream(tiles, device, delayed_update, into_forward)
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -127,19 +129,20 @@ class ShardedOptimizer:
             optimizer.register_load_state_dict_post_hook(lambda _: self.park()),
         ]
 
-    def _stream(self, tiles: Sequence[Tile], device: torch.device, delayed_update: int | None) -> None:
+    def _stream(self, tiles: Sequence[Tile], device: torch.device, delayed_update: int | None, into_forward: bool) -> None:
         group_of = {id(owned): index for index, group in enumerate(self.groups) for owned in group}
         for tile in tiles:
             tile.pieces = [(group_of[id(owned)], owned, low) for _, owned, low in tile.pieces]
         self.streamed = Streamed(self.optimizer, tiles, device)
         beside = any(not owned.streamed for owned in self.pieces())
-        self._runner = StepRunner(self.streamed, beside=beside, delayed_update=delayed_update)
+        self._runner = StepRunner(self.streamed, beside=beside, into_forward=into_forward, delayed_update=delayed_update, device=device)
         self.streamed.park()
 
     def join(self) -> None:
         """Return when no step is under way: masters and moments may be read."""
-        if self._runner is not None and self._runner.join():
-            self._late = True
+        if self._runner is not None:
+            was_late = self._runner.was_late
+            self._late = (self._runner.join() and was_late) or self._late
 
     def park(self) -> None:
         """Put real numbers in the optimizer's state to rest where they belong."""
@@ -266,12 +269,12 @@ class ShardedOptimizer:
         if self.streamed is None or self._runner is None:
             return
         try:
-            late = self._runner.join()
-            if late or self._late:
+            self.join()
+            if self._late:
                 self._late = False
                 self._hooks.publish_late()
             if take:
-                self._runner.start(self.streamed.job())
+                self._runner.start(self.streamed.job(late=self._runner.is_late))
         except StorageError as error:
             self._error = error
 
@@ -281,8 +284,8 @@ class ShardedOptimizer:
         self._prepared = False
         error, self._error = self._error, None
         try:
-            if self._runner is not None and not self._runner.was_late:
-                self._runner.join()
+            if self._runner is not None:
+                self._runner.end_of_step()
         except StorageError as failed:
             error = failed
         self.seal()
@@ -309,9 +312,10 @@ class ShardedOptimizer:
         params = [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
         numbers = {id(tensor): index for index, tensor in enumerate(params)}
         for tile in self.streamed.tiles:
-            with self.streamed.bound(tile, write=False):
-                for _, owned, _ in tile.pieces:
-                    state = self.optimizer.state.get(owned.tensor)
+            if tile.on_device:
+                continue
+            with self.streamed.bound(tile, write=False) as (_, opened):
+                for (_, owned, _), state in zip(tile.pieces, opened, strict=True):
                     if state:
                         packed[numbers[id(owned.tensor)]] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 

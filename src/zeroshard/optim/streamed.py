@@ -9,9 +9,9 @@ A *tile* is a range of one segment's optimizer state; the pieces of parameters i
     step           ====   ====   ====
     write                 ====   ====   ====     into the same buffer, which is read into again when the write is over
 
-Tiles go from the end of the model to its start, as gradients come, and each sends its weights back as soon as it is stepped.
+Tiles go from the start of the model to its end, as the next forward needs them, and each sends its weights back as soon as it is stepped.
 
-Invariants. Between steps a piece off the device, and its moments, are one NaN expanded to their shape: real numbers exist inside ``bound`` only.
+Invariants. A piece off the device, and its moments, are one NaN expanded to their shape wherever the user sees them: real numbers are lent.
 Every element is stepped once, with the bits that it would have on the device. Cost: the state once each way over its link or disk, and
 ``ring * (2 + moments)`` tiles of memory. What it does not do: it does not know ranks; what must be agreed between them is agreed before.
 """
@@ -19,7 +19,7 @@ Every element is stepped once, with the bits that it would have on the device. C
 from __future__ import annotations
 
 import itertools
-import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,6 +58,10 @@ class SteppedSegment:
     can_bring_from_rest: Callable[[int, int], bool]  # whether that needs no cast
     bring_from_rest: Callable[[int, int], None]  # the same from where the master rests
     slabs: dict[str, Slab] = field(default_factory=dict)  # the optimizer's state of elements [split, numel), by key
+    stepped: threading.Event = field(default_factory=threading.Event)  # no step of it is under way
+
+    def __post_init__(self) -> None:
+        self.stepped.set()
 
 
 @dataclass
@@ -86,9 +90,10 @@ class Tile:
 class StepJob:
     """One step to take: settled when it is made, so that it may be taken later."""
 
-    tiles: list[tuple[Tile, Resting, list[bool]]]  # with the gradient, and which pieces are stepped
+    tiles: deque[tuple[Tile, Resting, list[bool]]]  # with the gradient, and which pieces are stepped
     host: Shadow
     device: Shadow
+    late: bool = False  # the weights are brought up to date by whoever joins it
 
 
 @dataclass
@@ -141,21 +146,23 @@ class Streamed:
 
     # ------------------------------------------------------------------ real numbers, for as long as they are needed
 
-    def _bind(self, tile: Tile, master: torch.Tensor, states: Mapping[str, torch.Tensor]) -> None:
-        """Point the pieces of a tile, and their state, at `master` and `states` (each [tile.numel])."""
+    def _open(self, tile: Tile, states: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
+        """Return the state of every piece of a tile with real numbers in it, out of `states` (each [tile.numel])."""
+        out = []
         for _, owned, low in tile.pieces:
-            span = slice(low, low + owned.piece.numel)
-            owned.tensor.data = master[span]
-            state = self._state(owned)
+            state = dict(self._state(owned))
             for key, numbers in states.items():
-                if key in state and state[key] is self._stand_ins.get((owned.piece.numel, numbers.dtype)):
-                    state[key] = numbers[span]
+                if state.get(key) is self._stand_in(owned.piece.numel, numbers.dtype):
+                    state[key] = numbers[low : low + owned.piece.numel]
+            out.append(state)
+        return out
 
-    def _park(self, tile: Tile, states: dict[str, torch.Tensor], make: Callable[[str, torch.dtype], torch.Tensor]) -> None:
-        """Collect the state of a tile in `states` (`make` makes room for a new key) and put stand-ins in its place."""
-        for _, owned, low in tile.pieces:
+    def _park(
+        self, tile: Tile, opened: Sequence[dict[str, Any]], states: dict[str, torch.Tensor], make: Callable[[str, torch.dtype], torch.Tensor]
+    ) -> None:
+        """Collect the `opened` state of a tile in `states` (`make` makes room for a new key), and give the optimizer stand-ins."""
+        for (_, owned, low), state in zip(tile.pieces, opened, strict=True):
             numel = owned.piece.numel
-            state = self._state(owned)
             for key, value in state.items():
                 if not isinstance(value, torch.Tensor) or value.shape != owned.tensor.shape:
                     continue  # a step count, a number: of no size
@@ -165,20 +172,17 @@ class Streamed:
                 if room.data_ptr() != value.data_ptr():
                     room.copy_(value)
                 state[key] = self._stand_in(numel, value.dtype)
-            owned.tensor.data = self._stand_in(numel, owned.tensor.dtype)
+            if state:
+                self._optimizer.state[owned.tensor] = state
 
     @contextmanager
-    def bound(self, tile: Tile, *, write: bool) -> Iterator[torch.Tensor]:
-        """Let the pieces of a tile and their state be real inside; yields the tile's masters. With `write`, what is changed or added rests."""
+    def bound(self, tile: Tile, *, write: bool) -> Iterator[tuple[torch.Tensor, list[dict[str, Any]]]]:
+        """Lend the masters of a tile off the device, and the state of its pieces. With `write`, what is changed or added there rests afterwards."""
         segment = tile.segment
-        if tile.on_device:
-            with segment.master.borrowed(tile.start, tile.stop, write=write) as master:
-                yield master
-            return
         added: dict[str, torch.Tensor] = {}
 
         def make(key: str, dtype: torch.dtype) -> torch.Tensor:
-            added[key] = torch.empty(tile.numel, dtype=dtype)
+            added[key] = torch.zeros(tile.numel, dtype=dtype)
             return added[key]
 
         with ExitStack() as stack:
@@ -188,13 +192,13 @@ class Streamed:
                 for key, slab in segment.slabs.items()
                 if write or self._rests_at(tile, key)
             }
-            self._bind(tile, master, states)
-            try:
-                yield master
-            finally:
-                self._park(tile, states, make)
+            opened = self._open(tile, states)
+            yield master, opened
+            if write:
+                self._park(tile, opened, states, make)
         for key, numbers in added.items():
-            self._slab_of(segment, key, numbers.dtype).write(*tile.slab_range, numbers).wait()
+            with self._slab_of(segment, key, numbers.dtype).borrowed(*tile.slab_range, write=True) as room:
+                room.copy_(numbers)
 
     def _slab_of(self, segment: SteppedSegment, key: str, dtype: torch.dtype) -> Slab:
         if key not in segment.slabs:
@@ -223,48 +227,55 @@ class Streamed:
 
     # ------------------------------------------------------------------ a step
 
-    def job(self) -> StepJob:
+    def job(self, *, late: bool) -> StepJob:
         """Return the step that the gradients at rest now ask for."""
-        tiles: list[tuple[Tile, Resting, list[bool]]] = []
+        tiles: deque[tuple[Tile, Resting, list[bool]]] = deque()
         for tile in self.tiles:
             used = [owned.is_used() for _, owned, _ in tile.pieces]
             if any(used):
                 resting = tile.segment.gradient()
                 assert resting is not None, f"the gradient of {tile.segment.key} is used and not held"
                 tiles.append((tile, resting, used))
-        return StepJob(tiles, Shadow(self._optimizer, off_device=self._device.type != "cpu"), Shadow(self._optimizer, off_device=False))
+        away = self._device.type != "cpu"
+        return StepJob(tiles, Shadow(self._optimizer, off_device=away), Shadow(self._optimizer, off_device=False), late)
 
     def run(self, job: StepJob) -> None:
         """Take a step."""
         begin = time.perf_counter()
-        ring = iter(range(sys.maxsize))
-        ahead: deque[_Passing | None] = deque()
-        upcoming = iter(job.tiles)
-        for tile, resting, used in job.tiles:
-            for following, gradient, _ in itertools.islice(upcoming, _AHEAD + 1 - len(ahead)):
+        ring = itertools.cycle(self._ring)
+        loaded: deque[_Passing | None] = deque()
+        while job.tiles:
+            for following, gradient, _ in itertools.islice(job.tiles, len(loaded), _AHEAD + 1):
                 passes = not following.on_device and following.segment.store is not None and following.segment.store.tier is Tier.DISK
-                ahead.append(self._load(following, gradient, self._ring[next(ring) % _RING]) if passes else None)
-            passing = ahead.popleft()
+                loaded.append(self._load(following, gradient, next(ring)) if passes else None)
+            tile, resting, used = job.tiles.popleft()
+            passing = loaded.popleft()
             if passing is None:
                 self._step_in_place(job, tile, resting, used)
             else:
                 self._step_passing(job, passing, used)
+            del resting, passing  # their memory may serve the next backward
+            if not job.tiles or job.tiles[0][0].segment is not tile.segment:
+                tile.segment.stepped.set()
         for buffers in self._ring:
             buffers.settle()
         self.step_s = time.perf_counter() - begin
 
     def _step_in_place(self, job: StepJob, tile: Tile, resting: Resting, used: list[bool]) -> None:
         """Step a tile where it lies."""
+        segment = tile.segment
         if tile.on_device:
-            self._step(job.device, tile, used, resting.fetch(tile.start, tile.stop))
+            opened = [self._optimizer.state[owned.tensor] for _, owned, _ in tile.pieces]
+            with segment.master.borrowed(tile.start, tile.stop, write=True) as master:
+                self._step(job.device, tile, used, master, opened, resting.fetch(tile.start, tile.stop))
             return
-        with _on_host(resting, tile) as grad, self.bound(tile, write=True) as master:
-            self._step(job.host, tile, used, grad)
-            from_rest = tile.segment.can_bring_from_rest(tile.start, tile.stop)
-            if not from_rest:
-                tile.segment.bring(tile.start, tile.stop, master.clone())
-        if from_rest:
-            tile.segment.bring_from_rest(tile.start, tile.stop)
+        from_rest = segment.can_bring_from_rest(tile.start, tile.stop)
+        with _on_host(resting, tile) as grad, self.bound(tile, write=True) as (master, opened):
+            self._step(job.host, tile, used, master, opened, grad)
+            if not (from_rest or job.late):
+                segment.bring(tile.start, tile.stop, master.clone())
+        if from_rest and not job.late:
+            segment.bring_from_rest(tile.start, tile.stop)
 
     def _load(self, tile: Tile, resting: Resting, buffers: _Buffers) -> _Passing:
         """Start reading a tile that rests on disk into one set of the ring, when what was written from there is written."""
@@ -288,35 +299,41 @@ class Streamed:
         """Step a tile that has been read, and start writing it."""
         tile, segment, buffers = passing.tile, passing.tile.segment, passing.buffers
         buffers.settle()
-        self._bind(tile, passing.master, passing.states)
-        try:
-            with ExitStack() as stack:
-                grad = passing.grad
-                if grad is None:
-                    grad = stack.enter_context(_on_host(passing.resting, tile))
-                elif isinstance(passing.resting, TieredResting):
-                    passing.resting.apply_to(grad)
-                self._step(job.host, tile, used, grad)
-        finally:
-            self._park(tile, passing.states, lambda key, dtype: buffers.tensor(key, tile.numel, dtype))
+        opened = self._open(tile, passing.states)
+        with ExitStack() as stack:
+            grad = passing.grad
+            if grad is None:
+                grad = stack.enter_context(_on_host(passing.resting, tile))
+            elif isinstance(passing.resting, TieredResting):
+                passing.resting.apply_to(grad)
+            self._step(job.host, tile, used, passing.master, opened, grad)
+        self._park(tile, opened, passing.states, lambda key, dtype: buffers.tensor(key, tile.numel, dtype))
         works = segment.master.write(tile.start, tile.stop, passing.master)
         for key, numbers in passing.states.items():
             works.append(self._slab_of(segment, key, numbers.dtype).write(*tile.slab_range, numbers))
-        buffers.works = works + segment.bring(tile.start, tile.stop, passing.master)
+        buffers.works = works if job.late else works + segment.bring(tile.start, tile.stop, passing.master)
 
-    def _step(self, shadow: Shadow, tile: Tile, used: list[bool], grad: torch.Tensor) -> None:
-        """Step the pieces of a tile that are bound to real numbers."""
+    def _step(
+        self, shadow: Shadow, tile: Tile, used: list[bool], master: torch.Tensor, opened: list[dict[str, Any]], grad: torch.Tensor
+    ) -> None:
+        """Step the pieces of a tile, on parameters of the moment: the optimizer's own are the user's to look at meanwhile."""
         members: dict[int, list[nn.Parameter]] = {}
-        for (group, owned, low), is_used in zip(tile.pieces, used, strict=True):
-            if is_used:
-                mine = grad[low : low + owned.piece.numel]
-                owned.tensor.grad = mine if mine.dtype is owned.tensor.dtype else mine.to(owned.tensor.dtype)
-                members.setdefault(group, []).append(owned.tensor)
-        try:
-            shadow.step(members)
-        finally:
-            for _, owned, _ in tile.pieces:
-                owned.tensor.grad = None
+        states: dict[torch.Tensor, dict[str, Any]] = {}
+        stepped: list[nn.Parameter | None] = []
+        for (group, owned, low), is_used, state in zip(tile.pieces, used, opened, strict=True):
+            if not is_used:
+                stepped.append(None)
+                continue
+            span = slice(low, low + owned.piece.numel)
+            parameter = nn.Parameter(master[span])
+            parameter.grad = grad[span].to(master.dtype)
+            members.setdefault(group, []).append(parameter)
+            states[parameter] = state
+            stepped.append(parameter)
+        states = shadow.step(members, states)
+        for index, taken in enumerate(stepped):
+            if taken is not None:
+                opened[index] = states[taken]
 
     def state_bytes(self) -> dict[Tier, int]:
         """Return the bytes of the optimizer's state that rest off the device."""

@@ -131,11 +131,22 @@ class Engine:
                 tiles += streamed
                 for piece in owned:
                     pieces.setdefault(id(piece.parameter), []).append(piece)
-        tiles.reverse()  # as gradients come
         sharded = ShardedOptimizer(optimizer, self, rank=self._context.transport.rank, world=self._context.transport.size)
-        sharded.attach(pieces, self._context.device, tiles=tiles, delayed_update=self._context.tiering.delayed_update)
+        sharded.attach(
+            pieces,
+            self._context.device,
+            tiles=tiles,
+            delayed_update=self._context.tiering.delayed_update,
+            into_forward=self._may_step_into_forward,
+        )
         self._sharded = sharded
         self._backward.optimizer = sharded
+
+    @property
+    def _may_step_into_forward(self) -> bool:
+        """Whether weights may still be on their way when a forward begins: not where a peer reads this rank's memory as it is."""
+        context = self._context
+        return context.tiering.link.overlaps and (context.transport.size == 1 or context.device.type != "cpu")
 
     # ------------------------------------------------------------------ a step
 

@@ -45,6 +45,7 @@ def own(segment: Segment, cells: Cells, context: Context) -> tuple[list[OwnedPie
         segment.can_bring_from_rest,
         segment.bring_from_rest,
     )
+    segment.step = stepped.stepped
     owned: list[OwnedPiece] = []
     streamed: list[Tile] = []
     if not near and segment.split:

@@ -16,6 +16,7 @@ Writes through ``.data`` do not count versions: strict mode compares the scalar 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -88,6 +89,7 @@ class Segment:
         self.weight = flat.local  # the weights that follow from it: this rank's share, or all where every rank steps everything
         self.split = 0  # how many elements of the master rest on the device
         self.aliased = 0  # how many elements of the master, from its start, are those weights themselves
+        self.step: threading.Event | None = None  # set while no step on another tier is under way
         self.uploads: list[tuple[Work, object]] = []  # weights on their way back from a step on another tier, and what they are copied from
         self._poison = [torch.full((), poison_value(flat.dtype), dtype=flat.dtype, device=p.device) for p in parameters]
         self._released = [poison.expand(p.shape) for poison, p in zip(self._poison, parameters, strict=True)]
@@ -158,8 +160,13 @@ class Segment:
                 if start < end:
                     with master.borrowed(start, end, write=False) as numbers:
                         self._bring(start, end, numbers)
-        if not self.uploads:
+        if not self.is_coming:
             self.flat.publish()
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether weights are on their way here from a step on another tier."""
+        return bool(self.uploads) or (self.step is not None and not self.step.is_set())
 
     def _bring(self, start: int, stop: int, master: torch.Tensor) -> None:
         """Cast `master`, elements [start, stop), into the weights."""
@@ -197,11 +204,14 @@ class Segment:
 
     def settle(self) -> None:
         """Return when the weights that a step has sent here are here."""
+        if not self.is_coming:
+            return
+        if self.step is not None:
+            self.step.wait()
         uploads, self.uploads = self.uploads, []
         for work, _ in uploads:
             work.wait()
-        if uploads:
-            self.flat.publish()
+        self.flat.publish()
 
     def attach(self) -> None:
         """Point the parameters at the gathered buffer."""
@@ -309,7 +319,8 @@ class Unit:
     def start_gather(self, streams: Lanes, *, fork: bool = True) -> None:
         """Start bringing the weights together (`fork`: see buffer.gather)."""
         for segment in self.segments:
-            segment.settle()
+            if not segment.flat.is_local:
+                segment.settle()
             always = not (segment.flat.dtype.is_floating_point or segment.flat.dtype.is_complex)
             name = segment.repointed() or segment.written(scalar=self._strict or always)
             if name is not None:
@@ -325,6 +336,8 @@ class Unit:
     def finish_gather(self) -> None:
         """Wait for the weights and point the parameters at them."""
         assert self._flight is not None, self
+        for segment in self.segments:
+            segment.settle()
         self._flight.wait()
         self._flight = None
         self._move(UnitState.FULL)

@@ -102,7 +102,8 @@ class Crossings:
         return _LinkedBytes(tensor, carry)
 
     def _carry(self, out: torch.Tensor, source: torch.Tensor, direction: Direction) -> None:
-        with self._starting, self._on_stream():
+        inference = out.is_inference()  # which only inference mode may change, and that is a matter of threads
+        with self._starting, self._on_stream(), torch.inference_mode(inference):
             work = self._link.copy(out, source, direction)
         synchronize = getattr(work, "synchronize", work.wait)  # an enqueued copy: of its own event
         synchronize()

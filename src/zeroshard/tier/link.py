@@ -27,6 +27,8 @@ Direction = Literal["to_host", "to_device"]
 class Link(Protocol):
     """The way between device and host."""
 
+    overlaps: bool  # whether anything may go on while a copy is under way
+
     def copy(self, out: torch.Tensor, source: torch.Tensor, direction: Direction) -> Work:
         """Start ``out.copy_(source)``."""
 
@@ -41,6 +43,8 @@ def link_of(device: torch.device) -> Link:
 
 class Direct:
     """Device and host are the same memory."""
+
+    overlaps = True
 
     def copy(self, out: torch.Tensor, source: torch.Tensor, direction: Direction) -> Work:
         out.copy_(source)
@@ -69,6 +73,8 @@ class _Event:
 class Enqueued:
     """Copies on the current stream; the host side is pinned memory."""
 
+    overlaps = True
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
@@ -88,7 +94,7 @@ class Paced:
     def __init__(self, bytes_per_s: float, latency_s: float = 0.0, *, overlap: bool = True) -> None:
         self._bytes_per_s = bytes_per_s
         self._latency_s = latency_s
-        self._overlap = overlap
+        self.overlaps = overlap
         self.busy_s = 0.0  # both directions together
         self._ways: dict[Direction, _Way] = {}
 
@@ -99,7 +105,7 @@ class Paced:
         if way is None:
             way = self._ways[direction] = _Way(direction)
         work = way.start(lambda: out.copy_(source), seconds)
-        if not self._overlap:
+        if not self.overlaps:
             work.wait()
         return work
 
