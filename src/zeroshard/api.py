@@ -27,6 +27,7 @@ from zeroshard.errors import ConfigError, StorageError, ZeroshardError
 from zeroshard.nn.deferred import allocate, deferred_init, fingerprint_of, materialize, refuse_inside
 from zeroshard.optim.elementwise import check_elementwise
 from zeroshard.optim.sharded import check_parameters
+from zeroshard.runtime.balance import first_fraction
 from zeroshard.runtime.build import Context, Dtypes, compute_dtypes
 from zeroshard.runtime.cut import UnitPlan, cut_units, named_parameters_once
 from zeroshard.runtime.engine import Engine
@@ -104,7 +105,7 @@ def shard(
         error = refused
     agree(group, report, error=error)
     device = next(model.parameters()).device
-    tiering = _make_tiering(settings, group, device)
+    tiering = _make_tiering(settings, model, group, device)
     transport = make_transport(
         group,
         name=settings.comm.transport,
@@ -142,7 +143,7 @@ def shard(
     return engine
 
 
-def _make_tiering(settings: Config, group: dist.ProcessGroup | None, device: torch.device) -> Tiering:
+def _make_tiering(settings: Config, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> Tiering:
     """Make the stores that the configuration asks for; a disk that cannot be used is a StorageError on every rank."""
     offload = settings.offload
     link = link_of(device) if offload.link is None else offload.link
@@ -159,14 +160,28 @@ def _make_tiering(settings: Config, group: dist.ProcessGroup | None, device: tor
         error = failed
     if offload.away:
         agree(group, {}, error=error)
+    fractions, automatic, least = offload.fractions(), offload.fraction == "auto", 0.0
+    if automatic:
+        least = _no_room_for(model, device, 1 if group is None else group.size())
+        fractions["optimizer"] = fractions["grad"] = first_fraction(device, link, least=least)
     return Tiering(
         stores=stores,
-        fractions=offload.fractions(),
+        fractions=fractions,
+        least=least,
         link=link,
         staging_bytes=offload.staging_bytes or Tiering.staging_bytes,
-        automatic=offload.fraction == "auto",
+        automatic=automatic,
         delayed_update=offload.delayed_update,
     )
+
+
+def _no_room_for(model: nn.Module, device: torch.device, world: int) -> float:
+    """Return the share of the optimizer's state (master and two moments) that half of the device's free memory cannot take."""
+    if device.type == "cpu":
+        return 0.0
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    wanted = 12 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) / world
+    return max(0.0, 1.0 - 0.5 * float(free) / wanted)
 
 
 def _group_of(mesh: Any) -> dist.ProcessGroup | None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
@@ -30,6 +30,7 @@ import torch
 from zeroshard.comm.transport import Transport, Window, Work
 from zeroshard.core.layout import Layout
 from zeroshard.core.placement import Placement
+from zeroshard.errors import StorageError
 from zeroshard.tier.shelf import Shelf
 
 __all__ = ["FlatBuffer", "Flight", "Lanes", "Meter", "PagePool", "poison_value", "return_freed_memory"]
@@ -159,11 +160,19 @@ class Flight:
             if isinstance(work, _Bringing):
                 work.push()
 
+    def abandon(self) -> None:
+        """Return when nothing writes to the buffers any more; the transport has forgotten its part."""
+        for work in self._works:
+            if isinstance(work, _Bringing):
+                work.abandon()
+        self._works = []
+
 
 class _Bringing:
     """A gather from another tier: our slice is read, then (`push`) the slices meet on the wire.
 
-    Reads may end in any order; the wire wants the same order on every rank, so the second stage waits to be pushed.
+    Reads may end in any order; the wire wants the same order on every rank, so the second stage waits to be pushed. Where a read has failed the
+    slice is NaN (runtime/faults.py): the other ranks wait for it.
     """
 
     def __init__(self, buffer: FlatBuffer, streams: Lanes, reads: Sequence[Work]) -> None:
@@ -177,8 +186,9 @@ class _Bringing:
         if self._meeting is not None:
             return
         with self._streams.on("gather"):
-            for read in self._reads:
-                read.wait()
+            error = self._settle()
+            if error is not None:
+                self._buffer.lose(error)
             self._meeting = self._buffer.meet()
             if self._buffer.full.device.type != "cpu":
                 self._meeting.wait()  # enqueues
@@ -191,6 +201,19 @@ class _Bringing:
         if self._event is not None:
             self._streams.join(self._event)
             self._event = None
+
+    def _settle(self) -> StorageError | None:
+        """Wait for all reads, whether they fail or not; return the first error."""
+        failure: StorageError | None = None
+        for read in self._reads:
+            try:
+                read.wait()
+            except StorageError as error:
+                failure = failure or error
+        return failure
+
+    def abandon(self) -> None:
+        self._settle()
 
     def done(self) -> bool:
         return self._meeting is not None and self._meeting.done()
@@ -213,6 +236,10 @@ def gather(buffers: Sequence[FlatBuffer], streams: Lanes, *, fork: bool = True) 
     return Flight(works, streams, event)
 
 
+def _raise(error: StorageError, *, lost: bool = False) -> None:
+    raise error
+
+
 class FlatBuffer:
     """The weights of one segment."""
 
@@ -229,8 +256,10 @@ class FlatBuffer:
         streams: Lanes,
         meter: Meter,
         rest: Shelf | None = None,
+        note: Callable[..., None] = _raise,
     ) -> None:
         self.key = key
+        self.note = note  # takes the StorageErrors of what rests on another tier: Faults.note
         self.layout = layout
         self.dtype = dtype
         self.replicated = replicated
@@ -317,7 +346,7 @@ class FlatBuffer:
         """Start the all-gather on the current lane, into memory that has been taken."""
         if self.window is None:
             self._streams.write(self.key)
-            return _Bringing(self, self._streams, self.local.read(0, self.local.numel, self.full[self.own]))
+            return _Bringing(self, self._streams, self._read_here())
         if self.is_local:
             return self.window.gather()
         self._streams.read(self.rest_name)
@@ -326,6 +355,18 @@ class FlatBuffer:
         if self._device.type != "cpu":
             work.wait()  # enqueues; the lane's next event then comes after the collective
         return work
+
+    def _read_here(self) -> list[Work]:
+        try:
+            return self.local.read(0, self.local.numel, self.full[self.own])
+        except StorageError as error:
+            self.lose(error)
+            return []
+
+    def lose(self, error: StorageError) -> None:
+        """Our slice could not be read: go on without."""
+        self.note(error)
+        self.full[self.own].fill_(poison_value(self.dtype))
 
     def meet(self) -> Work:
         """Start the all-gather of the slices that have been read into the full buffer."""

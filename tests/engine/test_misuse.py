@@ -162,7 +162,7 @@ def test_optimizers_whose_step_is_not_elementwise(make: Callable[[nn.Module], An
         ({"comm": {"transport": "mpi"}}, r"comm\.transport"),
         ({"comm": zs.Comm(weight_codec="int8")}, "comm.weight_codec is not supported"),
         ({"comm": zs.Comm(transport="gloo")}, "'gloo' needs torch.distributed: call zeroshard.init_distributed"),
-        ({"offload": {"optimizer": "host"}}, "offload.optimizer='host' is not supported in this version"),
+        ({"offload": {"optimizer": "disk"}}, "offload.optimizer='disk' needs offload.disk_path"),
         ({"offload": {"optimiser": "host"}}, "'offload.optimiser' is not a key of offload; did you mean 'optimizer'"),
         ({"offload": zs.Offload(fraction=0.5)}, "offload.fraction has no effect"),
         ({"units": ["blocks.9"]}, "units: 'blocks.9' matches no module of Net"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import zeroshard as zs
 from tests.engine.common import ROWS, Block, Net, batch, make_model, train, two_groups
 from tests.harness import run_ranks
+from tests.models.training import STAGES, compare
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import ConfigError, StateError, StorageError
@@ -250,49 +253,62 @@ def test_the_inputs_and_nothing_else_are_put_away(host: stash.Depot, monkeypatch
     pack = inputs.Call.pack
     monkeypatch.setattr(inputs.Call, "pack", lambda self, tensor: (packed.append(tuple(tensor.shape)), pack(self, tensor))[1])
     block, weight = layer(), nn.Parameter(torch.ones(WIDTH, WIDTH))
-    y = checkpoint(lambda h, w, i: block(h) @ w + i[:, None], activation(), weight, torch.arange(32), tier="host")
-    assert packed == [(32, WIDTH), (WIDTH, WIDTH), (32,)]
+    frozen = nn.Parameter(torch.ones(32, WIDTH), requires_grad=False)
+    shapes = [(32, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH), (32,), (32, WIDTH), (WIDTH, 32)]
+    y = checkpoint(
+        lambda h, w, t, i, f, g: block(h) @ w @ t + i[:, None] + f + g.t(),
+        activation(), weight, weight.t(), torch.arange(32), frozen, frozen.t(), tier="host",
+    )  # fmt: skip
+    assert packed == shapes
     assert host.used == stash.size_class(4 * 32 * WIDTH), "the intermediate tensors of [32, 256] are not kept, and parameters stay"
     y.sum().backward()
-    assert packed == [(32, WIDTH), (WIDTH, WIDTH), (32,)]
+    assert packed == shapes
+
+
+class Census:
+    """Which of the storages that it was shown are alive."""
+
+    def __init__(self) -> None:
+        self._seen: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def show(self, tensor: torch.Tensor) -> None:
+        self._seen.append(weakref.ref(tensor.untyped_storage()))
+
+    @property
+    def alive(self) -> int:
+        return len({id(storage) for reference in self._seen if (storage := reference()) is not None})
 
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_between_forward_and_backward_the_device_holds_no_input(tier: str, where: Callable[[str], dict[str, Any]], host: stash.Depot) -> None:
     depth, one = 12, 4 * 32 * WIDTH
-    seen: list[int] = []
+    census, counts = Census(), []
 
     def call(fn: nn.Module, x: torch.Tensor) -> torch.Tensor:
         def run(h: torch.Tensor) -> torch.Tensor:
-            seen.append(live_bytes() - before)
+            census.show(h)
+            counts.append(census.alive)
             return fn(h)
 
         return checkpoint(run, x, **where(tier))
 
-    model, before = Stack(depth, call), 0
-    model(activation()).backward()
-    model.zero_grad()
+    model = Stack(depth, call)
     gc.collect()
     before = live_bytes()
-    seen.clear()
     loss = model(activation())
     ours = 2 * one  # a leaf of this test, and what the loss saves
     if tier == "device":
-        assert live_bytes() - before == (depth + 1) * one + one
+        assert census.alive == depth and live_bytes() - before == depth * one + ours
         return
     depot = stash.depot_for(Tier(tier), CPU, where(tier).get("disk_path"))
     deadline = time.monotonic() + 5
-    while live_bytes() - before > ours and time.monotonic() < deadline:
+    while census.alive and time.monotonic() < deadline:
         depot.poll()
-    assert live_bytes() - before == ours, "all of it is away"
-    leaving = 0 if tier == "host" else stash._MOST_LEAVING * one
-    assert max(seen[:depth]) <= ours + one + leaving, seen  # the sum of the layers so far, which is the input
-    forward = len(seen)
+    assert census.alive == 0 and live_bytes() - before == ours, "all of it is away"
+    assert max(counts) <= 2 + (0 if tier == "host" else stash._MOST_LEAVING), counts  # this one, and the first: the model's caller holds it
+    counts.clear()
     loss.backward()
-    grads = [sum(4 * p.numel() for p in block.parameters()) for block in model.layers]
-    for index, held in enumerate(seen[forward:]):
-        done = sum(grads[depth - index :])
-        assert held <= ours + done + 3 * one, (index, held)  # this input, the one before it, the gradient that goes on
+    assert len(counts) == depth and max(counts) <= 2, counts
     assert depot.most_used == depth * stash.size_class(one)
 
 
@@ -367,10 +383,13 @@ def test_inside_another_checkpoint_inputs_are_not_put_away(host: stash.Depot) ->
     y = checkpoint(inner, activation(), tier="host")
     assert host.used == one
     y.sum().backward()
-    assert host.store.account.peak == one
+    assert host.most_used == one
+    del y
+    host.collect()
+    host.most_used = 0
     for use_reentrant in (False, True):
         torch_checkpoint(inner, activation(), use_reentrant=use_reentrant).sum().backward()
-    assert host.store.account.peak == one
+    assert host.most_used == 0
 
 
 class Failing:
@@ -429,6 +448,8 @@ class Recording:
                 if what == "write":
                     self.written.append(key)
                 self.events.append(f"{what} {key}")
+                if self.fail == "start":
+                    raise StorageError(f"{key}: cannot be written")
                 copy(start, stop, tensor)
                 return _Failed() if self.fail == what else DoneWork()
 
@@ -479,7 +500,8 @@ def _seconds(*, overlap: bool) -> tuple[float, list[torch.Tensor]]:
 
 
 def test_copies_over_a_slow_link_are_hidden_behind_compute() -> None:
-    (fast, first), (slow, second) = (_seconds(overlap=overlap) for overlap in (True, False))
+    _seconds(overlap=True)  # what torch imports when it is first used
+    (fast, first), (slow, second) = (min((_seconds(overlap=overlap) for _ in range(2)), key=lambda run: run[0]) for overlap in (True, False))
     model = Stack(6)
     assert same(first, second) and same(first, gradients(model, lambda: model(activation())))
     assert slow > 1.3 * fast, f"{fast:.3f} s with overlap, {slow:.3f} s without"
@@ -488,38 +510,64 @@ def test_copies_over_a_slow_link_are_hidden_behind_compute() -> None:
 def test_a_link_slower_than_compute_holds_back_the_forward_instead_of_the_memory() -> None:
     num_bytes = 4 * 32 * WIDTH
     with stash.using(stash.Depot(HostStore(CPU, link=Paced(num_bytes / 0.01)), CPU)) as depot:
-        gc.collect()
-        before, seen = live_bytes(), []
-
-        def call(fn: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-            seen.append(live_bytes() - before)
-            return checkpoint(fn, x, tier="host")
-
+        census, counts = Census(), []
         x = activation()
         for _ in range(10):
-            x = call(torch.tanh, x)
-        assert max(seen) <= (stash._MOST_LEAVING + 2) * num_bytes, seen
+            census.show(x)
+            counts.append(census.alive)
+            x = checkpoint(torch.tanh, x, tier="host")
+        assert max(counts) == stash._MOST_LEAVING + 2, counts
         x.sum().backward()
         del x
         depot.collect()
         assert depot.used == 0
 
 
-def test_an_input_written_to_while_its_copy_is_under_way_is_refused_in_backward() -> None:
-    with stash.using(stash.Depot(HostStore(CPU, link=Paced(1e9, latency_s=0.05)), CPU)):
-        for wait in (False, True):
-            x = activation()
-            y = checkpoint(lambda h: torch.tanh(h) * 2, x, tier="host")
-            if wait:
-                time.sleep(0.1)
-                stash.depot_for(Tier.HOST, CPU, None).poll()  # the copy is seen to be over: it holds the old numbers, whatever comes
-            with torch.no_grad():
-                x.zero_()
-            if wait:
-                y.sum().backward()
-                continue
+class Held:
+    """A link whose copies are made when `go` is set."""
+
+    def __init__(self) -> None:
+        self.go = False
+
+    def copy(self, out: torch.Tensor, source: torch.Tensor, direction: str) -> Work:
+        return _HeldCopy(self, lambda: out.copy_(source))
+
+    def close(self) -> None: ...
+
+
+class _HeldCopy:
+    def __init__(self, link: Held, copy: Callable[[], object]) -> None:
+        self._link, self._copy, self._over = link, copy, False
+
+    def wait(self) -> None:
+        if not self._over:
+            self._copy()
+            self._over = True
+
+    def done(self) -> bool:
+        if self._link.go:
+            self.wait()
+        return self._over
+
+
+@pytest.mark.parametrize("landed", [False, True])
+def test_an_input_written_to_while_its_copy_is_under_way_is_refused_in_backward(landed: bool) -> None:
+    link, leaf = Held(), torch.randn(32, WIDTH, requires_grad=True)
+    with stash.using(stash.Depot(HostStore(CPU, link=link), CPU)) as depot:
+        x = leaf * 1
+        y = checkpoint(lambda h: torch.tanh(h) * 2, x, tier="host").sum()
+        link.go = landed
+        depot.poll()
+        with torch.no_grad():
+            x.zero_()
+        link.go = True
+        if not landed:
             with pytest.raises(StateError, match="written to in place while its copy"):
-                y.sum().backward()
+                y.backward()
+            return
+        y.backward()
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, 2 * (1 - torch.tanh(leaf.detach()) ** 2))
 
 
 def test_copies_are_ordered_by_streams_and_no_order_is_superfluous() -> None:
@@ -542,7 +590,7 @@ def test_copies_are_ordered_by_streams_and_no_order_is_superfluous() -> None:
 # ---------------------------------------------------------------------------------------------------------------- failures, misuse
 
 
-@pytest.mark.parametrize("fail", ["slab", "write", "read"])
+@pytest.mark.parametrize("fail", ["slab", "start", "write", "read"])
 def test_a_tier_that_fails_says_so_and_leaves_nothing(fail: str) -> None:
     store = Recording()
     with stash.using(stash.Depot(store, CPU)) as depot:
@@ -787,3 +835,24 @@ def _inside_blocks(rank: int, world: int) -> dict[str, list[str]]:
 def test_checkpoints_inside_blocks_find_the_weights_at_every_row() -> None:
     for found in run_ranks(2, _inside_blocks):
         assert not any(found.values()), found
+
+
+# ---------------------------------------------------------------------------------------------------------------- Transformers
+
+
+def _prepare(model: Any, *, use_reentrant: bool | None) -> None:
+    model.config.use_cache = False
+    if use_reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    assert len(checkpoint_blocks(model, tier="host")) >= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "use_reentrant", "stages"),
+    [("Llama", None, STAGES), ("GPT-2 (tied head)", None, STAGES), ("LoRA on fp32", None, (3,)), ("Llama", False, (3,)), ("Llama", True, (3,))],
+    ids=["Llama", "GPT-2", "LoRA", "beside Transformers' own", "beside Transformers' own, reentrant"],
+)
+def test_transformers_models_train_to_ddps_bits(name: str, use_reentrant: bool | None, stages: tuple[int, ...]) -> None:
+    prepare = functools.partial(_prepare, use_reentrant=use_reentrant)
+    for differences in run_ranks(2, compare, name, 2, stages, prepare, timeout=100):
+        assert not any(differences.values()), differences

@@ -168,36 +168,36 @@ def test_what_is_missing_unexpected_or_of_another_shape_is_said_in_nn_linears_na
 
 def _sharded_names(rank: int, world: int, directory: str) -> None:
     """full_state_dict(), save() and load() use the tiles' names; state_dict() inside gathered(), and load_state_dict(), nn.Linear's."""
-    for transport in ("shared_memory", "gloo"):
-        model, plain = _tiled(), make_model()
-        engine = zs.shard(model, two_groups(model), stage=3, comm=zs.Comm.model_validate({"transport": transport}))
-        with pytest.raises(StateError, match=r"rests sharded, its parameters are not here. Use"):
-            model.state_dict()
-        with engine.gathered():
-            state = model.state_dict()
-            assert list(state) == list(plain.state_dict()) and all(torch.equal(v, plain.state_dict()[k]) for k, v in state.items())
-        whole = engine.full_state_dict(rank0_only=False)
-        assert "blocks.0.up.tile_2_1.weight" in whole
-        assert all(torch.equal(v, plain.state_dict()[k]) for k, v in join_tiles(whole).items())
-        torch.manual_seed(7)
-        other = Net()
-        model.load_state_dict(other.state_dict())
-        assert all(torch.equal(v, other.state_dict()[k]) for k, v in join_tiles(engine.full_state_dict(rank0_only=False)).items())
-        model(*batch(rank, 0)).backward()
-        engine.optimizer.step()  # type: ignore[union-attr]
-        engine.optimizer.zero_grad()  # type: ignore[union-attr]
-        zs.save(f"{directory}/{transport}", engine, step=1)
-        saved = engine.full_state_dict(rank0_only=False)
-        model.load_state_dict(plain.state_dict())
-        zs.load(f"{directory}/{transport}", engine)
-        assert all(torch.equal(v, saved[k]) for k, v in engine.full_state_dict(rank0_only=False).items())
-        untiled = make_model()
-        other_engine = zs.shard(untiled, two_groups(untiled), stage=3)
-        with pytest.raises((CheckpointError, zs.PlanMismatch), match=r"blocks.0.up"):
-            zs.load(f"{directory}/{transport}", other_engine)
-        other_engine.close()
-        engine.close()
-        assert list(model.state_dict()) == list(plain.state_dict())
+    model, plain = _tiled(), make_model()
+    optimizer = two_groups(model)
+    engine = zs.shard(model, optimizer, stage=3, comm=zs.Comm(transport="gloo"))
+    with pytest.raises(StateError, match=r"rests sharded, its parameters are not here. Use"):
+        model.state_dict()
+    with engine.gathered():
+        state = model.state_dict()
+        assert list(state) == list(plain.state_dict()) and all(torch.equal(v, plain.state_dict()[k]) for k, v in state.items())
+    whole = engine.full_state_dict(rank0_only=False)
+    assert "blocks.0.up.tile_2_1.weight" in whole
+    assert all(torch.equal(v, plain.state_dict()[k]) for k, v in join_tiles(whole).items())
+    torch.manual_seed(7)
+    other = Net()
+    model.load_state_dict(other.state_dict())
+    assert all(torch.equal(v, other.state_dict()[k]) for k, v in join_tiles(engine.full_state_dict(rank0_only=False)).items())
+    model(*batch(rank, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    zs.save(directory, engine, step=1)
+    saved = engine.full_state_dict(rank0_only=False)
+    model.load_state_dict(plain.state_dict())
+    zs.load(directory, engine)
+    assert all(torch.equal(v, saved[k]) for k, v in engine.full_state_dict(rank0_only=False).items())
+    untiled = make_model()
+    other_engine = zs.shard(untiled, two_groups(untiled), stage=3)
+    with pytest.raises((CheckpointError, zs.PlanMismatch), match=r"blocks.0.up"):
+        zs.load(directory, other_engine)
+    other_engine.close()
+    engine.close()
+    assert list(model.state_dict()) == list(plain.state_dict())
 
 
 def test_names_of_a_sharded_model(tmp_path: Path) -> None:
@@ -328,10 +328,10 @@ def test_each_tile_is_a_unit_of_its_own() -> None:
 
 
 def test_no_unit_is_larger_than_a_tile_or_the_largest_other_parameter() -> None:
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)], nn.LayerNorm(64))
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)], *[nn.LayerNorm(width) for width in range(64, 74)])
     tile_linears(model, lambda name, linear: True, out_tiles=8)
     plans = cut_units(model)
-    assert max(plan.numel for plan in plans) == 8 * 65 and len(plans) == 49
+    assert max(plan.numel for plan in plans) == 8 * 65 and len(plans) == 6 * 8 + 3
 
 
 class Stack(nn.Module):
@@ -463,14 +463,15 @@ def _recomputed() -> Net:
 def _trained(rank: int, world: int, recomputed: bool) -> dict[str, list[str]]:
     """Return what differs from torch's DDP of the same tiled model, whose state_dict is joined."""
     model = _recomputed if recomputed else _tiled
-    reference = train(rank, "torch-ddp", 4, model=model)
-    runs = {row: train(rank, row, 4, model=model, comm=zs.Comm(transport="shared_memory")) for row in ROWS}
-    runs["zero3 on gloo"] = train(rank, "zero3", 4, model=model, comm=zs.Comm(transport="gloo"))
+    reference = train(rank, "torch-ddp", 3, model=model)
+    runs = {row: train(rank, row, 3, model=model, comm=zs.Comm(transport="shared_memory")) for row in ROWS}
+    runs["zero3 on gloo"] = train(rank, "zero3", 3, model=model, comm=zs.Comm(transport="gloo"))
     for run in runs.values():
         run.state = join_tiles(run.state)
-    plain = train(rank, "torch-ddp", 4, model=make_model)
-    for name, value in plain.state.items():
-        torch.testing.assert_close(reference.state[name], value, rtol=1e-4, atol=1e-4)
+    if not recomputed:
+        plain = train(rank, "torch-ddp", 3, model=make_model)
+        for name, value in plain.state.items():
+            torch.testing.assert_close(reference.state[name], value, rtol=1e-4, atol=1e-4)
     return {kind: run.differs_from(reference) for kind, run in runs.items()}
 
 

@@ -11,13 +11,13 @@ import logging
 import os
 import resource
 import shutil
-import signal
 import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,6 +39,7 @@ from zeroshard.tier.link import Paced
 from zeroshard.tier.pieces import cut
 from zeroshard.tier.staging import Staging
 from zeroshard.tier.swapdir import SwapDirectory, safe_name
+from zeroshard.tier.transfer import Transfer
 
 CPU = torch.device("cpu")
 NUMEL = 3 << 18  # 3 MiB of fp32
@@ -63,7 +64,7 @@ def checked(tmp_path: Path) -> Iterator[DiskStore]:
 
 def filled(store: DiskStore, key: str = KEY, numel: int = NUMEL, value: float = 1.0) -> Any:
     slab = store.slab(key, numel, torch.float32)
-    slab.write(0, numel, torch.full((numel,), value)).wait()
+    slab.write(0, numel, torch.full((numel,), float(value))).wait()
     return slab
 
 
@@ -250,14 +251,19 @@ def test_a_slab_that_does_not_fit_is_refused_when_it_is_made(store: DiskStore) -
         check_full(store, 200_000)
 
 
-IN_NAMESPACE = """
+FULL_THEN_READ_ONLY = """
 import subprocess, sys
 from pathlib import Path
 import torch
 from tests.tier.test_disk import check_full
 from zeroshard.errors import StorageError
 from zeroshard.tier.disk import DiskStore
-folder = Path(sys.argv[1])
+folder, other, may_mount = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "yes"
+left = DiskStore(other, torch.device("cpu"), rank=0)  # closed by nobody
+slab = left.slab("state", 100_000, torch.float32)
+slab.write(0, 100_000, torch.ones(100_000))
+if not may_mount:
+    sys.exit()
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], check=True)
 store = DiskStore(folder, torch.device("cpu"), rank=0)
 check_full(store, 1 << 20)
@@ -278,14 +284,19 @@ except StorageError as error:
 """
 
 
-def test_a_full_and_a_read_only_file_system_are_told(tmp_path: Path) -> None:
-    if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
-        pytest.skip("CANNOT MOUNT A SMALL tmpfs HERE (unshare -rm is refused): a full file system is only pretended by RLIMIT_FSIZE")
-    done = run_python(IN_NAMESPACE, str(tmp_path), prefix=("unshare", "-rm"))
+def test_a_full_and_a_read_only_file_system_are_told_and_a_normal_exit_leaves_nothing(tmp_path: Path) -> None:
+    may_mount = not subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode
+    (tmp_path / "small").mkdir()
+    (tmp_path / "left").mkdir()
+    arguments = (str(tmp_path / "small"), str(tmp_path / "left"), "yes" if may_mount else "no")
+    done = run_python(FULL_THEN_READ_ONLY, *arguments, prefix=("unshare", "-rm") if may_mount else ())
     assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "left").iterdir()) == []
+    if not may_mount:
+        pytest.skip("CANNOT MOUNT A SMALL tmpfs HERE (unshare -rm is refused): a full file system is only pretended by RLIMIT_FSIZE")
     full, read_only = done.stdout.splitlines()
     assert "16384 bytes are needed" in full and "No space left" in full
-    assert read_only.startswith(f"read-only: disk_path {tmp_path} cannot be written to")
+    assert read_only.startswith(f"read-only: disk_path {tmp_path / 'small'} cannot be written to")
 
 
 def test_a_directory_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path) -> None:
@@ -314,7 +325,8 @@ def test_a_directory_that_others_own_is_refused() -> None:
 
 def test_too_many_open_files_are_told_with_the_remedy(store: DiskStore) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(fd) for fd in os.listdir("/proc/self/fd")) + 2, hard))
+    os.close(lowest := os.open("/dev/null", os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 3, hard))
     try:
         with pytest.raises(StorageError, match="ulimit -n"):
             for index in range(100):
@@ -446,6 +458,44 @@ def test_a_failed_write_back_of_borrowed_is_an_error_and_gives_its_buffer_back(s
     assert tensor.isnan().all() and store.staging.lent_bytes == 0
 
 
+def test_a_failed_work_that_is_kept_keeps_no_tensor_alive(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    slab, out = filled(store), torch.empty(NUMEL)
+    monkeypatch.setattr(os, "preadv", broken(os.preadv, slab._fd))
+    work, alive = slab.read(1, NUMEL, out[1:]), weakref.ref(out)
+    with pytest.raises(StorageError):
+        work.wait()
+    del out
+    gc.collect()
+    assert alive() is None and work.done()
+
+
+def test_an_interrupted_borrower_keeps_its_buffer_until_the_disk_is_done_with_it(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    slab = filled(store)
+    gate = Gate(monkeypatch, "preadv")
+    ended: list[BaseException] = []
+
+    def interrupted(_: Transfer) -> None:
+        assert gate.reached.wait(MAX_SECONDS)
+        raise KeyboardInterrupt
+
+    def borrow() -> None:
+        try:
+            with slab.borrowed(0, NUMEL, write=True):
+                pass
+        except KeyboardInterrupt as error:
+            ended.append(error)
+
+    monkeypatch.setattr(Transfer, "wait", interrupted)
+    thread = threading.Thread(target=borrow)
+    thread.start()
+    assert gate.reached.wait(MAX_SECONDS)
+    time.sleep(0.02)
+    assert thread.is_alive() and store.staging.lent_bytes == 4 * NUMEL
+    gate.open.set()
+    thread.join(MAX_SECONDS)
+    assert len(ended) == 1 and store.staging.lent_bytes == 0
+
+
 def test_our_own_mistakes_surface_at_wait_too(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     slab = filled(store)
 
@@ -520,10 +570,10 @@ def test_without_verify_nothing_is_hashed(store: DiskStore, monkeypatch: pytest.
 
 # --------------------------------------------------------------------------------------------------- directories and processes
 
-LIVE_AND_WAIT = """
+WRITE_AND_WAIT = """
 import sys, torch
 from zeroshard.tier.disk import DiskStore
-store = DiskStore(sys.argv[1], torch.device("cpu"), rank=int(sys.argv[2]))
+store = DiskStore(sys.argv[1], torch.device("cpu"), rank=0)
 slab = store.slab("state", 100_000, torch.float32)
 work = slab.write(0, 100_000, torch.ones(100_000))
 print(store.path, flush=True)
@@ -531,43 +581,24 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture
-def start_process() -> Iterator[Callable[[Path, int], tuple[subprocess.Popen[str], Path]]]:
-    started: list[subprocess.Popen[str]] = []
-
-    def start(folder: Path, rank: int) -> tuple[subprocess.Popen[str], Path]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", LIVE_AND_WAIT, str(folder), str(rank)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(),
-        )  # fmt: skip
-        started.append(process)
-        assert process.stdout is not None
-        return process, Path(process.stdout.readline().strip())
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
 def test_what_a_killed_process_leaves_the_next_one_removes_and_the_living_keep_theirs(
-    tmp_path: Path, start_process: Callable[[Path, int], tuple[subprocess.Popen[str], Path]], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with ThreadPoolExecutor(2) as pool:  # one after the other would take seconds more
-        (killed, dead), (living, alive) = pool.map(lambda rank: start_process(tmp_path, rank), range(2))
-    own = DiskStore(tmp_path, CPU, rank=2)
-    assert {dead, alive, own.path} == set(tmp_path.iterdir())
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    assert dead.exists() and (dead / "0000-state.slab").exists()
+    first = DiskStore(tmp_path, CPU, rank=1)
+    arguments = [sys.executable, "-c", WRITE_AND_WAIT, str(tmp_path)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+        assert process.stdout is not None
+        dead = Path(process.stdout.readline().strip())
+        second = DiskStore(tmp_path, CPU, rank=2)
+        assert {dead, first.path, second.path} == set(tmp_path.iterdir()), "it lives, in another process"
+        process.kill()
+    assert (dead / "0000-state.slab").exists()
     with caplog.at_level(logging.INFO, "zeroshard"):
-        second = DiskStore(tmp_path, CPU, rank=3)
-    assert {alive, own.path, second.path} == set(tmp_path.iterdir())
+        third = DiskStore(tmp_path, CPU, rank=3)
+    assert {first.path, second.path, third.path} == set(tmp_path.iterdir())
     assert [record.message for record in caplog.records] == [f"removed {dead}, left by a process that was killed"]
-    own.close()
-    second.close()
-    living.communicate("", timeout=30)
-    assert living.returncode == 0 and list(tmp_path.iterdir()) == [], "a normal exit without close leaves nothing"
+    for store in (first, second, third):
+        store.close()
 
 
 def test_a_store_that_is_forgotten_leaves_nothing(tmp_path: Path) -> None:
@@ -602,6 +633,19 @@ def test_threads_are_named_daemons_and_end_with_the_store(tmp_path: Path) -> Non
     assert not any(thread.is_alive() for thread in threads) and list(tmp_path.iterdir()) == []
     with pytest.raises(AssertionError, match="closed"):
         slab.read(0, 1, torch.empty(1))
+
+
+def test_what_is_under_way_when_the_process_ends_still_ends(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    slab = filled(store)
+    gate = Gate(monkeypatch, "pwritev")
+    works = [slab.write(0, NUMEL, torch.ones(NUMEL)) for _ in range(3)]  # each waits for the one before
+    store._end()  # what happens at exit, before others close their stores there
+    gate.open.set()
+    for work in works:
+        work.wait()
+    with pytest.raises(AssertionError, match="closed"):
+        slab.read(0, 1, torch.empty(1))
+    store.close()
 
 
 def test_two_stores_in_one_directory_do_not_meet(tmp_path: Path) -> None:
@@ -725,16 +769,13 @@ def test_staging_lends_aligned_memory_and_uses_it_again() -> None:
     assert staging.account.live == 0
 
 
-def test_staging_reuses_a_somewhat_larger_buffer_but_not_a_huge_one() -> None:
-    staging = Staging(1 << 20)
-    for numel, other, live in ((10_000, 8_000, 10_240), (100_000, 10, 100_352 + 10_240)):
-        staging.give(staging.tensor(numel, torch.uint8))
-        del other
-        assert staging.account.live <= live + BLOCK * 2
-    small, middle = staging.tensor(10, torch.uint8), staging.tensor(60_000, torch.uint8)
-    assert staging.lent_bytes == BLOCK + round_up(100_000, BLOCK)
-    staging.give(small)
-    staging.give(middle)
+def test_what_a_buffer_counts_for_is_what_was_asked_for() -> None:
+    staging = Staging(3 * BLOCK)
+    staging.give(staging.take(2 * BLOCK))
+    held = [staging.take(BLOCK) for _ in range(3)]  # a larger idle buffer in place of one of them would leave no room for the last
+    assert staging.lent_bytes == staging.account.live == 3 * BLOCK
+    for tensor in held:
+        staging.give(tensor)
 
 
 def test_a_full_pool_makes_others_wait_until_something_is_given_back() -> None:

@@ -296,7 +296,6 @@ def test_a_slab_says_what_and_where_it_is(made: Made, store: Store) -> None:
     assert (slab.key, slab.numel, slab.dtype, slab.tier, store.tier) == ("blocks.3:fp32 exp_avg", 7, torch.bfloat16, tier, tier)
 
 
-@pytest.mark.parametrize("made", [kind for kind in STORES if "paced" not in kind], indirect=True)  # nor does it know inference mode
 def test_any_contiguous_tensor_will_do(store: Store) -> None:
     slab = store.slab("state", 64, torch.float32)
     values = torch.arange(64.0)
@@ -304,6 +303,16 @@ def test_any_contiguous_tensor_will_do(store: Store) -> None:
     strided = torch.full((1, 5), 3.0)[:, 0]
     assert strided.is_contiguous() and strided.stride() == (5,)
     slab.write(9, 10, strided).wait()
+    slab.read(8, 9, strided).wait()
+    assert strided.item() == 8 and read(slab, 0, 64).tolist() == [*range(9), 3, *range(10, 64)]
+
+
+@pytest.mark.parametrize("made", [kind for kind in STORES if "paced" not in kind], indirect=True)  # that link's worker is a thread outside
+def test_inference_mode_makes_no_difference(store: Store) -> None:
+    slab = store.slab("state", 64, torch.float32)
+    slab.write(0, 64, torch.arange(64.0)).wait()
     with torch.inference_mode():
-        found = read(slab, 0, 64)
-    assert found[9] == 3 and torch.equal(found[10:], values.detach()[10:])
+        assert read(slab, 3, 64).tolist() == list(range(3, 64))
+        with slab.borrowed(0, 64, write=True) as tensor:
+            tensor.add_(1)
+    assert read(slab, 0, 64).tolist() == list(range(1, 65))

@@ -113,7 +113,7 @@ def _collect_pieces(engine: Engine, averages: Mapping[str, EMA], part: RankPart)
     firsts = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     for piece in engine.resting_pieces(share=True):
         name = firsts[id(piece.parameter)]
-        values = piece.shelf.whole[piece.place] if piece.shelf.on_device else piece.borrowed
+        values = piece.tensor if piece.shelf.on_device else piece.borrowed
         part.stored.append(_piece(name, VALUE, piece.start, piece.stop, values, piece.shelf.dtype))
         for average, ema in averages.items():
             if piece.master is not None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from zeroshard.core.layout import ALIGN, Range
 
-__all__ = ["splits", "tiles"]
+__all__ = ["balanced", "splits", "tiles"]
 
 
 def splits(numels: Sequence[int], fraction: float, align: int = ALIGN) -> list[int]:
@@ -41,3 +41,14 @@ def tiles(split: int, numel: int, tile_numel: int) -> list[Range]:
     """Return [split, numel) cut into ranges of at most `tile_numel` elements, counted from `split`."""
     assert tile_numel > 0 and 0 <= split <= numel, (split, numel, tile_numel)
     return [(start, min(start + tile_numel, numel)) for start in range(split, numel, tile_numel)]
+
+
+def balanced(fraction: float, device_s: float, other_s: float, *, least: float = 0.0) -> float:
+    """Return the fraction at which both sides would have taken the same time, had they gone on at the speeds of a step at `fraction`.
+
+    `device_s` and `other_s` are what the step of each part took. ``balanced(0.5, 1.0, 3.0) == 0.25``: three quarters at the device's speed take
+    1.5, a quarter at the other's 1.5. At least `least` (what the device has no room for) and a hundredth of either side remain, to be measured.
+    """
+    assert 0.0 < fraction < 1.0 and device_s > 0 and other_s > 0, (fraction, device_s, other_s)
+    device_speed, other_speed = (1.0 - fraction) / device_s, fraction / other_s
+    return min(max(other_speed / (device_speed + other_speed), least, 0.01), 0.99)

@@ -54,6 +54,7 @@ def checkpoint(
     return _call(Rest.of(tier, partition, disk_path), fn, args, kwargs)
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]  # as torch does its own: what a compiler is to see is inside fn
 def _call(rest: Rest, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
@@ -139,8 +140,8 @@ def checkpoint_blocks(
     """Have the repeated blocks of `model` computed again in backward, as by `checkpoint`, from now on; return their names.
 
     `blocks` are module classes, qualified names or a callable(name, module) -> bool (default: the blocks that ``shard()`` finds by itself). It may be
-    called before or after ``shard()``; `uncheckpoint_blocks` undoes it. A block that counts its forwards (batch norm's running statistics) counts
-    twice. Raises ConfigError, with nothing changed, where no block is found and where one is checkpointed already.
+    called before or after ``shard()``; `uncheckpoint_blocks` undoes it. Compile a block's forward before, not after. A block that counts its
+    forwards (batch norm's running statistics) counts twice. Raises ConfigError, with nothing changed, where no block is found and where one is checkpointed already.
     """
     rest = Rest.of(tier, partition, disk_path)
     found = find_blocks(model, blocks, option="blocks")

@@ -29,7 +29,7 @@ class StepRunner:
     """Runs the jobs of one engine's streamed step."""
 
     def __init__(self, streamed: Streamed, *, beside: bool, into_forward: bool, delayed_update: int | None, device: torch.device) -> None:
-        self._streamed = streamed
+        self.streamed = streamed
         self._beside = beside
         self._into_forward = into_forward
         self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
@@ -51,7 +51,7 @@ class StepRunner:
         self.was_late = self.is_late
         self._steps += 1
         if not (self._beside or self._into_forward or self.is_late):
-            self._streamed.run(job)
+            self.streamed.run(job)
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="zeroshard-step")
@@ -68,11 +68,11 @@ class StepRunner:
         segments = [tile.segment for tile, _, _ in job.tiles]
         try:
             if self._stream is None:
-                self._streamed.run(job)
+                self.streamed.run(job)
                 return
             with torch.get_device_module(self._device).stream(self._stream):
                 self._stream.wait_event(ready)
-                self._streamed.run(job)
+                self.streamed.run(job)
         finally:
             for segment in segments:
                 segment.stepped.set()

@@ -25,6 +25,8 @@ class OwnedPiece:
     is_used: Callable[[], bool]  # whether any rank used the parameter since the gradients were cleared
     grad: Callable[[], torch.Tensor | None]  # its slice of the averaged gradient, or None where no rank used the parameter
     holds: Callable[[], object]  # what keeps the resting gradient alive
+    on_device: bool  # where its master rests
+    at_rest: Callable[[], torch.Tensor]  # its master, if on the device
     streamed: bool = False  # stepped tile by tile (optim/streamed.py), not by the optimizer's own step
 
 

@@ -8,6 +8,8 @@ Two kinds behind one surface. Where the gradient's cell says DEVICE it is a tens
 
 so that a gradient on disk is read once by the step and written once by each reduce, however it is averaged and clipped.
 
+One that could not be read or written is *lost*: it says so once (runtime/faults.py), reads as NaN from then on, and takes what comes without a word.
+
 Invariant: it is alive as long as a sealed gradient, or a reduce under way, holds it. What it does not do: it knows no rank and sends nothing.
 """
 
@@ -23,6 +25,7 @@ from zeroshard.buffer import PagePool
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work
+from zeroshard.errors import StorageError
 from zeroshard.tier.link import Direct, Link
 from zeroshard.tier.shelf import Shelf
 from zeroshard.tier.store import Slab, Store
@@ -110,9 +113,20 @@ class DeviceResting:
 class TieredResting:
     """A gradient that rests, in part or as a whole, on the host or on disk."""
 
-    def __init__(self, shelf: Shelf, *, give_back: Callable[[Slab], None], pages: PagePool, link: Link, device: torch.device) -> None:
+    def __init__(
+        self,
+        shelf: Shelf,
+        *,
+        give_back: Callable[[Slab], None],
+        pages: PagePool,
+        link: Link,
+        device: torch.device,
+        note: Callable[[StorageError], None] = lambda error: None,
+    ) -> None:
         self.shelf = shelf
+        self.lost: StorageError | None = None
         self._give_back = give_back
+        self._tell = note
         self.divided_by = 0.0
         self._pages = pages
         self._link = link
@@ -122,10 +136,27 @@ class TieredResting:
         self._landing: list[tuple[Work, torch.Tensor]] = []  # copies under way, and what they read
         self._to_add: list[tuple[Range, torch.Tensor, Work]] = []  # sums on their way to the host, to be added there
 
+    def lose(self, error: StorageError) -> None:
+        """It holds no gradient any more."""
+        self.lost = self.lost or error
+        self._tell(error)
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
+        except StorageError as error:
+            self.lose(error)
+
     # ------------------------------------------------------------------ what arrives
 
     def take(self, own: Range, total: torch.Tensor, *, fresh: bool) -> None:
         """Take over `total` (the device's sum of range `own`, fp32 or the dtype of the rest); `fresh`: it is the first."""
+        if self.lost is None:
+            with self._losing():
+                self._take(own, total, fresh)
+
+    def _take(self, own: Range, total: torch.Tensor, fresh: bool) -> None:
         if fresh:
             self._note(total)
             source = total.to(self.shelf.dtype)
@@ -168,21 +199,39 @@ class TieredResting:
     def reopen(self, own: Range) -> None:
         if not self.divided_by:
             return
-        self.settle()
-        for start, stop in _blocks(*own) if self._pending else ():
-            with self.shelf.borrowed(start, stop, write=True) as there:
-                self.apply_to(there)
-                there.mul_(self.divided_by)
+        with self._losing():
+            self.settle()
+            for start, stop in _blocks(*own) if self._pending and self.lost is None else ():
+                with self.shelf.borrowed(start, stop, write=True) as there:
+                    self.apply_to(there)
+                    there.mul_(self.divided_by)
         self._pending, self.divided_by = [], 0.0
+
+    def exchange(self, own: Range, whole: torch.Tensor, meet: Callable[[torch.Tensor], None]) -> None:
+        """Take over the other ranks' slices of the sum: `meet` brings them together in `whole`, which is passing through, from `own`."""
+        mine = whole[slice(*own)]
+        with self._losing():
+            self.settle()
+            for work in self.shelf.read(*own, mine) if self.lost is None else ():
+                work.wait()
+        if self.lost is not None:
+            mine.fill_(float("nan"))
+        meet(mine)
+        with self._losing():
+            for work in self.shelf.write(0, whole.numel(), whole) if self.lost is None else ():
+                work.wait()
 
     # ------------------------------------------------------------------ what is done to it
 
     def average(self, own: Range, divisor: float) -> bool:
-        self._flush_adds()
+        with self._losing():
+            self._flush_adds()
         if not self.divided_by:
             self.divided_by = divisor
             if divisor != 1.0:
                 self._pending.append(("div", divisor))
+        if self.lost is not None:
+            return False
         if bool(torch.isfinite(self._bad)):
             return True
         return self.is_finite(*own)  # the sum of all numbers may have overflowed by itself
@@ -198,7 +247,9 @@ class TieredResting:
 
     @contextmanager
     def block(self, start: int, stop: int) -> Iterator[torch.Tensor]:
-        """Lend a range on the host (the device part: there) with everything pending applied; read only."""
+        """Lend a range on the host (the device part: there) with everything pending applied; read only. Raises StorageError."""
+        if self.lost is not None:
+            raise self.lost
         self.settle()
         with self.shelf.borrowed(start, stop, write=False) as there:
             if self._pending:
@@ -218,23 +269,26 @@ class TieredResting:
 
     def squares(self, start: int, stop: int) -> float:
         total = 0.0
-        for low, high in _blocks(start, stop):
-            with self.block(low, high) as block:
-                total = _squares(block, total)
-        return total
+        with self._losing():
+            for low, high in _blocks(start, stop):
+                with self.block(low, high) as block:
+                    total = _squares(block, total)
+        return total if self.lost is None else float("nan")
 
     def is_finite(self, start: int, stop: int) -> bool:
-        for low, high in _blocks(start, stop):
-            with self.block(low, high) as block:
-                if not bool(torch.isfinite(block).all()):
-                    return False
-        return True
+        with self._losing():
+            for low, high in _blocks(start, stop):
+                with self.block(low, high) as block:
+                    if not bool(torch.isfinite(block).all()):
+                        return False
+        return self.lost is None
 
     def zero(self, start: int, stop: int) -> None:
-        self.settle()
-        for low, high in _blocks(start, stop):
-            with self.shelf.borrowed(low, high, write=True) as there:
-                there.zero_()
+        with self._losing():
+            self.settle()
+            for low, high in _blocks(start, stop) if self.lost is None else ():
+                with self.shelf.borrowed(low, high, write=True) as there:
+                    there.zero_()
 
     def fetch(self, start: int, stop: int) -> torch.Tensor:
         out = self._pages.empty(stop - start, self.shelf.dtype, self._device)
@@ -247,8 +301,10 @@ class TieredResting:
         return self.shelf.bytes_by_tier()
 
     def __del__(self) -> None:
-        if self.shelf.slab is not None:
+        if self.shelf.slab is not None and self.lost is None:
             self._give_back(self.shelf.slab)
+        elif self.shelf.slab is not None:
+            self.shelf.slab.close()  # the next gradient gets another
 
 
 class RestingPlace:
@@ -276,9 +332,18 @@ class RestingPlace:
         assert self._store is not None
         slab = self._idle.pop() if self._idle else self._store.slab(f"{self._key} gradient", self._numel - self._split, self._dtype)
         near = self._pages.empty(self._split, self._dtype, self._device) if self._split else None
-        idle = self._idle
-        return TieredResting(Shelf(near, slab, link=self._link), give_back=idle.append, pages=self._pages, link=self._link, device=self._device)
+        return TieredResting(Shelf(near, slab, link=self._link), give_back=self._take_back, pages=self._pages, link=self._link, device=self._device)
 
+
+    def _take_back(self, slab: Slab) -> None:
+        self._idle.append(slab) if slab.numel == self._numel - self._split else slab.close()
+
+    def move(self, split: int) -> None:
+        """Let the gradients to come rest on the device up to `split`."""
+        idle, self._idle, self._split = self._idle, [], split
+        self.tiered = split < self._numel
+        for slab in idle:
+            slab.close()
 
     def scratch(self, numel: int) -> torch.Tensor:
         """Return undefined fp32 memory [numel] on the device, for what is only passing through."""

@@ -13,6 +13,7 @@ any entry that is not our piece. It does not know how gradients are summed: the 
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -79,12 +80,16 @@ class ShardedOptimizer:
         self.sealed = False
         self.streamed: Streamed | None = None
         self._runner: StepRunner | None = None
+        self._device = torch.device("cpu")
+        self._device_s = 0.0
         self._hooks = hooks
         self._rank = rank
         self._world = world
         self._empty: list[nn.Parameter | None] = []
         self._handles: list[Any] = []
         self._prepared = False
+        self._held: list[object] = []  # the resting gradients, while no sealed gradient holds them: in a step
+        self._begin: Any = None  # when the device's own part of the step began
         self._late = False  # a late step has ended and is not in the weights yet
         self._error: StorageError | None = None
 
@@ -130,10 +135,8 @@ class ShardedOptimizer:
         ]
 
     def _stream(self, tiles: Sequence[Tile], device: torch.device, delayed_update: int | None, into_forward: bool) -> None:
-        group_of = {id(owned): index for index, group in enumerate(self.groups) for owned in group}
-        for tile in tiles:
-            tile.pieces = [(group_of[id(owned)], owned, low) for _, owned, low in tile.pieces]
-        self.streamed = Streamed(self.optimizer, tiles, device)
+        self._device = device
+        self.streamed = Streamed(self.optimizer, self._grouped(tiles), device)
         beside = any(not owned.streamed for owned in self.pieces())
         self._runner = StepRunner(self.streamed, beside=beside, into_forward=into_forward, delayed_update=delayed_update, device=device)
         self.streamed.park()
@@ -173,6 +176,38 @@ class ShardedOptimizer:
                 if isinstance(value, torch.Tensor) and value.numel() > 1 and value.stride() != (0,):
                     out[Tier.DEVICE] = out.get(Tier.DEVICE, 0) + value.numel() * value.element_size()
         return out
+
+    def repoint(self) -> None:
+        """Point the pieces on the device at the master again: its memory has come back."""
+        for owned in self.pieces():
+            if owned.on_device:
+                owned.tensor.data = owned.at_rest()
+
+    def retie(self, pieces: dict[int, list[OwnedPiece]], tiles: Sequence[Tile]) -> None:
+        """Take other pieces of the same parameters, which have their state already: what rests where has changed. No step is under way."""
+        assert self.streamed is not None
+        self.groups = [[piece for parameter in originals for piece in pieces.get(id(parameter), ())] for originals in self.parameters]
+        held = {id(owned.tensor) for owned in self.pieces()}
+        for tensor in [tensor for tensor in self.optimizer.state if id(tensor) not in held]:
+            del self.optimizer.state[tensor]
+        for group, owned, empty in zip(self.optimizer.param_groups, self.groups, self._empty, strict=True):
+            group["params"] = [piece.tensor for piece in owned] if empty is None else [empty]
+        self.streamed.retile(self._grouped(tiles))
+        self.streamed.park()
+        self.seal()
+
+    def _grouped(self, tiles: Sequence[Tile]) -> Sequence[Tile]:
+        """Write into `tiles` which param group each of their pieces belongs to."""
+        group_of = {id(owned): index for index, group in enumerate(self.groups) for owned in group}
+        for tile in tiles:
+            tile.pieces = [(group_of[id(owned)], owned, low) for _, owned, low in tile.pieces]
+        return tiles
+
+    @property
+    def step_seconds(self) -> tuple[float, float]:
+        """What the last step took of the device's own part, and of the tiles'. Waits for the latter."""
+        self.join()
+        return self._device_s, 0.0 if self.streamed is None else self.streamed.step_s
 
     def seal(self) -> None:
         """Let every piece without a gradient carry a sealed one, which keeps the resting gradient alive."""
@@ -251,8 +286,14 @@ class ShardedOptimizer:
             )
 
     def _prepare(self) -> None:
-        """Unseal: hand the averaged gradients to the pieces, or None to all of them when the step is to be skipped."""
+        """Unseal: hand the averaged gradients to the pieces, or None to all of them when the step is to be skipped.
+
+        Once per step: a subclass whose ``step`` calls its parent's runs torch's hooks for both.
+        """
+        if self._prepared:
+            return
         take = self._hooks.before_step()
+        self._held = [piece.holds() for piece in self.pieces()]
         self._start_streamed(take)
         for piece in self.pieces():
             grad = piece.grad() if take and not piece.streamed else None
@@ -263,6 +304,22 @@ class ShardedOptimizer:
             if empty is not None:
                 empty.grad = None
         self._prepared = True
+        self._begin = self._clock()
+
+    def _clock(self) -> Any:
+        """Return the time on the device's own stream: seconds on the CPU, an event elsewhere."""
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.get_device_module(self._device).Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _since(self, begin: Any) -> float:
+        end = self._clock()
+        if self._device.type == "cpu":
+            return float(end - begin)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
 
     def _start_streamed(self, take: bool) -> None:
         """Start the streamed step; the one before ends first. What goes wrong is told after the step, when all ranks can be told."""
@@ -282,6 +339,8 @@ class ShardedOptimizer:
         if not self._prepared:  # the closure was never called: nothing was stepped
             return
         self._prepared = False
+        if self.streamed is not None and self.streamed.timed:
+            self._device_s = self._since(self._begin)
         error, self._error = self._error, None
         try:
             if self._runner is not None:
@@ -289,6 +348,7 @@ class ShardedOptimizer:
         except StorageError as failed:
             error = failed
         self.seal()
+        self._held = []
         self._hooks.after_step(error)
 
     def _label_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class SteppedSegment:
     gradient: Callable[[], Resting | None]
     bring: Callable[[int, int, torch.Tensor], list[Work]]  # start casting stepped masters, which stay as they are meanwhile, into the weights
     can_bring_from_rest: Callable[[int, int], bool]  # whether that needs no cast
-    bring_from_rest: Callable[[int, int], None]  # the same from where the master rests
+    bring_from_rest: Callable[[int, int], list[Work]]  # the same from where the master rests
     slabs: dict[str, Slab] = field(default_factory=dict)  # the optimizer's state of elements [split, numel), by key
     stepped: threading.Event = field(default_factory=threading.Event)  # no step of it is under way
 
@@ -113,16 +113,24 @@ class Streamed:
     """The tiles of one engine, in the order in which they are stepped."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, tiles: Sequence[Tile], device: torch.device) -> None:
-        self.tiles = list(tiles)
+        self.tiles: list[Tile] = []
         self.step_s = 0.0  # how long the last step of the tiles took
+        self.timed = False  # whether that includes the way of the last weights back
+        self._sent: list[Work] = []
         self._optimizer = optimizer
         self._device = device
+        self._ring = [_Buffers() for _ in range(_RING)]
+        self._stand_ins: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by length and dtype
+
+        self.retile(tiles)
+
+    def retile(self, tiles: Sequence[Tile]) -> None:
+        """Take other tiles; state that rests is that of segments, which keep it."""
+        self.tiles = list(tiles)
         self._places = {id(owned): (tile, low) for tile in self.tiles for _, owned, low in tile.pieces}
         for tile in self.tiles:
             for _, owned, _ in tile.pieces:
                 owned.streamed = True
-        self._ring = [_Buffers() for _ in range(_RING)]
-        self._stand_ins: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by length and dtype
 
     def _stand_in(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return what stands for `numel` numbers that rest elsewhere."""
@@ -218,6 +226,14 @@ class Streamed:
             if self._state(owned).get(key) is self._stand_in(owned.piece.numel, slab.dtype)
         }
 
+    def drop(self, key: str) -> None:
+        """Give back what rests of the segment called `key`."""
+        for tile in self.tiles:
+            if tile.segment.key == key:
+                for slab in tile.segment.slabs.values():
+                    slab.close()
+                tile.segment.slabs = {}
+
     def park(self) -> None:
         """Put to rest what stands in the optimizer as real numbers: state from before the sharding, or loaded."""
         for tile in self.tiles:
@@ -259,6 +275,9 @@ class Streamed:
                 tile.segment.stepped.set()
         for buffers in self._ring:
             buffers.settle()
+        if self.timed:
+            for work in self._sent:  # the last ones: a link keeps its order
+                getattr(work, "synchronize", work.wait)()
         self.step_s = time.perf_counter() - begin
 
     def _step_in_place(self, job: StepJob, tile: Tile, resting: Resting, used: list[bool]) -> None:
@@ -273,9 +292,9 @@ class Streamed:
         with _on_host(resting, tile) as grad, self.bound(tile, write=True) as (master, opened):
             self._step(job.host, tile, used, master, opened, grad)
             if not (from_rest or job.late):
-                segment.bring(tile.start, tile.stop, master.clone())
+                self._sent = segment.bring(tile.start, tile.stop, master.clone())
         if from_rest and not job.late:
-            segment.bring_from_rest(tile.start, tile.stop)
+            self._sent = segment.bring_from_rest(tile.start, tile.stop)
 
     def _load(self, tile: Tile, resting: Resting, buffers: _Buffers) -> _Passing:
         """Start reading a tile that rests on disk into one set of the ring, when what was written from there is written."""

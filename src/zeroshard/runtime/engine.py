@@ -22,12 +22,15 @@ from zeroshard.comm.agree import compare
 from zeroshard.core.digest import Digest
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
+from zeroshard.core.split import splits
 from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardError
 from zeroshard.optim.pieces import OwnedPiece
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import ShardedOptimizer, check_parameters
 from zeroshard.optim.streamed import StateAtRest, Tile
+from zeroshard.runtime.asleep import Sleep
 from zeroshard.runtime.backward import Backward
+from zeroshard.runtime.balance import Balance
 from zeroshard.runtime.build import Context, build_units, make_master
 from zeroshard.runtime.cut import UnitPlan, named_parameters_once
 from zeroshard.runtime.faults import Faults
@@ -35,6 +38,7 @@ from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.join import Join
 from zeroshard.runtime.owned import own
+from zeroshard.runtime.recut import recut
 from zeroshard.runtime.replicas import compare_replicas
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, memory_report
 from zeroshard.runtime.rest import Rest, RestingPiece
@@ -72,6 +76,9 @@ class Engine:
             self._hooks.broadcast = context.transport.broadcast
         self._faults = Faults(context.transport)
         self._sharded: ShardedOptimizer | None = None
+        self._owned: dict[str, tuple[list[OwnedPiece], list[Tile]]] = {}  # by segment
+        self._balance: Balance | None = None
+        self._sleep: Sleep | None = None
         self._closed = False
         self.refuse_steps: str | None = None  # why, while they are refused
 
@@ -120,17 +127,13 @@ class Engine:
         if self._sharded is not None:
             raise ConfigError("an optimizer is attached already: one engine has one optimizer; use param groups, or shard a second model")
         check_parameters(optimizer, named_parameters_once(self.module))
-        pieces: dict[int, list[OwnedPiece]] = {}
-        tiles: list[Tile] = []
         for unit in self._weights.units:
             for segment in unit.trainable:
                 if segment.master is None:
                     make_master(segment, unit.cells, self._context)
                     segment.fill_master()
-                owned, streamed = own(segment, unit.cells, self._context)
-                tiles += streamed
-                for piece in owned:
-                    pieces.setdefault(id(piece.parameter), []).append(piece)
+                self._owned[segment.key] = own(segment, unit.cells, self._context)
+        pieces, tiles = self._pieces_and_tiles()
         sharded = ShardedOptimizer(optimizer, self, rank=self._context.transport.rank, world=self._context.transport.size)
         sharded.attach(
             pieces,
@@ -141,6 +144,40 @@ class Engine:
         )
         self._sharded = sharded
         self._backward.optimizer = sharded
+        if self._context.tiering.automatic and sharded.streamed is not None:
+            sharded.streamed.timed = True
+            self._balance = Balance(self._context.tiering.fractions["optimizer"], self._context.tiering.least)
+
+    def _pieces_and_tiles(self) -> tuple[dict[int, list[OwnedPiece]], list[Tile]]:
+        """Return the pieces that this rank steps by id of their parameter, and the tiles that hold those off the device."""
+        pieces: dict[int, list[OwnedPiece]] = {}
+        tiles: list[Tile] = []
+        for owned, streamed in self._owned.values():
+            tiles += streamed
+            for piece in owned:
+                pieces.setdefault(id(piece.parameter), []).append(piece)
+        return pieces, tiles
+
+    @property
+    def offload_fraction(self) -> float | None:
+        """The share of the optimizer's state off the device that ``fraction="auto"`` has come to; None where it is not automatic."""
+        return None if self._balance is None else self._balance.fraction
+
+    def _rebalance(self) -> None:
+        """Move the cut between device and host to where the last steps say that both finish together."""
+        sharded, balance = self._sharded, self._balance
+        if sharded is None or balance is None or balance.settled:
+            return
+        fraction = balance.after_step(*sharded.step_seconds)
+        if fraction is None:
+            return
+        trained = [(unit, segment) for unit in self._weights.units for segment in unit.trainable]
+        numels = [0 if segment.master is None else segment.master.numel for _, segment in trained]
+        for (unit, segment), split in zip(trained, splits(numels, fraction), strict=True):
+            if split != segment.split:
+                before, _ = self._owned[segment.key]
+                self._owned[segment.key] = recut(segment, split, unit.cells, self._context, sharded, before)
+        sharded.retie(*self._pieces_and_tiles())
 
     @property
     def _may_step_into_forward(self) -> bool:
@@ -194,6 +231,7 @@ class Engine:
         """Called by the optimizer's step hook: agree on the gradients, wait until every rank is done reading the weights."""
         if self.refuse_steps is not None:
             raise StateError(self.refuse_steps)
+        self._weights.check_awake()
         if self._context.clip_norm is not None and not self._finalizer.clipped:
             self._finalizer.clip(self._context.clip_norm)
         result = self._finalizer.before_step()
@@ -212,6 +250,7 @@ class Engine:
         else:
             self._weights.invalidate()
         self._finalizer.after_step()
+        self._rebalance()
 
     def publish_late(self) -> None:
         """Called by the optimizer's step hook: a step that was taken one step late goes into the weights."""
@@ -283,6 +322,7 @@ class Engine:
             self._sharded.park()
 
     def _join_step(self) -> None:
+        self._weights.check_awake()
         if self._sharded is not None:
             self._sharded.join()
 
@@ -363,6 +403,34 @@ class Engine:
         """Count payload from zero."""
         self._context.transport.traffic.reset()
 
+    # ------------------------------------------------------------------ phases
+
+    def offload_states(self) -> int:
+        """Bring every state that rests on the device to the host; return the bytes. Collective.
+
+        Until `reload_states`, whatever needs a state raises StateError. Raises StateError inside a backward or ``gathered()``.
+        """
+        self._check_open()
+        if self._sleep is not None:
+            return self._sleep.num_bytes
+        if self._backward.running or self._weights.running or any(unit.depth for unit in self._weights.units):
+            raise StateError("offload_states() inside a forward, a backward or gathered(): call it between steps")
+        self._backward.finish()
+        self._join_step()
+        self._weights.end_pass()
+        sleep = Sleep(self._weights, self._sharded, self._context.transport, self._context.device)
+        sleep.begin()
+        self._context.pages.clear()
+        self._sleep, self._weights.asleep = sleep, True
+        return sleep.num_bytes
+
+    def reload_states(self) -> None:
+        """Bring back what `offload_states` took away, bit for bit. Collective."""
+        self._check_open()
+        if self._sleep is not None:
+            self._sleep.end()
+            self._sleep, self._weights.asleep = None, False
+
     # ------------------------------------------------------------------ recovery and the end
 
     def reset(self) -> None:
@@ -380,6 +448,7 @@ class Engine:
         """
         if self._closed:
             return
+        self.reload_states()
         self._backward.abandon()
         self._join_step()
         self._weights.let_go(also_for_backward=True)

@@ -1,37 +1,94 @@
 """Errors of one rank's disk or host memory, raised on every rank.
 
 A read that fails on one rank must not end its forward there: the others would wait in their next collective. So it is noted, the pass goes on with
-NaNs, and all ranks are told where they meet anyway: at the end of a forward of the model, and at a step.
+NaNs, and all ranks are told where they meet anyway::
 
-Invariant: nothing computed from a failed read reaches a master: the step asks first. Cost: one small exchange per forward and step, where states
-rest on another tier.
+    what fails                     goes on with    told                                    until then refused: forwards and steps
+    a read of weights              NaN             at the end of the forward, or the step  engine.reset()
+    a read or write of a gradient  NaN             at the next forward, or the step        engine.reset(); no master was written
+    a write of state (a step, ...) nothing         at the end of the step, load, writeback zs.load(): what rests is *lost*, half old and half new
+
+Invariant: nothing computed from a failed read reaches a master: the step asks first. Cost: one small exchange per forward where weights leave the
+device, and three per step where any state does. What it does not do: retry, or look after errors that are no StorageError.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from zeroshard.comm.transport import Transport
-from zeroshard.errors import StorageError
+from zeroshard.errors import StateError, StorageError
 
 __all__ = ["Faults"]
 
+_RESET = "call engine.reset() on every rank, which drops the gradients, and go on with the next batch"
+_LOAD = "what rests is half old and half new: load a checkpoint with zs.load()"
+
 
 class Faults:
-    """What has gone wrong on this rank and has not been told."""
+    """What has gone wrong on this rank and has not been told, and what is refused since all ranks were told."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, *, active: bool = True) -> None:
+        self.refusal: str | None = None  # why forwards and steps are refused, on every rank
+        self.is_lost = False  # on some rank what rests is not whole: told, and so known on every rank
         self._transport = transport
-        self._error: StorageError | None = None
+        self._active = active  # some state rests on another tier
+        self._error: StorageError | None = None  # the first, not yet told
+        self._loses = False  # whether what rests is lost with one not yet told
 
-    def note(self, error: StorageError) -> None:
-        """Keep the first error until the ranks meet."""
-        self._error = self._error or error
+    def note(self, error: StorageError, *, lost: bool = False) -> None:
+        """Keep the first error until the ranks meet; `lost`: what rests is no longer whole."""
+        if self._error is None:
+            error.__traceback__ = None  # its frames hold tensors
+            self._error = error
+        self._loses = self._loses or lost
 
-    def agree(self, error: StorageError | None = None) -> None:
-        """Raise on every rank where one has an error. Collective."""
-        own, self._error = self._error or error, None
-        answers = [answer.decode() for answer in self._transport.exchange(b"" if own is None else str(own).encode())]
-        if own is not None:
-            raise own
-        for rank, answer in enumerate(answers):
-            if answer:
-                raise StorageError(f"rank {rank}: {answer}")
+    @contextmanager
+    def noted(self, *, lost: bool = False) -> Iterator[None]:
+        """Note a StorageError of the body instead of raising it."""
+        try:
+            yield
+        except StorageError as error:
+            self.note(error, lost=lost)
+
+    @property
+    def unsaved(self) -> str | None:
+        """Why what rests here must not be saved, if so: told or not."""
+        if self.is_lost:
+            return self.refusal
+        return f"{self._error}; {_LOAD}" if self._error is not None and self._loses else None
+
+    def agree(self, error: StorageError | None = None, *, lost: bool = False) -> None:
+        """Raise StorageError on every rank where one has an error: its own, or the first of the others'. Collective."""
+        if not self._active:
+            return
+        if error is not None:
+            self.note(error, lost=lost)
+        own, loses = self._error, self._loses
+        self._error, self._loses = None, False
+        answers = self._transport.exchange(b"" if own is None else (b"!" if loses else b"?") + str(own).encode())
+        told = {rank: answer[1:].decode() for rank, answer in enumerate(answers) if answer}
+        if not told:
+            return
+        self.is_lost = self.is_lost or any(answer.startswith(b"!") for answer in answers)
+        first = next(iter(told))
+        self.refusal = f"rank {first}: {told[first]}; {_LOAD if self.is_lost else _RESET}"
+        raise StorageError(self.refusal if own is None else f"{own}; {_LOAD if self.is_lost else _RESET}")
+
+    def check(self, *, passes: bool = True) -> None:
+        """Raise StateError, the same on every rank, where forwards and steps are refused (`passes` off: only where what rests is lost)."""
+        if self.refusal is not None and (passes or self.is_lost):
+            raise StateError(f"refused since a tier failed: {self.refusal}")
+
+    def reset(self) -> None:
+        """The pass in which something failed is given up; what is lost stays lost."""
+        if not self._loses:
+            self._error = None
+        if not self.is_lost:
+            self.refusal = None
+
+    def repaired(self) -> None:
+        """Everything that rests has been written anew."""
+        self.refusal, self.is_lost = None, False
+        self._error, self._loses = None, False

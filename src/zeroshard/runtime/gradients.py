@@ -101,6 +101,10 @@ class GradientPath:
                     out[tier] = out.get(tier, 0) + num_bytes
         return out
 
+    def move_rest(self, split: int) -> None:
+        """Let the gradients to come rest on the device up to element `split`."""
+        self._place.move(split)
+
     @property
     def tiered(self) -> bool:
         """Whether the resting gradient lies, in part or as a whole, on another tier."""

@@ -194,6 +194,7 @@ class Hooks:
 
     def _install_module(self, module: nn.Module, units: list[Unit], ends: list[Unit]) -> None:
         weights = self._weights
+        apart = bool(getattr(type(module), "unit_of_its_own", False))  # a tile: recomputed one at a time, too
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if weights.nothing_to_do or torch.compiler.is_compiling():
@@ -215,7 +216,7 @@ class Hooks:
             for unit in units:
                 unit.depth = max(0, unit.depth - 1)
                 if unit.depth == 0:
-                    if in_backward:
+                    if in_backward and (not apart or unit.in_backward):
                         unit.in_backward = True  # recomputed: its own backward follows
                     else:
                         weights.after_forward(unit)

@@ -82,7 +82,10 @@ def _piece(segment: Segment, piece: Piece) -> OwnedPiece:
         assert resting is not None, f"the gradient of {path.key} is used and not held"
         return resting.fetch(start, stop)
 
-    tensor = nn.Parameter(master.tensor[start:stop] if on_device and master.tensor is not None else nan_like(piece.numel, master.dtype))
-    return OwnedPiece(
-        piece.name, segment.parameters[piece.index], piece, segment.flat.strides[piece.index], tensor, is_used, grad, path.resting
-    )
+    def at_rest() -> torch.Tensor:
+        assert master.tensor is not None
+        return master.tensor[start:stop]
+
+    tensor = nn.Parameter(at_rest() if on_device else nan_like(piece.numel, master.dtype))
+    parameter, stride = segment.parameters[piece.index], segment.flat.strides[piece.index]
+    return OwnedPiece(piece.name, parameter, piece, stride, tensor, is_used, grad, path.resting, on_device, at_rest)

@@ -39,6 +39,11 @@ class RestingPiece:
     place: slice  # in the shelf
     master: tuple[int, slice] | None  # which of `Engine.masters()` it lies in, and where; None for a frozen parameter's weight
 
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The numbers [stop - start] of a state that lies on the device."""
+        return self.shelf.whole[self.place]
+
     def borrowed(self, *, write: bool = False) -> AbstractContextManager[torch.Tensor]:
         """Lend the numbers [stop - start]; written only inside ``Engine.rewriting()``."""
         return self.shelf.borrowed(self.place.start, self.place.stop, write=write)
@@ -71,8 +76,8 @@ class Rest:
                 for segment in unit.segments if frozen else unit.trainable:
                     self._streams.write(segment.flat.rest_name)
                     segment.publish(everything=everything)
-                    if self._transport.size > 1:
-                        segment.settle()  # a peer may wait for it before this rank comes to this unit
+                    if self._transport.size > 1 or not unit.cells.optim.is_sharded:
+                        segment.settle()  # a peer may wait for it before this rank comes to this unit; or the weights are in use as they are
         self._weights.invalidate()
 
     @contextmanager

@@ -28,6 +28,7 @@ class Tiering:
     link: Link = field(default_factory=Direct)
     staging_bytes: int = 64 << 20  # of the streamed step
     automatic: bool = False  # the optimizer's fraction follows what is measured
+    least: float = 0.0  # of that fraction: what the device has no room for
     delayed_update: int | None = None  # steps before updates are applied one step late; None: never
 
     def store(self, tier: Tier) -> Store | None:

@@ -187,11 +187,12 @@ class Segment:
         """Whether stepped masters may go into the weights as they are, from where they rest."""
         return self.master_is_weight or (self.flat.dtype is self.weight.dtype is self._master.dtype and stop <= self.weight.split)
 
-    def bring_from_rest(self, start: int, stop: int) -> None:
+    def bring_from_rest(self, start: int, stop: int) -> list[Work]:
         """Start copying stepped masters into the weights from where they rest."""
-        if not self.master_is_weight:
-            assert self.weight.tensor is not None
-            self._sent(self._master.read(start, stop, self.weight.tensor[start:stop]), None)
+        if self.master_is_weight:
+            return []
+        assert self.weight.tensor is not None
+        return self._sent(self._master.read(start, stop, self.weight.tensor[start:stop]), None)
 
     @property
     def _master(self) -> Shelf:

@@ -51,6 +51,7 @@ class Weights:
         self._idle: Unit | None = None  # forward over, kept until another unit is needed
         self._prefetched: dict[int, Unit] = {}
         self.pinned = 0  # gathered() contexts that hold every unit
+        self.asleep = False  # between offload_states() and reload_states()
         self.running = 0  # forwards under way, of the model or of any module that needs a unit
         self._held: dict[int, tuple[Unit, bool]] = {}  # used outside their modules; whether a backward may follow
 
@@ -98,6 +99,7 @@ class Weights:
         if unit.state is UnitState.FULL:
             return
         if unit.state is UnitState.RESTING:
+            self.check_awake()
             self._make_room(unit, phase)
             self.start(unit)
         self._prefetched.pop(unit.index, None)
@@ -192,6 +194,11 @@ class Weights:
         """`unit`'s backward is over."""
         unit.in_backward = False
         self.release_unused(unit)
+
+    def check_awake(self) -> None:
+        """Raise StateError while the states are off the device."""
+        if self.asleep:
+            raise StateError("the states are off the device: call engine.reload_states() on every rank first")
 
     def check_epoch(self, unit: Unit, epoch: int) -> None:
         """Raise StateError when the weights have changed since the forward that ran under `epoch`."""

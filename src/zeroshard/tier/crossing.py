@@ -92,8 +92,9 @@ class Crossings:
             if self._pretended and not self._staging.owns(tensor):
                 return _LinkedBytes(tensor, self._carry)
             return _HostBytes(tensor)
-        event: Any = torch.get_device_module(tensor.device).Event()
-        event.record()
+        module = torch.get_device_module(tensor.device)
+        event: Any = module.Event()
+        event.record(module.current_stream(tensor.device))
 
         def carry(out: torch.Tensor, source: torch.Tensor, direction: Direction) -> None:
             self._stream.wait_event(event)

@@ -52,6 +52,7 @@ _log = logging.getLogger("zeroshard")
 _CHUNK = 2 << 20  # bytes per request: 1 MiB cost 5 to 10% of the bandwidth measured, more gained nothing and leaves threads idle
 _QUEUE_DEPTH = 8
 _STAGING_BYTES = 256 << 20
+_REMEDY = "go on from the last checkpoint, with another disk_path if it happens again"
 
 
 class DiskStore:
@@ -241,7 +242,7 @@ class _DiskSlab:
         if wrong is not None:
             raise StorageError(
                 f"{self.path}: {self.key}: bytes {wrong[0]} to {wrong[1]} are not what was written there last: the disk lost or damaged"
-                " them, or something else wrote to the file"
+                f" them, or something else wrote to the file; {_REMEDY}"
             )
 
     def _deposit(self, data: memoryview, low: int) -> None:
@@ -255,10 +256,10 @@ class _DiskSlab:
     def _check_file(self) -> None:
         """Refuse what was lost, and a file that was cut off: writing beyond the cut would fill it up with zeros again."""
         if self._is_lost:
-            raise StorageError(f"{self.path}: {self.key}: an earlier write to it failed, so it does not hold what it should")
+            raise StorageError(f"{self.path}: {self.key}: an earlier write to it failed, so it does not hold what it should; {_REMEDY}")
         size = os.fstat(self._fd).st_size
         if size < self._file_bytes:
-            raise StorageError(f"{self.path}: {self.key}: the file was cut off at byte {size}, it had {self._file_bytes}")
+            raise StorageError(f"{self.path}: {self.key}: the file was cut off at byte {size}, it had {self._file_bytes}; {_REMEDY}")
 
     @contextmanager
     def _as_storage_error(self, verb: str, low: int, high: int) -> Iterator[None]:
@@ -267,4 +268,5 @@ class _DiskSlab:
         except StorageError:
             raise
         except OSError as error:
-            raise StorageError(f"{self.path}: {self.key}: cannot {verb} bytes {low} to {high} ({error.strerror or error})") from error
+            why = error.strerror or error
+            raise StorageError(f"{self.path}: {self.key}: cannot {verb} bytes {low} to {high} ({why}); {_REMEDY}") from error

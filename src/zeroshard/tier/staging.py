@@ -8,8 +8,8 @@ Whoever finds the pool full sleeps until another thread gives something back. Gi
 end (every lent buffer is held by a thread that waits for more) is known at once, and is a StorageError instead of a hang.
 
 Invariant: memory lent and idle is at most `limit_bytes`, except that one buffer larger than the limit is lent while nothing else is. At rest
-no tensor refers to the pool. Cost: sizes are rounded up to 4 KiB. What it does not do: queue fairly (a large request may wait long beside
-many small ones), or know what is still being read into a buffer that is given back.
+no tensor refers to the pool. Cost: sizes are rounded up to 4 KiB; memory is used again for the same size only, so take few sizes. What it does
+not do: queue fairly (a large request may wait long beside many small ones), or know what is still being read into a buffer that is given back.
 """
 
 from __future__ import annotations
@@ -148,12 +148,14 @@ class Staging:
         return not self._lent or self.lent_bytes + need <= self.limit_bytes
 
     def _take(self, need: int) -> Memory:
-        """Return an idle buffer of about this size, else a new one for which idle ones make room."""
-        fitting = [m for m in self._idle if need <= m.num_bytes <= 2 * need and (m.num_bytes == need or self._fits(m.num_bytes))]
-        if fitting:
-            memory = min(fitting, key=lambda m: m.num_bytes)
-            self._idle.remove(memory)
-            return memory
+        """Return an idle buffer of this very size, else a new one for which idle ones make room.
+
+        Not a larger one: it would count for more than its taker knows of.
+        """
+        for memory in self._idle:
+            if memory.num_bytes == need:
+                self._idle.remove(memory)
+                return memory
         while self._idle and self.account.live + need > self.limit_bytes:
             self._evict(1)
         memory = Memory(need, pinned=self._pinned)

@@ -105,6 +105,8 @@ class Workers:
     def __init__(self, num_threads: int, scratch_bytes: int, *, pinned: bool) -> None:
         self._jobs: queue.SimpleQueue[tuple[Transfer, Piece] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._num_open = 0  # transfers that were started and have not ended
+        self._stopping = False
         self._threads = [
             threading.Thread(target=self._work, args=(Scratch(scratch_bytes, pinned=pinned),), name=f"zeroshard-disk-{i}", daemon=True)
             for i in range(num_threads)
@@ -115,6 +117,8 @@ class Workers:
     def start(self, transfer: Transfer) -> None:
         """Start `transfer` once those under way beside it that it must wait for have ended."""
         with self._lock:
+            assert not self._stopping, "the store is closed"
+            self._num_open += 1
             blockers = [other for other in transfer.beside if transfer.conflicts(other)]
             for other in blockers:
                 other.followers.append(transfer)
@@ -131,12 +135,13 @@ class Workers:
             transfer.settle()
 
     def stop(self) -> None:
-        """Let the threads end after what has been handed out."""
-        for _ in self._threads:
-            self._jobs.put(None)
+        """Let the threads end after the last transfer, those included that still wait for others."""
+        with self._lock:
+            self._stopping = True
+            self._end_threads()
 
     def join(self) -> None:
-        """Wait for the threads to end; no transfer may be under way."""
+        """Wait for the threads to end."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
@@ -150,7 +155,6 @@ class Workers:
             transfer, piece = job
             transfer.attempt(piece, scratch)
             self._finish_piece(transfer)
-            del job, transfer, piece  # an idle thread keeps nothing alive
 
     def _finish_piece(self, transfer: Transfer) -> None:
         with self._lock:
@@ -163,4 +167,11 @@ class Workers:
                 if not follower.num_blockers:
                     self._hand_out(follower)
             transfer.followers = []
+            self._num_open -= 1
+            self._end_threads()
         transfer.end()
+
+    def _end_threads(self) -> None:
+        if self._stopping and not self._num_open:
+            for _ in self._threads:
+                self._jobs.put(None)

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from zeroshard.launch.bench.plan import CONTENDERS, SIZES
+from zeroshard.launch.bench.plan import CONTENDERS, OFFLOAD_CONTENDERS, OFFLOAD_PARTS, SIZES
 
 __all__ = ["add_parser"]
 
@@ -26,6 +26,7 @@ def add_parser(commands: Any) -> None:
     _add_overhead(kinds)
     _add_checkpoint(kinds)
     _add_disk(kinds)
+    _add_offload(kinds)
     report = kinds.add_parser("report", help="print saved results as markdown")
     report.add_argument("files", type=Path, nargs="+", metavar="FILE")
     report.add_argument("--json", action="store_true", help="print medians, intervals and verdicts as JSON instead")
@@ -40,22 +41,9 @@ def _add_step(kinds: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"contenders:\n{contenders}\n\nexample:\n  zeroshard bench step --sizes medium --contenders zero3,torch-ddp,fsdp2",
     )
-    step.add_argument(
-        "--sizes", type=_names(SIZES), default=["medium"], metavar="NAME,...", help=f"of {', '.join(SIZES)} (default: medium)"
-    )
-    step.add_argument(
-        "--precision", type=_names(("fp32", "bf16")), default=["fp32"], metavar="NAME,...", help="fp32, bf16 or both (default: fp32)"
-    )
-    step.add_argument("--contenders", type=_names(CONTENDERS), metavar="NAME,...", help="default: all that the project compares")
-    step.add_argument("--nproc", type=_count(1), default=2, help="ranks of each contender (default: 2)")
-    step.add_argument("--threads", type=_count(1), help="threads per rank (default: cores / ranks)")
+    _add_what(step, CONTENDERS)
     step.add_argument("--warmup", type=_count(1), default=8, help="steps before the first turn (default and least: 8)")
-    step.add_argument(
-        "--alive", type=_count(2), help="contenders whose processes live at the same time; 2 is strictly A B A B (default: by size)"
-    )
-    step.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     step.add_argument("--data", nargs="+", default=[], metavar="FILE", help="train on the bytes of these files, not on random tokens")
-    step.add_argument("--deepspeed-python", metavar="PATH", help="interpreter for the DeepSpeed contenders, where theirs is another one")
     step.add_argument("--profile", action="store_true", help="also record which operators take the time")
     _add_common(step, steps=5)
     step.set_defaults(handler=_step)
@@ -90,6 +78,47 @@ def _add_disk(kinds: Any) -> None:
     disk.add_argument("--out", type=Path, metavar="FILE", help="save everything measured as JSON")
     disk.add_argument("--json", action="store_true", help="print that JSON instead of a table")
     disk.set_defaults(handler=_disk)
+
+
+def _add_offload(kinds: Any) -> None:
+    parts = "\n".join(f"  {name:20} {what}" for name, what in OFFLOAD_PARTS.items())
+    contenders = "\n".join(f"  {name:20} {what}" for name, what in OFFLOAD_CONTENDERS.items())
+    offload = kinds.add_parser(
+        "offload",
+        help="states on host and disk: steps, memory per tier, the host step and the disk step by themselves, the largest model",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"parts:\n{parts}\n\ncontenders:\n{contenders}\n\nexample:\n  zeroshard bench offload --disk-path /mnt/nvme",
+    )
+    offload.add_argument(
+        "--parts", type=_names(OFFLOAD_PARTS), default=list(OFFLOAD_PARTS), metavar="NAME,...", help="what to measure (default: all)"
+    )
+    _add_what(offload, OFFLOAD_CONTENDERS)
+    offload.add_argument("--disk-path", type=Path, metavar="DIR", help="a directory on the disk to use (default: the temporary folder)")
+    offload.add_argument(
+        "--elements", type=_count(1), default=1 << 25, metavar="N", help="stepped by the host step and the disk step (default: 32 Mi)"
+    )
+    offload.add_argument("--card-gib", type=float, metavar="GIB", help="memory of the card for the largest model (default: all it has)")
+    offload.add_argument("--largest-s", type=float, default=120.0, metavar="S", help="for the largest model, per tier (default: 120)")
+    _add_common(offload, steps=2)
+    offload.set_defaults(handler=_offload, warmup=8, data=[], profile=False)
+
+
+def _add_what(parser: argparse.ArgumentParser, contenders: Any) -> None:
+    """What to measure and on how many ranks: options of all that compare whole steps."""
+    parser.add_argument(
+        "--sizes", type=_names(SIZES), default=["medium"], metavar="NAME,...", help=f"of {', '.join(SIZES)} (default: medium)"
+    )
+    parser.add_argument(
+        "--precision", type=_names(("fp32", "bf16")), default=["fp32"], metavar="NAME,...", help="fp32, bf16 or both (default: fp32)"
+    )
+    parser.add_argument("--contenders", type=_names(contenders), metavar="NAME,...", help="default: all that the project compares")
+    parser.add_argument("--nproc", type=_count(1), default=2, help="ranks of each contender (default: 2)")
+    parser.add_argument("--threads", type=_count(1), help="threads per rank (default: cores / ranks)")
+    parser.add_argument(
+        "--alive", type=_count(2), help="contenders whose processes live at the same time; 2 is strictly A B A B (default: by size)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--deepspeed-python", metavar="PATH", help="interpreter for the DeepSpeed contenders, where theirs is another one")
 
 
 def _add_common(parser: argparse.ArgumentParser, *, steps: int) -> None:
@@ -128,6 +157,13 @@ def _step(arguments: argparse.Namespace) -> int:
 
     threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // arguments.nproc)
     return step(arguments, threads=threads)
+
+
+def _offload(arguments: argparse.Namespace) -> int:
+    from zeroshard.launch.bench.commands import offload
+
+    threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // arguments.nproc)
+    return offload(arguments, threads=threads)
 
 
 def _overhead(arguments: argparse.Namespace) -> int:

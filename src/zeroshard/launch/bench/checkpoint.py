@@ -75,7 +75,7 @@ class _Rig:
         self.optimizer.zero_grad()
         self.folder = folder
         self.warm = warm
-        pieces = [piece.shelf.whole[piece.place] for piece in self.engine.resting_pieces()]
+        pieces = [piece.tensor for piece in self.engine.resting_pieces()]
         moments = [value for state in self.optimizer.state.values() for value in state.values() if value.numel() > 1]
         self.tensors = [*pieces, *moments]
         self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)

@@ -1,4 +1,4 @@
-"""What ``zeroshard bench step``, ``overhead`` and ``report`` do, from parsed arguments to the exit code.
+"""What ``zeroshard bench step``, ``overhead``, ``offload`` and ``report`` do, from parsed arguments to the exit code.
 
 Tables go to stdout, progress and everything said on the way to stderr. Exit code 70 when a contender broke, 0 otherwise, whatever the
 verdicts; a contender that is merely not installed is said and skipped.
@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -21,31 +22,65 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from zeroshard.errors import ConfigError
 from zeroshard.launch.bench.driver import Options, measure
-from zeroshard.launch.bench.plan import COMPARISONS, OVERHEAD_SIZE, SIZES, Comparison, blocks, comparisons_for
-from zeroshard.launch.bench.results import Report, machine_facts
+from zeroshard.launch.bench.plan import (
+    COMPARISONS,
+    LARGEST,
+    OFFLOAD_COMPARISONS,
+    OVERHEAD_SIZE,
+    SIZES,
+    Comparison,
+    blocks,
+    comparisons_for,
+)
+from zeroshard.launch.bench.results import Report, Run, machine_facts
+from zeroshard.launch.bench.stats import MIN_PAIRS
 from zeroshard.launch.bench.tables import markdown, show, summary
 
-__all__ = ["overhead", "report", "step"]
+__all__ = ["offload", "overhead", "report", "step"]
 
 EXIT_BROKEN = 70
 
 
 def step(arguments: argparse.Namespace, *, threads: int) -> int:
     """Every contender beside its references, at every size and precision asked for."""
-    contenders = arguments.contenders or list(dict.fromkeys(name for c in COMPARISONS for name in (c.contender, c.reference)))
-    comparisons = comparisons_for(contenders)
-    if not comparisons:
-        raise ConfigError(f"--contenders {','.join(contenders)}: a comparison needs at least two")
+    comparisons = _chosen(arguments.contenders, COMPARISONS)
     result = _new_report("step")
     with _one_text(arguments.data) as text:
         _run_sizes(result, comparisons, arguments, threads=threads, text=text)
     return _finish(result, arguments)
 
 
+def offload(arguments: argparse.Namespace, *, threads: int) -> int:
+    """States on host and disk: whole steps, the host step and the disk step by themselves, and on CUDA the largest model."""
+    comparisons = _chosen(arguments.contenders, OFFLOAD_COMPARISONS) if "steps" in arguments.parts else []
+    result = _new_report("offload")
+    with _scratch(arguments.disk_path) as path:
+        _run_sizes(result, comparisons, arguments, threads=threads, disk_path=str(path))
+        _run_alone(result, arguments, path)
+        if "largest" in arguments.parts:
+            _run_largest(result, arguments, threads=threads, disk_path=str(path))
+    return _finish(result, arguments)
+
+
+def _chosen(contenders: Sequence[str] | None, known: Sequence[Comparison]) -> list[Comparison]:
+    """Return the comparisons among the `contenders` asked for, by default all that are `known`."""
+    contenders = contenders or list(dict.fromkeys(name for c in known for name in (c.contender, c.reference)))
+    comparisons = comparisons_for(contenders, known)
+    if not comparisons:
+        raise ConfigError(f"--contenders {','.join(contenders)}: a comparison needs at least two")
+    return comparisons
+
+
 def _run_sizes(
-    result: Report, comparisons: Sequence[Comparison], arguments: argparse.Namespace, *, threads: int, text: tuple[str, ...]
+    result: Report,
+    comparisons: Sequence[Comparison],
+    arguments: argparse.Namespace,
+    *,
+    threads: int,
+    text: tuple[str, ...] = (),
+    disk_path: str | None = None,
 ) -> None:
-    for size in (SIZES[name] for name in arguments.sizes):
+    for size in (SIZES[name] for name in arguments.sizes if comparisons):
         for precision in arguments.precision:
             options = Options(
                 num_ranks=arguments.nproc,
@@ -53,15 +88,55 @@ def _run_sizes(
                 steps=arguments.steps,
                 warmup=arguments.warmup,
                 pairs=arguments.pairs,
-                alive=arguments.alive or size.alive,
+                alive=arguments.alive or size.alive + size.alive // 2 * (result.kind == "offload"),
                 device=arguments.device,
                 files=text,
                 deepspeed_python=arguments.deepspeed_python or sys.executable,
                 profile=arguments.profile,
+                disk_path=disk_path,
             )
-            with _progress(f"{size.name} {precision}", comparisons, options) as (say, advance):
+            with _progress(f"{size.name} {precision}", _num_turns(comparisons, options)) as (say, advance):
                 result.runs.append(measure(size, precision, comparisons, options, say=say, advance=advance))
             _save(result, arguments.out)  # after every run: hours of measuring are not lost to a later failure
+
+
+def _run_alone(result: Report, arguments: argparse.Namespace, path: Path) -> None:
+    """The host step and the disk step, nothing else running."""
+    parts = [part for part in ("host-step", "disk-step") if part in arguments.parts]
+    if not parts:
+        return
+    from zeroshard.launch.bench.offload import disk_step, host_step  # which import torch
+
+    pairs = arguments.pairs or MIN_PAIRS
+    runs: dict[str, Callable[..., Run]] = {}
+    if "host-step" in parts:
+        runs["host step"] = partial(host_step, arguments.elements, pairs)
+    for grad in ("device", "disk") if "disk-step" in parts else ():
+        runs[f"disk step, gradient on {grad}"] = partial(disk_step, arguments.elements, pairs, path, grad=grad)
+    for title, run in runs.items():
+        with _progress(title, pairs + 1) as (_, advance):
+            result.runs.append(run(advance=advance))
+        _save(result, arguments.out)
+
+
+def _run_largest(result: Report, arguments: argparse.Namespace, *, threads: int, disk_path: str) -> None:
+    """The largest model per tier; only where there is a card to fill."""
+    if arguments.device != "cuda":
+        with _progress("largest model", 0) as (say, _):
+            result.left_out.append("largest model: it fills a GPU's memory, and this run is on the CPU (--device cuda measures it)")
+            say(f"skipped {result.left_out[-1]}")
+        _save(result, arguments.out)
+        return
+    from zeroshard.launch.bench.offload import largest
+
+    card = None if arguments.card_gib is None else int(arguments.card_gib * 2**30)
+    options = Options(num_ranks=1, threads=threads, device="cuda", disk_path=disk_path, deferred=True, device_bytes=card)
+    for tier in LARGEST:
+        with _progress(f"largest model, states on {tier}", 0) as (say, advance):
+            found = largest(tier, arguments.precision[0], options, seconds=arguments.largest_s, advance=advance)
+            result.largest.append(found)
+            say(f"largest model, states on {tier}: {found.num_parameters / 1e9:.2f} billion parameters; then {found.stopped}")
+        _save(result, arguments.out)
 
 
 def overhead(arguments: argparse.Namespace, *, threads: int) -> int:
@@ -76,7 +151,7 @@ def overhead(arguments: argparse.Namespace, *, threads: int) -> int:
             pairs=arguments.pairs,
         )
         comparisons = [Comparison("zero3", "plain", None if narrow else 1 / 1.03, pairs=30)]
-        with _progress(f"{size.name} fp32, one process", comparisons, options) as (say, advance):
+        with _progress(f"{size.name} fp32, one process", _num_turns(comparisons, options)) as (say, advance):
             result.runs.append(measure(size, "fp32", comparisons, options, say=say, advance=advance))
         _save(result, arguments.out)
     return _finish(result, arguments)
@@ -130,14 +205,28 @@ def _one_text(files: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 @contextmanager
-def _progress(
-    title: str, comparisons: Sequence[Comparison], options: Options
-) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
-    """A bar on stderr; yields (say a line, go one turn ahead)."""
+def _scratch(folder: Path | None) -> Iterator[Path]:
+    """A directory below `folder` (default: the temporary one) for what rests on disk; it is gone afterwards, whatever was left there."""
+    try:
+        scratch = tempfile.TemporaryDirectory(dir=folder, prefix="zeroshard-bench-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ConfigError(f"--disk-path {folder}: {error.strerror}: name a directory on the disk to measure") from error
+    with scratch as name:
+        yield Path(name)
+
+
+def _num_turns(comparisons: Sequence[Comparison], options: Options) -> int:
+    """Return how often `measure` will say that it goes ahead."""
     total = 0
     for members, inside in blocks(comparisons, alive=options.alive):
         wanted = {c: options.pairs or c.pairs for c in inside}
         total += sum(1 + max(n for c, n in wanted.items() if name in (c.contender, c.reference)) for name in members)
+    return total
+
+
+@contextmanager
+def _progress(title: str, total: int) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
+    """A bar on stderr; yields (say a line, go one turn ahead)."""
     console = Console(stderr=True)
     columns = (
         TextColumn("[bold]" + title),

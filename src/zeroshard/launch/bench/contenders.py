@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeroshard.launch.bench.model import GPT
-from zeroshard.launch.bench.plan import CONTENDERS, Size
+from zeroshard.launch.bench.plan import CONTENDERS, OFFLOAD_CONTENDERS, OFFLOADS, Size
 
 __all__ = ["LEARNING_RATE", "Builder", "Missing", "Setup", "Trainee", "adamw", "builder_for"]
 
@@ -37,6 +37,7 @@ class Setup:
     size: Size
     precision: str  # "fp32" or "bf16"
     device: torch.device
+    disk_path: str | None = None  # a directory for what rests on disk
 
     @property
     def bf16(self) -> bool:
@@ -64,11 +65,11 @@ def adamw(parameters: Iterable[Tensor]) -> torch.optim.AdamW:
 
 def builder_for(name: str) -> Builder:
     """Return the builder of contender `name`; raises Missing when its library cannot be imported here. Imports that library."""
-    assert name in CONTENDERS, f"contender {name!r} is not in the plan"
+    assert name in CONTENDERS or name in OFFLOAD_CONTENDERS, f"contender {name!r} is not in the plan"
     if name.startswith("deepspeed"):
-        return _deepspeed(int(name[9]), reshard=name.endswith("-reshard"))
+        return _deepspeed(int(name[9]), reshard=name.endswith("-reshard"), offload=name.partition("+")[2])
     if name.startswith("fsdp2"):
-        return _fsdp2(reshard=not name.endswith("-keep"))
+        return _fsdp2(reshard=not name.endswith("-keep"), host=name.endswith("+host"))
     if name.startswith("torch-ddp"):
         return _torch_ddp(views=name == "torch-ddp")
     if name == "torch-zero1":
@@ -76,15 +77,23 @@ def builder_for(name: str) -> Builder:
     if name in ("compute", "plain"):
         return _compute if name == "compute" else _plain
     row, _, transport = name.partition("@")
-    return _zeroshard(row, transport or "auto")
+    return _zeroshard(row.partition("+")[0], transport or "auto", OFFLOADS.get(name, {}))
 
 
-def _zeroshard(row: str, transport: str) -> Builder:
+def _zeroshard(row: str, transport: str, tiers: dict[str, Any]) -> Builder:
     import zeroshard as zs
 
     def build(model: nn.Module, setup: Setup) -> Trainee:
         optimizer = adamw(model.parameters())
-        engine = zs.shard(model, optimizer, policy=row, precision=setup.precision, comm=zs.Comm.model_validate({"transport": transport}))
+        path = setup.disk_path if "disk" in tiers.values() else None
+        engine = zs.shard(
+            model,
+            optimizer,
+            policy=row,
+            precision=setup.precision,
+            comm=zs.Comm.model_validate({"transport": transport}),
+            offload=zs.Offload(disk_path=path, **tiers),
+        )
 
         def update() -> None:
             optimizer.step()
@@ -197,19 +206,22 @@ def _torch_zero1() -> Builder:
     return build
 
 
-def _fsdp2(*, reshard: bool) -> Builder:
-    """torch fully_shard, a group per block and one for the rest. In bf16 its gradients are reduced in bf16, its default and the faster."""
+def _fsdp2(*, reshard: bool, host: bool) -> Builder:
+    """torch fully_shard, a group per block and one for the rest. In bf16 its gradients are reduced in bf16, its default and the faster.
+
+    On a CPU its CPUOffloadPolicy runs without pinned memory, which wants an accelerator; every copy to the host is then one within memory.
+    """
 
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     def build(model: nn.Module, setup: Setup) -> Trainee:
         assert isinstance(model, GPT)
         mesh = init_device_mesh(setup.device.type, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if setup.bf16 else MixedPrecisionPolicy()
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        offload = CPUOffloadPolicy(pin_memory=setup.device.type != "cpu") if host else OffloadPolicy()
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=offload)
         optimizer = adamw(model.parameters())
 
         def update() -> None:
@@ -221,8 +233,11 @@ def _fsdp2(*, reshard: bool) -> Builder:
     return build
 
 
-def _deepspeed(stage: int, *, reshard: bool) -> Builder:
-    """DeepSpeed with torch's fused AdamW as client optimizer, clipping off (it clips at 1.0 by itself) and buckets fit for this size."""
+def _deepspeed(stage: int, *, reshard: bool, offload: str) -> Builder:
+    """DeepSpeed with torch's fused AdamW as client optimizer, clipping off (it clips at 1.0 by itself) and buckets fit for this size.
+
+    With `offload` ("host", "weights" or "disk") its host step is that same AdamW, which on a CPU is as fast as its own compiled one.
+    """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
@@ -231,11 +246,20 @@ def _deepspeed(stage: int, *, reshard: bool) -> Builder:
         raise Missing(
             f"DeepSpeed cannot be imported: {error}; pip install 'zeroshard[bench]', or name an interpreter that has it"
         ) from error
+    if offload == "disk" and not deepspeed.accelerator.get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible():
+        raise Missing("DeepSpeed's async_io operator cannot be built here: it needs libaio with its headers (libaio-dev)")
 
     def build(model: nn.Module, setup: Setup) -> Trainee:
         zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": DEEPSPEED_BUCKET, "allgather_bucket_size": DEEPSPEED_BUCKET}
         if stage == 3:
             zero["stage3_prefetch_bucket_size"] = DEEPSPEED_BUCKET
+        if offload == "disk":
+            nvme = {"device": "nvme", "nvme_path": setup.disk_path, "pipeline_read": True, "pipeline_write": True}
+            zero["offload_optimizer"] = nvme
+        elif offload:
+            zero["offload_optimizer"] = {"device": "cpu"}
+        if offload == "weights":
+            zero["offload_param"] = {"device": "cpu"}
         if reshard:
             zero["stage3_max_reuse_distance"] = zero["stage3_max_live_parameters"] = 0
         config = {

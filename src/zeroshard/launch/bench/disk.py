@@ -48,7 +48,6 @@ _NUM_STATES = 3
 _REQUEST = 2 << 20  # bytes
 _GROUP = 16 << 20  # bytes of each state that are read, and written, together
 _NUM_GROUPS = 3  # in memory
-_RING_BYTES = _NUM_GROUPS * _NUM_STATES * _GROUP
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,16 @@ class Options:
     def state_bytes(self) -> int:
         """Bytes of one state, whole blocks."""
         return round_up(max(self.num_bytes // _NUM_STATES, 1), BLOCK)
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of each state in one group."""
+        return min(_GROUP, self.state_bytes)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the buffers that each contender reads into and writes from."""
+        return _NUM_GROUPS * _NUM_STATES * self.group_bytes
 
 
 @dataclass
@@ -97,9 +106,7 @@ class _Raw:
         files = [store.files.create(f"raw {index}", options.state_bytes, direct=store.direct) for index in range(_NUM_STATES)]
         self.fds = [fd for fd, _ in files]
         self.paths = [store.path / name for _, name in files]
-        places = -(
-            -_RING_BYTES // _REQUEST // options.queue_depth
-        )  # per thread; as much memory as the ring, or it would all stay in caches
+        places = max(1, options.ring_bytes // _REQUEST // options.queue_depth)  # per thread; little memory would all stay in caches
         self._memories = [Memory(places * _REQUEST, pinned=False) for _ in range(options.queue_depth)]
         for memory in self._memories:
             memory.tensor(0, places * _REQUEST // 4, torch.float32).normal_()
@@ -145,7 +152,7 @@ class _Slabs:
     def __init__(self, store: DiskStore, options: Options) -> None:
         numel = options.state_bytes // 4
         self._numel = numel
-        self._group = min(_GROUP // 4, numel)
+        self._group = options.group_bytes // 4
         names = ("fp32 master", "fp32 exp_avg", "fp32 exp_avg_sq")
         self._slabs = [store.slab(name, numel, torch.float32) for name in names]
         self._ring = [[store.staging.tensor(self._group, torch.float32) for _ in names] for _ in range(_NUM_GROUPS)]
@@ -253,7 +260,9 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
     console = Console(stderr=True)
     path = Path(tempfile.gettempdir()) if options.path is None else options.path
     cpu = torch.device("cpu")
-    store = DiskStore(path, cpu, rank=0, run="bench", verify=options.verify, queue_depth=options.queue_depth, staging_bytes=_RING_BYTES)
+    store = DiskStore(
+        path, cpu, rank=0, run="bench", verify=options.verify, queue_depth=options.queue_depth, staging_bytes=options.ring_bytes
+    )
     rows = {kind: Row(kind) for kind in _KINDS}
     try:
         slabs = _Slabs(store, options)

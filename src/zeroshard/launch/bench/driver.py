@@ -43,6 +43,9 @@ class Options:
     files: tuple[str, ...] = ()
     deepspeed_python: str = sys.executable
     profile: bool = False
+    disk_path: str | None = None  # for contenders that put something on disk
+    deferred: bool = False  # the model is built in no memory
+    device_bytes: int | None = None  # of the accelerator, for each rank; None: all of it
     timeout_s: float = 1800.0
 
 
@@ -68,6 +71,9 @@ class Group:
             "threads": options.threads,
             "device": options.device,
             "files": list(options.files),
+            "disk_path": options.disk_path,
+            "deferred": options.deferred,
+            "device_bytes": options.device_bytes,
             "python": options.deepspeed_python if name.startswith("deepspeed") else sys.executable,
         }
         leader = str(Path(__file__).with_name("leader.py"))  # as a script: it needs nothing of this package, and so no torch
@@ -141,6 +147,8 @@ def introduce(group: Group, result: ContenderResult, options: Options) -> None:
     rest = group.do("rest")["replies"]
     result.live_after_backward = max(reply["live_after_backward"] for reply in rest)
     result.live_after_update = max(reply["live_after_update"] for reply in rest)
+    result.live_by_device = rest[0].get("live_by_device", {})
+    result.device_peak_bytes = max(reply.get("device_peak", 0) for reply in rest)
     result.memory = {when: rest[0][f"memory_{when}"] for when in ("after_backward", "after_update") if f"memory_{when}" in rest[0]}
     wire = group.do("train", settle=0, steps=4)
     result.wire_bytes = wire["interface_bytes"] / 4 / options.num_ranks

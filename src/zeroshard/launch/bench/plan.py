@@ -12,8 +12,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["COMPARISONS", "CONTENDERS", "MEMORY_CLAIMS", "OVERHEAD_SIZE", "SIZES", "Comparison", "Size", "blocks", "comparisons_for"]
+__all__ = [
+    "COMPARISONS",
+    "CONTENDERS",
+    "LARGEST",
+    "LARGEST_SIZE",
+    "MEMORY_CLAIMS",
+    "OFFLOADS",
+    "OFFLOAD_COMPARISONS",
+    "OFFLOAD_CONTENDERS",
+    "OFFLOAD_PARTS",
+    "OVERHEAD_SIZE",
+    "SIZES",
+    "Comparison",
+    "Size",
+    "blocks",
+    "comparisons_for",
+]
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,9 @@ SIZES = {
 OVERHEAD_SIZE = Size("overhead", layers=48, width=16, heads=1, vocabulary=256, context=8, batch=1)
 """So narrow that a step is Python and dispatch, with almost no arithmetic in it."""
 
+LARGEST_SIZE = Size("largest", layers=1, width=4096, heads=32, vocabulary=4096, context=512, batch=1)
+"""Where the search for the largest model begins: a layer is 0.2 billion parameters, and activations are nothing beside it."""
+
 CONTENDERS = {
     "ddp": "this library, stage 0",
     "zero1": "this library, stage 1",
@@ -76,6 +96,39 @@ CONTENDERS = {
     "deepspeed3-reshard": "DeepSpeed stage 3, made to gather again before backward",
     "compute": "forward, backward and the step on one shard, with no communication at all",
     "plain": "plain PyTorch, every rank by itself",
+}
+
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "zero2+host": {"grad": "host", "optimizer": "host"},
+    "zero2+part": {"grad": "host", "optimizer": "host", "fraction": 0.4},
+    "zero2+late": {"grad": "host", "optimizer": "host", "delayed_update": 0},
+    "zero2+disk": {"optimizer": "disk"},
+    "zero3+host": {"weight": "host", "grad": "host", "optimizer": "host"},
+    "zero3+disk": {"weight": "disk", "grad": "disk", "optimizer": "disk"},
+}
+"""What `shard(offload=...)` gets, by contender."""
+
+OFFLOAD_CONTENDERS = {
+    "zero2": CONTENDERS["zero2"],
+    "zero2+host": "the same, gradients and optimizer on the host",
+    "zero2+part": "the same, 40% of gradients and optimizer on the host, the rest on the device",
+    "zero2+late": "the same, gradients and optimizer on the host, updates one step late from the first step on",
+    "zero2+disk": "the same, optimizer on disk",
+    "zero3": CONTENDERS["zero3"],
+    "zero3+host": "the same, weights, gradients and optimizer on the host",
+    "zero3+disk": "the same, weights, gradients and optimizer on disk",
+    "fsdp2+host": "torch fully_shard per block with CPUOffloadPolicy (everything on the host)",
+    "deepspeed2+host": "DeepSpeed stage 2, offload_optimizer cpu",
+    "deepspeed3+host": "DeepSpeed stage 3, offload_optimizer cpu",
+    "deepspeed3+weights": "DeepSpeed stage 3, offload_param and offload_optimizer cpu",
+    "deepspeed3+disk": "DeepSpeed stage 3, offload_optimizer nvme (on a CPU its losses were seen to be wrong)",
+}
+
+OFFLOAD_PARTS = {
+    "steps": "whole training steps of every contender",
+    "host-step": "the streamed host step beside torch's fused AdamW on one tensor",
+    "disk-step": "the streamed disk step beside the same bytes read and written plainly, and beside the slower of disk and computation",
+    "largest": "the largest model that trains on the card, per tier (CUDA only)",
 }
 
 
@@ -113,13 +166,35 @@ COMPARISONS = (
 )
 """What `bench step` measures, with the ratios that the project promises at the medium size."""
 
+OFFLOAD_COMPARISONS = (
+    Comparison("zero2+host", "zero2"),
+    Comparison("zero2+part", "zero2"),
+    Comparison("zero2+late", "zero2"),
+    Comparison("zero2+disk", "zero2"),
+    Comparison("zero3+host", "zero3"),
+    Comparison("zero3+disk", "zero3"),
+    *(Comparison(name, "fsdp2+host") for name in OFFLOADS),
+    *(Comparison(name, "deepspeed2+host") for name in OFFLOADS if name.startswith("zero2")),
+    Comparison("zero3+host", "deepspeed3+host"),
+    Comparison("zero3+host", "deepspeed3+weights"),
+    Comparison("zero2+disk", "deepspeed3+disk"),
+    Comparison("zero3+disk", "deepspeed3+disk"),
+)
+"""What `bench offload` measures: beside the same row on the device, beside FSDP2, and beside DeepSpeed's nearest."""
+
+LARGEST = {"device": "zero3", "host": "zero3+host", "disk": "zero3+disk"}
+"""Which contender stands for which tier in the search for the largest model."""
+
 MEMORY_CLAIMS = tuple((row, "torch-ddp") for row in ("zero1", "zero2", "zero3"))
 """(contender, reference): the contender's peak memory above the imports is promised to be below the reference's."""
 
 
-def comparisons_for(contenders: Sequence[str]) -> list[Comparison]:
-    """Return the comparisons among `contenders`; one that has none of its own is put beside the first other contender, without a target."""
-    chosen = [c for c in COMPARISONS if c.contender in contenders and c.reference in contenders]
+def comparisons_for(contenders: Sequence[str], known: Sequence[Comparison] = COMPARISONS) -> list[Comparison]:
+    """Return those of the `known` comparisons that are among `contenders`.
+
+    A contender that has none of its own is put beside the first other one, without a target.
+    """
+    chosen = [c for c in known if c.contender in contenders and c.reference in contenders]
     for name in contenders:
         others = [other for other in ("torch-ddp", *contenders) if other in contenders and other != name]
         if others and not any(name in (c.contender, c.reference) for c in chosen):

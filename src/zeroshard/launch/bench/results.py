@@ -15,9 +15,10 @@ from typing import Any
 
 from zeroshard.launch.bench.stats import Interval, bootstrap_median
 
-__all__ = ["ComparisonResult", "ContenderResult", "Report", "Run", "machine_facts"]
+__all__ = ["ComparisonResult", "ContenderResult", "Largest", "Report", "Run", "machine_facts"]
 
 FORMAT = 1
+KINDS = ("step", "overhead", "offload")
 
 
 @dataclass
@@ -32,9 +33,11 @@ class ContenderResult:
     step_s: list[float] = field(default_factory=list)  # every timed step of rank 0
     live_after_backward: int = 0  # bytes of live tensor storages
     live_after_update: int = 0
+    live_by_device: dict[str, dict[str, int]] = field(default_factory=dict)  # when -> device type -> those bytes, on rank 0
     memory: dict[str, Any] = field(default_factory=dict)  # this library's own account, after backward and after update
     base_bytes: int = 0  # resident after the imports
     peak_bytes: int = 0  # highest resident
+    device_peak_bytes: int = 0  # highest on the accelerator, once the model was built
     wire_bytes: float = 0.0  # per rank and step, by the interface's counters
     wire_exclusive: bool = False  # whether that interface carried nothing else
     payload_bytes: float | None = None  # per rank and step, by this library's own count
@@ -77,7 +80,7 @@ class Run:
     threads: int
     device: str
     num_parameters: int
-    tokens: int  # per rank and step
+    tokens: int  # per rank and step; 0 where nothing but an optimizer step runs
     contenders: list[ContenderResult] = field(default_factory=list)
     comparisons: list[ComparisonResult] = field(default_factory=list)
 
@@ -87,14 +90,30 @@ class Run:
 
 
 @dataclass
+class Largest:
+    """The largest model that trained, found by doubling the number of layers, with states on one tier."""
+
+    tier: str
+    contender: str
+    num_parameters: int  # 0: not even the smallest
+    layers: int
+    step_s: float
+    device_peak_bytes: int
+    device_bytes: int  # what it was allowed to use
+    stopped: str  # why the next doubling was not trained
+
+
+@dataclass
 class Report:
     """One call of the benchmark."""
 
-    kind: str  # "step" or "overhead"
+    kind: str  # one of KINDS
     command: list[str]
     started: str
     machine: dict[str, Any]
     runs: list[Run] = field(default_factory=list)
+    largest: list[Largest] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # what was asked for and not measured, and why
     format: int = FORMAT
 
     def save(self, path: Path) -> None:
@@ -110,14 +129,15 @@ class Report:
     def load(path: Path) -> Report:
         """Read what `save` wrote; raises ValueError when it is something else."""
         data = json.loads(path.read_text())
-        if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("kind") not in ("step", "overhead"):
+        if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("kind") not in KINDS:
             raise ValueError(f"{path} is not a result of `zeroshard bench` (format {FORMAT})")
         runs = []
         for run in data.pop("runs"):
             contenders = [ContenderResult(**item) for item in run.pop("contenders")]
             comparisons = [ComparisonResult(**item) for item in run.pop("comparisons")]
             runs.append(Run(**run, contenders=contenders, comparisons=comparisons))
-        return Report(**data, runs=runs)
+        largest = [Largest(**item) for item in data.pop("largest", [])]
+        return Report(**data, runs=runs, largest=largest)
 
 
 def machine_facts() -> dict[str, Any]:

@@ -19,7 +19,8 @@ from zeroshard.launch.bench.stats import bootstrap_median, judge
 __all__ = ["markdown", "show", "summary"]
 
 MB = 1e6
-LOSS_REFERENCES = ("torch-ddp", "plain", "ddp")
+LOSS_REFERENCES = ("torch-ddp", "plain", "ddp", "zero2", "zero3")
+TIERS = ("device", "host", "disk")
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,19 @@ def summary(report: Report) -> dict[str, Any]:
 def _grids(report: Report) -> list[Grid]:
     grids = []
     for run in report.runs:
-        grids += [_contender_grid(run), _comparison_grid(run)]
+        if not run.tokens:
+            contenders = _alone_grid(run)
+        else:
+            contenders = _tier_grid(run) if report.kind == "offload" else _contender_grid(run)
+        grids += [contenders, _comparison_grid(run)]
+    grids.append(_largest_grid(report))
     return [grid for grid in grids if grid.rows]
 
 
 def _title(run: Run) -> str:
     ranks = f"{run.num_ranks} ranks" if run.num_ranks > 1 else "one process"
+    if not run.tokens:
+        return f"{run.size}, {run.num_parameters / 2**20:.1f} Mi elements, {run.precision}, {ranks} x {run.threads} threads, {run.device}"
     return (
         f"{run.size}, {run.num_parameters / 1e6:.1f}M parameters, {run.precision}, {ranks} x {run.threads} threads, "
         f"{run.tokens} tokens per rank and step, {run.device}"
@@ -116,6 +124,70 @@ def _contender_grid(run: Run) -> Grid:
             )
         )
     return Grid(_title(run), header, rows)
+
+
+def _tier_grid(run: Run) -> Grid:
+    """Steps with states on several tiers. Bytes per parameter: at the end of a backward / after the step."""
+    header = ("contender", "ms/step", "tokens/s", *(f"{tier} B/param" for tier in TIERS), "peak MB", "loss - reference")
+    cuda = run.device == "cuda"
+    rows = []
+    for c in run.contenders:
+        if c.skipped or not c.step_s:
+            continue
+        median_s = bootstrap_median(c.step_s).median
+        row = [c.name, f"{median_s * 1000:.1f}", f"{run.tokens * run.num_ranks / median_s:.0f}", *_tier_cells(run, c)]
+        row += [f"{c.above_imports / MB:.0f}", *([f"{c.device_peak_bytes / MB:.0f}"] if cuda else []), _loss_difference(run, c)]
+        rows.append(tuple(row))
+    if cuda:
+        header = (*header[:-1], "device peak MB", header[-1])
+    return Grid(_title(run), header, rows)
+
+
+def _tier_cells(run: Run, contender: ContenderResult) -> list[str]:
+    """Return what rests per parameter on each tier, by this library's own account, or by the device of live tensors.
+
+    On a CPU a peer's device and host are one memory: what it holds stands between the two.
+    """
+    moments = ("after_backward", "after_update")
+    by_tier = {when: contender.memory[when]["tiers"] for when in moments if "tiers" in contender.memory.get(when, {})}
+    if by_tier:
+        held = [[sum(state.get(tier, 0) for state in by_tier[when].values()) for when in moments] for tier in TIERS]
+    elif run.device == "cpu":
+        both = [contender.live_after_backward / run.num_parameters, contender.live_after_update / run.num_parameters]
+        return [f"{both[0]:.1f} / {both[1]:.1f} in all", "", ""]
+    else:
+        live = contender.live_by_device
+        held = [[live.get(when, {}).get(device, 0) for when in moments] for device in (run.device, "cpu")]
+    cells = [f"{before / run.num_parameters:.1f} / {after / run.num_parameters:.1f}" if before or after else "" for before, after in held]
+    return cells + [""] * (len(TIERS) - len(cells))
+
+
+def _alone_grid(run: Run) -> Grid:
+    """Steps by themselves."""
+    rows = []
+    for c in run.contenders:
+        median_s, num_bytes = bootstrap_median(c.step_s).median, c.facts.get("bytes", 0)
+        speed = f"{num_bytes / median_s / 1e9:.2f}" if num_bytes else ""
+        rows.append((c.name, f"{median_s * 1000:.1f}", f"{run.num_parameters / median_s / 1e6:.0f}", speed))
+    return Grid(_title(run), ("what", "ms", "M elements/s", "GB/s moved"), rows)
+
+
+def _largest_grid(report: Report) -> Grid:
+    header = ("states on", "contender", "layers", "billion parameters", "s/step", "card's peak GiB", "of GiB", "then")
+    rows = [
+        (
+            found.tier,
+            found.contender,
+            str(found.layers),
+            f"{found.num_parameters / 1e9:.2f}",
+            f"{found.step_s:.2f}",
+            f"{found.device_peak_bytes / 2**30:.1f}",
+            f"{found.device_bytes / 2**30:.1f}" if found.device_bytes else "all",
+            found.stopped,
+        )
+        for found in report.largest
+    ]
+    return Grid("The largest model that trains, by doubling its layers", header, rows)
 
 
 def _held(contender: ContenderResult, when: str) -> int:
@@ -166,7 +238,7 @@ def _versions(report: Report) -> str:
 
 
 def _notes(report: Report) -> list[str]:
-    notes = []
+    notes = [f"Skipped: {what}" for what in report.left_out]
     for run in report.runs:
         for c in run.contenders:
             if c.skipped:

@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,25 +27,29 @@ import torch.distributed as dist
 from zeroshard.launch.bench.contenders import Builder, Missing, Setup, Trainee, adamw, builder_for
 from zeroshard.launch.bench.model import GPT, Batches
 from zeroshard.launch.bench.plan import Size
+from zeroshard.nn.deferred import deferred_init
 
 __all__ = ["Worker", "live_storage_bytes", "main"]
 
 SEED = 1234
 
 
-def live_storage_bytes() -> int:
-    """Return the bytes of all tensor storages that Python can reach, the gradients of leaves included, each counted once."""
-    storages: dict[int, int] = {}
+def live_storage_bytes() -> dict[str, int]:
+    """Return the bytes of all tensor storages that Python can reach, the gradients of leaves included, each counted once, by device type."""
+    storages: dict[tuple[str, int], int] = {}
     gc.collect()
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.requires_grad and tensor.grad is not None]
     for tensor in tensors:
         try:
             storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            storages[tensor.device.type, storage.data_ptr()] = storage.nbytes()
         except RuntimeError:  # a wrapper such as DTensor, which has no memory of its own: what it wraps is in the list
             continue
-    return sum(storages.values())
+    out: dict[str, int] = {}
+    for (device, _), num_bytes in storages.items():
+        out[device] = out.get(device, 0) + num_bytes
+    return out
 
 
 def import_lazily_imported() -> None:
@@ -64,7 +69,9 @@ class Worker:
         self.cuda: bool = specification["device"] == "cuda"
         torch.set_num_threads(specification["threads"])
         device = torch.device("cuda", self.rank % torch.cuda.device_count()) if self.cuda else torch.device("cpu")
-        self.setup = Setup(Size(**specification["size"]), specification["precision"], device)
+        self.setup = Setup(Size(**specification["size"]), specification["precision"], device, specification["disk_path"])
+        self.deferred: bool = specification["deferred"]
+        self.device_bytes: int | None = specification["device_bytes"]
         self.files: list[str] = specification["files"]
         self.steps_done = 0
         self.trainee: Trainee
@@ -75,11 +82,17 @@ class Worker:
         """Join the process group, make the model and hand it to the contender's library."""
         if self.cuda:
             torch.cuda.set_device(self.setup.device)
+            if self.device_bytes is not None:
+                total = torch.cuda.get_device_properties(self.setup.device).total_memory
+                torch.cuda.set_per_process_memory_fraction(min(1.0, self.device_bytes / total), self.setup.device)
         enough = self.cuda and torch.cuda.device_count() >= self.num_ranks
         dist.init_process_group("cuda:nccl,cpu:gloo" if enough else "gloo")
         self.batches = Batches(self.setup.size, rank=self.rank, num_ranks=self.num_ranks, device=self.setup.device, files=self.files)
         torch.manual_seed(SEED)
-        model = GPT(self.setup.size).to(self.setup.device)
+        with deferred_init() if self.deferred else nullcontext(), torch.device(self.setup.device if self.deferred else "cpu"):
+            model = GPT(self.setup.size)
+        if not self.deferred:
+            model.to(self.setup.device)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         assert num_parameters == self.setup.size.num_parameters, (num_parameters, self.setup.size.num_parameters)
         begin = time.perf_counter()
@@ -87,6 +100,8 @@ class Worker:
         reply = {"num_parameters": num_parameters, "build_s": time.perf_counter() - begin, **self.trainee.facts}
         if self.trainee.engine is not None:
             reply["units"] = len(self.trainee.engine.units)
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()  # what is counted is training, not building
         return reply
 
     def _step(self) -> torch.Tensor:
@@ -132,15 +147,17 @@ class Worker:
         loss = self.trainee.forward(tokens, targets)
         self.trainee.backward(loss)
         del loss
-        reply: dict[str, Any] = {"live_after_backward": live_storage_bytes()}
+        live = {"after_backward": live_storage_bytes()}
+        reply: dict[str, Any] = {}
         if self.trainee.engine is not None:
             reply["memory_after_backward"] = _memory(self.trainee.engine)
         self.trainee.update()
-        reply["live_after_update"] = live_storage_bytes()
+        live["after_update"] = live_storage_bytes()
+        reply |= {f"live_{when}": sum(by_device.values()) for when, by_device in live.items()} | {"live_by_device": live}
         if self.trainee.engine is not None:
             reply["memory_after_update"] = _memory(self.trainee.engine)
         if self.cuda:
-            reply["cuda_peak"] = torch.cuda.max_memory_allocated()
+            reply["device_peak"] = torch.cuda.max_memory_allocated()
         return reply
 
     def profile(self, steps: int, top: int = 12) -> dict[str, Any]:
@@ -155,7 +172,7 @@ class Worker:
 
 def _memory(engine: Any) -> dict[str, Any]:
     report = engine.memory()
-    return {"at_rest": dict(report.at_rest), "temporary": report.temporary, "peak": report.peak}
+    return {"at_rest": dict(report.at_rest), "tiers": report.tiers, "temporary": report.temporary, "peak": report.peak}
 
 
 def main(arguments: list[str]) -> int:

@@ -1,0 +1,266 @@
+"""The parts of ``zeroshard bench offload`` beside whole training steps (which `driver` takes): a step by itself, and the largest model.
+
+    host step   the streamed step of states on the host, beside torch's fused AdamW on one tensor of as many elements
+    disk step   the streamed step of states on disk: read | step | write, beside two bounds that are measured in the same turns:
+                    raw      the same bytes read and written by plain threads (disk.py), with no step and no order among them
+                    compute  the same step with the same states on the host: what it takes when the disk takes no time
+    largest     the model is doubled until it no longer trains, with states on one tier after the other
+
+Steps run in this process, through a real engine at stage 2, on one thread; contenders take turns (A B C A B C ...) and the first round warms up.
+What is timed is the step of the tiles alone (`Streamed.step_s`): forward, backward and what the engine does with gradients are not in it; the
+whole of ``optimizer.step()`` until its end has a row of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.core.placement import Tier
+from zeroshard.launch.bench.contenders import adamw
+from zeroshard.launch.bench.disk import Options as DiskOptions
+from zeroshard.launch.bench.disk import _Raw
+from zeroshard.launch.bench.driver import ContenderError, Group, Options
+from zeroshard.launch.bench.plan import LARGEST, LARGEST_SIZE, Size
+from zeroshard.launch.bench.results import ComparisonResult, ContenderResult, Largest, Run
+from zeroshard.tier.disk import DiskStore
+
+__all__ = ["DISK_TARGET", "HOST_TARGET", "OVERLAP_TARGET", "disk_step", "host_step", "largest"]
+
+HOST_TARGET = 0.9  # of torch's elements per second
+DISK_TARGET = 0.85  # of the raw bandwidth
+OVERLAP_TARGET = 1 / 1.15  # of the speed that the slower of disk and computation allows
+_WIDTH = 2048
+_PIECE = 1 << 20  # elements: as many as a tile has by default
+_RESERVE = {Tier.HOST: 24, Tier.DISK: 20}  # bytes per parameter that must be free before a doubling is tried: states, and what pinning rounds up
+
+Advance = Callable[[str], None]
+
+
+class _Rig:
+    """A stack of square layers whose states rest where `offload` says, in this process."""
+
+    def __init__(self, numel: int, offload: zs.Offload) -> None:
+        width = min(_WIDTH, max(1, math.isqrt(numel)))
+        torch.manual_seed(0)
+        self._model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(max(1, numel // width**2))))
+        self.numel = sum(parameter.numel() for parameter in self._model.parameters())
+        self._optimizer = adamw(self._model.parameters())
+        self._engine = zs.shard(self._model, self._optimizer, policy="zero2", offload=offload)
+        self._input = torch.randn(1, width)
+        sharded = self._engine._sharded
+        assert sharded is not None and sharded.streamed is not None, offload
+        self._streamed = sharded.streamed
+        self.whole_s = 0.0  # of the last step, from the call until nothing of it is under way
+
+    def step(self) -> float:
+        """Make a gradient, step, and return the seconds of the tiles."""
+        self._model(self._input).square().sum().backward()
+        for store in self._engine._context.tiering.stores.values():
+            for slab in getattr(store, "slabs", []) if store.tier is Tier.DISK else []:
+                slab.settle()  # gradients on their way to the disk are the backward's
+        begin = time.perf_counter()
+        self._optimizer.step()
+        self._engine._join_step()
+        self.whole_s = time.perf_counter() - begin
+        self._optimizer.zero_grad()
+        return self._streamed.step_s
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class _Torch:
+    """torch's fused AdamW on `numel` elements, in tensors of at most `piece`."""
+
+    def __init__(self, numel: int, piece: int) -> None:
+        whole, grad = torch.split(torch.randn(numel), piece), torch.split(torch.randn(numel), piece)
+        self._parameters = [nn.Parameter(part) for part in whole]
+        for parameter, part in zip(self._parameters, grad, strict=True):
+            parameter.grad = part
+        self._optimizer = adamw(self._parameters)
+
+    def step(self) -> float:
+        begin = time.perf_counter()
+        self._optimizer.step()
+        return time.perf_counter() - begin
+
+
+class _Plain:
+    """The bytes of a step on disk, moved by plain threads: three states each way, and the gradient if it is read, too."""
+
+    def __init__(self, numel: int, path: Path, *, with_gradient: bool) -> None:
+        self._store = DiskStore(path, torch.device("cpu"), rank=0, run="plain")
+        self.direct = self._store.direct
+        self._states = self._raw(12 * numel)
+        self._gradient = self._raw(4 * numel) if with_gradient else None
+
+    def _raw(self, num_bytes: int) -> _Raw:
+        raw = _Raw(self._store, DiskOptions(path=None, num_bytes=num_bytes, rounds=0, queue_depth=8, verify=False))
+        raw.turn("write")  # what was never written is not read from the disk either
+        return raw
+
+    def step(self) -> float:
+        begin = time.perf_counter()
+        self._states.turn("mix")
+        if self._gradient is not None:
+            self._gradient.turn("read")
+        return time.perf_counter() - begin
+
+    def close(self) -> None:
+        for raw in (self._states, self._gradient):
+            if raw is not None:
+                raw.close()
+        self._store.close()
+
+
+def _turns(ways: dict[str, Callable[[], float]], pairs: int, advance: Advance) -> dict[str, list[float]]:
+    """Return the seconds of every way of doing it, round by round."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for number in range(pairs + 1):
+            for name, way in ways.items():
+                taken = way()
+                if number:
+                    seconds[name].append(taken)
+            advance(f"round {number}")
+    finally:
+        torch.set_num_threads(threads)
+    return seconds
+
+
+def _run(title: str, numel: int, seconds: dict[str, list[float]], moved: dict[str, int], targets: Sequence[tuple[str, str, float | None]]) -> Run:
+    run = Run(title, "fp32", 1, 1, "cpu", numel, 0)
+    run.contenders = [
+        ContenderResult(name, facts={"bytes": moved.get(name, 0), "versions": {"torch": torch.__version__, "zeroshard": zs.__version__}}, step_s=taken)
+        for name, taken in seconds.items()
+    ]
+    for ours, other, target in targets:
+        pairs = [[a, b] for a, b in zip(seconds[ours], seconds[other], strict=True)]
+        run.comparisons.append(ComparisonResult(ours, other, target, 1, pairs))
+    return run
+
+
+def host_step(numel: int, pairs: int, advance: Advance = lambda _: None) -> Run:
+    """Measure the streamed step of about `numel` elements whose master, moments and gradient rest on the host."""
+    rig = _Rig(numel, zs.Offload(grad="host", optimizer="host"))
+    whole: list[float] = []
+
+    def streamed() -> float:
+        taken = rig.step()
+        whole.append(rig.whole_s)
+        return taken
+
+    one, many = _Torch(rig.numel, rig.numel), _Torch(rig.numel, _PIECE)
+    ways = {"host step": streamed, "torch AdamW, one tensor": one.step, "torch AdamW, tensors of 1 Mi": many.step}
+    seconds = _turns(ways, pairs, advance)
+    rig.close()
+    seconds["host step, whole optimizer.step()"] = whole[1:]
+    targets: list[tuple[str, str, float | None]] = [
+        ("host step", "torch AdamW, one tensor", HOST_TARGET),
+        ("host step", "torch AdamW, tensors of 1 Mi", None),
+        ("host step, whole optimizer.step()", "torch AdamW, one tensor", None),
+    ]
+    return _run("host step", rig.numel, seconds, {}, targets)
+
+
+def disk_step(numel: int, pairs: int, path: Path, *, grad: str, advance: Advance = lambda _: None) -> Run:
+    """Measure the streamed step of about `numel` elements with master and moments on the disk below `path`, the gradient on `grad`."""
+    on_disk = grad == "disk"
+    rig = _Rig(numel, zs.Offload(grad="disk" if on_disk else "device", optimizer="disk", disk_path=str(path)))
+    host = _Rig(numel, zs.Offload(grad="host" if on_disk else "device", optimizer="host"))
+    plain = _Plain(rig.numel, path, with_gradient=on_disk)
+    try:
+        seconds = _turns({"disk step": rig.step, "raw": plain.step, "compute": host.step}, pairs, advance)
+    finally:
+        plain.close()
+        rig.close()
+        host.close()
+    seconds["max(raw, compute)"] = [max(both) for both in zip(seconds["raw"], seconds["compute"], strict=True)]
+    moved = (28 if on_disk else 24) * rig.numel  # master and two moments each way, and the gradient
+    targets: list[tuple[str, str, float | None]] = [
+        ("disk step", "raw", DISK_TARGET),
+        ("disk step", "max(raw, compute)", OVERLAP_TARGET),
+    ]
+    way = "" if plain.direct else ", BUFFERED (no O_DIRECT there)"
+    title = f"disk step, gradient on {'disk' if on_disk else 'the device'}{way}"
+    return _run(title, rig.numel, seconds, {"disk step": moved, "raw": moved}, targets)
+
+
+def largest(
+    tier: str, precision: str, options: Options, *, seconds: float, size: Size = LARGEST_SIZE, max_layers: int = 1 << 12, advance: Advance = lambda _: None
+) -> Largest:
+    """Double the layers of `size` while the model trains two steps with its states on `tier`, for at most about `seconds`.
+
+    Every attempt has processes of its own. An attempt that host memory or disk could not hold is not begun.
+    """
+    begin = time.monotonic()
+    found = Largest(tier, LARGEST[tier], 0, 0, 0.0, 0, options.device_bytes or 0, "")
+    layers, last_s = size.layers, 0.0
+    while not found.stopped:
+        attempt = replace(size, layers=layers)
+        left_s = seconds - (time.monotonic() - begin)
+        if layers > max_layers:
+            found.stopped = f"{max_layers} layers were all that was asked for"
+        elif left_s < 2 * last_s or left_s <= 0:
+            found.stopped = f"time: {seconds:.0f} s were allowed"
+        else:
+            found.stopped = _no_room(Tier(tier), attempt, options)
+        if found.stopped:
+            break
+        advance(f"{tier}: {attempt.num_parameters / 1e9:.2f} billion parameters")
+        started = time.monotonic()
+        try:
+            step_s, peak = _attempt(LARGEST[tier], attempt, precision, replace(options, timeout_s=left_s))
+        except ContenderError as error:
+            found.stopped = str(error).splitlines()[0]
+            break
+        last_s = time.monotonic() - started
+        found = replace(found, num_parameters=attempt.num_parameters, layers=layers, step_s=step_s, device_peak_bytes=peak)
+        layers *= 2
+    return found
+
+
+def _attempt(contender: str, size: Size, precision: str, options: Options) -> tuple[float, int]:
+    """Train two steps; return the seconds of the second and the device's peak."""
+    group = Group(contender, size, precision, options)
+    try:
+        group.do("build")
+        replies: list[dict[str, Any]] = group.do("train", settle=0, steps=2)["replies"]
+        rest = group.do("rest")["replies"]
+        return max(reply["step_s"][-1] for reply in replies), max(reply.get("device_peak", 0) for reply in rest)
+    finally:
+        group.close()
+
+
+def _no_room(tier: Tier, size: Size, options: Options) -> str:
+    """Return why host memory or disk cannot hold the states, or an empty string: the kernel would end us rather than say so."""
+    if tier is Tier.DEVICE:
+        return ""
+    need = _RESERVE[tier] * size.num_parameters
+    free = shutil.disk_usage(options.disk_path or ".").free if tier is Tier.DISK else _free_memory()
+    what = "disk" if tier is Tier.DISK else "host memory"
+    return "" if need <= free else f"{what}: {need / 1e9:.0f} GB are wanted and {free / 1e9:.0f} GB are free"
+
+
+def _free_memory() -> int:
+    """Return the bytes of host memory that this process may still take."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, int(limit) - int(used))

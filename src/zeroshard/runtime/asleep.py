@@ -1,0 +1,148 @@
+"""Empty the device between phases: every state to the host and back, bit for bit.
+
+    engine.offload_states()     weights, masters, moments, gradients --> host memory; nothing of them is left on the device
+    ... another model generates, evaluates, trains ...
+    engine.reload_states()      back to where they were, the same bits
+
+Whoever needs a state in between gets a StateError that says so. Views stay views: weights and masters come back into the storages that they left,
+so that what refers to them (peers' mappings, views of a flat buffer) is right again; pieces, moments and gradients stand as one NaN meanwhile.
+
+Cost: the bytes at rest on the device, once each way, and as many on the host meanwhile. What rests on another tier already is not touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+
+import torch
+
+from zeroshard.comm.transport import Transport
+from zeroshard.optim.pieces import nan_like
+from zeroshard.optim.resting import DeviceResting
+from zeroshard.optim.sharded import ShardedOptimizer
+from zeroshard.runtime.unit import Segment, Unit, UnitState
+from zeroshard.runtime.weights import Weights
+from zeroshard.tier.host import HostStore
+from zeroshard.tier.store import Slab
+
+__all__ = ["Sleep"]
+
+_PAGE = mmap.PAGESIZE
+
+
+class Sleep:
+    """The states of one engine while they are off the device."""
+
+    def __init__(self, weights: Weights, sharded: ShardedOptimizer | None, transport: Transport, device: torch.device) -> None:
+        self._weights = weights
+        self._sharded = sharded
+        self._transport = transport
+        self._store = HostStore(device)
+        self._memory: list[tuple[torch.Tensor, int, Slab]] = []  # of our own: a view, the bytes of its storage, what it held
+        self._tensors: list[tuple[torch.Tensor, Slab]] = []  # the user's to see: pieces' moments
+        self._resting: list[tuple[DeviceResting, Slab]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the host."""
+        return self._store.account.live
+
+    def begin(self) -> None:
+        """Bring everything to the host. Collective: peers may read our memory until all have come here."""
+        for unit in self._weights.units:
+            _settle(unit, self._weights)
+        self._transport.begin_write()
+        for unit in self._weights.units:
+            for segment in unit.segments:
+                self._put_gradient(segment)
+        if self._sharded is not None:
+            for owned in self._sharded.pieces():
+                for value in self._sharded.optimizer.state.get(owned.tensor, {}).values():
+                    if isinstance(value, torch.Tensor) and value.dim() and value.stride() != (0,):
+                        self._tensors.append((value, self._copy_out(f"{owned.name} state", value)))
+                        value.data = nan_like(value.numel(), value.dtype).to(value.device).expand(value.shape)
+                if owned.on_device:
+                    owned.tensor.data = nan_like(owned.tensor.numel(), owned.tensor.dtype).to(owned.tensor.device)
+        for unit in self._weights.units:
+            for segment in unit.segments:
+                for tensor in _own_memory(segment):
+                    self._put_memory(segment.key, tensor)
+
+    def end(self) -> None:
+        """Bring everything back. Collective."""
+        for tensor, num_bytes, slab in reversed(self._memory):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() < num_bytes:
+                storage.resize_(num_bytes)
+            slab.read(0, slab.numel, tensor).wait()
+        for tensor, slab in self._tensors:
+            back = torch.empty(slab.numel, dtype=slab.dtype, device=tensor.device)
+            slab.read(0, slab.numel, back).wait()
+            tensor.data = back
+        for resting, slab in self._resting:
+            resting.tensor = torch.empty(slab.numel, dtype=slab.dtype, device=resting.tensor.device)
+            slab.read(0, slab.numel, resting.tensor).wait()
+        if self._sharded is not None:
+            self._sharded.repoint()
+        for unit in self._weights.units:
+            for segment in unit.segments:
+                segment.flat.publish()
+        self._store.close()
+
+    def _copy_out(self, name: str, tensor: torch.Tensor) -> Slab:
+        slab = self._store.slab(name, tensor.numel(), tensor.dtype)
+        slab.write(0, tensor.numel(), tensor.detach().reshape(-1)).wait()
+        return slab
+
+    def _put_memory(self, key: str, tensor: torch.Tensor) -> None:
+        if not tensor.numel():
+            return
+        slab = self._copy_out(key, tensor)
+        storage = tensor.untyped_storage()
+        self._memory.append((tensor, storage.nbytes(), slab))
+        if storage.resizable():
+            storage.resize_(0)
+        else:
+            _give_back_pages(tensor)
+
+    def _put_gradient(self, segment: Segment) -> None:
+        resting = None if segment.grad is None else segment.grad.resting()
+        if isinstance(resting, DeviceResting):
+            self._resting.append((resting, self._copy_out(f"{segment.key} gradient", resting.tensor)))
+            resting.tensor = nan_like(resting.tensor.numel(), resting.tensor.dtype).to(resting.tensor.device)
+
+
+def _settle(unit: Unit, weights: Weights) -> None:
+    """Bring a unit to rest, whatever row it is."""
+    if unit.state is UnitState.GATHERING:
+        weights.discard(unit)
+    elif unit.state is UnitState.FULL:
+        weights.release(unit)
+    for segment in unit.segments:
+        segment.settle()
+
+
+def _own_memory(segment: Segment) -> Sequence[torch.Tensor]:
+    """Return this rank's device memory of a segment's weights and master, each once."""
+    flat, found = segment.flat, []
+    if flat.window is not None:
+        whole = flat.window.full is not None and (flat.replicated or flat.window.full.untyped_storage().resizable())
+        found.append(flat.window.full if whole and flat.window.full is not None else flat.window.local)
+    elif flat.local.tensor is not None:
+        found.append(flat.local.tensor)
+    master = segment.master
+    if master is not None and master.tensor is not None and segment.aliased < master.split:
+        found.append(master.tensor)
+    return found
+
+
+def _give_back_pages(tensor: torch.Tensor) -> None:
+    """Let the system have the whole pages of a tensor that cannot be resized, a mapping: they read as zeros until they are written."""
+    start = -(-tensor.data_ptr() // _PAGE) * _PAGE
+    stop = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // _PAGE * _PAGE
+    libc = ctypes.CDLL(None, use_errno=True)
+    if stop > start:
+        advice = (getattr(mmap, "MADV_REMOVE", 9), mmap.MADV_DONTNEED)  # of a shared mapping, of a private one
+        any(libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), how) == 0 for how in advice)

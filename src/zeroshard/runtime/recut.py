@@ -1,0 +1,86 @@
+"""Move the cut between what of the optimizer rests on the device and what on another tier, while training.
+
+    before   |  device          |  host         |        masters and moments between the two cuts cross over; pieces are cut anew there
+    after    |  device      |  host             |
+
+Invariant: no number changes; cuts fall on multiples of the layout's align, so no later step changes a bit either. Cost: one segment's state is held
+once more while it crosses; segments on which the cut does not fall are not touched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zeroshard.core.placement import Tier
+from zeroshard.core.policy import Cells
+from zeroshard.optim.pieces import OwnedPiece
+from zeroshard.optim.sharded import ShardedOptimizer
+from zeroshard.optim.streamed import Tile
+from zeroshard.runtime.build import Context, make_master
+from zeroshard.runtime.owned import own
+from zeroshard.runtime.unit import Segment
+
+__all__ = ["recut"]
+
+_TILE = 1 << 20
+
+
+def recut(
+    segment: Segment, split: int, cells: Cells, context: Context, sharded: ShardedOptimizer, before: list[OwnedPiece]
+) -> tuple[list[OwnedPiece], list[Tile]]:
+    """Cut a segment's optimizer state at `split`; return its new pieces and tiles, whose state stands in the optimizer as real numbers."""
+    segment.settle()
+    states = _states(sharded, before)
+    old = segment.master
+    assert old is not None
+    segment.split = split
+    if cells.grad.tier is not Tier.DEVICE and segment.grad is not None:
+        segment.grad.move_rest(split)  # a gradient rests where it is read
+    make_master(segment, cells, context)
+    master = segment.master
+    assert master is not None
+    with torch.no_grad():
+        for start in range(0, master.numel, _TILE):
+            stop = min(start + _TILE, master.numel)
+            with old.borrowed(start, stop, write=False) as source, master.borrowed(start, stop, write=True) as target:
+                target.copy_(source)
+    if old.slab is not None and old.slab is not master.slab:
+        old.slab.close()
+    if sharded.streamed is not None:
+        sharded.streamed.drop(segment.key)
+    owned, tiles = own(segment, cells, context)
+    for piece in owned:
+        state = _cut(states.get(piece.piece.index, []), piece)
+        if state:
+            sharded.optimizer.state[piece.tensor] = state
+    return owned, tiles
+
+
+def _states(sharded: ShardedOptimizer, pieces: list[OwnedPiece]) -> dict[int, list[tuple[int, int, dict[str, Any]]]]:
+    """Return copies of the state of `pieces` by parameter of the segment: (start, stop, state)."""
+    out: dict[int, list[tuple[int, int, dict[str, Any]]]] = {}
+    for owned in pieces:
+        state = dict(sharded.optimizer.state.get(owned.tensor, {}))
+        away = {} if sharded.streamed is None or not owned.streamed else sharded.streamed.at_rest(owned)
+        for key, rest in away.items():
+            with rest.borrowed() as numbers:
+                state[key] = numbers.clone()
+        out.setdefault(owned.piece.index, []).append((owned.piece.start, owned.piece.stop, state))
+    return out
+
+
+def _cut(parts: list[tuple[int, int, dict[str, Any]]], owned: OwnedPiece) -> dict[str, Any]:
+    """Return the state of one new piece out of those of the old pieces of its parameter."""
+    mine = [part for part in parts if part[0] < owned.piece.stop and owned.piece.start < part[1]]
+    if not mine or not mine[0][2]:
+        return {}
+    out: dict[str, Any] = {}
+    for key, value in mine[0][2].items():
+        if isinstance(value, torch.Tensor) and value.dim() == 1:
+            parted = [state[key][max(owned.piece.start - low, 0) : owned.piece.stop - low].to(owned.tensor.device) for low, _, state in mine]
+            out[key] = torch.cat(parted)
+        else:
+            out[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    return out

@@ -1,0 +1,97 @@
+"""``fraction="auto"`` finds the split at which device and host finish together, on links and optimizers of known speed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard as zs
+from tests.harness import run_ranks
+from zeroshard.core.split import balanced
+from zeroshard.tier.link import Paced
+
+STEP_S = 1e-6  # per element, on either side
+
+
+class SlowAdamW(torch.optim.AdamW):
+    """Takes time for every element that it steps."""
+
+    sleeps = True
+
+    def step(self, closure: Any = None) -> Any:
+        numel = sum(p.numel() for group in self.param_groups for p in group["params"] if p.grad is not None)
+        if self.sleeps:
+            time.sleep(numel * STEP_S)
+        return super().step(closure)
+
+
+def _train(seconds_per_element: float | None, steps: int, fraction: Any, grad: str = "host") -> tuple[float | None, dict[str, torch.Tensor], int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(16)))
+    SlowAdamW.sleeps = False  # not in the probe
+    optimizer = SlowAdamW(model.parameters(), lr=1e-3)
+    link = None if seconds_per_element is None else Paced(4 / seconds_per_element)
+    offload = zs.Offload(grad=grad, optimizer="host", fraction=fraction, link=link, staging_bytes=1 << 19)
+    engine = zs.shard(model, optimizer, policy="zero2", offload=offload)
+    SlowAdamW.sleeps = seconds_per_element is not None
+    x = torch.randn(4, 128)
+    settled_after = 0
+    for step in range(steps):
+        model(x).square().mean().backward()
+        engine.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        if not settled_after and engine._balance is not None and engine._balance.settled:
+            settled_after = step + 1
+    chosen, state = engine.offload_fraction, engine.full_state_dict()
+    engine.close()
+    return chosen, state, settled_after
+
+
+def _found(rank: int, world: int, ratio: float) -> tuple[float, int, list[str]]:
+    messages: list[str] = []
+    logger = logging.getLogger("zeroshard")
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        chosen, _, settled = _train(ratio * STEP_S, 24, "auto")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    assert chosen is not None
+    return chosen, settled, messages
+
+
+@pytest.mark.parametrize("ratio", [0.5, 2.0, 4.0])
+def test_the_split_comes_within_5_percent_of_the_known_optimum(ratio: float) -> None:
+    chosen, settled, messages = run_ranks(1, _found, ratio, timeout=60)[0]
+    best = 1.0 / (1.0 + max(1.0, ratio))  # the host steps and sends tiles at the same time: the slower of the two counts
+    assert abs(chosen - best) <= 0.05, (chosen, best)
+    assert 0 < settled <= 20, settled
+    assert any(f"{chosen:.3f}" in message for message in messages), messages
+
+
+def _same(rank: int, world: int, grad: str) -> list[str]:
+    _, expected, _ = _train(None, 14, 0.5, grad)
+    _, state, _ = _train(None, 14, "auto", grad)
+    return [name for name, value in state.items() if not torch.equal(value, expected[name])]
+
+
+@pytest.mark.parametrize("grad", ["device", "host"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_moving_the_split_changes_no_bit(world: int, grad: str) -> None:
+    assert run_ranks(world, _same, grad, timeout=60) == [[]] * world
+
+
+def test_balanced_is_where_both_sides_would_have_taken_the_same_time() -> None:
+    assert balanced(0.5, 1.0, 3.0) == 0.25
+    assert balanced(0.5, 3.0, 1.0, least=0.9) == 0.9
+    assert balanced(0.2, 1.0, 1.0) == pytest.approx(0.2)
