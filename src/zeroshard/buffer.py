@@ -189,6 +189,7 @@ class _Bringing:
             error = self._settle()
             if error is not None:
                 self._buffer.lose(error)
+            self._streams.write(self._buffer.key)
             self._meeting = self._buffer.meet()
             if self._buffer.full.device.type != "cpu":
                 self._meeting.wait()  # enqueues
@@ -232,7 +233,7 @@ def gather(buffers: Sequence[FlatBuffer], streams: Lanes, *, fork: bool = True) 
         streams.fork("gather")
     with streams.on("gather"):
         works = [buffer.gather_here() for buffer in buffers]
-        event = streams.mark("gather")
+        event = None if all(buffer.rests_elsewhere for buffer in buffers) else streams.mark("gather")  # those mark their own
     return Flight(works, streams, event)
 
 

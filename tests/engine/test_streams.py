@@ -14,15 +14,20 @@ from zeroshard import api
 from zeroshard.runtime.streams import CheckingStreams
 
 
-def _observe(rank: int, row: str, transport: str, drop: int | None, clip: bool = True) -> CheckingStreams:
+HOST = ("zero2+grad", "zero3+all")  # rows whose states rest on the host
+OFFLOAD = {"grad": {"grad": "host", "optimizer": "host"}, "all": {"weight": "host", "grad": "host", "optimizer": "host"}}
+
+
+def _observe(rank: int, case: str, transport: str, drop: int | None, clip: bool = True) -> CheckingStreams:
     """Train two steps and evaluate once, under streams that leave out the `drop`-th wait."""
+    row, _, tiers = case.partition("+")
     streams = CheckingStreams(drop=drop, collect=True)
     original = api.make_streams
     api.make_streams = lambda device: streams  # type: ignore[assignment]
     try:
         model = make_model(width=8, layers=2)
         optimizer = two_groups(model)
-        engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(transport=transport), stall_timeout_s=20)
+        engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(transport=transport), stall_timeout_s=20, offload=OFFLOAD.get(tiers))
     finally:
         api.make_streams = original
     for step in range(2):
@@ -42,7 +47,7 @@ def _observe(rank: int, row: str, transport: str, drop: int | None, clip: bool =
 
 def _clean(rank: int, world: int, transport: str) -> dict[str, Any]:
     out = {}
-    for row in ROWS:
+    for row in ROWS + HOST:
         streams = _observe(rank, row, transport, None)
         out[row] = (streams.num_syncs, streams.num_accesses, [str(race) for race in streams.races])
     return out
@@ -62,7 +67,7 @@ def _drop_each(rank: int, world: int, row: str) -> tuple[int, list[str]]:
     return complete.num_syncs, missed
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ROWS + HOST)
 def test_each_dropped_wait_is_caught(row: str) -> None:
     for num_syncs, missed in run_ranks(2, _drop_each, row, timeout=110):
         assert missed == [], f"{len(missed)} of {num_syncs} waits are not needed, or their absence is not seen"

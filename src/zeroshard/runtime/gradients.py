@@ -190,7 +190,7 @@ class GradientPath:
         with self._streams.on("reduce"):
             if self._buffer is not None:
                 self._streams.read(self._buffer_name)
-            self._streams.write(f"{self.key}.resting")
+            self._streams.write(f"{self.key}.resting" if self._sum is None else f"{self.key}.sum")
             work = self._transport.reduce(
                 self.key, self._buffer, self.flat.layout.ranges, out, wire_dtype=self.precision.wire, accumulate=accumulate
             )
@@ -210,6 +210,7 @@ class GradientPath:
             return resting.fetch(*self._own), not fresh
         numel = self._own[1] - self._own[0]
         self._sum = self._place.scratch(numel)
+        self._streams.alloc(f"{self.key}.sum")
         return self._sum, False
 
     def _land(self, fresh: bool) -> None:
@@ -254,6 +255,8 @@ class GradientPath:
         self._flight.wait()
         self._flight = None
         self._land(self._flight_fresh)
+        if self.tiered:
+            self._streams.free(f"{self.key}.sum")
         if self._flight_bytes:
             self._streams.free(self._flight_name)
             self._meter.remove(self._flight_bytes)
