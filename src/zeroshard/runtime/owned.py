@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from zeroshard.core.layout import Piece
+from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Cells
 from zeroshard.core.split import tiles
 from zeroshard.optim.pieces import OwnedPiece, nan_like
@@ -24,7 +25,7 @@ from zeroshard.runtime.unit import Segment
 
 __all__ = ["own"]
 
-_TENSORS = 16  # buffers that a tile on disk may need: four sets of master, gradient and two moments
+_TENSORS = {Tier.DISK: 16, Tier.HOST: 4, Tier.DEVICE: 4}  # that a tile may need beside it: on disk four sets of master, gradient and two moments
 _ALIGN = 1024  # elements: a tile of fp32 begins on a page
 
 
@@ -33,7 +34,7 @@ def own(segment: Segment, cells: Cells, context: Context) -> tuple[list[OwnedPie
     path, master = segment.grad, segment.master
     assert path is not None and master is not None
     base = 0 if not cells.optim.is_sharded else segment.flat.layout.ranges[segment.rank][0]
-    share = max(context.tiering.staging_bytes // (_TENSORS * 4), _ALIGN) // _ALIGN * _ALIGN
+    share = max(context.tiering.staging_bytes // (_TENSORS[cells.optim.tier] * 4), _ALIGN) // _ALIGN * _ALIGN
     near = tiles(0, segment.split, share) if path.tiered else []
     stepped = SteppedSegment(
         segment.key,

@@ -9,6 +9,7 @@ Cost: numel * itemsize bytes per slab, in pages of 4 KiB; a copy each way over t
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,6 +66,12 @@ def _mapped(num_bytes: int) -> mmap.mmap | None:
     if num_bytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+@functools.cache
+def _gone(dtype: torch.dtype) -> torch.Tensor:
+    """Return what a tensor reads as after its loan, one element (zero in dtypes without a NaN)."""
+    return torch.full((1,), float("nan") if dtype.is_floating_point else 0, dtype=dtype)
 
 
 def _pinned(num_bytes: int) -> torch.Tensor:
@@ -126,7 +133,7 @@ class _HostSlab:
         try:
             yield tensor
         finally:
-            tensor.data = torch.full((1,), float("nan") if self.dtype.is_floating_point else 0).to(self.dtype).expand(stop - start)
+            tensor.data = _gone(self.dtype).expand(stop - start)
 
     def close(self) -> None:
         if self in self._store.slabs:

@@ -1,12 +1,13 @@
 """The parts of ``zeroshard bench offload`` beside whole training steps (which `driver` takes): a step by itself, and the largest model.
 
-    host step   the streamed step of states on the host, beside torch's fused AdamW on one tensor of as many elements
+    host step   the streamed step of states on the host, beside torch's fused AdamW on one tensor of as many elements: with the weights on the
+                host too, so that stepping is all there is; and with the weights on the device (on a CPU that is one more pass over memory)
     disk step   the streamed step of states on disk: read | step | write, beside two bounds that are measured in the same turns:
                     raw      the same bytes read and written by plain threads (disk.py), with no step and no order among them
                     compute  the same step with the same states on the host: what it takes when the disk takes no time
     largest     the model is doubled until it no longer trains, with states on one tier after the other
 
-Steps run in this process, through a real engine at stage 2, on one thread; contenders take turns (A B C A B C ...) and the first round warms up.
+Steps run in this process, through a real engine, on one thread; contenders take turns (A B C A B C ...) and the first round warms up.
 What is timed is the step of the tiles alone (`Streamed.step_s`): forward, backward and what the engine does with gradients are not in it; the
 whole of ``optimizer.step()`` until its end has a row of its own.
 """
@@ -28,13 +29,13 @@ import zeroshard as zs
 from zeroshard.core.placement import Tier
 from zeroshard.launch.bench.contenders import adamw
 from zeroshard.launch.bench.disk import Options as DiskOptions
-from zeroshard.launch.bench.disk import _Raw
+from zeroshard.launch.bench.disk import Row, _Raw
 from zeroshard.launch.bench.driver import ContenderError, Group, Options
 from zeroshard.launch.bench.plan import LARGEST, LARGEST_SIZE, Size
 from zeroshard.launch.bench.results import ComparisonResult, ContenderResult, Largest, Run
 from zeroshard.tier.disk import DiskStore
 
-__all__ = ["DISK_TARGET", "HOST_TARGET", "OVERLAP_TARGET", "disk_step", "host_step", "largest"]
+__all__ = ["DISK_TARGET", "HOST_TARGET", "OVERLAP_TARGET", "disk_step", "host_step", "largest", "step_row"]
 
 HOST_TARGET = 0.9  # of torch's elements per second
 DISK_TARGET = 0.85  # of the raw bandwidth
@@ -49,13 +50,13 @@ Advance = Callable[[str], None]
 class _Rig:
     """A stack of square layers whose states rest where `offload` says, in this process."""
 
-    def __init__(self, numel: int, offload: zs.Offload) -> None:
+    def __init__(self, numel: int, row: str, offload: zs.Offload) -> None:
         width = min(_WIDTH, max(1, math.isqrt(numel)))
         torch.manual_seed(0)
         self._model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(max(1, numel // width**2))))
         self.numel = sum(parameter.numel() for parameter in self._model.parameters())
         self._optimizer = adamw(self._model.parameters())
-        self._engine = zs.shard(self._model, self._optimizer, policy="zero2", offload=offload)
+        self._engine = zs.shard(self._model, self._optimizer, policy=row, offload=offload)
         self._input = torch.randn(1, width)
         sharded = self._engine._sharded
         assert sharded is not None and sharded.streamed is not None, offload
@@ -154,32 +155,31 @@ def _run(title: str, numel: int, seconds: dict[str, list[float]], moved: dict[st
 
 def host_step(numel: int, pairs: int, advance: Advance = lambda _: None) -> Run:
     """Measure the streamed step of about `numel` elements whose master, moments and gradient rest on the host."""
-    rig = _Rig(numel, zs.Offload(grad="host", optimizer="host"))
-    whole: list[float] = []
+    rig = _Rig(numel, "zero3", zs.Offload(weight="host", grad="host", optimizer="host"))
+    bringing = _Rig(numel, "zero2", zs.Offload(grad="host", optimizer="host"))
+    one, many = _Torch(rig.numel, rig.numel), _Torch(rig.numel, _PIECE)
+    ours, brought, whole = "host step", "host step, weights to the device", "all of optimizer.step(), weights to the device"
+    theirs, pieces = "torch AdamW, one tensor", "torch AdamW, tensors of 1 Mi"
+    whole_s: list[float] = []
 
-    def streamed() -> float:
-        taken = rig.step()
-        whole.append(rig.whole_s)
+    def bring() -> float:
+        taken = bringing.step()
+        whole_s.append(bringing.whole_s)
         return taken
 
-    one, many = _Torch(rig.numel, rig.numel), _Torch(rig.numel, _PIECE)
-    ways = {"host step": streamed, "torch AdamW, one tensor": one.step, "torch AdamW, tensors of 1 Mi": many.step}
-    seconds = _turns(ways, pairs, advance)
+    seconds = _turns({ours: rig.step, theirs: one.step, brought: bring, pieces: many.step}, pairs, advance)
+    seconds[whole] = whole_s[1:]
     rig.close()
-    seconds["host step, whole optimizer.step()"] = whole[1:]
-    targets: list[tuple[str, str, float | None]] = [
-        ("host step", "torch AdamW, one tensor", HOST_TARGET),
-        ("host step", "torch AdamW, tensors of 1 Mi", None),
-        ("host step, whole optimizer.step()", "torch AdamW, one tensor", None),
-    ]
+    bringing.close()
+    targets = [(ours, theirs, HOST_TARGET), (ours, pieces, None), (brought, theirs, None), (whole, theirs, None)]
     return _run("host step", rig.numel, seconds, {}, targets)
 
 
-def disk_step(numel: int, pairs: int, path: Path, *, grad: str, advance: Advance = lambda _: None) -> Run:
+def disk_step(numel: int, pairs: int, path: Path, *, grad: str, verify: bool = False, advance: Advance = lambda _: None) -> Run:
     """Measure the streamed step of about `numel` elements with master and moments on the disk below `path`, the gradient on `grad`."""
     on_disk = grad == "disk"
-    rig = _Rig(numel, zs.Offload(grad="disk" if on_disk else "device", optimizer="disk", disk_path=str(path)))
-    host = _Rig(numel, zs.Offload(grad="host" if on_disk else "device", optimizer="host"))
+    rig = _Rig(numel, "zero2", zs.Offload(grad="disk" if on_disk else "device", optimizer="disk", disk_path=str(path), verify=verify))
+    host = _Rig(numel, "zero2", zs.Offload(grad="host" if on_disk else "device", optimizer="host"))
     plain = _Plain(rig.numel, path, with_gradient=on_disk)
     try:
         seconds = _turns({"disk step": rig.step, "raw": plain.step, "compute": host.step}, pairs, advance)
@@ -189,13 +189,17 @@ def disk_step(numel: int, pairs: int, path: Path, *, grad: str, advance: Advance
         host.close()
     seconds["max(raw, compute)"] = [max(both) for both in zip(seconds["raw"], seconds["compute"], strict=True)]
     moved = (28 if on_disk else 24) * rig.numel  # master and two moments each way, and the gradient
-    targets: list[tuple[str, str, float | None]] = [
-        ("disk step", "raw", DISK_TARGET),
-        ("disk step", "max(raw, compute)", OVERLAP_TARGET),
-    ]
+    targets = [("disk step", "raw", DISK_TARGET), ("disk step", "max(raw, compute)", OVERLAP_TARGET)]
     way = "" if plain.direct else ", BUFFERED (no O_DIRECT there)"
     title = f"disk step, gradient on {'disk' if on_disk else 'the device'}{way}"
     return _run(title, rig.numel, seconds, {"disk step": moved, "raw": moved}, targets)
+
+
+def step_row(options: DiskOptions, path: Path) -> Row:
+    """Return the disk step as a row of ``zeroshard bench disk``: GB/s of the raw bytes, and of the step that moves as many."""
+    run = disk_step(options.num_bytes // 12, options.rounds, path, grad="device", verify=options.verify)
+    speeds = {c.name: [c.facts["bytes"] / seconds / 1e9 for seconds in c.step_s] for c in run.contenders if c.facts["bytes"]}
+    return Row("step", raw=speeds["raw"], store=speeds["disk step"])
 
 
 def largest(

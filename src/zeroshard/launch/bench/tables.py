@@ -158,7 +158,7 @@ def _tier_cells(run: Run, contender: ContenderResult) -> list[str]:
     else:
         live = contender.live_by_device
         held = [[live.get(when, {}).get(device, 0) for when in moments] for device in (run.device, "cpu")]
-    cells = [f"{before / run.num_parameters:.1f} / {after / run.num_parameters:.1f}" if before or after else "" for before, after in held]
+    cells = [f"{before / run.num_parameters:.1f} / {after / run.num_parameters:.1f}" if before or after else "0" for before, after in held]
     return cells + [""] * (len(TIERS) - len(cells))
 
 
