@@ -180,6 +180,7 @@ def make_master(segment: Segment, cells: Cells, context: Context) -> None:
         pages=context.pages,
         store=context.tiering.store(cells.optim.tier),
         link=context.tiering.link,
+        apart=context.tiering.delayed_update is not None,
     )
 
 

@@ -110,14 +110,14 @@ class Segment:
         layout = self.flat.layout
         return layout.pieces_in((0, layout.numel)) if whole else layout.pieces(self.rank)
 
-    def make_master(self, *, whole: bool, dtype: torch.dtype, pages: PagePool, store: Store | None, link: Link) -> None:
+    def make_master(self, *, whole: bool, dtype: torch.dtype, pages: PagePool, store: Store | None, link: Link, apart: bool = False) -> None:
         """Take the weights as master where they have its dtype and lie where it rests; else allocate one, its contents undefined.
 
-        The first `split` elements rest on the device, the others in `store`.
+        The first `split` elements rest on the device, the others in `store`. `apart`: never the weights themselves, which are to lag behind.
         """
         flat, split = self.flat, self.split
         self.weight = weight = Shelf(flat.full) if whole else flat.local
-        alike = flat.dtype is dtype
+        alike = flat.dtype is dtype and not apart
         there = None if weight.slab is None else weight.slab.tier
         if alike and weight.split == split and there is (None if store is None or split == weight.numel else store.tier):
             self.master, self.aliased = weight, weight.numel

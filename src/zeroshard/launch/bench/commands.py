@@ -107,15 +107,14 @@ def _run_alone(result: Report, arguments: argparse.Namespace, path: Path) -> Non
         return
     from zeroshard.launch.bench.offload import disk_step, host_step  # which import torch
 
-    pairs = arguments.pairs or MIN_PAIRS
-    runs: dict[str, Callable[..., Run]] = {}
+    runs: dict[str, tuple[int, Callable[..., Run]]] = {}
     if "host-step" in parts:
-        runs["host step"] = partial(host_step, arguments.elements, pairs)
+        runs["host step"] = (arguments.pairs or 30, partial(host_step, arguments.elements))
     for grad in ("device", "disk") if "disk-step" in parts else ():
-        runs[f"disk step, gradient on {grad}"] = partial(disk_step, arguments.elements, pairs, path, grad=grad)
-    for title, run in runs.items():
+        runs[f"disk step, gradient on {grad}"] = (arguments.pairs or MIN_PAIRS, partial(disk_step, arguments.elements, path=path, grad=grad))
+    for title, (pairs, run) in runs.items():
         with _progress(title, pairs + 1) as (_, advance):
-            result.runs.append(run(advance=advance))
+            result.runs.append(run(pairs=pairs, advance=advance))
         _save(result, arguments.out)
 
 

@@ -1,15 +1,15 @@
 """The parts of ``zeroshard bench offload`` beside whole training steps (which `driver` takes): a step by itself, and the largest model.
 
     host step   the streamed step of states on the host, beside torch's fused AdamW on one tensor of as many elements: with the weights on the
-                host too, so that stepping is all there is; and with the weights on the device (on a CPU that is one more pass over memory)
+                host too, so that stepping is all there is; and "weights back" to the device (on a CPU that is one more pass over memory)
     disk step   the streamed step of states on disk: read | step | write, beside two bounds that are measured in the same turns:
                     raw      the same bytes read and written by plain threads (disk.py), with no step and no order among them
                     compute  the same step with the same states on the host: what it takes when the disk takes no time
     largest     the model is doubled until it no longer trains, with states on one tier after the other
 
 Steps run in this process, through a real engine, on one thread; contenders take turns (A B C A B C ...) and the first round warms up.
-What is timed is the step of the tiles alone (`Streamed.step_s`): forward, backward and what the engine does with gradients are not in it; the
-whole of ``optimizer.step()`` until its end has a row of its own.
+What is timed is the step of the tiles alone (`Streamed.step_s`): forward, backward and what the engine does with gradients are not in it;
+``optimizer.step()``, until nothing of it is under way, has a row of its own.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def host_step(numel: int, pairs: int, advance: Advance = lambda _: None) -> Run:
     rig = _Rig(numel, "zero3", zs.Offload(weight="host", grad="host", optimizer="host"))
     bringing = _Rig(numel, "zero2", zs.Offload(grad="host", optimizer="host"))
     one, many = _Torch(rig.numel, rig.numel), _Torch(rig.numel, _PIECE)
-    ours, brought, whole = "host step", "host step, weights to the device", "all of optimizer.step(), weights to the device"
-    theirs, pieces = "torch AdamW, one tensor", "torch AdamW, tensors of 1 Mi"
+    ours, brought, whole = "host step", "host step, weights back", "optimizer.step(), weights back"
+    theirs, pieces = "torch AdamW", "torch AdamW, tensors of 1 Mi"
     whole_s: list[float] = []
 
     def bring() -> float:
