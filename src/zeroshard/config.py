@@ -229,7 +229,7 @@ class Config(_Strict):
     def from_deepspeed(cls, source: str | Path | dict[str, Any]) -> Config:
         """Read a DeepSpeed configuration: a path to its JSON, or the dict.
 
-        Read are ``zero_optimization.stage``, ``bf16``/``fp16`` ``enabled``, ``gradient_clipping`` and the three batch keys; "auto" leaves a key
+        Read are ``zero_optimization.stage`` and its ``offload_optimizer`` and ``offload_param``, ``bf16``/``fp16`` ``enabled``, ``gradient_clipping`` and the three batch keys; "auto" leaves a key
         to whoever fills it in (``zeroshard.integrations.transformers``), and to our default otherwise. As in DeepSpeed, a configuration
         without ``gradient_clipping`` clips at 1.0 (0 switches it off). Every other key raises ConfigError by name: an option without effect
         is an error here.
@@ -244,7 +244,7 @@ class Config(_Strict):
             elif key == "gradient_clipping":
                 fields[key] = None if value in ("auto", 0) else value
             elif key == "zero_optimization":
-                fields["stage"] = _section_value(key, value, "stage", 0)
+                fields |= _zero_section(value)
             elif key in _HALF_PRECISIONS:
                 if _section_value(key, value, "enabled", False):
                     if "precision" in fields:
@@ -270,6 +270,43 @@ def _section_value(section: str, value: Any, name: str, default: Any) -> Any:
     if others:
         raise ConfigError(f"DeepSpeed's key '{section}.{others[0]}' is not supported in this version{nearest(others[0], [name])}: leave it out")
     return default if value.get(name, "auto") == "auto" else value[name]
+
+
+_ZERO_KEYS = ("stage", "offload_optimizer", "offload_param")
+_DEVICES = {"none": "device", "cpu": "host", "nvme": "disk"}
+
+
+def _zero_section(value: Any) -> dict[str, Any]:
+    """Read DeepSpeed's ``zero_optimization``: the stage, and what is offloaded (gradients go to the host with the optimizer, as there)."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"DeepSpeed's section 'zero_optimization' is an object, not {value!r}")
+    others = [key for key in value if key not in _ZERO_KEYS]
+    if others:
+        raise ConfigError(f"DeepSpeed's key 'zero_optimization.{others[0]}' is not supported in this version{nearest(others[0], list(_ZERO_KEYS))}: leave it out")
+    stage = value.get("stage", 0)
+    fields: dict[str, Any] = {"stage": 0 if stage == "auto" else stage}
+    offload: dict[str, Any] = {}
+    for section, state in (("offload_optimizer", "optimizer"), ("offload_param", "weight")):
+        given = value.get(section) or {}
+        known = ("device", "nvme_path", "pin_memory", *(("ratio",) if state == "optimizer" else ()))
+        if not isinstance(given, dict) or any(key not in known for key in given):
+            wrong = next((key for key in given if key not in known), "") if isinstance(given, dict) else ""
+            raise ConfigError(f"DeepSpeed's key 'zero_optimization.{section}.{wrong}' is not supported in this version{nearest(wrong, list(known))}: leave it out")
+        device = given.get("device", "none")
+        if device not in _DEVICES:
+            raise ConfigError(f"zero_optimization.{section}.device={device!r} is not one of {', '.join(_DEVICES)}")
+        if _DEVICES[device] == "device":
+            continue
+        offload[state] = _DEVICES[device]
+        if device == "nvme":
+            offload["disk_path"] = given.get("nvme_path")
+        if given.get("ratio", 1.0) != 1.0:
+            offload["fraction"] = {"optimizer": given["ratio"], "grad": given["ratio"]}
+    if "optimizer" in offload and fields["stage"] in (2, 3):
+        offload["grad"] = "host"
+    elif isinstance(offload.get("fraction"), dict):
+        del offload["fraction"]["grad"]
+    return {**fields, "offload": offload} if offload else fields
 
 
 def _read_json(path: str | Path) -> Any:

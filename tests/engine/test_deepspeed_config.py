@@ -43,11 +43,23 @@ def test_defaults_are_those_of_deepspeeds_code_and_auto_is_left_open() -> None:
     assert Config.from_deepspeed({"zero_optimization": {"stage": True}}).stage == 1
 
 
+def test_offload_is_read_as_tiers() -> None:
+    cpu = Config.from_deepspeed({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3, "pin_memory": True}}}).offload
+    assert (cpu.weight, cpu.grad, cpu.optimizer) == ("device", "host", "host") and cpu.fraction == {"optimizer": 0.3, "grad": 0.3}
+    nvme = {"device": "nvme", "nvme_path": "/mnt/nvme"}
+    disk = Config.from_deepspeed({"zero_optimization": {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme}}).offload
+    assert (disk.weight, disk.grad, disk.optimizer, disk.disk_path) == ("disk", "host", "disk", "/mnt/nvme")
+    assert Config.from_deepspeed({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}).offload.grad == "device"
+    assert not Config.from_deepspeed({"zero_optimization": {"offload_param": {"device": "none"}}}).offload.away
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         ({"zero_optimisation": {"stage": 3}}, "DeepSpeed's key 'zero_optimisation' is not supported in this version; did you mean 'zero_optimization'"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {}}}, "key 'zero_optimization.offload_param' is not supported"),
+        ({"zero_optimization": {"stage": 3, "overlap_com": {}}}, "key 'zero_optimization.overlap_com' is not supported"),
+        ({"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}, "'zero_optimization.offload_optimizer.devise' is not supported.*'device'"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "tpu"}}}, "device='tpu' is not one of none, cpu, nvme"),
         ({"zero_optimization": 3}, "section 'zero_optimization' is an object, not 3"),
         ({"zero_optimization": {"stage": 4}}, "stage=4 does not exist"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16 are both enabled"),

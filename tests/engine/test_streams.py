@@ -13,7 +13,6 @@ from tests.harness import run_ranks
 from zeroshard import api
 from zeroshard.runtime.streams import CheckingStreams
 
-
 HOST = ("zero2+grad", "zero3+all")  # rows whose states rest on the host
 OFFLOAD = {"grad": {"grad": "host", "optimizer": "host"}, "all": {"weight": "host", "grad": "host", "optimizer": "host"}}
 

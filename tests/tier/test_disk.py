@@ -821,6 +821,25 @@ def test_a_wait_that_nobody_could_end_is_an_error() -> None:
     assert staging.lent_bytes == 0
 
 
+def test_a_waiter_that_was_woken_is_not_taken_for_one_that_waits_forever() -> None:
+    staging = Staging(2 * BLOCK)
+    mine = staging.take(BLOCK)
+
+    def two_after_another() -> None:
+        first = staging.take(BLOCK)
+        staging.give(staging.take(BLOCK))
+        staging.give(first)
+
+    thread = threading.Thread(target=two_after_another)
+    thread.start()
+    wait_until(lambda: bool(staging._waiting))
+    with staging._changed:  # the other thread is woken, but cannot go on before this one asks for more
+        staging.give(mine)
+        staging.give(staging.take(2 * BLOCK))
+    thread.join(MAX_SECONDS)
+    assert staging.lent_bytes == 0
+
+
 def test_many_threads_share_a_small_pool() -> None:
     staging = Staging(16 * BLOCK)
 
