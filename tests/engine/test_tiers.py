@@ -140,3 +140,34 @@ def _reference(steps: int, start: int) -> dict[str, torch.Tensor]:
 def test_a_delayed_update_is_the_reference_one_step_late(row: str, start: int, tiers: tuple[str, str, str], tmp_path: Any) -> None:
     for apart in run_ranks(2, _late, row, start, tiers, str(tmp_path), timeout=60):
         assert max(apart.values()) == 0.0, apart
+
+
+def _kept(rank: int, world: int, path: str) -> dict[str, list[str]]:
+    """Step three times on gradients that nobody zeroes: torch adds the next ones to what the step has read."""
+
+    def run(row: str | None, **options: Any) -> dict[str, torch.Tensor]:
+        model = make_model()
+        optimizer = two_groups(model)
+        module = torch.nn.parallel.DistributedDataParallel(model) if row is None else model
+        engine = None if row is None else zs.shard(model, optimizer, policy=row, **options)
+        for step in range(3):
+            module(*batch(rank, step)).backward()
+            optimizer.step()
+        state = model.state_dict() if engine is None else engine.full_state_dict(rank0_only=False)
+        if engine is not None:
+            engine.close()
+        return state
+
+    expected = run(None)
+    cases: dict[str, dict[str, Any]] = {row: {"row": row} for row in ROWS}
+    for row, tiers in (("zero2", ("device", "host", "host")), ("zero3", ("host", "disk", "disk")), ("ddp", ("device", "host", "device"))):
+        cases[f"{row} {tiers}"] = {"row": row, "offload": offload(*tiers, path)}
+    runs = {name: run(**case) for name, case in cases.items()}
+    for key, value in expected.items():  # torch adds before it averages, and so rounds elsewhere
+        torch.testing.assert_close(runs["ddp"][key], value, rtol=1e-4, atol=1e-5)
+    return {name: [key for key, value in state.items() if not torch.equal(value, runs["ddp"][key])] for name, state in runs.items()}
+
+
+def test_gradients_that_nobody_zeroes_add_up_as_in_plain_training(tmp_path: Any) -> None:
+    for differences in run_ranks(2, _kept, str(tmp_path), timeout=60):
+        assert not any(differences.values()), differences

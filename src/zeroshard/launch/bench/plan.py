@@ -121,7 +121,7 @@ OFFLOAD_CONTENDERS = {
     "deepspeed2+host": "DeepSpeed stage 2, offload_optimizer cpu",
     "deepspeed3+host": "DeepSpeed stage 3, offload_optimizer cpu",
     "deepspeed3+weights": "DeepSpeed stage 3, offload_param and offload_optimizer cpu",
-    "deepspeed3+disk": "DeepSpeed stage 3, offload_optimizer nvme (on a CPU its losses were seen to be wrong)",
+    "deepspeed3+disk": "DeepSpeed stage 3, offload_optimizer nvme (look at its losses: on a CPU they were seen to be wrong)",
 }
 
 OFFLOAD_PARTS = {
