@@ -63,6 +63,9 @@ class Group:
     def __init__(self, name: str, size: Size, precision: str, options: Options) -> None:
         self.name, self.options = name, options
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115, lives as long as the processes
+        self.disk = None  # its processes are ended, not asked to clean up: what they put on disk goes with this folder
+        if options.disk_path is not None:
+            self.disk = tempfile.TemporaryDirectory(dir=options.disk_path, ignore_cleanup_errors=True)
         specification = {
             "contender": name,
             "size": asdict(size),
@@ -71,7 +74,7 @@ class Group:
             "threads": options.threads,
             "device": options.device,
             "files": list(options.files),
-            "disk_path": options.disk_path,
+            "disk_path": None if self.disk is None else self.disk.name,
             "deferred": options.deferred,
             "device_bytes": options.device_bytes,
             "python": options.deepspeed_python if name.startswith("deepspeed") else sys.executable,
@@ -129,6 +132,8 @@ class Group:
             self.process.wait()
         self.process.stdout.close()
         self.log.close()
+        if self.disk is not None:
+            self.disk.cleanup()
 
 
 def introduce(group: Group, result: ContenderResult, options: Options) -> None:
