@@ -10,7 +10,7 @@ from torch import nn
 
 from zeroshard.core.layout import Piece
 
-__all__ = ["OwnedPiece", "nan_like"]
+__all__ = ["OwnedPiece"]
 
 
 @dataclass
@@ -28,8 +28,3 @@ class OwnedPiece:
     on_device: bool  # where its master rests
     at_rest: Callable[[], torch.Tensor]  # its master, if on the device
     streamed: bool = False  # stepped tile by tile (optim/streamed.py), not by the optimizer's own step
-
-
-def nan_like(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return what stands for `numel` elements that rest elsewhere: one NaN (zero in dtypes without), expanded."""
-    return torch.full((1,), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(numel)

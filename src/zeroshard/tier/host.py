@@ -9,7 +9,6 @@ Cost: numel * itemsize bytes per slab, in pages of 4 KiB; a copy each way over t
 
 from __future__ import annotations
 
-import functools
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import torch
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StorageError
+from zeroshard.tier.blank import blank
 from zeroshard.tier.link import Link, link_of
 from zeroshard.tier.store import Account
 
@@ -66,12 +66,6 @@ def _mapped(num_bytes: int) -> mmap.mmap | None:
     if num_bytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
-
-
-@functools.cache
-def _gone(dtype: torch.dtype) -> torch.Tensor:
-    """Return what a tensor reads as after its loan, one element (zero in dtypes without a NaN)."""
-    return torch.full((1,), float("nan") if dtype.is_floating_point else 0, dtype=dtype)
 
 
 def _pinned(num_bytes: int) -> torch.Tensor:
@@ -133,7 +127,7 @@ class _HostSlab:
         try:
             yield tensor
         finally:
-            tensor.data = _gone(self.dtype).expand(stop - start)
+            blank(tensor)
 
     def close(self) -> None:
         if self in self._store.slabs:

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 
 from zeroshard.errors import StorageError
+from zeroshard.tier.blank import blank
 from zeroshard.tier.direct_io import BLOCK, round_up
 from zeroshard.tier.store import Account
 
-__all__ = ["Memory", "Staging", "blank"]
+__all__ = ["Memory", "Staging"]
 
 _HUGE_BYTES = 2 * 2**20
 
@@ -65,12 +66,6 @@ def _mapped(num_bytes: int) -> Any:
 
 def _pinned(num_bytes: int) -> Any:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
-
-
-def blank(tensor: torch.Tensor) -> None:
-    """Let `tensor` refer to a single NaN (0 for a dtype that has none) instead of its memory; its shape stays."""
-    value = float("nan") if tensor.dtype.is_floating_point else 0
-    tensor.data = torch.full((1,), value).to(tensor.dtype).expand(tensor.shape)
 
 
 class Staging:
