@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     from zeroshard.config import Comm, Config, Offload
     from zeroshard.core.policy import Policy
     from zeroshard.core.precision import Precision
-    from zeroshard.errors import CheckpointError, ConfigError, PeerLostError, PlanMismatch, StallError, StateError, ZeroshardError
+    from zeroshard.errors import (
+        CheckpointError,
+        ConfigError,
+        PeerLostError,
+        PlanMismatch,
+        StallError,
+        StateError,
+        StorageError,
+        ZeroshardError,
+    )
     from zeroshard.runtime.ema import EMA
     from zeroshard.runtime.engine import Engine
     from zeroshard.runtime.reports import MemoryReport, TrafficReport
@@ -47,6 +56,7 @@ __all__ = [
     "Saver",
     "StallError",
     "StateError",
+    "StorageError",
     "TrafficReport",
     "ZeroshardError",
     "__version__",
@@ -69,7 +79,16 @@ _HOMES = {
     "zeroshard.config": ("Comm", "Config", "Offload"),
     "zeroshard.core.policy": ("Policy",),
     "zeroshard.core.precision": ("Precision",),
-    "zeroshard.errors": ("CheckpointError", "ConfigError", "PeerLostError", "PlanMismatch", "StallError", "StateError", "ZeroshardError"),
+    "zeroshard.errors": (
+        "CheckpointError",
+        "ConfigError",
+        "PeerLostError",
+        "PlanMismatch",
+        "StallError",
+        "StateError",
+        "StorageError",
+        "ZeroshardError",
+    ),
     "zeroshard.runtime.ema": ("EMA",),
     "zeroshard.runtime.engine": ("Engine",),
     "zeroshard.runtime.reports": ("MemoryReport", "TrafficReport"),

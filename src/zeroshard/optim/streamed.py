@@ -32,9 +32,10 @@ from torch import nn
 
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work
-from zeroshard.optim.pieces import OwnedPiece, nan_like
+from zeroshard.optim.pieces import OwnedPiece
 from zeroshard.optim.resting import Resting, TieredResting
 from zeroshard.optim.shadow import Shadow
+from zeroshard.tier.blank import stand_in
 from zeroshard.tier.shelf import Shelf
 from zeroshard.tier.staging import Memory
 from zeroshard.tier.store import Slab, Store
@@ -136,7 +137,7 @@ class Streamed:
         """Return what stands for `numel` numbers that rest elsewhere."""
         key = (numel, dtype)
         if key not in self._stand_ins:
-            self._stand_ins[key] = nan_like(numel, dtype)
+            self._stand_ins[key] = stand_in((numel,), dtype)
         return self._stand_ins[key]
 
     def _state(self, owned: OwnedPiece) -> dict[str, Any]:

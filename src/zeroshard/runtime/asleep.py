@@ -19,11 +19,11 @@ from collections.abc import Sequence
 import torch
 
 from zeroshard.comm.transport import Transport
-from zeroshard.optim.pieces import nan_like
 from zeroshard.optim.resting import DeviceResting
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.unit import Segment, Unit, UnitState
 from zeroshard.runtime.weights import Weights
+from zeroshard.tier.blank import stand_in
 from zeroshard.tier.host import HostStore
 from zeroshard.tier.store import Slab
 
@@ -62,9 +62,9 @@ class Sleep:
                 for value in self._sharded.optimizer.state.get(owned.tensor, {}).values():
                     if isinstance(value, torch.Tensor) and value.dim() and value.stride() != (0,):
                         self._tensors.append((value, self._copy_out(f"{owned.name} state", value)))
-                        value.data = nan_like(value.numel(), value.dtype).to(value.device).expand(value.shape)
+                        value.data = stand_in((1,), value.dtype).to(value.device).expand(value.shape)
                 if owned.on_device:
-                    owned.tensor.data = nan_like(owned.tensor.numel(), owned.tensor.dtype).to(owned.tensor.device)
+                    owned.tensor.data = stand_in((1,), owned.tensor.dtype).to(owned.tensor.device).expand(owned.tensor.shape)
         for unit in self._weights.units:
             for segment in unit.segments:
                 for tensor in _own_memory(segment):
@@ -111,7 +111,7 @@ class Sleep:
         resting = None if segment.grad is None else segment.grad.resting()
         if isinstance(resting, DeviceResting):
             self._resting.append((resting, self._copy_out(f"{segment.key} gradient", resting.tensor)))
-            resting.tensor = nan_like(resting.tensor.numel(), resting.tensor.dtype).to(resting.tensor.device)
+            resting.tensor = stand_in((1,), resting.tensor.dtype).to(resting.tensor.device).expand(resting.tensor.shape)
 
 
 def _settle(unit: Unit, weights: Weights) -> None:

@@ -18,10 +18,11 @@ from zeroshard.core.layout import Piece
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Cells
 from zeroshard.core.split import tiles
-from zeroshard.optim.pieces import OwnedPiece, nan_like
+from zeroshard.optim.pieces import OwnedPiece
 from zeroshard.optim.streamed import SteppedSegment, Tile
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.unit import Segment
+from zeroshard.tier.blank import stand_in
 
 __all__ = ["own"]
 
@@ -87,6 +88,6 @@ def _piece(segment: Segment, piece: Piece) -> OwnedPiece:
         assert master.tensor is not None
         return master.tensor[start:stop]
 
-    tensor = nn.Parameter(at_rest() if on_device else nan_like(piece.numel, master.dtype))
+    tensor = nn.Parameter(at_rest() if on_device else stand_in((piece.numel,), master.dtype))
     parameter, stride = segment.parameters[piece.index], segment.flat.strides[piece.index]
     return OwnedPiece(piece.name, parameter, piece, stride, tensor, is_used, grad, path.resting, on_device, at_rest)
