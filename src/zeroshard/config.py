@@ -229,10 +229,11 @@ class Config(_Strict):
     def from_deepspeed(cls, source: str | Path | dict[str, Any]) -> Config:
         """Read a DeepSpeed configuration: a path to its JSON, or the dict.
 
-        Read are ``zero_optimization.stage`` and its ``offload_optimizer`` and ``offload_param``, ``bf16``/``fp16`` ``enabled``, ``gradient_clipping``
-        and the three batch keys; "auto" leaves a key to whoever fills it in (``zeroshard.integrations.transformers``), and to our default
-        otherwise. As in DeepSpeed, a configuration without ``gradient_clipping`` clips at 1.0 (0 switches it off). Every other key raises ConfigError by name: an option without effect
-        is an error here.
+        Read are ``zero_optimization.stage`` and its ``offload_optimizer`` and ``offload_param``, ``bf16``/``fp16`` ``enabled``,
+        ``gradient_clipping`` and the three batch keys; "auto" leaves a key to whoever fills it in
+        (``zeroshard.integrations.transformers``), and to our default otherwise. As in DeepSpeed, a configuration without
+        ``gradient_clipping`` clips at 1.0 (0 switches it off). Every other key raises ConfigError by name: an option without effect is an
+        error here.
         """
         data = _read_json(source) if isinstance(source, (str, Path)) else source
         if not isinstance(data, dict):

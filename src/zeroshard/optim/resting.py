@@ -208,18 +208,20 @@ class TieredResting:
         self._pending, self.divided_by = [], 0.0
 
     def exchange(self, own: Range, whole: torch.Tensor, meet: Callable[[torch.Tensor], None]) -> None:
-        """Take over the other ranks' slices of the sum: `meet` brings them together in `whole`, which is passing through, from `own`."""
+        """Take over the other ranks' slices of the average: `meet` brings them together in `whole`, which is passing through, from `own`."""
         mine = whole[slice(*own)]
         with self._losing():
             self.settle()
             for work in self.shelf.read(*own, mine) if self.lost is None else ():
                 work.wait()
+            self.apply_to(mine)
         if self.lost is not None:
             mine.fill_(float("nan"))
         meet(mine)
         with self._losing():
             for work in self.shelf.write(0, whole.numel(), whole) if self.lost is None else ():
                 work.wait()
+        self._pending = []
 
     # ------------------------------------------------------------------ what is done to it
 

@@ -27,7 +27,7 @@ from zeroshard.tier.link import Link
 __all__ = ["Balance", "first_fraction"]
 
 _log = logging.getLogger("zeroshard")
-_PROBE_BYTES = 4 << 20
+_PROBE_BYTES = 4 << 20  # of a link that takes a sixty-fourth of it within a millisecond
 _ADAM_BYTES = 28  # that a step of one element moves through memory: four numbers in, three out
 _SETTLED = 0.01
 _PATIENCE = 3  # measurements that one move takes
@@ -50,10 +50,16 @@ def first_fraction(device: torch.device, link: Link, *, least: float) -> float:
     """Return where to begin: from the bandwidths of the link and of both memories, at least `least`."""
     near = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
     host = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, pin_memory=device.type != "cpu")
-    per_byte = 1.0 / _PROBE_BYTES
-    device_s = _seconds(lambda: near.add_(1), device) * per_byte * _ADAM_BYTES / 2
-    host_s = _seconds(lambda: host.add_(1), torch.device("cpu")) * per_byte * _ADAM_BYTES / 2
-    link_s = _seconds(lambda: link.copy(near, host, "to_device").wait(), device) * per_byte * 4  # fp32 weights back
+    device_s = _seconds(lambda: near.add_(1), device) / _PROBE_BYTES * _ADAM_BYTES / 2
+    host_s = _seconds(lambda: host.add_(1), torch.device("cpu")) / _PROBE_BYTES * _ADAM_BYTES / 2
+
+    def copy_s(num_bytes: int) -> float:
+        return _seconds(lambda: link.copy(near[:num_bytes], host[:num_bytes], "to_device").wait(), device) / num_bytes
+
+    link_s = copy_s(_PROBE_BYTES // 64)
+    if link_s * _PROBE_BYTES < 64e-3:
+        link_s = copy_s(_PROBE_BYTES)
+    link_s *= 4  # fp32 weights back
     return balanced(0.5, device_s, max(host_s, link_s), least=least)
 
 

@@ -272,7 +272,7 @@ class GradientPath:
         resting = self.resting()
         assert resting is not None and self._flight is None, self.key
         if isinstance(resting, TieredResting):
-            return self._gather_sums(resting)
+            return self._gather_through(resting)
         assert isinstance(resting, DeviceResting)
         with self._streams.on("reduce"):
             self._streams.write(f"{self.key}.resting")
@@ -281,16 +281,10 @@ class GradientPath:
                 work.wait()  # enqueues
         return work
 
-    def _gather_sums(self, resting: TieredResting) -> Work:
-        """Bring the other ranks' slices here through the device, a segment at a time: sums, which each rank divides as it reads them."""
-        resting.settle()
+    def _gather_through(self, resting: TieredResting) -> Work:
+        """Bring the other ranks' averaged slices here through the device, a segment at a time."""
         whole = self._place.scratch(self.flat.layout.numel).to(self.precision.accumulate)
-        own = whole[slice(*self._own)]
-        for work in resting.shelf.read(*self._own, own):
-            work.wait()
-        self._transport.all_gather(self.key, own, self.flat.layout.ranges, whole).wait()
-        for work in resting.shelf.write(0, whole.numel(), whole):
-            work.wait()
+        resting.exchange(self._own, whole, lambda mine: self._transport.all_gather(self.key, mine, self.flat.layout.ranges, whole).wait())
         return DoneWork()
 
     def resting(self) -> Resting | None:

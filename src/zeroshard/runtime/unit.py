@@ -89,6 +89,7 @@ class Segment:
         self.weight = flat.local  # the weights that follow from it: this rank's share, or all where every rank steps everything
         self.split = 0  # how many elements of the master rest on the device
         self.aliased = 0  # how many elements of the master, from its start, are those weights themselves
+        self.lags = False  # whether the weights may be a step behind the master
         self.step: threading.Event | None = None  # set while no step on another tier is under way
         self.uploads: list[tuple[Work, object]] = []  # weights on their way back from a step on another tier, and what they are copied from
         self._poison = [torch.full((), poison_value(flat.dtype), dtype=flat.dtype, device=p.device) for p in parameters]
@@ -116,6 +117,7 @@ class Segment:
         The first `split` elements rest on the device, the others in `store`. `apart`: never the weights themselves, which are to lag behind.
         """
         flat, split = self.flat, self.split
+        self.lags = apart
         self.weight = weight = Shelf(flat.full) if whole else flat.local
         alike = flat.dtype is dtype and not apart
         there = None if weight.slab is None else weight.slab.tier

@@ -160,8 +160,8 @@ class Whole:
     def _whole_masters(self, segment: Segment, cells: Cells) -> list[torch.Tensor]:
         """Return the masters of a segment [each parameter's shape], or nothing where its weights are the masters."""
         master = segment.master
-        if master is None or segment.master_is_weight:
-            return []
+        if master is None or (master.dtype is segment.flat.dtype and not segment.lags):
+            return []  # the same numbers, wherever each rank keeps them
         with master.borrowed(0, master.numel, write=False) as local:
             here = local if master.on_device else local.to(segment.flat.full.device, copy=True)
         return segment.flat.views_of(self._gather(f"{segment.key}.master", segment, here, whole=not cells.optim.is_sharded))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -25,7 +26,9 @@ from zeroshard.launch.bench.driver import Options, measure
 from zeroshard.launch.bench.plan import (
     COMPARISONS,
     LARGEST,
+    OFFLOAD_ALIVE,
     OFFLOAD_COMPARISONS,
+    OFFLOAD_CONTENDERS,
     OVERHEAD_SIZE,
     SIZES,
     Comparison,
@@ -52,14 +55,30 @@ def step(arguments: argparse.Namespace, *, threads: int) -> int:
 
 def offload(arguments: argparse.Namespace, *, threads: int) -> int:
     """States on host and disk: whole steps, the host step and the disk step by themselves, and on CUDA the largest model."""
-    comparisons = _chosen(arguments.contenders, OFFLOAD_COMPARISONS) if "steps" in arguments.parts else []
     result = _new_report("offload")
+    comparisons: list[Comparison] = []
+    if "steps" in arguments.parts:
+        comparisons = _chosen(arguments.contenders, _runnable(result, arguments))
     with _scratch(arguments.disk_path) as path:
         _run_sizes(result, comparisons, arguments, threads=threads, disk_path=str(path))
         _run_alone(result, arguments, path)
         if "largest" in arguments.parts:
             _run_largest(result, arguments, threads=threads, disk_path=str(path))
     return _finish(result, arguments)
+
+
+def _runnable(result: Report, arguments: argparse.Namespace) -> list[Comparison]:
+    """Return the comparisons of `offload`, by default without DeepSpeed's where it is not installed: they would only take the others' places."""
+    if arguments.contenders or arguments.deepspeed_python or find_spec("deepspeed") is not None:
+        return list(OFFLOAD_COMPARISONS)
+    names = [name for name in OFFLOAD_CONTENDERS if name.startswith("deepspeed")]
+    _leave_out(result, f"{', '.join(names)}: DeepSpeed is not installed; pip install 'zeroshard[bench]', or --deepspeed-python")
+    return [c for c in OFFLOAD_COMPARISONS if c.reference not in names]
+
+
+def _leave_out(result: Report, what: str) -> None:
+    result.left_out.append(what)
+    Console(stderr=True).print(f"bench: skipped {what}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _chosen(contenders: Sequence[str] | None, known: Sequence[Comparison]) -> list[Comparison]:
@@ -88,7 +107,7 @@ def _run_sizes(
                 steps=arguments.steps,
                 warmup=arguments.warmup,
                 pairs=arguments.pairs,
-                alive=arguments.alive or size.alive + size.alive // 2 * (result.kind == "offload"),
+                alive=arguments.alive or (OFFLOAD_ALIVE if result.kind == "offload" and size.alive > 2 else size.alive),
                 device=arguments.device,
                 files=text,
                 deepspeed_python=arguments.deepspeed_python or sys.executable,
@@ -111,7 +130,10 @@ def _run_alone(result: Report, arguments: argparse.Namespace, path: Path) -> Non
     if "host-step" in parts:
         runs["host step"] = (arguments.pairs or 30, partial(host_step, arguments.elements))
     for grad in ("device", "disk") if "disk-step" in parts else ():
-        runs[f"disk step, gradient on {grad}"] = (arguments.pairs or MIN_PAIRS, partial(disk_step, arguments.elements, path=path, grad=grad))
+        runs[f"disk step, gradient on {grad}"] = (
+            arguments.pairs or MIN_PAIRS,
+            partial(disk_step, arguments.elements, path=path, grad=grad),
+        )
     for title, (pairs, run) in runs.items():
         with _progress(title, pairs + 1) as (_, advance):
             result.runs.append(run(pairs=pairs, advance=advance))
@@ -121,9 +143,7 @@ def _run_alone(result: Report, arguments: argparse.Namespace, path: Path) -> Non
 def _run_largest(result: Report, arguments: argparse.Namespace, *, threads: int, disk_path: str) -> None:
     """The largest model per tier; only where there is a card to fill."""
     if arguments.device != "cuda":
-        with _progress("largest model", 0) as (say, _):
-            result.left_out.append("largest model: it fills a GPU's memory, and this run is on the CPU (--device cuda measures it)")
-            say(f"skipped {result.left_out[-1]}")
+        _leave_out(result, "largest model: it fills a GPU's memory, and this run is on the CPU (--device cuda measures it)")
         _save(result, arguments.out)
         return
     from zeroshard.launch.bench.offload import largest

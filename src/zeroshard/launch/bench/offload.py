@@ -42,7 +42,7 @@ DISK_TARGET = 0.85  # of the raw bandwidth
 OVERLAP_TARGET = 1 / 1.15  # of the speed that the slower of disk and computation allows
 _WIDTH = 2048
 _PIECE = 1 << 20  # elements: as many as a tile has by default
-_RESERVE = {Tier.HOST: 24, Tier.DISK: 20}  # bytes per parameter that must be free before a doubling is tried: states, and what pinning rounds up
+_RESERVE = {Tier.HOST: 24, Tier.DISK: 20}  # bytes per parameter that must be free for an attempt: states, and what pinning rounds up
 
 Advance = Callable[[str], None]
 
@@ -141,10 +141,14 @@ def _turns(ways: dict[str, Callable[[], float]], pairs: int, advance: Advance) -
     return seconds
 
 
-def _run(title: str, numel: int, seconds: dict[str, list[float]], moved: dict[str, int], targets: Sequence[tuple[str, str, float | None]]) -> Run:
+def _run(
+    title: str, numel: int, seconds: dict[str, list[float]], moved: dict[str, int], targets: Sequence[tuple[str, str, float | None]]
+) -> Run:
     run = Run(title, "fp32", 1, 1, "cpu", numel, 0)
     run.contenders = [
-        ContenderResult(name, facts={"bytes": moved.get(name, 0), "versions": {"torch": torch.__version__, "zeroshard": zs.__version__}}, step_s=taken)
+        ContenderResult(
+            name, facts={"bytes": moved.get(name, 0), "versions": {"torch": torch.__version__, "zeroshard": zs.__version__}}, step_s=taken
+        )
         for name, taken in seconds.items()
     ]
     for ours, other, target in targets:
@@ -203,7 +207,14 @@ def step_row(options: DiskOptions, path: Path) -> Row:
 
 
 def largest(
-    tier: str, precision: str, options: Options, *, seconds: float, size: Size = LARGEST_SIZE, max_layers: int = 1 << 12, advance: Advance = lambda _: None
+    tier: str,
+    precision: str,
+    options: Options,
+    *,
+    seconds: float,
+    size: Size = LARGEST_SIZE,
+    max_layers: int = 1 << 12,
+    advance: Advance = lambda _: None,
 ) -> Largest:
     """Double the layers of `size` while the model trains two steps with its states on `tier`, for at most about `seconds`.
 

@@ -21,6 +21,7 @@ __all__ = [
     "LARGEST_SIZE",
     "MEMORY_CLAIMS",
     "OFFLOADS",
+    "OFFLOAD_ALIVE",
     "OFFLOAD_COMPARISONS",
     "OFFLOAD_CONTENDERS",
     "OFFLOAD_PARTS",
@@ -181,6 +182,9 @@ OFFLOAD_COMPARISONS = (
     Comparison("zero3+disk", "deepspeed3+disk"),
 )
 """What `bench offload` measures: beside the same row on the device, beside FSDP2, and beside DeepSpeed's nearest."""
+
+OFFLOAD_ALIVE = 9
+"""All of them but DeepSpeed's in one block: 13 GB at the medium size on two ranks, and no contender is started twice."""
 
 LARGEST = {"device": "zero3", "host": "zero3+host", "disk": "zero3+disk"}
 """Which contender stands for which tier in the search for the largest model."""

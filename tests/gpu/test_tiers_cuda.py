@@ -1,0 +1,311 @@
+"""States on host and disk beside one GPU: pinned memory, real copies on streams of their own, the step on the host.
+
+The host's AdamW does not round as the device's does, so tiers are compared with the device within a tolerance; host and disk, which step alike,
+with each other bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zeroshard as zs
+from tests.engine.common import Net, batch, two_groups
+from tests.harness import run_ranks
+from zeroshard.core.placement import Tier
+from zeroshard.optim.shadow import Shadow
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+DEVICE = "cuda:0"
+STEPS = 20
+HOST = {"grad": "host", "optimizer": "host"}
+ON_HOST = {"weight": "host", **HOST}
+ON_DISK = {"weight": "disk", "grad": "disk", "optimizer": "disk"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gradient and optimizer on the host": ("zero2", HOST),
+    "optimizer alone on the host": ("zero2", {"optimizer": "host"}),
+    "replicated, on the host": ("ddp", {"optimizer": "host"}),
+    "a fraction on the host": ("zero2", {**HOST, "fraction": 0.4}),
+    "a fraction of stage 3": ("zero3", {**ON_HOST, "fraction": 0.4}),
+    "everything on the host": ("zero3", ON_HOST),
+    "weights alone on the host": ("zero3", {"weight": "host"}),
+    "optimizer on disk": ("zero2", {"optimizer": "disk"}),
+    "everything on disk": ("zero3", ON_DISK),
+    "delayed from a step that never comes": ("zero2", {**HOST, "delayed_update": 10 * STEPS}),
+}
+
+
+def _offload(tiers: dict[str, Any], path: Any) -> zs.Offload:
+    return zs.Offload(**tiers, disk_path=str(path) if "disk" in tiers.values() else None)
+
+
+def _net(width: int = 64, layers: int = 6) -> Net:
+    torch.manual_seed(0)
+    return Net(width=width, layers=layers).to(DEVICE)
+
+
+def _train(row: str, tiers: dict[str, Any], path: Any, *, rank: int = 0, precision: str = "fp32", **options: Any) -> dict[str, Any]:
+    """Train on a GPU; return losses, the weights afterwards, and what was seen of the tiers."""
+    model = _net()
+    optimizer = two_groups(model)
+    engine = zs.shard(model, optimizer, policy=row, precision=precision, offload=_offload(tiers, path), **options)
+    losses = []
+    for step in range(STEPS):
+        loss = model(*(t.to(DEVICE) for t in batch(rank, step)))
+        engine.backward(loss)
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    state = engine.full_state_dict(rank0_only=False)
+    pieces = [(piece.tensor.device.type, piece.streamed) for piece in engine.stepped_pieces()]
+    out = {"losses": losses, "state": state, "tiers": engine.memory().tiers, "pieces": pieces}
+    engine.close()
+    return out
+
+
+@functools.cache
+def _on_device(row: str, precision: str) -> dict[str, Any]:
+    return _train(row, {}, None, precision=precision)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-3), ("bf16", 3e-2)])
+@pytest.mark.parametrize("case", CASES)
+def test_twenty_steps_with_states_on_another_tier_are_those_of_the_device(
+    case: str, precision: str, tolerance: float, tmp_path: Path
+) -> None:
+    row, tiers = CASES[case]
+    plain, run = _on_device(row, precision), _train(row, tiers, tmp_path, precision=precision)
+    torch.testing.assert_close(run["losses"], plain["losses"], rtol=tolerance, atol=tolerance)
+    assert run["losses"][-1] < run["losses"][0]
+    for name, value in run["state"].items():
+        torch.testing.assert_close(
+            value, plain["state"][name], rtol=0.1, atol=20 * tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_host_and_disk_step_the_same_bits(precision: str, tmp_path: Path) -> None:
+    host, disk = _train("zero3", ON_HOST, None, precision=precision), _train("zero3", ON_DISK, tmp_path, precision=precision)
+    assert host["losses"] == disk["losses"]
+    assert all(torch.equal(value, disk["state"][name]) for name, value in host["state"].items())
+
+
+def test_a_delayed_update_trains_within_reach_of_the_exact_one() -> None:
+    exact, late = _train("zero2", HOST, None), _train("zero2", {**HOST, "delayed_update": 2}, None)
+    assert late["losses"][:3] == exact["losses"][:3] and late["losses"] != exact["losses"]
+    torch.testing.assert_close(late["losses"], exact["losses"], rtol=0, atol=0.5)
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(1.0, {("cpu", True)}), (0.4, {("cpu", True), ("cuda", False)})])
+def test_what_is_stepped_on_the_host_is_a_cpu_tensor_to_the_optimizer(fraction: float, expected: set[tuple[str, bool]]) -> None:
+    # Gradients stay on the device: with them on the host, too, the device's part of a fraction is stepped in tiles as well.
+    run = _train("zero2", {"optimizer": "host", "fraction": fraction}, None)
+    assert set(run["pieces"]) == expected
+    moments = run["tiers"]["optimizer"]
+    assert moments["host"] / sum(moments.values()) == pytest.approx(fraction, abs=0.02)
+
+
+@pytest.mark.parametrize(("row", "tiers"), [("zero2", HOST), ("zero3", ON_HOST), ("zero3", ON_DISK)], ids=["stage 2", "stage 3", "disk"])
+def test_the_host_step_works_in_pinned_memory(row: str, tiers: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, bool]] = []
+    step = Shadow.step
+
+    def watched(self: Shadow, parameters: Any, states: Any) -> Any:
+        for parameter in itertools.chain.from_iterable(parameters.values()):
+            moments = [value for value in states[parameter].values() if value.numel() > 1]
+            seen.extend((tensor.device.type, tensor.is_pinned()) for tensor in (parameter.data, parameter.grad, *moments))
+        return step(self, parameters, states)
+
+    model = _net()
+    optimizer = two_groups(model)
+    engine = zs.shard(model, optimizer, policy=row, offload=_offload(tiers, tmp_path))
+    for number in range(2):
+        if number == 1:
+            monkeypatch.setattr(Shadow, "step", watched)  # the first step makes its moments anew
+        model(*(t.to(DEVICE) for t in batch(0, number))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine._join_step()
+    assert len(seen) > 4 * len(list(model.parameters())) / 2 and set(seen) == {("cpu", True)}
+    for slab in getattr(engine._context.tiering.stores.get(Tier.HOST), "slabs", []):
+        assert slab._memory.is_pinned(), slab.key
+    engine.close()
+
+
+def test_weights_that_rest_elsewhere_gather_right(tmp_path: Path) -> None:
+    for tiers in (ON_HOST, ON_DISK, {"weight": "host"}):
+        model = _net()
+        expected = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+        x, y = (t.to(DEVICE) for t in batch(0, 0))
+        loss = model(x, y).detach()
+        engine = zs.shard(model, two_groups(model), stage=3, offload=_offload(tiers, tmp_path))
+        assert all(torch.equal(value, expected[name]) for name, value in engine.full_state_dict().items()), tiers
+        with engine.gathered():
+            for name, parameter in model.named_parameters():
+                assert parameter.device.type == "cuda" and torch.equal(parameter.cpu(), expected[name]), (tiers, name)
+        torch.testing.assert_close(model(x, y).detach(), loss, rtol=1e-6, atol=1e-6)
+        engine.close()
+
+
+# ---------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize(("row", "tiers"), [("zero2", HOST), ("zero3", ON_HOST)], ids=["stage 2", "stage 3"])
+def test_memory_is_steady_over_fifty_steps(row: str, tiers: dict[str, str]) -> None:
+    model = _net(width=512, layers=12)
+    optimizer = two_groups(model)
+    engine = zs.shard(model, optimizer, policy=row, offload=_offload(tiers, None))
+    gaps, held = [], []
+    for step in range(50):
+        model(*(t.to(DEVICE) for t in batch(0, step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        gaps.append(torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+        held.append(engine.memory().tier_peaks["host"])
+    assert max(gaps[25:]) <= 1.02 * max(gaps[5:25]) + 2**21
+    assert held[-1] == held[5]
+    assert torch.cuda.memory_stats()["num_alloc_retries"] == 0
+    engine.close()
+
+
+def test_what_leaves_the_device_leaves_its_memory() -> None:
+    used = {}
+    for name, tiers in (("device", {}), ("optimizer", {"optimizer": "host"}), ("all", ON_HOST)):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        model = _net(width=512, layers=12)
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        optimizer = two_groups(model)
+        engine = zs.shard(model, optimizer, stage=3, offload=_offload(tiers, None))
+        model(*(t.to(DEVICE) for t in batch(0, 0))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine._join_step()
+        torch.cuda.synchronize()
+        used[name] = (torch.cuda.memory_allocated() - before) / numel  # bytes per parameter
+        engine.close()
+        del model, optimizer, engine
+    assert used["device"] - used["optimizer"] >= 7.5, used  # two moments; the master of fp32 weights is a copy on the host
+    assert used["optimizer"] - used["all"] >= 3.5, used  # the weights
+
+
+# ---------------------------------------------------------------------- overlap
+
+
+class _Timed:
+    """A model of 100M parameters on `batch` sequences of 256 tokens, and the seconds of its steps."""
+
+    def __init__(self, row: str, tiers: dict[str, str], *, batch: int) -> None:
+        self.model = _net(width=1024, layers=12)
+        self.num_bytes = sum(4 * parameter.numel() for parameter in self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.engine = zs.shard(self.model, self.optimizer, policy=row, offload=_offload(tiers, None))
+        self.x = torch.randint(0, 37, (batch, 256), device=DEVICE)
+
+    def seconds(self, *, step: bool, num: int = 10) -> float:
+        """Return the seconds per step over `num` of them: one may end while the next one runs."""
+        for number in range(num + 3):
+            if number == 3:
+                self._settle()
+                begin = time.perf_counter()
+            self.model(self.x, self.x).backward()
+            if step:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        self._settle()
+        return (time.perf_counter() - begin) / num
+
+    def _settle(self) -> None:
+        self.engine._join_step()
+        torch.cuda.synchronize()
+
+    @property
+    def host_s(self) -> float:
+        sharded = self.engine._sharded
+        assert sharded is not None and sharded.streamed is not None
+        return sharded.streamed.step_s
+
+
+def _copy_s(num_bytes: int, *, to_host: bool) -> float:
+    """Return the seconds that `num_bytes` take over the link, in pinned memory, with nothing else on the device."""
+    far, near = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True), torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
+    out, source = (far, near) if to_host else (near, far)
+    taken = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        out.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken[1:])
+
+
+def test_gathers_from_the_host_overlap_compute() -> None:
+    device = _Timed("zero3", {}, batch=8)  # about as long as the weights take over the link
+    compute_s = device.seconds(step=False)
+    device.engine.close()
+    host = _Timed("zero3", {"weight": "host"}, batch=8)
+    taken_s = host.seconds(step=False)
+    copies_s = 2 * _copy_s(host.num_bytes, to_host=False)  # for forward and for backward
+    host.engine.close()
+    print(f"compute {compute_s * 1e3:.1f} ms, copies {copies_s * 1e3:.1f} ms, together {taken_s * 1e3:.1f} ms")
+    assert taken_s <= 1.1 * compute_s + 0.6 * copies_s, (compute_s, copies_s, taken_s)
+
+
+def test_a_step_on_the_host_overlaps_its_copies_and_the_next_forward() -> None:
+    device = _Timed("zero2", {}, batch=32)
+    compute_s = device.seconds(step=True)
+    device.engine.close()
+    host = _Timed("zero2", HOST, batch=32)
+    taken_s = host.seconds(step=True)
+    step_s = host.host_s
+    there_s, back_s = _copy_s(host.num_bytes, to_host=True), _copy_s(host.num_bytes, to_host=False)
+    host.engine.close()
+    # Backward, two thirds of the computation, may hide the gradients' copies, the next forward the step and the weights' copies.
+    in_turn_s = compute_s + there_s + step_s + back_s
+    hidden_s = min(2 / 3 * compute_s, there_s) + min(1 / 3 * compute_s, step_s + back_s)
+    print(f"one after the other {in_turn_s * 1e3:.1f} ms, of which {hidden_s * 1e3:.1f} ms can be hidden; measured {taken_s * 1e3:.1f} ms")
+    assert taken_s <= 1.05 * in_turn_s - 0.5 * hidden_s, (compute_s, there_s, step_s, back_s, taken_s)
+
+
+# ---------------------------------------------------------------------- several ranks, and the sanitizer
+
+
+def _over_gloo(rank: int, world: int, row: str, tiers: dict[str, str], path: str) -> dict[str, Any]:
+    torch.cuda.set_device(0)
+    run = _train(row, tiers, path, rank=rank, comm=zs.Comm(transport="gloo"))
+    return {"losses": run["losses"], "state": run["state"]}
+
+
+def test_two_ranks_share_one_gpu_and_their_host(tmp_path: Path) -> None:
+    plain = run_ranks(2, _over_gloo, "zero3", {}, str(tmp_path), timeout=100)
+    for tiers in (ON_HOST, ON_DISK):
+        runs = run_ranks(2, _over_gloo, "zero3", tiers, str(tmp_path), timeout=100)
+        for run, other in zip(runs, plain, strict=True):
+            torch.testing.assert_close(run["losses"], other["losses"], rtol=1e-3, atol=1e-3)
+        assert all(torch.equal(value, runs[1]["state"][name]) for name, value in runs[0]["state"].items())
+
+
+def test_the_stream_sanitizer_finds_no_race(tmp_path: Path) -> None:
+    code = (
+        "from tests.gpu import test_tiers_cuda as t\n"
+        "t.STEPS = 3\n"
+        f"for row, tiers in t.CASES.values(): t._train(row, tiers, {str(tmp_path)!r})\n"
+    )
+    environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "CSAN detected" not in done.stderr, done.stderr[-4000:]
