@@ -201,7 +201,7 @@ class TieredResting:
             return
         with self._losing():
             self.settle()
-            for start, stop in _blocks(*own) if self._pending and self.lost is None else ():
+            for start, stop in _blocks(*own) if (self._pending or self.divided_by != 1.0) and self.lost is None else ():
                 with self.shelf.borrowed(start, stop, write=True) as there:
                     self.apply_to(there)
                     there.mul_(self.divided_by)

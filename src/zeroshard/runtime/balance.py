@@ -5,7 +5,7 @@ and the cut between the two parts (core/split.py) moves to where both would have
 
     step        1      2      3      4      5 ...
     device    ======  ====   ====
-    host      ==      ====   ====                 the cut stays once a move would be less than a hundredth
+    host      ==      ====   ====                 the cut stays once a move would be less than two hundredths
 
 Moving the cut re-cuts pieces, masters and moments where they lie, and changes no bit. Each rank decides by itself: what rests where is its own affair.
 Cost: what crosses over is copied once; nothing once the cut stays.
@@ -29,7 +29,7 @@ __all__ = ["Balance", "first_fraction"]
 _log = logging.getLogger("zeroshard")
 _PROBE_BYTES = 4 << 20  # of a link that takes a sixty-fourth of it within a millisecond
 _ADAM_BYTES = 28  # that a step of one element moves through memory: four numbers in, three out
-_SETTLED = 0.01
+_SETTLED = 0.02
 _PATIENCE = 3  # measurements that one move takes
 CHOSE = "offload.fraction='auto' chose %.3f: the device's part of the step takes %.1f ms, the host's %.1f ms"
 
