@@ -55,7 +55,7 @@ class SteppedSegment:
     master: Shelf
     store: Store | None  # where the state of the others rests; None: all on the device, and the gradients elsewhere
     gradient: Callable[[], Resting | None]
-    bring: Callable[[int, int, torch.Tensor], list[Work]]  # start casting stepped masters, which stay as they are meanwhile, into the weights
+    bring: Callable[[int, int, torch.Tensor, bool], list[Work]]  # start casting stepped masters into the weights; do they stay meanwhile?
     can_bring_from_rest: Callable[[int, int], bool]  # whether that needs no cast
     bring_from_rest: Callable[[int, int], list[Work]]  # the same from where the master rests
     slabs: dict[str, Slab] = field(default_factory=dict)  # the optimizer's state of elements [split, numel), by key
@@ -293,7 +293,7 @@ class Streamed:
         with _on_host(resting, tile) as grad, self.bound(tile, write=True) as (master, opened):
             self._step(job.host, tile, used, master, opened, grad)
             if not (from_rest or job.late):
-                self._sent = segment.bring(tile.start, tile.stop, master.clone())
+                self._sent = segment.bring(tile.start, tile.stop, master, False)
         if from_rest and not job.late:
             self._sent = segment.bring_from_rest(tile.start, tile.stop)
 
@@ -331,7 +331,7 @@ class Streamed:
         works = segment.master.write(tile.start, tile.stop, passing.master)
         for key, numbers in passing.states.items():
             works.append(self._slab_of(segment, key, numbers.dtype).write(*tile.slab_range, numbers))
-        buffers.works = works if job.late else works + segment.bring(tile.start, tile.stop, passing.master)
+        buffers.works = works if job.late else works + segment.bring(tile.start, tile.stop, passing.master, True)
 
     def _step(
         self, shadow: Shadow, tile: Tile, used: list[bool], master: torch.Tensor, opened: list[dict[str, Any]], grad: torch.Tensor

@@ -178,11 +178,11 @@ class Segment:
         for work in self.weight.write(start, stop, master.to(self.flat.dtype)):
             work.wait()
 
-    def bring(self, start: int, stop: int, master: torch.Tensor) -> list[Work]:
-        """Start casting stepped masters, which stay as they are meanwhile, into the weights; `settle` waits for it."""
+    def bring(self, start: int, stop: int, master: torch.Tensor, stays: bool) -> list[Work]:
+        """Start casting stepped masters (do they stay as they are meanwhile?) into the weights; `settle` waits for it."""
         if self.master_is_weight:
             return []
-        source = master.to(self.flat.dtype)
+        source = master.to(self.flat.dtype, copy=not stays)
         return self._sent(self.weight.write(start, stop, source), source)
 
     def can_bring_from_rest(self, start: int, stop: int) -> bool:

@@ -277,7 +277,9 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
         raw.close()
     finally:
         store.close()
-    # The row of the optimizer step over the disk tier, read | compute | write in a pipeline, goes here: rows["step"] = step_row(...).
+    from zeroshard.launch.bench.offload import step_row  # which measures the disk as this file does
+
+    rows["step"] = step_row(options, path)
     _show(options, list(rows.values()), fio, direct=store.direct, out=out, as_json=as_json)
     return 0
 
