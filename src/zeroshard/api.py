@@ -26,6 +26,7 @@ from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.errors import ConfigError, StorageError, ZeroshardError
 from zeroshard.nn.deferred import allocate, deferred_init, fingerprint_of, materialize, refuse_inside
 from zeroshard.optim.elementwise import check_elementwise
+from zeroshard.optim.resting import Landings
 from zeroshard.optim.sharded import check_parameters
 from zeroshard.runtime.balance import first_fraction
 from zeroshard.runtime.build import Context, Dtypes, compute_dtypes
@@ -170,6 +171,7 @@ def _make_tiering(settings: Config, model: nn.Module, group: dist.ProcessGroup |
         least=least,
         link=link,
         staging_bytes=offload.staging_bytes or Tiering.staging_bytes,
+        landings=Landings(offload.staging_bytes or Tiering.staging_bytes),
         automatic=automatic,
         delayed_update=offload.delayed_update,
     )

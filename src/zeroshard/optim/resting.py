@@ -15,6 +15,8 @@ Invariant: it is alive as long as a sealed gradient, or a reduce under way, hold
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -30,7 +32,7 @@ from zeroshard.tier.link import Direct, Link
 from zeroshard.tier.shelf import Shelf
 from zeroshard.tier.store import Slab, Store
 
-__all__ = ["DeviceResting", "Resting", "RestingPlace", "TieredResting"]
+__all__ = ["DeviceResting", "Landings", "Resting", "RestingPlace", "TieredResting"]
 
 _CHUNK = 1 << 17  # elements: a chunk of fp32 stays in a core's own cache
 _BLOCK = 1 << 20  # elements read from another tier at a time; a multiple of _CHUNK
@@ -110,6 +112,25 @@ class DeviceResting:
         return {Tier.DEVICE: self.tensor.numel() * self.tensor.element_size()}
 
 
+class Landings:
+    """Sums on their way to another tier, of all segments: a slow disk holds back the backward, not `limit_bytes` of device memory (or one sum)."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._held_bytes = 0
+        self._under_way: deque[tuple[Work, torch.Tensor]] = deque()
+
+    def add(self, work: Work, source: torch.Tensor) -> None:
+        """Keep `source` until `work` has read it; wait for the oldest while there are too many."""
+        self._under_way.append((work, source))
+        self._held_bytes += source.numel() * source.element_size()
+        while self._under_way and (self._under_way[0][0].done() or (self._held_bytes > self._limit_bytes and len(self._under_way) > 1)):
+            oldest, landed = self._under_way.popleft()
+            self._held_bytes -= landed.numel() * landed.element_size()
+            with contextlib.suppress(StorageError):  # its gradient will find it
+                getattr(oldest, "synchronize", oldest.wait)()
+
+
 class TieredResting:
     """A gradient that rests, in part or as a whole, on the host or on disk."""
 
@@ -121,6 +142,7 @@ class TieredResting:
         pages: PagePool,
         link: Link,
         device: torch.device,
+        landings: Landings,
         note: Callable[[StorageError], None] = lambda error: None,
     ) -> None:
         self.shelf = shelf
@@ -133,7 +155,8 @@ class TieredResting:
         self._device = device
         self._pending: list[tuple[str, float]] = []  # what a reader does to a copy: ("div" | "mul", by)
         self._bad = torch.zeros((), dtype=torch.float32)  # a sum of all numbers: NaN or infinite when one of them is
-        self._landing: list[tuple[Work, torch.Tensor]] = []  # copies under way, and what they read
+        self._landings = landings
+        self._landing: list[Work] = []  # copies under way
         self._to_add: list[tuple[Range, torch.Tensor, Work]] = []  # sums on their way to the host, to be added there
 
     def lose(self, error: StorageError) -> None:
@@ -160,7 +183,9 @@ class TieredResting:
         if fresh:
             self._note(total)
             source = total.to(self.shelf.dtype)
-            self._landing += [(work, source) for work in self.shelf.write(*own, source)]
+            for work in self.shelf.write(*own, source):
+                self._landing.append(work)
+                self._landings.add(work, source)
         else:
             self.settle()
             if isinstance(self._link, Direct):
@@ -168,7 +193,6 @@ class TieredResting:
             else:
                 host = torch.empty_like(total, device="cpu")
                 self._to_add.append((own, host, self._link.copy(host, total, "to_host")))
-        self._landing = [(work, kept) for work, kept in self._landing if not work.done()]
 
     def _note(self, total: torch.Tensor) -> None:
         """Take note of numbers that are not finite."""
@@ -189,7 +213,7 @@ class TieredResting:
     def settle(self) -> None:
         """Return when everything that has arrived rests."""
         landing, self._landing = self._landing, []
-        for work, _ in landing:
+        for work in landing:
             work.wait()
         pending, self._to_add = self._to_add, []
         for own, host, work in pending:
@@ -313,7 +337,7 @@ class RestingPlace:
     """Where the resting gradients of one segment lie: makes them, and keeps the memory of another tier from one step to the next."""
 
     def __init__(
-        self, key: str, numel: int, dtype: torch.dtype, *, split: int, store: Store | None, link: Link, pages: PagePool, device: torch.device
+        self, key: str, numel: int, dtype: torch.dtype, *, split: int, store: Store | None, link: Link, pages: PagePool, device: torch.device, landings: Landings
     ) -> None:
         self.tiered = split < numel
         assert not self.tiered or store is not None, key
@@ -325,6 +349,7 @@ class RestingPlace:
         self._link = link
         self._pages = pages
         self._device = device
+        self._landings = landings
         self._idle: list[Slab] = []
 
     def open(self) -> Resting:
@@ -334,7 +359,14 @@ class RestingPlace:
         assert self._store is not None
         slab = self._idle.pop() if self._idle else self._store.slab(f"{self._key} gradient", self._numel - self._split, self._dtype)
         near = self._pages.empty(self._split, self._dtype, self._device) if self._split else None
-        return TieredResting(Shelf(near, slab, link=self._link), give_back=self._take_back, pages=self._pages, link=self._link, device=self._device)
+        return TieredResting(
+            Shelf(near, slab, link=self._link),
+            give_back=self._take_back,
+            pages=self._pages,
+            link=self._link,
+            device=self._device,
+            landings=self._landings,
+        )
 
 
     def _take_back(self, slab: Slab) -> None:

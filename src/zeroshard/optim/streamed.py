@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.buffer import return_freed_memory
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work
 from zeroshard.optim.pieces import OwnedPiece
@@ -267,6 +268,7 @@ class Streamed:
                 loaded.append(self._load(following, gradient, next(ring)) if passes else None)
             tile, resting, used = job.tiles.popleft()
             passing = loaded.popleft()
+            passing_by = passing is not None
             if passing is None:
                 self._step_in_place(job, tile, resting, used)
             else:
@@ -274,6 +276,8 @@ class Streamed:
             del resting, passing  # their memory may serve the next backward
             if not job.tiles or job.tiles[0][0].segment is not tile.segment:
                 tile.segment.stepped.set()
+                if passing_by:
+                    return_freed_memory()  # the state that a first step makes passes through the allocator, which keeps what it can
         for buffers in self._ring:
             buffers.settle()
         if self.timed:

@@ -206,6 +206,7 @@ def _gradient_path(plan: _SegmentPlan, splits: Splits, flat: FlatBuffer, context
         link=tiering.link,
         pages=context.pages,
         device=context.device,
+        landings=tiering.landings,
     )
 
     def partial() -> Shelf:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from zeroshard.core.placement import Tier
 from zeroshard.core.split import splits
+from zeroshard.optim.resting import Landings
 from zeroshard.tier.link import Direct, Link
 from zeroshard.tier.store import Store
 
@@ -27,6 +28,7 @@ class Tiering:
     fractions: Mapping[str, float] = field(default_factory=dict)  # of "weight", "grad", "optimizer"; 1.0 where nothing is said
     link: Link = field(default_factory=Direct)
     staging_bytes: int = 64 << 20  # of the streamed step
+    landings: Landings = field(default_factory=lambda: Landings(64 << 20))  # gradients on their way
     automatic: bool = False  # the optimizer's fraction follows what is measured
     least: float = 0.0  # of that fraction: what the device has no room for
     delayed_update: int | None = None  # steps before updates are applied one step late; None: never
