@@ -26,12 +26,12 @@ from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.errors import ConfigError, StorageError, ZeroshardError
 from zeroshard.nn.deferred import allocate, deferred_init, fingerprint_of, materialize, refuse_inside
 from zeroshard.optim.elementwise import check_elementwise
-from zeroshard.optim.resting import Landings
 from zeroshard.optim.sharded import check_parameters
 from zeroshard.runtime.balance import first_fraction
 from zeroshard.runtime.build import Context, Dtypes, compute_dtypes
 from zeroshard.runtime.cut import UnitPlan, cut_units, named_parameters_once
 from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.guards import OWNED
 from zeroshard.runtime.replicas import digest_of
 from zeroshard.runtime.streams import make_streams
@@ -121,6 +121,7 @@ def shard(
         _prepare(tensors, transport, sync_from)
 
     prepare(model.buffers())
+    faults = Faults(transport, active=bool(tiering.stores))
     context = Context(
         policy=settings.resolved_policy(),
         precision=precision,
@@ -130,6 +131,7 @@ def shard(
         meter=Meter(),
         pages=PagePool(),
         device=device,
+        faults=faults,
         trains=optimizer is not None,
         strict=settings.strict,
         verify_every=settings.verify_every,
@@ -138,9 +140,18 @@ def shard(
         prepare=prepare,
         tiering=tiering,
     )
-    engine = Engine(model, plans, context, prefetch_bytes=settings.prefetch_bytes)
+    try:
+        engine = Engine(model, plans, context, prefetch_bytes=settings.prefetch_bytes)
+    except StorageError:
+        transport.close()
+        tiering.close()
+        raise
     if optimizer is not None:
-        engine.attach(optimizer)
+        try:
+            engine.attach(optimizer)
+        except StorageError:
+            engine.close()
+            raise
     return engine
 
 
@@ -160,7 +171,12 @@ def _make_tiering(settings: Config, model: nn.Module, group: dist.ProcessGroup |
     except StorageError as failed:
         error = failed
     if offload.away:
-        agree(group, {}, error=error)
+        try:
+            agree(group, {}, error=error, refusal=StorageError)
+        except StorageError:
+            for store in stores.values():
+                store.close()
+            raise
     fractions, automatic, least = offload.fractions(), offload.fraction == "auto", 0.0
     if automatic:
         least = _no_room_for(model, device, 1 if group is None else group.size())
@@ -171,7 +187,6 @@ def _make_tiering(settings: Config, model: nn.Module, group: dist.ProcessGroup |
         least=least,
         link=link,
         staging_bytes=offload.staging_bytes or Tiering.staging_bytes,
-        landings=Landings(offload.staging_bytes or Tiering.staging_bytes),
         automatic=automatic,
         delayed_update=offload.delayed_update,
     )

@@ -33,7 +33,7 @@ from zeroshard.core.placement import Placement
 from zeroshard.errors import StorageError
 from zeroshard.tier.shelf import Shelf
 
-__all__ = ["FlatBuffer", "Flight", "Lanes", "Meter", "PagePool", "poison_value", "return_freed_memory"]
+__all__ = ["FlatBuffer", "Flight", "Lanes", "Meter", "PagePool", "Trimmer", "poison_value", "return_freed_memory"]
 
 _HUGE_BYTES = 2 * 2**20  # below this the allocator's own free lists serve as well
 _HAS_ADVICE = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_FREE")
@@ -105,6 +105,27 @@ def return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+class Trimmer:
+    """Lets the allocator give freed pages back each time that `every_bytes` of temporaries have come and gone (None: never).
+
+    What rests on disk is meant to leave memory, but glibc keeps what is freed below 32 MB and finds its own holes too small for aligned memory:
+    measured, a step on disk of 250 million parameters left 850 MB behind. A trim takes about 5 ms there, the pages are touched anew afterwards.
+    """
+
+    def __init__(self, every_bytes: int | None) -> None:
+        self._every_bytes = every_bytes
+        self._passed = 0
+
+    def passed(self, num_bytes: int) -> None:
+        """Count `num_bytes` of temporaries that are no longer needed."""
+        if self._every_bytes is None:
+            return
+        self._passed += num_bytes
+        if self._passed >= self._every_bytes:
+            self._passed = 0
+            return_freed_memory()
 
 
 def poison_value(dtype: torch.dtype) -> float | int | bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.engine.common import ROWS, TRANSPORTS, batch, make_model, two_groups
+from tests.engine.common import batch, make_model, two_groups
 from tests.engine.test_memory import _live_storages
 from tests.harness import run_ranks
 
@@ -76,14 +76,22 @@ def _case(rank: int, world: int, row: str, transport: str, precision: str, host:
     return seen, [name for name, value in slept.items() if not torch.equal(value, expected[name])]
 
 
-@pytest.mark.parametrize("host", [False, True])
-@pytest.mark.parametrize("row", ROWS)
-def test_states_leave_the_device_and_come_back_with_the_same_bits(row: str, host: bool) -> None:
-    for world, transport, precision in ((1, "", "fp32"), (2, "gloo", "bf16"), (2, "shared_memory", "fp32")):
-        for seen, differs in run_ranks(world, _case, row, transport or TRANSPORTS[0], precision, host, timeout=60):
-            assert differs == [], (row, transport, differs)
-            assert abs(seen["bytes"] - seen["expected"]) <= 4096 + 0.01 * seen["expected"], seen
-            assert len(seen["errors"]) == 3 and all("reload_states" in error for error in seen["errors"]), seen
-            assert seen["pieces"]
-            if transport != "shared_memory":
-                assert seen["live"] < 0.35 * seen["bytes"] + 200_000, seen  # gradient buffers of the pool, and what tests hold
+@pytest.mark.parametrize(
+    ("row", "world", "transport", "precision", "host"),
+    [
+        ("ddp", 1, "gloo", "fp32", True),
+        ("zero1", 2, "shared_memory", "fp32", False),
+        ("zero2", 2, "gloo", "bf16", True),
+        ("zero3", 1, "gloo", "fp32", True),
+        ("zero3", 2, "shared_memory", "fp32", False),
+        ("zero3-keep", 2, "gloo", "bf16", False),
+    ],
+)
+def test_states_leave_the_device_and_come_back_with_the_same_bits(row: str, world: int, transport: str, precision: str, host: bool) -> None:
+    for seen, differs in run_ranks(world, _case, row, transport, precision, host, timeout=60):
+        assert differs == [], (row, transport, differs)
+        assert abs(seen["bytes"] - seen["expected"]) <= 4096 + 0.01 * seen["expected"], seen
+        assert len(seen["errors"]) == 3 and all("reload_states" in error for error in seen["errors"]), seen
+        assert seen["pieces"]
+        if transport != "shared_memory":
+            assert seen["live"] < 0.35 * seen["bytes"] + 200_000, seen  # gradient buffers of the pool, and what tests hold

@@ -3,17 +3,19 @@
     choose a step (rank 0 says which) . compare parameters . read and verify everything needed . agree . write
 
 Invariant: nothing of the engine, the optimizer or the states has changed when it raises. Cost: the file's bytes of this rank's pieces, plus at most a
-chunk at either end of each; for a moment memory for the masters a second time.
+chunk at either end of each; for a moment memory for the state a second time, but for what rests on disk: that is read twice, a piece at a time, first to be
+verified. A tier that fails while it is written to (StorageError on every rank) leaves an engine that refuses to go on until a load has succeeded.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -23,7 +25,9 @@ from zeroshard.checkpoint.save import settle
 from zeroshard.checkpoint.shards import DTYPES, OpenShards
 from zeroshard.checkpoint.steps import MANIFEST, check_files, list_steps, read_manifest
 from zeroshard.checkpoint.values import decode
-from zeroshard.errors import CheckpointError
+from zeroshard.core.placement import Tier
+from zeroshard.errors import CheckpointError, StorageError
+from zeroshard.optim.pieces import OwnedPiece
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, RestingPiece
 from zeroshard.runtime.unit import flatten
@@ -31,6 +35,7 @@ from zeroshard.runtime.unit import flatten
 __all__ = ["Restored", "latest_step", "load"]
 
 _log = logging.getLogger("zeroshard")
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -67,9 +72,11 @@ def load(
     what does not fit (missing, unexpected and reshaped parameters, param groups, states) is left out and named in ``Restored.skipped``. With
     ``fallback="previous"`` a damaged step is passed over for the one before it. `verify` off reads without comparing hashes.
 
-    Raises CheckpointError on every rank; nothing has been changed then.
+    Raises CheckpointError on every rank; nothing has been changed then. StorageError, where a tier of the engine fails on any rank, says that the
+    state is half loaded. A load also ends what a tier's failure has brought about: forwards and steps go on again, and bit for bit.
     """
     directory = Path(directory)
+    engine.begin_load()
     candidates = _candidates(directory, engine, step)
     damaged: list[str] = []
     while True:
@@ -118,6 +125,8 @@ def _load_step(directory: Path, step: int, engine: Engine, states: dict[str, Sta
             reading = _Reading(path, engine, states, stack, verify=verify)
             if strict and reading.misfits:
                 raise _Misfit(f"{path} does not fit {type(engine.module).__name__}: {_some(reading.misfits)}; strict=False loads what fits")
+            if engine.is_lost and reading.misfits:
+                raise _Misfit(f"{path} would leave out {_some(reading.misfits)}, and what rests here is lost since a tier failed: load all of it")
             reading.read()
         except CheckpointError as refused:
             error = refused
@@ -152,9 +161,9 @@ class _Reading:
         self._shards = OpenShards(path, self.manifest, stack, verify=verify)
         self._pieces = self.manifest.pieces()
         self._loose = self.manifest.loose()
-        self._copies: list[tuple[torch.Tensor | RestingPiece, torch.Tensor]] = []  # (to, from): masters, weights, averages
+        self._copies: list[tuple[torch.Tensor | RestingPiece, Callable[[], torch.Tensor]]] = []  # (to, from): masters, weights, averages
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._optimizer_states: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        self._optimizer_states: dict[int, Callable[[], dict[str, Any]]] = {}  # by id of the piece
         self._values: dict[str, Any] = {}
         self._there = self._match()
         self._groups = self._match_groups()
@@ -237,27 +246,43 @@ class _Reading:
             name = self._there.get(id(piece.parameter))
             if name is None:
                 continue
-            self._copies.append((piece, self._range(name, VALUE, piece.stride, piece.start, piece.stop)))
+            again = piece.shelf.slab is not None and piece.shelf.slab.tier is Tier.DISK
+            self._copies.append((piece, self._held(partial(self._range, name, VALUE, piece.stride, piece.start, piece.stop), again=again)))
             for kind, ema in averages.items():
                 if piece.master is not None:
                     number, span = piece.master
-                    self._copies.append((ema.averages[number][span], self._range(name, kind, piece.stride, piece.start, piece.stop)))
+                    average = self._range(name, kind, piece.stride, piece.start, piece.stop)
+                    self._copies.append((ema.averages[number][span], self._held(partial(_itself, average), again=False)))
+
+    def _held(self, read: Callable[[], _T], *, again: bool) -> Callable[[], _T]:
+        """Read and verify now; return what gives the numbers later: those, or (`again`: they are too many to hold) reads them once more."""
+        numbers = read()
+        if not again:
+            return partial(_itself, numbers)
+        del numbers
+        self._shards.pages.clear()
+        return read
 
     def _read_optimizer(self) -> None:
-        assert self.manifest.optimizer is not None
         kinds: dict[str, list[str]] = {}
         for name, kind in self._pieces:
             if kind.startswith(STATE):
                 kinds.setdefault(name, []).append(kind)
+        again = self._engine.policy.default.optim.tier is Tier.DISK
         for owned in self._engine.stepped_pieces():
             there = self._there.get(id(owned.parameter))
-            if there is None:
-                continue
-            state = {key: decode(value, self._fetch) for key, value in self.manifest.optimizer["scalars"].get(there, {}).items()}
-            for kind in kinds.get(there, ()):
-                tensor = self._range(there, kind, owned.stride, owned.piece.start, owned.piece.stop)
-                state[kind.removeprefix(STATE)] = tensor.to(owned.tensor.device)
-            self._optimizer_states.append((owned.tensor, state))
+            if there is not None:
+                read = partial(self._state_of, there, owned, kinds.get(there, ()))
+                self._optimizer_states[id(owned)] = self._held(read, again=again)
+
+    def _state_of(self, name: str, owned: OwnedPiece, kinds: Iterable[str]) -> dict[str, Any]:
+        """Return the optimizer's state of one piece."""
+        assert self.manifest.optimizer is not None
+        state = {key: decode(value, self._fetch) for key, value in self.manifest.optimizer["scalars"].get(name, {}).items()}
+        for kind in kinds:
+            tensor = self._range(name, kind, owned.stride, owned.piece.start, owned.piece.stop)
+            state[kind.removeprefix(STATE)] = tensor.to(owned.tensor.device)
+        return state
 
     def _read_buffers(self) -> None:
         rank = self._engine.rank if self._engine.world == self.manifest.world else 0
@@ -335,26 +360,49 @@ class _Reading:
             error = CheckpointError(f"states[{name!r}] does not take what was saved: {type(refused).__name__}: {refused}")
         settle(engine, error)
         engine.restored(self._values.get(SCALER, {}))
-        with torch.no_grad():
+        with torch.no_grad(), engine.repairing(everything=not self.misfits):
             with engine.rewriting():
                 for target, source in self._copies:
+                    with _too_late():
+                        numbers = source()
                     if isinstance(target, torch.Tensor):
-                        target.copy_(source)
-                        continue
-                    with target.borrowed(write=True) as numbers:
-                        numbers.copy_(source)
+                        target.copy_(numbers)
+                    else:
+                        target.write(numbers)
+                    del numbers
+                    self._shards.pages.clear()
             for buffer, value in self._buffers:
                 buffer.copy_(value)
-        optimizer = engine.optimizer
-        if optimizer is not None and self._groups is not None:
-            for tensor, state in self._optimizer_states:
-                optimizer.state.pop(tensor, None)
-                if state:
-                    optimizer.state[tensor] = state
-            for group, options in zip(optimizer.param_groups, self._groups, strict=True):
-                group.update(options)
-            engine.park()
+            if engine.optimizer is not None and self._groups is not None:
+                self._apply_optimizer(engine.optimizer, self._groups)
         self.extra = self._values.get(EXTRA)
+
+    def _apply_optimizer(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+        def take_over(owned: OwnedPiece) -> None:
+            if id(owned) not in self._optimizer_states:
+                return
+            with _too_late():
+                state = self._optimizer_states[id(owned)]()
+            optimizer.state.pop(owned.tensor, None)
+            if state:
+                optimizer.state[owned.tensor] = state
+
+        self._engine.set_states(take_over)
+        for group, options in zip(optimizer.param_groups, groups, strict=True):
+            group.update(options)
+
+
+@contextmanager
+def _too_late() -> Iterator[None]:
+    """Turn what goes wrong when a piece is read again into what it is by now: the loss of what rests."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise StorageError(str(error)) from None
+
+
+def _itself(value: _T) -> _T:
+    return value
 
 
 def _order(stride: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -75,6 +75,8 @@ def buffers_of(engine: Engine) -> dict[str, torch.Tensor]:
 def collect(engine: Engine, states: Mapping[str, Stateful], extra: Any) -> RankPart:
     """Return what this rank holds, before `divide`. Raises CheckpointError for state that has no form in a checkpoint."""
     part = RankPart([])
+    if engine.unsaved is not None:
+        raise CheckpointError(f"what rests must not be saved: {engine.unsaved}")
     if engine.has_pending_gradients:
         raise CheckpointError("there are gradients that no step has taken, and a checkpoint holds none: save after optimizer.step()")
     averages = {name: state for name, state in states.items() if isinstance(state, EMA)}

@@ -82,8 +82,7 @@ def _fill_engine(engine: Engine, files: _Files, found: _Found) -> None:
             name = found.parameters.get(id(piece.parameter))
             if name is not None:
                 values = _in_memory_order(files, name, tuple(piece.parameter.shape), piece.stride, piece.start, piece.stop)
-                with piece.borrowed(write=True) as numbers:
-                    numbers.copy_(values)
+                piece.write(values)
 
 
 def _fill_module(model: nn.Module, files: _Files, found: _Found) -> None:

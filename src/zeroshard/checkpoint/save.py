@@ -12,6 +12,7 @@ CheckpointError on every rank: at once, or (in the background) at the next call.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -32,11 +33,12 @@ from zeroshard.checkpoint.manifest import Manifest, ParameterEntry, ShardEntry, 
 from zeroshard.checkpoint.pieces import RankPart, Stateful, collect, divide, parameters_of
 from zeroshard.checkpoint.shards import Stored, opened, shard_bytes, write_shard
 from zeroshard.checkpoint.steps import MANIFEST, commit, lock, prune, remove_leftovers, step_path, working_path
-from zeroshard.errors import CheckpointError, ConfigError, PeerLostError
+from zeroshard.errors import CheckpointError, ConfigError, PeerLostError, StorageError
 from zeroshard.runtime.engine import Engine
 
 __all__ = ["Saver", "save", "settle"]
 
+_log = logging.getLogger("zeroshard")
 _POLL_S = 0.005
 _LOOK_S = 0.5  # how often a rank that waits for its own writer looks whether the others are alive
 _HURRY_S = 2.0  # how long a program that ends waits for the other ranks' files: less than a launcher's grace
@@ -57,7 +59,8 @@ def save(
 
     `states` are objects with ``state_dict()`` by name (LR scheduler, data loader, ``zs.EMA``), `extra` anything of numbers, text, lists, dictionaries
     and tensors. Random generators and the loss scaler are always saved; gradients are not: save after ``optimizer.step()``. With `keep_last`
-    only the newest so many steps stay, and those that `keep_every` divides.
+    only the newest so many steps stay, and those that `keep_every` divides. With ``offload.delayed_update`` a save waits for the update that is under way
+    and applies it: the run that saves and the run that loads go on with the same bits, which are not those of a run that does not save.
 
     Raises CheckpointError on every rank when any rank cannot write; earlier checkpoints are then as they were.
     """
@@ -67,6 +70,8 @@ def save(
 
 class Saver:
     """Saves an engine again and again, in the background: ``save()`` returns when the state is copied, and the files are written meanwhile.
+
+    Where state rests on disk it is written in the foreground instead, since the copy would bring all of it into memory; that is logged once.
 
     One save is under way at a time: the next one, ``wait()`` and ``close()`` wait for it, and raise its error on every rank. The copy takes as
     much host memory as the checkpoint has bytes on this rank, once. All methods are collective. Use it as a context, or call ``close()``.
@@ -92,7 +97,9 @@ class Saver:
         self._engine = engine
         self._states = dict(states or {})
         self._keep_last, self._keep_every = keep_last, keep_every
-        self._background = background
+        self._background = background and not engine.rests_on_disk
+        if background and engine.rests_on_disk and engine.rank == 0:
+            _log.info("saves of %s are written in the foreground: a copy in memory of what rests on disk would undo the offload", self.directory)
         self._timeout_s = timeout_s  # how long rank 0 waits for the other ranks' files
         self._pages = PagePool()
         self._staging: dict[str, torch.Tensor] = {}
@@ -156,6 +163,12 @@ class Saver:
 
     def _prepare(self, step: int, extra: Any) -> _Job:
         engine, error, part = self._engine, None, RankPart([])
+        if engine.is_lost:
+            raise CheckpointError(f"what rests must not be saved: {engine.unsaved}")
+        try:
+            engine.finish_step()
+        except StorageError as failed:  # on every rank
+            raise CheckpointError(f"what rests cannot be saved: {failed}") from failed
         try:
             part = collect(engine, self._states, extra)
         except CheckpointError as refused:

@@ -20,10 +20,16 @@ from zeroshard.errors import PlanMismatch, ZeroshardError
 __all__ = ["agree", "compare"]
 
 
-def agree(group: dist.ProcessGroup | None, report: Mapping[str, str], *, error: ZeroshardError | None = None) -> None:
+def agree(
+    group: dist.ProcessGroup | None,
+    report: Mapping[str, str],
+    *,
+    error: ZeroshardError | None = None,
+    refusal: type[ZeroshardError] = PlanMismatch,
+) -> None:
     """Return when every rank of `group` sent the same `report`; collective.
 
-    Raises this rank's own `error` if it has one, PlanMismatch with another rank's error, or PlanMismatch naming the first difference.
+    Raises this rank's own `error` if it has one, a `refusal` with another rank's error, or PlanMismatch naming the first difference.
     """
     if group is None:
         if error is not None:
@@ -32,7 +38,7 @@ def agree(group: dist.ProcessGroup | None, report: Mapping[str, str], *, error: 
     mine = _packed(report, error)
     theirs = [mine] * group.size()
     dist.all_gather_object(theirs, mine, group=group)
-    _settle(theirs, error, "Build the same model with the same options on every rank (same seed), or use sync_from=0")
+    _settle(theirs, error, "Build the same model with the same options on every rank (same seed), or use sync_from=0", refusal)
 
 
 def compare(transport: Transport, report: Mapping[str, str], *, error: ZeroshardError | None = None, remedy: str = "") -> None:
@@ -44,13 +50,15 @@ def _packed(report: Mapping[str, str], error: ZeroshardError | None) -> str:
     return json.dumps([[f"{name} = {text}" for name, text in report.items()], None if error is None else str(error)])
 
 
-def _settle(everyone: Sequence[str], error: ZeroshardError | None, remedy: str) -> None:
+def _settle(
+    everyone: Sequence[str], error: ZeroshardError | None, remedy: str, refusal: type[ZeroshardError] = PlanMismatch
+) -> None:
     if error is not None:
         raise error
     answers = [json.loads(answer) for answer in everyone]
     for rank, (_, failure) in enumerate(answers):
         if failure is not None:
-            raise PlanMismatch(f"rank {rank} refused: {failure}")
+            raise refusal(f"rank {rank} refused: {failure}")
     position, entries = first_difference([report for report, _ in answers])
     if len(set(entries)) > 1:
         name = next(report[position] for report, _ in answers if position < len(report)).split(" = ")[0]

@@ -112,14 +112,15 @@ class Policy:
         """Return the bytes per rank of `numel` trained parameters, padding excluded.
 
         `point` is "after_step" (and zero_grad) or "between_micro_batches" (inside ``no_sync``); `moment_bytes` is what the optimizer keeps
-        per parameter (8 for Adam).
+        per parameter (8 for Adam). Weights are their own masters in fp32 where both rest on one tier (and no update is late).
         """
         cells = self.cells(unit)
+        is_master = precision.weight_is_master and cells.weight.tier is cells.optim.tier
         share = {name: numel / getattr(cells, name).num_shards(mesh) for name in ("weight", "grad", "optim")}
         grad = share["grad"] * precision.accumulate.itemsize if point == "between_micro_batches" else 0.0
         return RestBytes(
             weight=share["weight"] * precision.compute.itemsize,
-            master=0.0 if precision.weight_is_master else share["optim"] * precision.master.itemsize,
+            master=0.0 if is_master else share["optim"] * precision.master.itemsize,
             grad=grad,
             optimizer=share["optim"] * moment_bytes,
         )

@@ -35,7 +35,7 @@ class StepRunner:
         self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
         self._device = device
         self._delayed_update = delayed_update
-        self._steps = 0
+        self.num_steps = 0
         self.was_late = False  # the last step that was started ends one step late
         self._pool: ThreadPoolExecutor | None = None
         self._under_way: Future[None] | None = None
@@ -43,13 +43,17 @@ class StepRunner:
     @property
     def is_late(self) -> bool:
         """Whether the next step is applied one step late."""
-        return self._delayed_update is not None and self._steps >= self._delayed_update
+        return self._delayed_update is not None and self.num_steps >= self._delayed_update
 
-    def start(self, job: StepJob) -> None:
-        """Begin a step; the one before has been joined."""
+    def start(self, job: StepJob | None) -> None:
+        """Begin a step; the one before has been joined. None: this rank cannot take it, and only counts it as the others do."""
         assert self._under_way is None
         self.was_late = self.is_late
-        self._steps += 1
+        self.num_steps += 1
+        if job is None:
+            self._under_way = Future()
+            self._under_way.set_result(None)
+            return
         if not (self._beside or self._into_forward or self.is_late):
             self.streamed.run(job)
             return
@@ -82,13 +86,21 @@ class StepRunner:
         if not (self.was_late or self._into_forward):
             self.join()
 
-    def join(self) -> bool:
-        """Wait for the step under way; return whether there was one. Raises what it raised."""
+    @property
+    def has_failed(self) -> bool:
+        """Whether the step under way is over, by an exception that `join` raises."""
+        return self._under_way is not None and self._under_way.done() and self._under_way.exception() is not None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether there is a step that has not been joined."""
+        return self._under_way is not None
+
+    def join(self) -> None:
+        """Wait for the step under way, if there is one. Raises what it raised."""
         under_way, self._under_way = self._under_way, None
-        if under_way is None:
-            return False
-        under_way.result()
-        return True
+        if under_way is not None:
+            under_way.result()
 
     def close(self) -> None:
         """Wait, and end the thread."""

@@ -15,8 +15,6 @@ Invariant: it is alive as long as a sealed gradient, or a reduce under way, hold
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -32,7 +30,7 @@ from zeroshard.tier.link import Direct, Link
 from zeroshard.tier.shelf import Shelf
 from zeroshard.tier.store import Slab, Store
 
-__all__ = ["DeviceResting", "Landings", "Resting", "RestingPlace", "TieredResting"]
+__all__ = ["DeviceResting", "Resting", "RestingPlace", "TieredResting"]
 
 _CHUNK = 1 << 17  # elements: a chunk of fp32 stays in a core's own cache
 _BLOCK = 1 << 20  # elements read from another tier at a time; a multiple of _CHUNK
@@ -112,25 +110,6 @@ class DeviceResting:
         return {Tier.DEVICE: self.tensor.numel() * self.tensor.element_size()}
 
 
-class Landings:
-    """Sums on their way to another tier, of all segments: a slow disk holds back the backward, not `limit_bytes` of device memory (or one sum)."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._held_bytes = 0
-        self._under_way: deque[tuple[Work, torch.Tensor]] = deque()
-
-    def add(self, work: Work, source: torch.Tensor) -> None:
-        """Keep `source` until `work` has read it; wait for the oldest while there are too many."""
-        self._under_way.append((work, source))
-        self._held_bytes += source.numel() * source.element_size()
-        while self._under_way and (self._under_way[0][0].done() or (self._held_bytes > self._limit_bytes and len(self._under_way) > 1)):
-            oldest, landed = self._under_way.popleft()
-            self._held_bytes -= landed.numel() * landed.element_size()
-            with contextlib.suppress(StorageError):  # its gradient will find it
-                getattr(oldest, "synchronize", oldest.wait)()
-
-
 class TieredResting:
     """A gradient that rests, in part or as a whole, on the host or on disk."""
 
@@ -142,8 +121,7 @@ class TieredResting:
         pages: PagePool,
         link: Link,
         device: torch.device,
-        landings: Landings,
-        note: Callable[[StorageError], None] = lambda error: None,
+        note: Callable[[StorageError], None],
     ) -> None:
         self.shelf = shelf
         self.lost: StorageError | None = None
@@ -155,8 +133,7 @@ class TieredResting:
         self._device = device
         self._pending: list[tuple[str, float]] = []  # what a reader does to a copy: ("div" | "mul", by)
         self._bad = torch.zeros((), dtype=torch.float32)  # a sum of all numbers: NaN or infinite when one of them is
-        self._landings = landings
-        self._landing: list[Work] = []  # copies under way
+        self._landing: list[tuple[Work, torch.Tensor]] = []  # copies under way, and what they read
         self._to_add: list[tuple[Range, torch.Tensor, Work]] = []  # sums on their way to the host, to be added there
 
     def lose(self, error: StorageError) -> None:
@@ -183,9 +160,7 @@ class TieredResting:
         if fresh:
             self._note(total)
             source = total.to(self.shelf.dtype)
-            for work in self.shelf.write(*own, source):
-                self._landing.append(work)
-                self._landings.add(work, source)
+            self._landing += [(work, source) for work in self.shelf.write(*own, source)]
         else:
             self.settle()
             if isinstance(self._link, Direct):
@@ -213,12 +188,25 @@ class TieredResting:
     def settle(self) -> None:
         """Return when everything that has arrived rests."""
         landing, self._landing = self._landing, []
-        for work in landing:
+        for work, _ in landing:
             work.wait()
         pending, self._to_add = self._to_add, []
         for own, host, work in pending:
             getattr(work, "synchronize", work.wait)()
             self._add(own, host)
+
+    @property
+    def is_landing(self) -> bool:
+        """Whether a sum is still on its way here, and so held on the device, too."""
+        with self._losing():
+            while self._landing and self._landing[0][0].done():
+                self._landing.pop(0)[0].wait()  # raises what went wrong
+        return bool(self._to_add or self._landing)
+
+    def land(self) -> None:
+        """Return when it is here."""
+        with self._losing():
+            self.settle()
 
     def reopen(self, own: Range) -> None:
         if not self.divided_by:
@@ -251,7 +239,7 @@ class TieredResting:
 
     def average(self, own: Range, divisor: float) -> bool:
         with self._losing():
-            self._flush_adds()
+            self.settle()  # whether everything could be written must be known before a step begins
         if not self.divided_by:
             self.divided_by = divisor
             if divisor != 1.0:
@@ -261,10 +249,6 @@ class TieredResting:
         if bool(torch.isfinite(self._bad)):
             return True
         return self.is_finite(*own)  # the sum of all numbers may have overflowed by itself
-
-    def _flush_adds(self) -> None:
-        if self._to_add:
-            self.settle()
 
     def scale(self, factor: float) -> None:
         self._pending.append(("mul", factor))
@@ -337,7 +321,17 @@ class RestingPlace:
     """Where the resting gradients of one segment lie: makes them, and keeps the memory of another tier from one step to the next."""
 
     def __init__(
-        self, key: str, numel: int, dtype: torch.dtype, *, split: int, store: Store | None, link: Link, pages: PagePool, device: torch.device, landings: Landings
+        self,
+        key: str,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        split: int,
+        store: Store | None,
+        link: Link,
+        pages: PagePool,
+        device: torch.device,
+        note: Callable[[StorageError], None],
     ) -> None:
         self.tiered = split < numel
         assert not self.tiered or store is not None, key
@@ -349,25 +343,40 @@ class RestingPlace:
         self._link = link
         self._pages = pages
         self._device = device
-        self._landings = landings
+        self._note = note
         self._idle: list[Slab] = []
 
     def open(self) -> Resting:
         """Return memory for a gradient, its contents undefined."""
         if not self.tiered:
             return DeviceResting(self._pages.empty(self._numel, self._dtype, self._device))
-        assert self._store is not None
-        slab = self._idle.pop() if self._idle else self._store.slab(f"{self._key} gradient", self._numel - self._split, self._dtype)
         near = self._pages.empty(self._split, self._dtype, self._device) if self._split else None
-        return TieredResting(
-            Shelf(near, slab, link=self._link),
+        slab, failure = None, None
+        try:
+            slab = self._take_slab()
+        except StorageError as error:
+            failure, near = error, self._pages.empty(self._split, self._dtype, self._device)
+        shelf = Shelf(near, slab, link=self._link)
+        resting = TieredResting(
+            shelf,
             give_back=self._take_back,
             pages=self._pages,
             link=self._link,
             device=self._device,
-            landings=self._landings,
+            note=self._note,
         )
+        if failure is not None:
+            resting.lose(failure)
+        return resting
 
+    def _take_slab(self) -> Slab:
+        assert self._store is not None
+        return self._idle.pop() if self._idle else self._store.slab(f"{self._key} gradient", self._numel - self._split, self._dtype)
+
+    def forget_memory(self) -> None:
+        """Close what is kept for the next gradient: something may be wrong with it."""
+        while self._idle:
+            self._idle.pop().close()
 
     def _take_back(self, slab: Slab) -> None:
         self._idle.append(slab) if slab.numel == self._numel - self._split else slab.close()

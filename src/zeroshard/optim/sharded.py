@@ -124,7 +124,7 @@ class ShardedOptimizer:
         optimizer.state.update(new_state)
         for group, owned, empty in zip(optimizer.param_groups, self.groups, self._empty, strict=True):
             group["params"] = [piece.tensor for piece in owned] if empty is None else [empty]
-        if tiles:
+        if tiles or delayed_update is not None:  # all ranks publish late updates alike, also one that steps nothing
             self._stream(tiles, device, delayed_update, into_forward)
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
@@ -144,14 +144,56 @@ class ShardedOptimizer:
     def join(self) -> None:
         """Return when no step is under way: masters and moments may be read."""
         if self._runner is not None:
-            was_late = self._runner.was_late
-            self._late = (self._runner.join() and was_late) or self._late
+            self._late = (self._runner.is_under_way and self._runner.was_late) or self._late  # also where it has failed: the ranks must agree
+            self._runner.join()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the last step that was started is applied one step late."""
+        return self._runner is not None and self._runner.was_late
+
+    def take_late(self) -> bool:
+        """Whether a late step has ended that is not in the weights yet; the caller brings it there."""
+        late, self._late = self._late, False
+        return late
+
+    def failure(self) -> StorageError | None:
+        """Return what a step that went on by itself has failed with, if it has ended so."""
+        if self._runner is None or not self._runner.has_failed:
+            return None
+        try:
+            self.join()
+        except StorageError as error:
+            return error
+        return None
 
     def park(self) -> None:
         """Put real numbers in the optimizer's state to rest where they belong."""
         if self.streamed is not None:
             self.join()
             self.streamed.park()
+
+    def set_states(self, set_state: Callable[[OwnedPiece], None]) -> None:
+        """Call `set_state` for every piece; the state that it sets is put to rest a tile at a time."""
+        self.join()
+        for owned in self.pieces():
+            if not owned.streamed:
+                set_state(owned)
+        for tile in () if self.streamed is None else self.streamed.tiles:
+            for _, owned, _ in tile.pieces:
+                set_state(owned)
+            assert self.streamed is not None
+            self.streamed.park_tile(tile)
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps of tiles have been taken: `delayed_update` counts them."""
+        return 0 if self._runner is None else self._runner.num_steps
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        if self._runner is not None:
+            self._runner.num_steps = value
 
     def detach(self) -> None:
         """Give the optimizer its original parameters back, without state, and take the hooks off."""
@@ -327,11 +369,15 @@ class ShardedOptimizer:
             return
         try:
             self.join()
-            if self._late:
-                self._late = False
-                self._hooks.publish_late()
-            if take:
-                self._runner.start(self.streamed.job(late=self._runner.is_late))
+        except StorageError as error:
+            self._error = error
+        if self.take_late():
+            self._hooks.publish_late()
+        if not take:
+            return
+        job = None if self._error is not None else self.streamed.job(late=self._runner.is_late)
+        try:
+            self._runner.start(job)
         except StorageError as error:
             self._error = error
 

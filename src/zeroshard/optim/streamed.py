@@ -23,16 +23,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from zeroshard.buffer import return_freed_memory
+from zeroshard.buffer import Trimmer
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work
+from zeroshard.errors import StorageError
 from zeroshard.optim.pieces import OwnedPiece
 from zeroshard.optim.resting import Resting, TieredResting
 from zeroshard.optim.shadow import Shadow
@@ -116,6 +117,7 @@ class Streamed:
 
     def __init__(self, optimizer: torch.optim.Optimizer, tiles: Sequence[Tile], device: torch.device) -> None:
         self.tiles: list[Tile] = []
+        self.trimmer = Trimmer(None)  # set by the engine
         self.step_s = 0.0  # how long the last step of the tiles took
         self.timed = False  # whether that includes the way of the last weights back
         self._sent: list[Work] = []
@@ -228,6 +230,11 @@ class Streamed:
             if self._state(owned).get(key) is self._stand_in(owned.piece.numel, slab.dtype)
         }
 
+    def forget(self) -> None:
+        """Give back what rests of every segment: all of it is about to be set anew."""
+        for tile in self.tiles:
+            self.drop(tile.segment.key)
+
     def drop(self, key: str) -> None:
         """Give back what rests of the segment called `key`."""
         for tile in self.tiles:
@@ -239,9 +246,22 @@ class Streamed:
     def park(self) -> None:
         """Put to rest what stands in the optimizer as real numbers: state from before the sharding, or loaded."""
         for tile in self.tiles:
-            if not tile.on_device:
-                with self.bound(tile, write=True):
-                    pass
+            self.park_tile(tile)
+
+    def park_tile(self, tile: Tile) -> None:
+        """Do so for one tile."""
+        if not tile.on_device and self._has_numbers(tile):
+            with self.bound(tile, write=True):
+                pass
+
+    def _has_numbers(self, tile: Tile) -> bool:
+        """Whether state of a piece of the tile stands in the optimizer as real numbers."""
+        for _, owned, _ in tile.pieces:
+            for value in self._state(owned).values():
+                is_state = isinstance(value, torch.Tensor) and value.shape == owned.tensor.shape
+                if is_state and value is not self._stand_ins.get((owned.piece.numel, value.dtype)):
+                    return True
+        return False
 
     # ------------------------------------------------------------------ a step
 
@@ -258,8 +278,18 @@ class Streamed:
         return StepJob(tiles, Shadow(self._optimizer, off_device=away), Shadow(self._optimizer, off_device=False), late)
 
     def run(self, job: StepJob) -> None:
-        """Take a step."""
+        """Take a step. Raises StorageError: some tiles are then stepped and others not; no buffer is in use any more."""
         begin = time.perf_counter()
+        try:
+            self._run(job)
+        except BaseException:
+            job.tiles.clear()
+            for buffers in self._ring:
+                buffers.abandon()
+            raise
+        self.step_s = time.perf_counter() - begin
+
+    def _run(self, job: StepJob) -> None:
         ring = itertools.cycle(self._ring)
         loaded: deque[_Passing | None] = deque()
         while job.tiles:
@@ -268,22 +298,19 @@ class Streamed:
                 loaded.append(self._load(following, gradient, next(ring)) if passes else None)
             tile, resting, used = job.tiles.popleft()
             passing = loaded.popleft()
-            passing_by = passing is not None
             if passing is None:
                 self._step_in_place(job, tile, resting, used)
             else:
                 self._step_passing(job, passing, used)
             del resting, passing  # their memory may serve the next backward
+            self.trimmer.passed(4 * tile.numel * tile.segment.master.dtype.itemsize)
             if not job.tiles or job.tiles[0][0].segment is not tile.segment:
                 tile.segment.stepped.set()
-                if passing_by:
-                    return_freed_memory()  # the state that a first step makes passes through the allocator, which keeps what it can
         for buffers in self._ring:
             buffers.settle()
         if self.timed:
             for work in self._sent:  # the last ones: a link keeps its order
                 getattr(work, "synchronize", work.wait)()
-        self.step_s = time.perf_counter() - begin
 
     def _step_in_place(self, job: StepJob, tile: Tile, resting: Resting, used: list[bool]) -> None:
         """Step a tile where it lies."""
@@ -307,7 +334,7 @@ class Streamed:
         segment = tile.segment
         assert segment.store is not None
         passing = _Passing(tile, resting, buffers, buffers.tensor("master", tile.numel, segment.master.dtype))
-        works = segment.master.read(tile.start, tile.stop, passing.master)
+        works = buffers.works = segment.master.read(tile.start, tile.stop, passing.master)
         for key, slab in segment.slabs.items():
             passing.states[key] = buffers.tensor(key, tile.numel, slab.dtype)
             if self._rests_at(tile, key):
@@ -316,7 +343,6 @@ class Streamed:
             resting.settle()
             passing.grad = buffers.tensor("gradient", tile.numel, resting.shelf.dtype)
             works += resting.shelf.read(tile.start, tile.stop, passing.grad)
-        buffers.works = works
         return passing
 
     def _step_passing(self, job: StepJob, passing: _Passing, used: list[bool]) -> None:
@@ -332,10 +358,11 @@ class Streamed:
                 passing.resting.apply_to(grad)
             self._step(job.host, tile, used, passing.master, opened, grad)
         self._park(tile, opened, passing.states, lambda key, dtype: buffers.tensor(key, tile.numel, dtype))
-        works = segment.master.write(tile.start, tile.stop, passing.master)
+        works = buffers.works = segment.master.write(tile.start, tile.stop, passing.master)
         for key, numbers in passing.states.items():
             works.append(self._slab_of(segment, key, numbers.dtype).write(*tile.slab_range, numbers))
-        buffers.works = works if job.late else works + segment.bring(tile.start, tile.stop, passing.master, True)
+        if not job.late:
+            works += segment.bring(tile.start, tile.stop, passing.master, True)
 
     def _step(
         self, shadow: Shadow, tile: Tile, used: list[bool], master: torch.Tensor, opened: list[dict[str, Any]], grad: torch.Tensor
@@ -385,9 +412,21 @@ class _Buffers:
         return held.tensor(0, numel, dtype)
 
     def settle(self) -> None:
+        """Return when none of it is under way; raise what the first has failed with."""
         works, self.works = self.works, []
+        failure: StorageError | None = None
         for work in works:
-            work.wait()
+            try:
+                work.wait()
+            except StorageError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def abandon(self) -> None:
+        """Return when none of it is under way, whether it has failed or not."""
+        with suppress(StorageError):
+            self.settle()
 
 
 @dataclass

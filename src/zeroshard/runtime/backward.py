@@ -52,6 +52,7 @@ class Backward:
         self._streams = streams
         self._tasks: list[int] = []
         self._flights: dict[str, GradientPath] = {}  # reduces under way, oldest first
+        self._landing: list[GradientPath] = []  # whose sums go to another tier, oldest first
         self._reduced: set[int] = set()  # units handed over in this backward
         self._seals: dict[int, SealedGrad] = {}
         self._trainable = [unit for unit in weights.units if unit.trainable]
@@ -191,6 +192,7 @@ class Backward:
                 path.finish(block=False)
         else:
             self._land_oldest()
+        self._bound_landing()
 
     def _land_oldest(self) -> None:
         """Of sums that rest on another tier, leave two under way: the others would wait on the device for the end of the pass."""
@@ -198,6 +200,13 @@ class Backward:
         for path in waiting[:-_IN_FLIGHT]:
             path.finish()
             del self._flights[path.key]
+
+    def _bound_landing(self) -> None:
+        """Of sums on their way to another tier, leave two: each is held on the device until it is there. A matter of this rank alone."""
+        self._landing = [path for path in self._landing if path.in_flight or path.is_landing]
+        landing = [path for path in self._landing if not path.in_flight]
+        for path in landing[:-_IN_FLIGHT]:
+            path.land()
 
     def _reduce(self, unit: Unit, segment: Segment) -> None:
         path = segment.grad
@@ -209,6 +218,8 @@ class Backward:
         path.reduce(make_room=self.make_room)
         self._flights.pop(path.key, None)
         self._flights[path.key] = path
+        if path.tiered:
+            self._landing.append(path)
         self._reduced.add(unit.index)
 
     def shadow(self, *, sync: bool, scaled: bool) -> None:
@@ -319,6 +330,7 @@ class Backward:
         """After an exception: no backward is running and no gradient rests."""
         self._tasks.clear()
         self._flights.clear()
+        self._landing.clear()
         self._reduced.clear()
         for unit in self._trainable:
             for path in self._paths(unit):

@@ -10,7 +10,7 @@ model, or fp32 adapters on a bf16 base, were meant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,14 +19,17 @@ from torch import nn
 from zeroshard.buffer import FlatBuffer, Lanes, Meter, PagePool, return_freed_memory
 from zeroshard.comm.transport import Transport
 from zeroshard.core.layout import Layout
+from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Cells, Policy
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.optim.resting import RestingPlace
 from zeroshard.runtime.cut import UnitPlan
+from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.tiering import Tiering
 from zeroshard.runtime.unit import Segment, Unit, UnitState, memory_stride
 from zeroshard.tier.shelf import Shelf
+from zeroshard.tier.store import Slab, Store
 
 __all__ = ["Context", "Dtypes", "build_units", "compute_dtypes", "make_master"]
 
@@ -55,6 +58,7 @@ class Context:
     meter: Meter
     pages: PagePool
     device: torch.device
+    faults: Faults
     trains: bool  # an optimizer is there, or will be: masters are kept
     strict: bool = False
     verify_every: int | None = None  # steps between comparisons of replicated state
@@ -107,10 +111,11 @@ def build_units(plans: Sequence[UnitPlan], context: Context) -> list[Unit]:
     """Take every planned unit's parameters over; afterwards they rest as the policy says."""
     planned = [_plan_segments(plan, context) for plan in plans]
     splits = dict(zip((p.key for group in planned for p in group), _split([p for group in planned for p in group], context.tiering), strict=True))
+    reserved = _reserve([p for group in planned for p in group], splits, context)
     units = []
     for index, (plan, group) in enumerate(zip(plans, planned, strict=True)):
         cells = context.policy.cells(plan.name)
-        segments = [_build_segment(segment, splits[segment.key], context) for segment in group]
+        segments = [_build_segment(segment, splits[segment.key], reserved, context) for segment in group]
         modules = {id(module) for _, module in plan.roots} or {id(module) for _, module in plan.owners}
         unit = Unit(index, plan.name, segments, cells, spans_one_module=len(modules) == 1, strict=context.strict)
         if cells.weight.is_sharded:
@@ -145,7 +150,48 @@ def _split(plans: Sequence[_SegmentPlan], tiering: Tiering) -> list[Splits]:
     return [Splits(weight, *stepped.get(p.key, (0, 0))) for p, weight in zip(plans, weights, strict=True)]
 
 
-def _build_segment(plan: _SegmentPlan, splits: Splits, context: Context) -> Segment:
+class _Reserved:
+    """A store that hands out slabs that were made before, by key."""
+
+    def __init__(self, store: Store, slabs: dict[str, Slab]) -> None:
+        self.tier, self.account = store.tier, store.account
+        self._slabs = slabs
+
+    def slab(self, key: str, numel: int, dtype: torch.dtype) -> Slab:
+        slab = self._slabs.pop(key)
+        assert slab.numel == numel and slab.dtype is dtype, (key, numel, dtype, slab.numel, slab.dtype)
+        return slab
+
+    def close(self) -> None: ...
+
+
+def _reserve(plans: Sequence[_SegmentPlan], splits: Mapping[str, Splits], context: Context) -> dict[Tier, _Reserved]:
+    """Make the slabs of all weights and masters before anything is touched: a shortage on one rank is then a StorageError on every one."""
+    made: dict[Tier, dict[str, Slab]] = {tier: {} for tier in context.tiering.stores}
+    with context.faults.noted():
+        for plan in plans:
+            for key, numel, dtype, tier in _slabs_of(plan, splits[plan.key], context):
+                made[tier][key] = context.tiering.stores[tier].slab(key, numel, dtype)
+    context.faults.agree()
+    return {tier: _Reserved(context.tiering.stores[tier], slabs) for tier, slabs in made.items()}
+
+
+def _slabs_of(plan: _SegmentPlan, splits: Splits, context: Context) -> list[tuple[str, int, torch.dtype, Tier]]:
+    """Return key, elements, dtype and tier of the slabs that the weights and the master of a segment need."""
+    share, cells, master = plan.layout.shares[plan.rank], plan.cells, context.precision.master
+    out = []
+    weight_away = cells.weight.tier is not Tier.DEVICE and splits.weight < share
+    if weight_away:
+        out.append((f"{plan.key} weights", share - splits.weight, plan.dtype, cells.weight.tier))
+    if plan.trainable and context.trains and cells.optim.tier is not Tier.DEVICE and splits.optim < plan.num_stepped:
+        apart = context.tiering.delayed_update is not None
+        is_weight = weight_away and not apart and (plan.dtype, splits.weight, cells.weight.tier) == (master, splits.optim, cells.optim.tier)
+        if not is_weight:
+            out.append((f"{plan.key} master", plan.num_stepped - splits.optim, master, cells.optim.tier))
+    return out
+
+
+def _build_segment(plan: _SegmentPlan, splits: Splits, reserved: Mapping[Tier, Store], context: Context) -> Segment:
     cells, layout = plan.cells, plan.layout
     parameters = list(plan.members.values())
     flat = FlatBuffer(
@@ -158,36 +204,38 @@ def _build_segment(plan: _SegmentPlan, splits: Splits, context: Context) -> Segm
         replicated=not cells.weight.is_sharded,
         streams=context.streams,
         meter=context.meter,
-        rest=_rest_of_weights(plan, splits, context),
+        rest=_rest_of_weights(plan, splits, reserved, context),
+        note=context.faults.note,
     )
     segment = Segment(list(plan.members), parameters, flat, context.transport.rank)
     whole = not cells.optim.is_sharded
     if plan.trainable:
         segment.split = splits.optim
         if context.trains:
-            make_master(segment, cells, context)
+            make_master(segment, cells, context, reserved)
         segment.grad = _gradient_path(plan, splits, flat, context)
     context.prepare(parameters)
-    segment.store([p.data for p in parameters], whole_master=whole)
+    with context.faults.noted(lost=True):
+        segment.store([p.data for p in parameters], whole_master=whole)
     return segment
 
 
-def make_master(segment: Segment, cells: Cells, context: Context) -> None:
-    """Give a trained segment its master, its contents undefined where it is not the weights themselves."""
+def make_master(segment: Segment, cells: Cells, context: Context, stores: Mapping[Tier, Store] | None = None) -> None:
+    """Give a trained segment its master, its contents undefined where it is not the weights themselves. `stores`: those of the context."""
     segment.make_master(
         whole=not cells.optim.is_sharded,
         dtype=context.precision.master,
         pages=context.pages,
-        store=context.tiering.store(cells.optim.tier),
+        store=(context.tiering.stores if stores is None else stores).get(cells.optim.tier),
         link=context.tiering.link,
         apart=context.tiering.delayed_update is not None,
     )
 
 
-def _rest_of_weights(plan: _SegmentPlan, splits: Splits, context: Context) -> Shelf | None:
+def _rest_of_weights(plan: _SegmentPlan, splits: Splits, reserved: Mapping[Tier, Store], context: Context) -> Shelf | None:
     """Return where this rank's weights rest, None for the device."""
     tier, share = plan.cells.weight.tier, plan.layout.shares[plan.rank]
-    store = context.tiering.store(tier)
+    store = reserved.get(tier)
     if store is None or splits.weight == share:
         return None
     near = torch.zeros(splits.weight, dtype=plan.dtype, device=context.device) if splits.weight else None
@@ -206,7 +254,7 @@ def _gradient_path(plan: _SegmentPlan, splits: Splits, flat: FlatBuffer, context
         link=tiering.link,
         pages=context.pages,
         device=context.device,
-        landings=tiering.landings,
+        note=context.faults.note,
     )
 
     def partial() -> Shelf:
@@ -217,5 +265,13 @@ def _gradient_path(plan: _SegmentPlan, splits: Splits, flat: FlatBuffer, context
         return Shelf(None, store.slab(f"{plan.key} partial gradient", numel, precision.accumulate))
 
     return GradientPath(
-        flat, plan.cells, precision, transport=context.transport, streams=context.streams, meter=context.meter, place=place, partial=partial
+        flat,
+        plan.cells,
+        precision,
+        transport=context.transport,
+        streams=context.streams,
+        meter=context.meter,
+        place=place,
+        partial=partial,
+        note=context.faults.note,
     )

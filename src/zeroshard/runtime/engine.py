@@ -12,14 +12,16 @@ The loop of the design, without overlap: gather, forward, release, gather, backw
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import torch
 from torch import nn
 
 from zeroshard.comm.agree import compare
 from zeroshard.core.digest import Digest
+from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
 from zeroshard.core.split import splits
@@ -33,7 +35,6 @@ from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.balance import Balance
 from zeroshard.runtime.build import Context, build_units, make_master
 from zeroshard.runtime.cut import UnitPlan, named_parameters_once
-from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.join import Join
@@ -46,6 +47,9 @@ from zeroshard.runtime.weights import Weights
 from zeroshard.runtime.whole import Whole
 
 __all__ = ["Engine", "RestingPiece"]
+
+_log = logging.getLogger("zeroshard")
+_DELAYED = "delayed_steps"
 
 
 class Engine:
@@ -63,24 +67,31 @@ class Engine:
             prefetch_bytes=prefetch_bytes,
             ordered=not context.transport.one_sided or context.policy.weights_leave_the_device,
         )
+        if context.device.type == "cpu":
+            self._weights.trimmer = context.tiering.trimmer()
         self._backward = Backward(
             self._weights, streams=context.streams, meter=context.meter, digest=self._digest, transport=context.transport
         )
         self._scaler = LossScaler() if context.precision.needs_loss_scaling else None
-        self._finalizer = Finalizer(self._backward, context.transport, self._digest, self._scaler)
+        self._faults = context.faults
+        self._finalizer = Finalizer(self._backward, context.transport, self._digest, self._scaler, self._faults)
         inputs = None if context.dtypes.as_given or context.precision.weight_is_master else context.precision.compute
         self._hooks = Hooks(module, plans, self._weights, self._backward, input_dtype=inputs)
-        self._whole = Whole(module, self._weights, self._hooks, self._finalizer, context.transport)
-        self._rest = Rest(self._weights, transport=context.transport, streams=context.streams)
+        self._hooks.check = self._faults.check
+        if context.tiering.stores and (context.policy.weights_leave_the_device or context.transport.size == 1):
+            self._hooks.agree = self._agree_on_faults  # elsewhere ranks may run forwards that the others do not
+        self._whole = Whole(module, self._weights, self._hooks, self._finalizer, context.transport, self._faults)
+        self._whole.join_step = self._join_step
+        self._rest = Rest(self._weights, transport=context.transport, streams=context.streams, faults=self._faults)
         if context.broadcast_buffers:
             self._hooks.broadcast = context.transport.broadcast
-        self._faults = Faults(context.transport)
         self._sharded: ShardedOptimizer | None = None
         self._owned: dict[str, tuple[list[OwnedPiece], list[Tile]]] = {}  # by segment
         self._balance: Balance | None = None
         self._sleep: Sleep | None = None
         self._closed = False
         self.refuse_steps: str | None = None  # why, while they are refused
+        self._faults.agree()  # that the weights have been written to where they rest
 
     # ------------------------------------------------------------------ what it is
 
@@ -121,29 +132,41 @@ class Engine:
 
         After ``shard(model)`` without one, bf16 and fp16 masters start from the weights as they are in that precision; give the optimizer
         to ``shard()`` to keep the fp32 numbers. Raises ConfigError for parameters of another model, missing ones, or a step that is not
-        elementwise.
+        elementwise; StorageError on every rank where one has no room for masters and moments on their tier.
         """
         self._check_open()
         if self._sharded is not None:
             raise ConfigError("an optimizer is attached already: one engine has one optimizer; use param groups, or shard a second model")
         check_parameters(optimizer, named_parameters_once(self.module))
+        with self._faults.noted(lost=True):
+            for unit in self._weights.units:
+                for segment in unit.trainable:
+                    if segment.master is None:
+                        make_master(segment, unit.cells, self._context)
+                        segment.fill_master()
+        self._faults.agree()
         for unit in self._weights.units:
             for segment in unit.trainable:
-                if segment.master is None:
-                    make_master(segment, unit.cells, self._context)
-                    segment.fill_master()
                 self._owned[segment.key] = own(segment, unit.cells, self._context)
         pieces, tiles = self._pieces_and_tiles()
         sharded = ShardedOptimizer(optimizer, self, rank=self._context.transport.rank, world=self._context.transport.size)
-        sharded.attach(
-            pieces,
-            self._context.device,
-            tiles=tiles,
-            delayed_update=self._context.tiering.delayed_update,
-            into_forward=self._may_step_into_forward,
-        )
+        with self._faults.noted(lost=True):
+            sharded.attach(
+                pieces,
+                self._context.device,
+                tiles=tiles,
+                delayed_update=self._context.tiering.delayed_update,
+                into_forward=self._may_step_into_forward,
+            )
+        try:
+            self._faults.agree()
+        except StorageError:
+            sharded.detach()
+            raise
         self._sharded = sharded
         self._backward.optimizer = sharded
+        if sharded.streamed is not None:
+            sharded.streamed.trimmer = self._context.tiering.trimmer()
         if self._context.tiering.automatic and sharded.streamed is not None:
             sharded.streamed.timed = True
             self._balance = Balance(self._context.tiering.fractions["optimizer"], self._context.tiering.least)
@@ -229,6 +252,7 @@ class Engine:
 
     def before_step(self) -> bool:
         """Called by the optimizer's step hook: agree on the gradients, wait until every rank is done reading the weights."""
+        self._faults.check()
         if self.refuse_steps is not None:
             raise StateError(self.refuse_steps)
         self._weights.check_awake()
@@ -238,19 +262,25 @@ class Engine:
         every = self._context.verify_every
         if every is not None and self._digest.step % every == every - 1:
             compare_replicas(self._weights.units, self._sharded, self._context.transport)
+        self._faults.agree()  # before anything is written
         self._rest.before_writing()
         return result.finite
 
     def after_step(self, error: StorageError | None = None) -> None:
         """Called by the optimizer's step hook: publish what was stepped; an `error` on any rank is raised on all."""
-        if self._context.tiering.stores:
-            self._faults.agree(error)
-        if self._context.tiering.delayed_update is None:
-            self._rest.publish(everything=False)
-        else:
+        if self._sharded is not None and self._sharded.is_late:
             self._weights.invalidate()
+        else:
+            self._rest.publish(everything=False)
+        self._faults.agree(error, lost=True)
         self._finalizer.after_step()
-        self._rebalance()
+        with self._faults.noted(lost=True):
+            self._rebalance()
+
+    def _agree_on_faults(self) -> None:
+        """At the end of a forward: tell the ranks what has gone wrong, in a step too that goes on while this forward runs."""
+        failure = None if self._sharded is None else self._sharded.failure()
+        self._faults.agree(failure, lost=True)
 
     def publish_late(self) -> None:
         """Called by the optimizer's step hook: a step that was taken one step late goes into the weights."""
@@ -277,12 +307,23 @@ class Engine:
         without it are lost and raise where they are seen.
         """
         self._check_open()
+        self._before_reading()
+        if writeback:
+            self.finish_step()
         return self._whole.gathered(params, writeback=writeback)
 
     def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, torch.Tensor]:
         """Return the model's whole ``state_dict()`` on CPU, streamed a unit at a time; empty on other ranks unless `rank0_only` is False."""
         self._check_open()
+        self._before_reading()
         return self._whole.full_state_dict(rank0_only=rank0_only)
+
+    def _before_reading(self) -> None:
+        """Refuse to show what is lost. Raises StorageError where that is heard of only now, of a step that went on by itself."""
+        self._faults.check(passes=False)
+        if self._may_step_into_forward and self._context.tiering.stores:
+            self._join_step()
+            self._faults.agree()
 
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return the averaged gradient of `param` [its shape] on every rank, or None where no rank used it. Collective."""
@@ -316,15 +357,48 @@ class Engine:
         streamed = None if self._sharded is None else self._sharded.streamed
         return {} if streamed is None or not owned.streamed else streamed.at_rest(owned)
 
-    def park(self) -> None:
-        """Put state that was set in the optimizer to rest where it belongs."""
-        if self._sharded is not None:
-            self._sharded.park()
+    def set_states(self, set_state: Callable[[OwnedPiece], None]) -> None:
+        """Call `set_state` for everything that the optimizer steps here, and put the state that it sets to rest where it belongs, a tile at a time.
+
+        Collective; raises StorageError on every rank.
+        """
+        with self._faults.noted(lost=True):
+            if self._sharded is not None:
+                self._sharded.set_states(set_state)
+        self._faults.agree()
 
     def _join_step(self) -> None:
+        """Return when no step is under way; what went wrong in it is noted."""
         self._weights.check_awake()
-        if self._sharded is not None:
-            self._sharded.join()
+        with self._faults.noted(lost=True):
+            if self._sharded is not None:
+                self._sharded.join()
+
+    def finish_step(self) -> None:
+        """Return when no step is under way, and one that was taken late is in the weights.
+
+        Collective; raises StorageError on every rank, and StateError where what rests is lost.
+        """
+        self._faults.check(passes=False)
+        self._join_step()
+        if self._sharded is not None and self._sharded.take_late():
+            with self._rest.rewriting():
+                pass
+
+    @property
+    def unsaved(self) -> str | None:
+        """Why what rests here must not be saved, if so."""
+        return self._faults.unsaved
+
+    @property
+    def rests_on_disk(self) -> bool:
+        """Whether any state rests on disk."""
+        return Tier.DISK in self._context.tiering.stores
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a tier has failed in the middle of a write, on any rank, so that only a load of everything helps."""
+        return self._faults.is_lost
 
     def parameter_layouts(self) -> dict[int, tuple[tuple[int, ...], bool]]:
         """Return, by id of each parameter, the stride in which it lies here, and whether it is trained."""
@@ -370,15 +444,52 @@ class Engine:
         return self._context.precision
 
     def scaler_state(self) -> dict[str, float]:
-        """Return the fp16 loss scaler's state; empty in other precisions."""
-        return {} if self._scaler is None else self._scaler.state_dict()
+        """Return the fp16 loss scaler's state, empty in other precisions, and how many steps `delayed_update` has counted."""
+        state = {} if self._scaler is None else self._scaler.state_dict()
+        if self._sharded is not None and self._context.tiering.delayed_update is not None:
+            state[_DELAYED] = self._sharded.num_steps
+        return state
+
+    def begin_load(self) -> None:
+        """Called before a load: no step is under way, and whether what rests is lost is known on every rank. Collective."""
+        self._join_step()
+        with suppress(StorageError):
+            self._faults.agree()
 
     def restored(self, scaler: Mapping[str, float]) -> None:
         """Called when another state has been loaded: gradients are dropped, and `scaler` is taken over in fp16."""
         self._backward.abandon()
         self._finalizer.abandon()
-        if self._scaler is not None and scaler:
-            self._scaler.load_state_dict(dict(scaler))
+        numbers = dict(scaler)
+        late = numbers.pop(_DELAYED, None)
+        if self._sharded is not None and late is not None:
+            self._sharded.num_steps = int(late)
+        if self._scaler is not None and numbers:
+            self._scaler.load_state_dict(numbers)
+
+    @contextmanager
+    def repairing(self, *, everything: bool) -> Iterator[None]:
+        """Write what rests inside, by `rewriting` and `set_states`; `everything` of it: what was lost is whole again then.
+
+        What rests on other tiers gets memory of its own again if something has failed: the file that was there may be cut off or damaged.
+        Collective; raises StorageError on every rank.
+        """
+        if everything and self._faults.is_suspect:
+            with self._faults.noted(lost=True):
+                self._renew()
+            self._faults.agree()
+        yield
+        if everything:
+            self._faults.repaired()
+
+    def _renew(self) -> None:
+        for unit in self._weights.units:
+            for segment in unit.segments:
+                segment.renew(self._context.tiering.store)
+                if segment.grad is not None:
+                    segment.grad.forget_memory()
+        if self._sharded is not None and self._sharded.streamed is not None:
+            self._sharded.streamed.forget()
 
     # ------------------------------------------------------------------ reports
 
@@ -440,14 +551,17 @@ class Engine:
         self._weights.abandon()
         self._backward.abandon()
         self._finalizer.abandon()
+        self._faults.reset()
 
     def close(self) -> None:
         """Give back a plain module, in the dtypes it came with (trained parameters with their masters' numbers), and a plain optimizer.
 
-        The optimizer's state is dropped. Collective.
+        The optimizer's state is dropped. Collective. What a failed tier has lost is given back as it is, NaN where it cannot be read: that is
+        logged where it is known, and else a StorageError on every rank once everything has been given back.
         """
         if self._closed:
             return
+        told = self._faults.refusal if self._faults.is_lost else None
         self.reload_states()
         self._backward.abandon()
         self._join_step()
@@ -456,11 +570,20 @@ class Engine:
         self._hooks.remove()
         if self._sharded is not None:
             self._sharded.detach()
+        failure: StorageError | None = None
+        try:
+            self._faults.agree()
+        except StorageError as error:
+            failure = error
         self._context.transport.begin_write()
         self._context.transport.close()
         self._context.tiering.close()
         self._context.pages.clear()
         self._closed = True
+        if told is not None:
+            _log.warning("the module is given back although a tier failed before: %s", told)
+        elif failure is not None:
+            raise failure
 
     # ------------------------------------------------------------------ helpers
 

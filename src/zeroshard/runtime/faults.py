@@ -32,6 +32,7 @@ class Faults:
     def __init__(self, transport: Transport, *, active: bool = True) -> None:
         self.refusal: str | None = None  # why forwards and steps are refused, on every rank
         self.is_lost = False  # on some rank what rests is not whole: told, and so known on every rank
+        self.is_suspect = False  # something has failed since the last repair: files may be damaged
         self._transport = transport
         self._active = active  # some state rests on another tier
         self._error: StorageError | None = None  # the first, not yet told
@@ -71,6 +72,7 @@ class Faults:
         told = {rank: answer[1:].decode() for rank, answer in enumerate(answers) if answer}
         if not told:
             return
+        self.is_suspect = True
         self.is_lost = self.is_lost or any(answer.startswith(b"!") for answer in answers)
         first = next(iter(told))
         self.refusal = f"rank {first}: {told[first]}; {_LOAD if self.is_lost else _RESET}"
@@ -90,5 +92,5 @@ class Faults:
 
     def repaired(self) -> None:
         """Everything that rests has been written anew."""
-        self.refusal, self.is_lost = None, False
+        self.refusal, self.is_lost, self.is_suspect = None, False, False
         self._error, self._loses = None, False

@@ -23,6 +23,7 @@ from zeroshard.core.digest import Digest, first_difference, holders
 from zeroshard.errors import PlanMismatch, StateError
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
+from zeroshard.runtime.faults import Faults
 
 __all__ = ["Finalized", "Finalizer"]
 
@@ -40,13 +41,16 @@ class Finalized:
 class Finalizer:
     """Turns resting sums into averaged gradients, once per step."""
 
-    def __init__(self, backward: Backward, transport: Transport, digest: Digest, scaler: LossScaler | None, *, bad_steps: int = 3) -> None:
+    def __init__(
+        self, backward: Backward, transport: Transport, digest: Digest, scaler: LossScaler | None, faults: Faults, *, bad_steps: int = 3
+    ) -> None:
         self.skipped = 0  # steps skipped since the beginning
         self.clipped = False  # since the last step
         self._backward = backward
         self._transport = transport
         self._digest = digest
         self._scaler = scaler
+        self._faults = faults
         self._bad_steps = bad_steps
         self._bad_in_a_row = 0
         self._result: Finalized | None = None
@@ -59,6 +63,7 @@ class Finalizer:
     def finalize(self) -> Finalized:
         """Return with every resting gradient averaged and agreed upon.
 
+        Raises StorageError where a rank could not read or write one.
         Raises StateError when no rank has a gradient, PlanMismatch when the ranks did different things, and StateError naming a parameter
         after three steps in a row without finite gradients (with fp16: once its scale can fall no further).
         """
@@ -75,6 +80,7 @@ class Finalizer:
             if not path.average(scale):
                 bad = bad or path.key
         backward.gather_averages()
+        self._faults.agree()  # a gradient that could not be read is NaN: that is no bad step
         finite = self._agree(bad)
         backward.changed = False
         self._result = Finalized(finite)
@@ -160,6 +166,7 @@ class Finalizer:
         """Return the 2-norm of the averaged gradient over all parameters, 0-d fp32, the same number on every rank."""
         self.finalize()
         local = [path.squares() for path in self._backward.paths()]
+        self._faults.agree()
         if local and len(local[0]) == self._transport.size and self._transport.size > 1:
             sums = [sum(column) for column in zip(*local, strict=True)]  # every rank holds all sums
         else:

@@ -13,7 +13,8 @@ What it does not do: it does not know when a backward ends or who reads the resu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -23,6 +24,7 @@ from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Cells
 from zeroshard.core.precision import Precision
 from zeroshard.core.work import DoneWork
+from zeroshard.errors import StorageError
 from zeroshard.optim.resting import DeviceResting, Resting, RestingPlace, TieredResting
 from zeroshard.tier.shelf import Shelf
 
@@ -42,6 +44,7 @@ class GradientPath:
         meter: Meter,
         place: RestingPlace,
         partial: Callable[[], Shelf],
+        note: Callable[[StorageError], None],
     ) -> None:
         self.flat = flat
         self.cells = cells
@@ -52,12 +55,14 @@ class GradientPath:
         self._meter = meter
         self._place = place
         self._make_partial = partial
+        self._note = note
         self._buffer: GradBuffer | None = None
         self._in_place = False  # the buffer is the resting gradient
         self._views: list[torch.Tensor] = []
         self._seen = [False] * len(self.used)
         self._partial: Shelf | None = None
         self._partial_seen = [False] * len(self.used)
+        self._partial_lost = False  # it could not be made, read or written: it is NaN
         self._flight: Flight | None = None
         self._flight_bytes = 0
         self._flight_fresh = False
@@ -111,13 +116,25 @@ class GradientPath:
         return self._place.tiered
 
     @property
+    def is_landing(self) -> bool:
+        """Whether a sum is on its way to another tier, and so held on the device, too."""
+        resting = self.resting()
+        return isinstance(resting, TieredResting) and resting.is_landing
+
+    def land(self) -> None:
+        """Return when it is there."""
+        resting = self.resting()
+        if isinstance(resting, TieredResting):
+            resting.land()
+
+    @property
     def in_flight(self) -> bool:
         return self._flight is not None
 
     def add(self, index: int, grad: torch.Tensor, *, sync: bool, make_room: Callable[[int], None]) -> None:
         """Take in the gradient of parameter `index`; `make_room(num_bytes)` is called before a buffer is borrowed."""
         self.used[index] = True
-        if self._partial is not None or (self.cells.grad.is_partial and not sync):
+        if self._has_partial or (self.cells.grad.is_partial and not sync):
             self._add_partial(index, grad)
             return
         if self._buffer is None:
@@ -143,39 +160,49 @@ class GradientPath:
         self._views = flat.views_of(self._buffer.data)
 
     def _add_partial(self, index: int, grad: torch.Tensor) -> None:
-        if self._partial is None:
-            self._partial = self._make_partial()
         slot = self.flat.layout.slots[index]
-        with self._partial.borrowed(slot.offset, slot.stop, write=True) as part:
-            view = self.flat.view_in(part, index)
-            if self._partial_seen[index]:
-                view.add_(grad.to(view.device))
-            else:
-                view.copy_(grad)
+        with self._losing_partial():
+            if self._partial is None:
+                self._partial = self._make_partial()
+            with self._partial.borrowed(slot.offset, slot.stop, write=True) as part:
+                view = self.flat.view_in(part, index)
+                if self._partial_seen[index]:
+                    view.add_(grad.to(view.device))
+                else:
+                    view.copy_(grad)
         self._partial_seen[index] = True
+
+    @contextmanager
+    def _losing_partial(self) -> Iterator[None]:
+        try:
+            yield
+        except StorageError as error:
+            self._partial_lost = True
+            self._note(error)
 
     def _close_partial(self) -> None:
         if self._partial is not None and self._partial.slab is not None:
             self._partial.slab.close()
-        self._partial, self._partial_seen = None, [False] * len(self.used)
+        self._partial, self._partial_seen, self._partial_lost = None, [False] * len(self.used), False
 
     @property
     def has_local(self) -> bool:
         """Whether gradients are here that no reduce has taken yet."""
-        return self._buffer is not None or self._partial is not None
+        return self._buffer is not None or self._has_partial
+
+    @property
+    def _has_partial(self) -> bool:
+        return self._partial is not None or self._partial_lost
 
     def reduce(self, *, make_room: Callable[[int], None]) -> None:
         """Hand what is here to the transport (nothing here: contribute zeros); the sum is added to the resting gradient."""
         self.finish()
-        if self._partial is not None:
+        if self._has_partial:
             if self._buffer is None:
                 self._borrow(make_room)
             for index, seen in enumerate(self._partial_seen):
                 if seen:
-                    slot = self.flat.layout.slots[index]
-                    with self._partial.borrowed(slot.offset, slot.stop, write=False) as part:
-                        self._views[index].copy_(self.flat.view_in(part, index))
-                    self._seen[index] = True
+                    self._take_partial(index)
             self._close_partial()
         self._zero_unseen()
         resting, fresh = self._open_resting()
@@ -203,6 +230,16 @@ class GradientPath:
         self._flight_bytes = 0 if self._buffer is None else self.buffer_bytes
         self._flight_name = self._buffer_name
         self._end_round()
+
+    def _take_partial(self, index: int) -> None:
+        slot = self.flat.layout.slots[index]
+        with self._losing_partial():
+            if self._partial is not None and not self._partial_lost:
+                with self._partial.borrowed(slot.offset, slot.stop, write=False) as part:
+                    self._views[index].copy_(self.flat.view_in(part, index))
+        if self._partial_lost:
+            self._views[index].fill_(float("nan"))
+        self._seen[index] = True
 
     def _room_for_sum(self, resting: Resting, fresh: bool) -> tuple[torch.Tensor, bool]:
         """Return where the reduce leaves our slice of the sum, and whether it adds to what is there."""
@@ -316,7 +353,7 @@ class GradientPath:
         self.finish()
         if self._partial is not None and self._partial_seen[index]:
             slot = self.flat.layout.slots[index]
-            with self._partial.borrowed(slot.offset, slot.stop, write=True) as part:
+            with self._losing_partial(), self._partial.borrowed(slot.offset, slot.stop, write=True) as part:
                 part.zero_()
         resting = self.resting()
         if resting is not None:
@@ -369,6 +406,10 @@ class GradientPath:
         if resting is not None:
             self._streams.write(f"{self.key}.resting")
             resting.scale(factor)
+
+    def forget_memory(self) -> None:
+        """Close memory on other tiers that is kept for the next gradient."""
+        self._place.forget_memory()
 
     def abandon(self) -> None:
         """After an exception: no gradient at all. The transport has forgotten what was under way."""

@@ -99,6 +99,8 @@ class Hooks:
         self.may_save = False  # inside gathered(): state_dict() gives full tensors
         self.write_back: Callable[[Unit, list[torch.Tensor]], None] | None = None  # set by the engine: store what load_state_dict wrote
         self.broadcast: Callable[[torch.Tensor], None] | None = None  # set by the engine: give rank 0's buffers to every rank
+        self.check: Callable[[], None] = lambda: None  # set by the engine: refuse a forward after a tier has failed
+        self.agree: Callable[[], None] | None = None  # set by the engine: raise on every rank what a tier has failed with on one
         self._weights = weights
         self._backward = backward
         self._input_dtype = input_dtype
@@ -141,6 +143,7 @@ class Hooks:
             if torch._C._current_graph_task_id() < 0:
                 if self._backward.running:
                     raise StateError("the last backward did not finish: call engine.reset() on every rank after an exception")
+                self.check()
                 self._check_frozen()
                 self._backward.tell("forward")
                 self._weights.begin("forward")
@@ -157,7 +160,12 @@ class Hooks:
             self._bare.leave()
 
         self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        def agree(module: nn.Module, args: Any, output: Any) -> None:
+            if self.agree is not None and torch._C._current_graph_task_id() < 0 and not self._weights.nothing_to_do:
+                self.agree()
+
         self._handles.append(model.register_forward_hook(after, always_call=True))
+        self._handles.append(model.register_forward_hook(agree))  # not after an exception: the other ranks may not be here
 
     def shadow_forward(self) -> None:
         """Take part in a forward of the other ranks, without one of our own: what their gathers need of us."""
@@ -166,6 +174,8 @@ class Hooks:
         if self.broadcast is not None:
             for buffer in self.model.buffers():
                 self.broadcast(buffer)
+        if self.agree is not None:
+            self.agree()
 
     def _cast(self, value: Any) -> Any:
         """Give floating-point inputs of the model the compute dtype, as mixed precision needs."""

@@ -19,6 +19,7 @@ from torch import nn
 from zeroshard.buffer import Lanes
 from zeroshard.comm.transport import Transport
 from zeroshard.errors import ConfigError
+from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.unit import UnitState
 from zeroshard.runtime.weights import Weights
 from zeroshard.tier.shelf import Shelf
@@ -48,12 +49,22 @@ class RestingPiece:
         """Lend the numbers [stop - start]; written only inside ``Engine.rewriting()``."""
         return self.shelf.borrowed(self.place.start, self.place.stop, write=write)
 
+    def write(self, numbers: torch.Tensor) -> None:
+        """Write `numbers` [stop - start], of any dtype, here; only inside ``Engine.rewriting()``. What was there is not read."""
+        if self.shelf.on_device:
+            self.tensor.copy_(numbers)
+            return
+        source = numbers.to(self.shelf.dtype)
+        for work in self.shelf.write(self.place.start, self.place.stop, source):
+            getattr(work, "synchronize", work.wait)()
+
 
 class Rest:
     """The masters and weights at rest of one engine."""
 
-    def __init__(self, weights: Weights, *, transport: Transport, streams: Lanes) -> None:
+    def __init__(self, weights: Weights, *, transport: Transport, streams: Lanes, faults: Faults) -> None:
         self._weights = weights
+        self._faults = faults
         self._transport = transport
         self._streams = streams
 
@@ -82,10 +93,15 @@ class Rest:
 
     @contextmanager
     def rewriting(self) -> Iterator[None]:
-        """Write to `masters` and `pieces` inside; then the weights follow, as after a step. Collective."""
+        """Write to `masters` and `pieces` inside; then the weights follow, as after a step. Collective.
+
+        A StorageError inside ends the body, and is raised on every rank after what is collective.
+        """
         self.before_writing()
-        yield
+        with self._faults.noted(lost=True):
+            yield
         self.publish(frozen=True)
+        self._faults.agree()
 
     def masters(self) -> list[torch.Tensor]:
         """Return this rank's part of the fp32 masters of all trained parameters, flat, a tensor per segment in unit order.

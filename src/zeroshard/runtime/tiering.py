@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from zeroshard.buffer import Trimmer
 from zeroshard.core.placement import Tier
 from zeroshard.core.split import splits
-from zeroshard.optim.resting import Landings
 from zeroshard.tier.link import Direct, Link
 from zeroshard.tier.store import Store
 
@@ -28,10 +28,13 @@ class Tiering:
     fractions: Mapping[str, float] = field(default_factory=dict)  # of "weight", "grad", "optimizer"; 1.0 where nothing is said
     link: Link = field(default_factory=Direct)
     staging_bytes: int = 64 << 20  # of the streamed step
-    landings: Landings = field(default_factory=lambda: Landings(64 << 20))  # gradients on their way
     automatic: bool = False  # the optimizer's fraction follows what is measured
     least: float = 0.0  # of that fraction: what the device has no room for
     delayed_update: int | None = None  # steps before updates are applied one step late; None: never
+
+    def trimmer(self) -> Trimmer:
+        """Return what keeps the allocator from holding on to temporaries: where state rests on disk, memory is what is short."""
+        return Trimmer(self.staging_bytes if Tier.DISK in self.stores else None)
 
     def store(self, tier: Tier) -> Store | None:
         """Return the store of `tier`, None for the device."""

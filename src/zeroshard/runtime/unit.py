@@ -17,7 +17,7 @@ Writes through ``.data`` do not count versions: strict mode compares the scalar 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property
@@ -27,10 +27,11 @@ from torch import nn
 
 from zeroshard.buffer import FlatBuffer, Flight, Lanes, PagePool, gather, poison_value
 from zeroshard.core.layout import Piece
+from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Cells
 from zeroshard.core.split import tiles
 from zeroshard.core.work import DoneWork, Work
-from zeroshard.errors import StateError
+from zeroshard.errors import StateError, StorageError
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.released import release_class, restore_class
 from zeroshard.tier.link import Link
@@ -158,12 +159,21 @@ class Segment:
         master = self.master
         if master is not None and not self.master_is_weight:
             stop = master.numel if everything else master.split
-            for start, end in [(self.aliased, master.split), *tiles(master.split, stop, _TILE)]:
-                if start < end:
-                    with master.borrowed(start, end, write=False) as numbers:
-                        self._bring(start, end, numbers)
+            with self._noting():
+                for start, end in [(self.aliased, master.split), *tiles(master.split, stop, _TILE)]:
+                    if start < end:
+                        with master.borrowed(start, end, write=False) as numbers:
+                            self._bring(start, end, numbers)
         if not self.is_coming:
             self.flat.publish()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Note that weights could not be written, instead of raising it: the peers wait for what follows."""
+        try:
+            yield
+        except StorageError as error:
+            self.flat.note(error, lost=True)
 
     @property
     def is_coming(self) -> bool:
@@ -213,8 +223,20 @@ class Segment:
             self.step.wait()
         uploads, self.uploads = self.uploads, []
         for work, _ in uploads:
-            work.wait()
+            with self._noting():
+                work.wait()
         self.flat.publish()
+
+    def renew(self, store_of: Callable[[Tier], Store | None]) -> None:
+        """Let what rests here on other tiers rest in memory of its own again, its contents undefined. Raises StorageError."""
+        for shelf in [self.weight] if self._master_or_weight is self.weight else [self.weight, self._master_or_weight]:
+            store = None if shelf.slab is None else store_of(shelf.slab.tier)
+            if store is not None:
+                shelf.renew(store)
+
+    @property
+    def _master_or_weight(self) -> Shelf:
+        return self.weight if self.master is None else self.master
 
     def attach(self) -> None:
         """Point the parameters at the gathered buffer."""
@@ -264,13 +286,20 @@ class Segment:
 
 
 def _fill(shelf: Shelf, pieces: Sequence[Piece], values: Sequence[torch.Tensor]) -> None:
-    """Write the `pieces` of `values` into a state at rest."""
-    target = shelf.whole if shelf.on_device else torch.zeros(shelf.numel, dtype=shelf.dtype)
-    for piece in pieces:
-        target[piece.shard_start : piece.shard_stop].copy_(flatten(values[piece.index])[piece.start : piece.stop])
-    if not shelf.on_device:
-        for work in shelf.write(0, shelf.numel, target):
-            work.wait()
+    """Write the `pieces` of `values` into a state at rest, a tile at a time where that is another tier."""
+    if shelf.on_device:
+        for piece in pieces:
+            shelf.whole[piece.shard_start : piece.shard_stop].copy_(flatten(values[piece.index])[piece.start : piece.stop])
+        return
+    for start, stop in tiles(0, shelf.numel, _TILE):
+        target = torch.zeros(stop - start, dtype=shelf.dtype)
+        for piece in pieces:
+            low, high = max(piece.shard_start, start), min(piece.shard_stop, stop)
+            if low < high:
+                first = piece.start - piece.shard_start
+                target[low - start : high - start].copy_(flatten(values[piece.index])[first + low : first + high])
+        for work in shelf.write(start, stop, target):
+            getattr(work, "synchronize", work.wait)()
 
 
 class Unit:
@@ -378,8 +407,10 @@ class Unit:
             raise _lost(name, "(its .data leads elsewhere)")
 
     def abandon(self) -> None:
-        """After an exception: back to rest from whatever state. Flights under way have been abandoned by the transport."""
+        """After an exception: back to rest from whatever state. The transport has abandoned its part of flights under way."""
         rests = self.state is UnitState.RESTING
+        if self._flight is not None:
+            self._flight.abandon()  # a tier may still be reading into memory that is about to go
         self._flight = None
         self.state = UnitState.RESTING
         for segment in self.segments:

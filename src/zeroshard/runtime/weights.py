@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from zeroshard.buffer import Lanes, Meter
+from zeroshard.buffer import Lanes, Meter, Trimmer
 from zeroshard.core.digest import Digest
 from zeroshard.core.order import Order, to_evict
 from zeroshard.core.precision import dtype_name
@@ -39,6 +39,7 @@ class Weights:
         self.epoch = 0  # steps, writebacks and loads so far: what a forward's weights are valid under
         self.trace: Callable[[str, str], None] | None = None  # tests look at the order of events through this
         self.make_room: Callable[[int], None] = lambda num_bytes: None  # the gradient side waits for its reduces
+        self.trimmer = Trimmer(None)  # set by the engine
         largest = max((unit.nominal_bytes for unit in units), default=0)
         self.prefetch_bytes = largest if prefetch_bytes is None else prefetch_bytes
         self.budget_bytes = 2 * largest + self.prefetch_bytes
@@ -178,6 +179,7 @@ class Weights:
         if self.trace is not None:
             self.trace("release", unit.name)
         unit.release()
+        self.trimmer.passed(unit.full_bytes)
 
     def release_unused(self, unit: Unit) -> None:
         """Release a unit that rests sharded, where neither a forward, a backward nor the user has it in use."""

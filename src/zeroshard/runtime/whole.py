@@ -7,7 +7,7 @@ Invariant: edits reach the weights at rest and the masters of every rank, or rai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from zeroshard.comm.transport import Transport
 from zeroshard.core.policy import Cells
 from zeroshard.errors import ConfigError, StateError
+from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.replicas import digest_of
@@ -28,12 +29,16 @@ __all__ = ["Whole"]
 class Whole:
     """The whole parameters of one engine."""
 
-    def __init__(self, module: nn.Module, weights: Weights, hooks: Hooks, finalizer: Finalizer, transport: Transport) -> None:
+    def __init__(
+        self, module: nn.Module, weights: Weights, hooks: Hooks, finalizer: Finalizer, transport: Transport, faults: Faults
+    ) -> None:
         self._module = module
         self._weights = weights
         self._hooks = hooks
         self._finalizer = finalizer
         self._transport = transport
+        self._faults = faults
+        self.join_step: Callable[[], None] = lambda: None  # set by the engine: return when no step is under way
         hooks.write_back = self.store_unit
 
     @contextmanager
@@ -51,6 +56,8 @@ class Whole:
             for unit in units:
                 unit.depth += 1
                 self._weights.need(unit, "forward")
+            if any(segment.flat.rests_elsewhere for unit in units for segment in unit.segments):
+                self._faults.agree()
             if not writeback:
                 yield
                 return
@@ -87,11 +94,14 @@ class Whole:
                 transport.broadcast(value, 0)
 
     def store_unit(self, unit: Unit, copies: list[torch.Tensor], *, refresh: bool = True) -> None:
-        """Write edited copies into the weights at rest and the masters, on every rank."""
+        """Write edited copies into the weights at rest and the masters, on every rank; raises StorageError on every rank."""
+        self.join_step()
         self._transport.begin_write()
         for segment, copy in zip(unit.segments, copies, strict=True):
-            segment.store(segment.flat.views_of(copy), whole_master=not unit.cells.optim.is_sharded)
+            with self._faults.noted(lost=True):
+                segment.store(segment.flat.views_of(copy), whole_master=not unit.cells.optim.is_sharded)
             segment.flat.publish()
+        self._faults.agree()
         if refresh:
             self._refresh([unit])
 
@@ -138,11 +148,15 @@ class Whole:
             return None
         flat = segment.flat
         resting = path.resting()
+        numel = flat.layout.numel if path.sums_are_replicated else flat.local.numel
+        local: torch.Tensor | None = None
         if resting is not None:
-            local = resting.fetch(0, flat.layout.numel if path.sums_are_replicated else flat.local.numel)
-        else:
-            local = torch.zeros(flat.local.numel, dtype=path.precision.accumulate, device=flat.full.device)
+            with self._faults.noted():
+                local = resting.fetch(0, numel)
+        if local is None:
+            local = torch.zeros(numel, dtype=path.precision.accumulate, device=flat.full.device)
         whole = self._gather(f"{segment.key}.full_grad", segment, local, whole=path.sums_are_replicated)
+        self._faults.agree()
         return flat.views_of(whole)[index].clone()
 
     def give_back(self) -> None:
@@ -162,8 +176,11 @@ class Whole:
         master = segment.master
         if master is None or (master.dtype is segment.flat.dtype and not segment.lags):
             return []  # the same numbers, wherever each rank keeps them
-        with master.borrowed(0, master.numel, write=False) as local:
-            here = local if master.on_device else local.to(segment.flat.full.device, copy=True)
+        here = master.tensor if master.on_device else None
+        if here is None:
+            here = torch.full((master.numel,), float("nan"), dtype=master.dtype, device=segment.flat.full.device)
+            with self._faults.noted(), master.borrowed(0, master.numel, write=False) as local:
+                here.copy_(local)
         return segment.flat.views_of(self._gather(f"{segment.key}.master", segment, here, whole=not cells.optim.is_sharded))
 
     def _gather(self, key: str, segment: Segment, local: torch.Tensor, *, whole: bool) -> torch.Tensor:

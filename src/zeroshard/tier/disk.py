@@ -52,7 +52,7 @@ _log = logging.getLogger("zeroshard")
 _CHUNK = 2 << 20  # bytes per request: 1 MiB cost 5 to 10% of the bandwidth measured, more gained nothing and leaves threads idle
 _QUEUE_DEPTH = 8
 _STAGING_BYTES = 256 << 20
-_REMEDY = "go on from the last checkpoint, with another disk_path if it happens again"
+_REMEDY = "name another disk_path if it happens again"
 
 
 class DiskStore:

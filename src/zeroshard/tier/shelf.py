@@ -19,7 +19,7 @@ import torch
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work
 from zeroshard.tier.link import Direct, Link
-from zeroshard.tier.store import Slab
+from zeroshard.tier.store import Slab, Store
 
 __all__ = ["Shelf"]
 
@@ -58,6 +58,12 @@ class Shelf:
         if self.slab is not None:
             out[self.slab.tier] = out.get(self.slab.tier, 0) + self.slab.numel * self.dtype.itemsize
         return {tier: num_bytes for tier, num_bytes in out.items() if num_bytes}
+
+    def renew(self, store: Store) -> None:
+        """Take another slab of `store` in place of the one here, in which something may be wrong; its contents are undefined. Raises StorageError."""
+        assert self.slab is not None
+        old, self.slab = self.slab, store.slab(self.slab.key, self.slab.numel, self.slab.dtype)
+        old.close()
 
     def _slab_range(self, start: int, stop: int) -> tuple[Slab, int, int] | None:
         """Return what of [start, stop) lies in the slab, in the slab's own elements."""
