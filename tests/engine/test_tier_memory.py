@@ -40,7 +40,7 @@ class Census:
     at_rest: dict[str, int]
     accounts: dict[str, tuple[int, int]]  # tier -> live, peak
     peaks: dict[str, int]
-    ring: int  # of the streamed step's buffers
+    idle: dict[str, int]  # tier -> bytes that are kept for the next gradient
 
     @property
     def on_device(self) -> int:
@@ -55,10 +55,11 @@ def _census(engine: Any, before: dict[int, int]) -> Census:
     report = engine.memory()
     live = sum(size for address, size in _live_storages().items() if address not in before)
     accounts = {tier.value: (store.account.live, store.account.peak) for tier, store in engine._context.tiering.stores.items()}
-    ring = {}
-    for buffers in engine._sharded.streamed._ring if engine._sharded.streamed is not None else ():
-        ring |= {memory.untyped_storage().data_ptr(): memory.untyped_storage().nbytes() for memory in buffers._memory.values()}
-    return Census(live, report.tiers, report.at_rest, accounts, report.tier_peaks, sum(ring.values()))
+    idle: dict[str, int] = {}
+    for path in engine._backward.paths():
+        for slab in path._place._idle:
+            idle[slab.tier.value] = idle.get(slab.tier.value, 0) + slab.numel * slab.dtype.itemsize
+    return Census(live, report.tiers, report.at_rest, accounts, report.tier_peaks, idle)
 
 
 def _rests(rank: int, world: int, row: str, precision: str, tiers: dict[str, Any], path: str) -> dict[str, Any]:
@@ -138,21 +139,14 @@ def test_what_leaves_the_device_is_gone_from_it_and_the_accounts_agree(name: str
                 elif "fraction" in tiers and census.at_rest[state]:
                     share = census.tiers[state][tier] / census.at_rest[state]
                     assert abs(share - tiers["fraction"]) < 0.1, (point, state, census.tiers)
-            _agree(census, seen, gradients=point != "after_step")
+            for tier, (live, peak) in census.accounts.items():
+                assert live == census.on(tier) + census.idle.get(tier, 0), (tier, census)
+                assert census.peaks[tier] == peak >= live
             pooled = 3 * seen["largest"] * (2 if precision == "bf16" else 1)  # gradient buffers on loan and idle, in fp32
-            assert census.live <= census.on_device + pooled + census.ring, (point, census, "something else is alive")
+            assert census.live <= census.on_device + pooled + padding, (point, census, "something else is alive")
             if tiers == ON_HOST:
                 assert census.on_device <= 4 * padding, census
                 assert census.live <= pooled + 4 * padding < seen["numel"] * 4 / 2, census  # less than the least of the states
-
-
-def _agree(census: Census, seen: dict[str, Any], *, gradients: bool) -> None:
-    """The engine's report and the stores' own accounts are the same numbers."""
-    idle = seen["between_micro_batches"].tiers["grad"]  # memory of gradients is kept from one step to the next
-    for tier, (live, peak) in census.accounts.items():
-        kept = 0 if gradients else idle.get(tier, 0)
-        assert live == census.on(tier) + kept, (tier, live, census.tiers, kept)
-        assert census.peaks[tier] == peak >= live
 
 
 # ---------------------------------------------------------------------------------------------------------------- resident memory
@@ -173,8 +167,8 @@ def _forget_peak() -> int:
     return _status()["VmRSS"]
 
 
-WIDTH, DEPTH = 1024, 32
-STAGING = 16 * MIB
+WIDTH, DEPTH = 768, 24
+STAGING = 8 * MIB
 
 
 def _tower(width: int, depth: int) -> nn.Module:
@@ -207,7 +201,7 @@ def _resident(rank: int, world: int, path: str, optimizer: str) -> tuple[int, in
     _run(_tower(64, 3), offload, Path(path) / "small", 3)  # what is imported, compiled and allocated once
     base = _forget_peak()
     model = _tower(WIDTH, DEPTH)
-    _run(model, offload, Path(path) / "large", 4)
+    _run(model, offload, Path(path) / "large", 3)
     return _status()["VmHWM"] - base, 4 * WIDTH * WIDTH * DEPTH
 
 
@@ -218,7 +212,7 @@ def _bound() -> int:
     gradients = (1 + 2 + 1 + 2 + 2) * unit  # autograd's own, two buffers, a sum being formed, two being written, two idle
     ring, freed = STAGING, 2 * STAGING  # freed: what two threads' temporaries leave in the allocator between two trims
     scratch = 8 * 2 * MIB  # of the disk's threads
-    loans = 4 * 4 * MIB  # tiles on their way between tiers, and into and out of a checkpoint
+    loans = 2 * 4 * MIB  # a tile on its way between tiers, a piece on its way into or out of a checkpoint
     other = 16 * MIB  # interpreter, autograd's graph, activations (4 x 1024 x 4 bytes per layer), the checkpoint's manifest
     return gathered + gradients + ring + freed + scratch + loans + other
 
@@ -227,14 +221,15 @@ def test_what_rests_on_disk_is_not_in_memory(tmp_path: Path) -> None:
     (seen,) = spawn_ranks(1, _resident, str(tmp_path), "disk", timeout=110, init_group=False)
     assert seen.error is None, seen.stderr
     peak, weights = seen.result
-    assert weights == 128 * MIB and _bound() < 1.3 * weights
+    assert _bound() < 2 * weights, "the optimizer's state alone"
     assert peak < _bound(), f"{peak / MIB:.0f} MiB, {_bound() / MIB:.0f} allowed, for states of {4 * weights / MIB:.0f}"
 
 
 def test_a_state_that_stays_in_memory_would_be_seen(tmp_path: Path) -> None:
     (seen,) = spawn_ranks(1, _resident, str(tmp_path), "device", timeout=110, init_group=False)
     assert seen.error is None, seen.stderr
-    assert seen.result[0] > _bound() + 128 * MIB
+    peak, weights = seen.result
+    assert peak > _bound() and peak > 2 * weights
 
 
 # ---------------------------------------------------------------------------------------------------------------- a large model

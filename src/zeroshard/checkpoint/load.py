@@ -159,6 +159,7 @@ class _Reading:
         self._engine = engine
         self._states = states
         self._shards = OpenShards(path, self.manifest, stack, verify=verify)
+        self._trimmer, self._trimmed = engine.trimmer(), 0
         self._pieces = self.manifest.pieces()
         self._loose = self.manifest.loose()
         self._copies: list[tuple[torch.Tensor | RestingPiece, Callable[[], torch.Tensor]]] = []  # (to, from): masters, weights, averages
@@ -260,8 +261,14 @@ class _Reading:
         if not again:
             return partial(_itself, numbers)
         del numbers
-        self._shards.pages.clear()
+        self._forget_memory()
         return read
+
+    def _forget_memory(self) -> None:
+        """Let go of the memory that a piece was read into."""
+        self._shards.pages.clear()
+        self._trimmer.passed(self._shards.bytes_read - self._trimmed)
+        self._trimmed = self._shards.bytes_read
 
     def _read_optimizer(self) -> None:
         kinds: dict[str, list[str]] = {}
@@ -370,7 +377,7 @@ class _Reading:
                     else:
                         target.write(numbers)
                     del numbers
-                    self._shards.pages.clear()
+                    self._forget_memory()
             for buffer, value in self._buffers:
                 buffer.copy_(value)
             if engine.optimizer is not None and self._groups is not None:
@@ -386,6 +393,7 @@ class _Reading:
             optimizer.state.pop(owned.tensor, None)
             if state:
                 optimizer.state[owned.tensor] = state
+            self._forget_memory()
 
         self._engine.set_states(take_over)
         for group, options in zip(optimizer.param_groups, groups, strict=True):

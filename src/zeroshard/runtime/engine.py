@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 import torch
 from torch import nn
 
+from zeroshard.buffer import Trimmer
 from zeroshard.comm.agree import compare
 from zeroshard.core.digest import Digest
 from zeroshard.core.placement import Tier
@@ -389,6 +390,10 @@ class Engine:
     def unsaved(self) -> str | None:
         """Why what rests here must not be saved, if so."""
         return self._faults.unsaved
+
+    def trimmer(self) -> Trimmer:
+        """Return what keeps the allocator from holding on to temporaries."""
+        return self._context.tiering.trimmer()
 
     @property
     def rests_on_disk(self) -> bool:

@@ -63,6 +63,7 @@ def memory_report(units: Sequence[Unit], optimizer: ShardedOptimizer | None, met
                 add("grad", segment.grad.bytes_by_tier())
     if optimizer is not None:
         add("optimizer", optimizer.state_bytes())
+    tiers = {state: {tier: num_bytes for tier, num_bytes in by_tier.items() if num_bytes} for state, by_tier in tiers.items()}
     peaks = {tier.value: store.account.peak for tier, store in tiering.stores.items()}
     at_rest = {state: sum(by_tier.values()) for state, by_tier in tiers.items()}
     return MemoryReport(at_rest, meter.live, meter.peak, tiers, peaks)
