@@ -30,6 +30,7 @@ _log = logging.getLogger("zeroshard")
 _PROBE_BYTES = 4 << 20  # of a link that takes a sixty-fourth of it within a millisecond
 _ADAM_BYTES = 28  # that a step of one element moves through memory: four numbers in, three out
 _SETTLED = 0.02
+_MOVES = 3  # at most: what is measured is never the same twice
 _PATIENCE = 3  # measurements that one move takes
 CHOSE = "offload.fraction='auto' chose %.3f: the device's part of the step takes %.1f ms, the host's %.1f ms"
 
@@ -73,6 +74,7 @@ class Balance:
 
     def __post_init__(self) -> None:
         self._seen: list[float] = []
+        self._moves = 0
         self._skip = 1  # the first step makes the moments
 
     def after_step(self, device_s: float, other_s: float) -> float | None:
@@ -86,10 +88,11 @@ class Balance:
         if len(self._seen) < _PATIENCE:
             return None
         target, self._seen = statistics.median(self._seen), []
-        if abs(target - self.fraction) < _SETTLED:
+        if abs(target - self.fraction) < _SETTLED or self._moves == _MOVES:
             self.settled = True
             _log.info(CHOSE, self.fraction, device_s * 1e3, other_s * 1e3)
             return None
         self.fraction = target
+        self._moves += 1
         self._skip = 1
         return target
