@@ -18,6 +18,7 @@ from torch import nn
 
 from zeroshard.buffer import Meter, PagePool
 from zeroshard.comm.agree import agree
+from zeroshard.comm.mesh import Axes
 from zeroshard.comm.select import make_transport
 from zeroshard.comm.transport import Transport
 from zeroshard.config import Config, build_config
@@ -93,6 +94,7 @@ def shard(
         settings.refuse_unsupported()
         settings.check_batch(1 if group is None else group.size())
         world = 1 if group is None else group.size()
+        axes = Axes.of(world, settings.comm.node_size)
         if sync_from is not None and not 0 <= sync_from < world:
             raise ConfigError(f"sync_from={sync_from} is not a rank of this group of {world}")
         refuse_inside("shard()")
@@ -111,7 +113,8 @@ def shard(
         group,
         name=settings.comm.transport,
         device=device,
-        node_size=settings.comm.node_size,
+        node_size=axes.node_size,
+        two_level=settings.comm.hierarchical,
         ordered=settings.comm.ordered,
         stall_timeout_s=settings.stall_timeout_s,
         pool_bytes=2 * max(plan.numel for plan in plans) * dtypes.widest(precision),
@@ -127,6 +130,7 @@ def shard(
         precision=precision,
         dtypes=dtypes,
         transport=transport,
+        order=axes.column_order,
         streams=make_streams(device),
         meter=Meter(),
         pages=PagePool(),

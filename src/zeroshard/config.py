@@ -29,7 +29,12 @@ class _Strict(BaseModel):
 
 
 class Comm(_Strict):
-    """How bytes travel. `ordered` asks for the canonical sum where the backend has a faster one of its own (nccl)."""
+    """How bytes travel.
+
+    `ordered` asks for the canonical sum where the backend has a faster one of its own (nccl). `node_size` ranks form a node (default: all do); the
+    sums over ranks depend on it. `hierarchical` says whether collectives go in two levels, inside nodes and between them (default: those that
+    move fewer bytes between hosts so).
+    """
 
     transport: Literal["auto", "shared_memory", "gloo", "nccl"] = "auto"
     ordered: bool | None = None
@@ -188,7 +193,7 @@ class Config(_Strict):
     def refuse_unsupported(self) -> None:
         """Raise ConfigError for what this version cannot honour."""
         self.offload.check()
-        for name in ("weight_codec", "grad_codec", "hierarchical"):
+        for name in ("weight_codec", "grad_codec"):
             if getattr(self.comm, name) is not None:
                 raise ConfigError(f"comm.{name} is not supported in this version: bytes travel as they are")
         policy = self.resolved_policy()

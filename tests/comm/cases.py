@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 
 import torch
 
-from tests.comm.common import CPU, Spec, cut, cuts, length, opened, values
+from tests.comm.common import CPU, Spec, length, opened, values
 from tests.comm.test_ordered import bits, naive_sum
 from zeroshard.comm.agree import compare
+from zeroshard.comm.mesh import Axes
 from zeroshard.comm.transport import GradBuffer, Transport
-from zeroshard.core.layout import Range
+from zeroshard.core.layout import Range, end_of
 from zeroshard.errors import PlanMismatch, StateError
+
+LINKS = ("shared_memory", "gloo", "nccl", "local")
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -31,9 +35,9 @@ def expected_sum(
     spec: Spec, seed: int, ranges: tuple[Range, ...], rank: int, dtype: torch.dtype, *, absent: tuple[int, ...] = ()
 ) -> torch.Tensor:
     """Return what `fill`ed buffers sum to on `rank`."""
-    numel, own = ranges[-1][1], slice(*ranges[rank])
+    numel, own = end_of(ranges), slice(*ranges[rank])
     parts = [None if r in absent else values(1000 * seed + r, numel, dtype)[own] for r in range(spec.world_size)]
-    return naive_sum(parts, length(ranges[rank]), None)
+    return naive_sum(parts, length(ranges[rank]), spec.node_size)
 
 
 def check_sum(spec: Spec, actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -45,14 +49,14 @@ def check_sum(spec: Spec, actual: torch.Tensor, expected: torch.Tensor, dtype: t
 
 def gather_brings_every_slice(rank: int, world_size: int, spec: Spec) -> None:
     with opened(spec, rank) as transport:
-        for number, ranges in enumerate(cuts(world_size)):
+        for number, ranges in enumerate(spec.cuts()):
             for replicated in (False, True):
                 dtype = torch.bfloat16 if number % 2 else torch.float32
                 _gather_epochs(transport, f"w{number} {replicated}", ranges, replicated, dtype)
 
 
 def _gather_epochs(transport: Transport, key: str, ranges: tuple[Range, ...], replicated: bool, dtype: torch.dtype) -> None:
-    numel, own = ranges[-1][1], slice(*ranges[transport.rank])
+    numel, own = end_of(ranges), slice(*ranges[transport.rank])
     window = transport.window(key, ranges, dtype, CPU, replicated=replicated)
     assert window.local.shape == (length(ranges[transport.rank]),) and not window.local.any()
     assert not replicated or (window.full is not None and window.full.shape == (numel,))
@@ -76,11 +80,11 @@ def _gather_epochs(transport: Transport, key: str, ranges: tuple[Range, ...], re
 
 def reduce_is_the_canonical_sum(rank: int, world_size: int, spec: Spec) -> None:
     with opened(spec, rank) as transport:
-        for number, ranges in enumerate(cuts(world_size)):
+        for number, ranges in enumerate(spec.cuts()):
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
                 for accumulate in (False, True):
                     seed = 10 * number + accumulate
-                    buffer = fill(transport, f"unit {number}", seed, ranges[-1][1], dtype)
+                    buffer = fill(transport, f"unit {number}", seed, end_of(ranges), dtype)
                     before = values(5, length(ranges[rank]))
                     out = before.clone()
                     work = transport.reduce(f"unit {number}", buffer, ranges, out, wire_dtype=dtype, accumulate=accumulate)
@@ -92,9 +96,11 @@ def reduce_is_the_canonical_sum(rank: int, world_size: int, spec: Spec) -> None:
 
 
 def node_size_shapes_the_sum(rank: int, world_size: int, spec: Spec) -> None:
-    ranges, numel = cut(*[64] * world_size), 64 * world_size
+    numel = 64 * world_size
     for node_size in [size for size in (1, 2, world_size) if world_size % size == 0]:
-        with opened(spec, rank, node_size=node_size) as transport:
+        mesh = replace(spec, node_size=node_size)
+        ranges = mesh.cut(*[64] * world_size)
+        with opened(mesh, rank) as transport:
             buffer = fill(transport, "unit", 1, numel, torch.float32)
             out = torch.empty(64)
             transport.reduce("unit", buffer, ranges, out, wire_dtype=torch.float32, accumulate=False).wait()
@@ -104,16 +110,16 @@ def node_size_shapes_the_sum(rank: int, world_size: int, spec: Spec) -> None:
 
 def none_contributes_zeros(rank: int, world_size: int, spec: Spec) -> None:
     with opened(spec, rank) as transport:
-        for seed, ranges in enumerate(cuts(world_size)):
+        for seed, ranges in enumerate(spec.cuts()):
             for absent in ((0,), (world_size - 1,), tuple(range(world_size)), tuple(range(1, world_size))):
-                buffer = None if rank in absent else fill(transport, "unit", seed, ranges[-1][1], torch.bfloat16)
+                buffer = None if rank in absent else fill(transport, "unit", seed, end_of(ranges), torch.bfloat16)
                 out = torch.full((length(ranges[rank]),), 3.0)
                 transport.reduce("unit", buffer, ranges, out, wire_dtype=torch.bfloat16, accumulate=False).wait()
                 check_sum(spec, out, expected_sum(spec, seed, ranges, rank, torch.bfloat16, absent=absent), torch.bfloat16)
 
 
 def keys_interleave_and_the_nth_meets_the_nth(rank: int, world_size: int, spec: Spec) -> None:
-    ranges, numel = cut(*[128] * world_size), 128 * world_size
+    ranges, numel = spec.cut(*[128] * world_size), 128 * world_size
     with opened(spec, rank, pool_bytes=64 << 10) as transport:
         windows = [transport.window(f"w{i}", ranges, torch.float32, CPU, replicated=False) for i in range(3)]
         for index, window in enumerate(windows):
@@ -137,8 +143,8 @@ def keys_interleave_and_the_nth_meets_the_nth(rank: int, world_size: int, spec: 
 
 def loose_tensors_are_gathered(rank: int, world_size: int, spec: Spec) -> None:
     with opened(spec, rank) as transport:
-        for seed, ranges in enumerate(cuts(world_size)):
-            whole = values(seed, ranges[-1][1])
+        for seed, ranges in enumerate(spec.cuts()):
+            whole = values(seed, end_of(ranges))
             out, inside = torch.full_like(whole, 7.0), torch.full_like(whole, 7.0)
             inside[slice(*ranges[rank])] = whole[slice(*ranges[rank])]
             works = [
@@ -175,7 +181,7 @@ def broadcast_copies_from_the_source(rank: int, world_size: int, spec: Spec) -> 
 
 
 def traffic_is_what_came_from_others(rank: int, world_size: int, spec: Spec) -> None:
-    ranges, numel = cut(*[64 * (r + 1) for r in range(world_size)]), 32 * world_size * (world_size + 1)
+    ranges, numel = spec.cut(*[64 * (r + 1) for r in range(world_size)]), 32 * world_size * (world_size + 1)
     with opened(spec, rank) as transport:
         window = transport.window("w", ranges, torch.bfloat16, CPU, replicated=False)
         window.publish()
@@ -188,19 +194,31 @@ def traffic_is_what_came_from_others(rank: int, world_size: int, spec: Spec) -> 
         transport.exchange(b"four")
         transport.broadcast(torch.zeros(10), 0)
         expected: dict[tuple[str, str], int] = {}
+        between: dict[str, int] = {}
+        axes = Axes.of(world_size, spec.node_size)
+        columns = [sum(length(ranges[member]) for member in axes.node_group(peer)) for peer in range(world_size)]
         for peer in range(world_size):
             if peer == rank:
                 continue
-            link = spec.link(rank, peer)
+            link, near = spec.link(rank, peer), axes.same_node(rank, peer)
+            gathered, reduced = 2 * length(ranges[peer]), 2 * length(ranges[rank])
+            if spec.two_level and near:
+                gathered, reduced = 2 * columns[peer], 2 * columns[rank]
+            elif spec.two_level:
+                in_column = peer in axes.node_group(rank)
+                gathered, reduced = (gathered, 2 * reduced) if in_column else (0, 0)  # node sums travel in fp32
             for operation, num_bytes in (
-                ("all_gather", 2 * length(ranges[peer])),
-                ("reduce_scatter", 2 * length(ranges[rank])),
+                ("all_gather", gathered),
+                ("reduce_scatter", reduced),
                 ("exchange", 4),
                 ("broadcast", 40 if peer == 0 else 0),
             ):
                 expected[operation, link] = expected.get((operation, link), 0) + num_bytes
+                between[operation] = between.get(operation, 0) + (0 if near else num_bytes)
         assert {k: v for k, v in transport.traffic.bytes.items() if v} == {k: v for k, v in expected.items() if v}
-        assert transport.traffic.calls[next(k for k in transport.traffic.calls if k[0] == "reduce_scatter")] == 1
+        assert {k: v for k, v in transport.traffic.between.items() if v} == {k: v for k, v in between.items() if v}
+        reduces = sum(calls for (operation, _), calls in transport.traffic.calls.items() if operation == "reduce_scatter")
+        assert reduces == (2 if spec.two_level else len(transport.traffic.calls.keys() & {("reduce_scatter", link) for link in LINKS}))
         if window.aliased:
             transport.traffic.reset()
             window.gather().wait()
@@ -209,7 +227,7 @@ def traffic_is_what_came_from_others(rank: int, world_size: int, spec: Spec) -> 
 
 
 def works_finish_without_being_waited_for(rank: int, world_size: int, spec: Spec) -> None:
-    ranges = cut(*[64] * world_size)
+    ranges = spec.cut(*[64] * world_size)
     with opened(spec, rank) as transport:
         buffer = fill(transport, "unit", 0, 64 * world_size, torch.float32)
         out = torch.zeros(64)
@@ -224,7 +242,7 @@ def works_finish_without_being_waited_for(rank: int, world_size: int, spec: Spec
 
 
 def buffers_return_to_the_pool(rank: int, world_size: int, spec: Spec) -> None:
-    ranges, numel = cut(*[1024] * world_size), 1024 * world_size
+    ranges, numel = spec.cut(*[1024] * world_size), 1024 * world_size
     addresses = set()
     with opened(spec, rank) as transport:
         for step in range(50):
@@ -238,7 +256,7 @@ def buffers_return_to_the_pool(rank: int, world_size: int, spec: Spec) -> None:
 
 
 def abandon_forgets_what_was_under_way(rank: int, world_size: int, spec: Spec) -> None:
-    ranges, numel = cut(*[64] * world_size), 64 * world_size
+    ranges, numel = spec.cut(*[64] * world_size), 64 * world_size
     with opened(spec, rank, stall_timeout_s=10.0, pool_bytes=64 << 10) as transport:
         window = transport.window("w", ranges, torch.float32, CPU, replicated=True)
         for turn in range(3):

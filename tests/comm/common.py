@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 
+from zeroshard.comm.mesh import Axes
 from zeroshard.comm.select import make_transport
 from zeroshard.comm.transport import Transport
 from zeroshard.core.layout import Range
@@ -26,6 +27,25 @@ class Spec:
     alias: bool = True
     host_size: int | None = None
     ordered: bool | None = None
+    node_size: int | None = None
+    two_level: bool | None = None
+
+    def cut(self, *shares: int) -> tuple[Range, ...]:
+        """Return the ranges of each rank's contiguous `shares`, dealt out as this transport wants them."""
+        order = Axes.of(self.world_size, self.node_size).column_order
+        dealt = dict(zip(order, cut(*(shares[rank] for rank in order)), strict=True))
+        return tuple(dealt[rank] for rank in range(self.world_size))
+
+    def cuts(self) -> list[tuple[Range, ...]]:
+        """Return equal shares, unequal ones, and ones that are empty first, last and everywhere but once."""
+        size = self.world_size
+        return [
+            self.cut(*[192] * size),
+            self.cut(*[64 * (1 + 3 * rank % 5) for rank in range(size)]),
+            self.cut(*[0 if rank % 2 == 0 and size > 1 else 128 for rank in range(size)]),
+            self.cut(*[64] * (size - 1), 0 if size > 1 else 64),
+            self.cut(*[320 if rank == size // 2 else 0 for rank in range(size)]),
+        ]
 
     @property
     def native(self) -> bool:
@@ -58,14 +78,20 @@ SPECS = [
     Spec("native2", 2, "nccl"),
     Spec("native3", 3, "nccl"),
     Spec("native3_ordered", 3, "nccl", ordered=True),
+    Spec("flat_mesh4", 4, "mixed", host_size=2, node_size=2, two_level=False),
+    Spec("two_level4_gloo", 4, "gloo", node_size=2, two_level=True),
+    Spec("two_level4_shm", 4, "shared_memory", node_size=2, two_level=True),
+    Spec("two_level4_mixed", 4, "mixed", host_size=2, node_size=2, two_level=True),
+    Spec("two_level4_columns", 4, "gloo", node_size=1, two_level=True),
+    Spec("two_level4_native", 4, "nccl", ordered=True, node_size=2, two_level=True),
 ]
-PAIRED = [spec for spec in SPECS if spec.name in ("gloo", "shared_memory", "mixed")]
-MAPPED = [spec for spec in SPECS if spec.name == "shared_memory"]
+PAIRED = [spec for spec in SPECS if spec.name in ("gloo", "shared_memory", "mixed") and not spec.two_level]
+MAPPED = [spec for spec in PAIRED if spec.name == "shared_memory"]
 
 
 @contextmanager
 def opened(
-    spec: Spec, rank: int, *, stall_timeout_s: float = 20.0, pool_bytes: int | None = None, node_size: int | None = None
+    spec: Spec, rank: int, *, stall_timeout_s: float = 20.0, pool_bytes: int | None = None
 ) -> Iterator[Transport]:
     """Make `spec`'s transport over the default group, and close it."""
     transport = make_transport(
@@ -76,9 +102,10 @@ def opened(
         host_id=None if spec.host_size is None else str(rank // spec.host_size),
         stall_timeout_s=stall_timeout_s,
         pool_bytes=pool_bytes,
-        node_size=node_size,
+        node_size=spec.node_size,
+        two_level=spec.two_level,
     )
-    assert transport.name == spec.name, (transport.name, spec)
+    assert transport.name == spec.name or spec.node_size, (transport.name, spec)
     assert (transport.rank, transport.size) == (rank, spec.world_size)
     try:
         yield transport
@@ -90,18 +117,6 @@ def cut(*shares: int) -> tuple[Range, ...]:
     """Return the ranges of contiguous `shares`."""
     ends = [sum(shares[:count]) for count in range(len(shares) + 1)]
     return tuple(pairwise(ends))
-
-
-def cuts(world_size: int) -> list[tuple[Range, ...]]:
-    """Return equal shares, unequal ones, and ones that are empty first, last and everywhere but once."""
-    unequal = [64 * (1 + 3 * rank % 5) for rank in range(world_size)]
-    return [
-        cut(*[192] * world_size),
-        cut(*unequal),
-        cut(*[0 if rank % 2 == 0 and world_size > 1 else 128 for rank in range(world_size)]),
-        cut(*[64] * (world_size - 1), 0 if world_size > 1 else 64),
-        cut(*[320 if rank == world_size // 2 else 0 for rank in range(world_size)]),
-    ]
 
 
 def values(seed: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -158,7 +158,7 @@ def test_axes_of_a_world() -> None:
     assert axes.num_nodes == 2 and axes.coordinates(5) == (1, 1)
     assert axes.local_group(5) == (4, 5, 6, 7) and axes.node_group(5) == (1, 5)
     assert Axes.of(3, None).local_group(2) == (0, 1, 2)
-    with pytest.raises(ConfigError, match="node_size 3 does not divide the 8 ranks"):
+    with pytest.raises(ConfigError, match=r"comm.node_size=3 does not divide the 8 ranks"):
         Axes.of(8, 3)
 
 

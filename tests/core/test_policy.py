@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from zeroshard.core.placement import Cell, Mesh, Tier
 from zeroshard.core.policy import ROWS, STAGES, Cells, Policy, RestPoint, row
 from zeroshard.core.precision import PRECISIONS, Precision
+from zeroshard.core.traffic import Wires
 
 NUMEL = 24_000_000
 
@@ -171,7 +172,7 @@ def test_hybrid_rows_are_cut_by_node() -> None:
 
 
 def wire(name: str, precision: Precision, size: int, k: int = 1, *, no_sync: bool = False) -> float:
-    return row(name).wire_bytes(numel=NUMEL, size=size, precision=precision, micro_batches=k, no_sync=no_sync).total
+    return row(name).wire_bytes(numel=NUMEL, mesh=Mesh(1, size), wires=Wires.of(precision), micro_batches=k, no_sync=no_sync).total
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 8])
@@ -201,10 +202,10 @@ def test_inside_no_sync_partial_sums_are_reduced_once(k: int) -> None:
 
 
 def test_the_bytes_say_what_they_carry() -> None:
-    sent = row("zero3").wire_bytes(numel=100, size=4, precision=PRECISIONS["bf16"], micro_batches=2)
-    assert (sent.gather, sent.reduce, sent.publish, sent.total) == (600, 300, 0, 900)
-    sent = row("zero1").wire_bytes(numel=100, size=4, precision=PRECISIONS["bf16"], micro_batches=2)
-    assert (sent.gather, sent.reduce, sent.publish, sent.total) == (0, 300, 150, 450)
+    sent = row("zero3").wire_bytes(numel=100, mesh=Mesh(1, 4), wires=Wires.of(PRECISIONS["bf16"]), micro_batches=2)
+    assert (sent.gather.total, sent.reduce.total, sent.publish.total, sent.total) == (600, 300, 0, 900)
+    sent = row("zero1").wire_bytes(numel=100, mesh=Mesh(1, 4), wires=Wires.of(PRECISIONS["bf16"]), micro_batches=2)
+    assert (sent.gather.total, sent.reduce.total, sent.publish.total, sent.total) == (0, 300, 150, 450)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -215,6 +216,7 @@ def test_one_rank_sends_nothing(name: str) -> None:
 def test_the_cells_of_a_unit_count_for_that_unit() -> None:
     policy: Policy = replace(row("zero3"), units={"head": row("zero1").default})
     options = {"numel": 100, "precision": PRECISIONS["bf16"]}
-    assert policy.wire_bytes(size=4, unit="head", **options) == row("zero1").wire_bytes(size=4, **options)  # type: ignore[arg-type]
+    wire = {"numel": 100, "mesh": Mesh(1, 4), "wires": Wires.of(PRECISIONS["bf16"])}
+    assert policy.wire_bytes(unit="head", **wire) == row("zero1").wire_bytes(**wire)  # type: ignore[arg-type]
     at_rest = policy.bytes_at_rest("after_step", mesh=Mesh(1, 4), unit="head", **options)  # type: ignore[arg-type]
     assert at_rest == row("zero1").bytes_at_rest("after_step", mesh=Mesh(1, 4), **options)  # type: ignore[arg-type]

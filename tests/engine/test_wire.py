@@ -8,8 +8,10 @@ import torch
 import zeroshard as zs
 from tests.engine.common import ROWS, TRANSPORTS, Net, batch, two_groups
 from tests.harness import run_ranks
+from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.precision import PRECISIONS
+from zeroshard.core.traffic import Wires
 
 WIDTH = 64  # every parameter but the embedding and the head fills whole slots, so padding is small
 
@@ -45,7 +47,11 @@ def test_counted_payload_is_the_formula(world: int, transport: str, precision: s
     for seen in run_ranks(world, _counted, transport, precision, timeout=100):
         for (row, micro_batches, no_sync), numbers in seen.items():
             formula = policy_row(row).wire_bytes(
-                numel=numbers["padded"], size=world, precision=PRECISIONS[precision], micro_batches=micro_batches, no_sync=no_sync
+                numel=numbers["padded"],
+                mesh=Mesh(1, world),
+                wires=Wires.of(PRECISIONS[precision]),
+                micro_batches=micro_batches,
+                no_sync=no_sync,
             )
             assert numbers["counted"] == formula.total, (row, micro_batches, no_sync)
             assert numbers["exchange"] < 1024
@@ -79,7 +85,7 @@ def _interface(rank: int, world: int, row: str) -> tuple[int, int, float]:
     torch.distributed.barrier()
     crossed = loopback() - before
     padded = sum(s.flat.layout.numel for unit in engine._weights.units for s in unit.segments)
-    formula = 4 * policy_row(row).wire_bytes(numel=padded, size=world, precision=PRECISIONS["fp32"]).total
+    formula = 4 * policy_row(row).wire_bytes(numel=padded, mesh=Mesh(1, world), wires=Wires.of(PRECISIONS["fp32"])).total
     counted = engine.traffic().total
     engine.close()
     return crossed, counted, formula

@@ -91,15 +91,26 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def live_bytes(at_least: int = 4096) -> int:
-    """Bytes of all live floating-point storages of some size, found without our help (random generators' states are 5 KiB each)."""
-    found = {}
-    for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, nn.Parameter) and thing.is_floating_point():
-            storage = thing.untyped_storage()
-            if storage.nbytes() >= at_least:
-                found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+class Growth:
+    """Bytes of the floating-point storages of some size that came since, found without our help (random generators' states are 5 KiB each)."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self._before = self._live()  # held: no address of theirs is used again, and what other tests left does not go meanwhile
+
+    @property
+    def bytes(self) -> int:
+        return sum(storage.nbytes() for address, storage in self._live().items() if address not in self._before)
+
+    @staticmethod
+    def _live(at_least: int = 4096) -> dict[int, torch.UntypedStorage]:
+        found = {}
+        for thing in gc.get_objects():
+            if type(thing) in (torch.Tensor, nn.Parameter) and thing.is_floating_point() and thing.device == CPU:
+                storage = thing.untyped_storage()
+                if storage.nbytes() >= at_least:
+                    found[storage.data_ptr()] = storage
+        return found
 
 
 # ---------------------------------------------------------------------------------------------------------------- bits
@@ -293,18 +304,17 @@ def test_between_forward_and_backward_the_device_holds_no_input(tier: str, where
         return checkpoint(run, x, **where(tier))
 
     model = Stack(depth, call)
-    gc.collect()
-    before = live_bytes()
+    growth = Growth()
     loss = model(activation())
     ours = 2 * one  # a leaf of this test, and what the loss saves
     if tier == "device":
-        assert census.alive == depth and live_bytes() - before == depth * one + ours
+        assert census.alive == depth and growth.bytes == depth * one + ours
         return
     depot = stash.depot_for(Tier(tier), CPU, where(tier).get("disk_path"))
     deadline = time.monotonic() + 5
     while census.alive and time.monotonic() < deadline:
         depot.poll()
-    assert census.alive == 0 and live_bytes() - before == ours, "all of it is away"
+    assert census.alive == 0 and growth.bytes == ours, "all of it is away"
     assert max(counts) <= 2 + (0 if tier == "host" else stash._MOST_LEAVING), counts  # this one, and the first: the model's caller holds it
     counts.clear()
     loss.backward()
@@ -407,8 +417,7 @@ class Failing:
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5, 6], ids=lambda at: f"run {at}")
 def test_after_an_exception_nothing_is_left(at: int, host: stash.Depot) -> None:
-    gc.collect()
-    before, fails = live_bytes(), Failing(at)
+    growth, fails = Growth(), Failing(at)
     with pytest.raises(ValueError, match="as asked"):
         x = activation()
         for _ in range(3):
@@ -417,7 +426,7 @@ def test_after_an_exception_nothing_is_left(at: int, host: stash.Depot) -> None:
     x = None
     gc.collect()  # the traceback held it
     host.collect()
-    assert host.used == 0 and live_bytes() == before
+    assert host.used == 0 and growth.bytes == 0
     y = checkpoint(Failing(0), activation(), tier="host")
     y.sum().backward()
 
@@ -677,12 +686,11 @@ def _partitioned(rank: int, world: int, tier: str) -> dict[str, Any]:
         weight = torch.randn(333, 333, generator=torch.Generator().manual_seed(0), requires_grad=True)
 
         def run(**options: Any) -> list[torch.Tensor]:
+            growth = Growth()
             h = torch.randn(111, 333, generator=torch.Generator().manual_seed(1)) @ weight
-            gc.collect()
-            before = live_bytes() - 4 * h.numel()
             for _ in range(4):
                 h = checkpoint(lambda x, w: torch.tanh(x @ w) + x, h, weight, **options)
-            out["held"] = live_bytes() - before - 4 * h.numel() + depot.used
+            out["held"] = growth.bytes - 4 * h.numel() + depot.used
             (grad,) = torch.autograd.grad(h.square().sum(), weight)
             return [h.detach(), grad]
 

@@ -110,8 +110,8 @@ class Collectives:
                 sum_parts(parts, out, what, size=self._size, node_size=self._node_size, wire_dtype=wire_dtype, accumulate=accumulate)
             for tensor in loans.values():
                 self._far_pool.give(tensor)
-            near_bytes = sum(own_bytes for part in parts.values() if part.near and part.data is not None)
-            self._count("reduce_scatter", near_bytes, own_bytes * len(loans))
+            came = [*loans, *(rank for rank, part in parts.items() if part.near and part.data is not None)]
+            self._transport.count("reduce_scatter", dict.fromkeys(came, own_bytes))
 
         return self._begin(name, what, sequence, range(self._size) if own_bytes else (), consume)
 
@@ -137,14 +137,12 @@ class Collectives:
             contributors.add(FAR)
 
         def consume(parts: dict[int, Contribution]) -> None:
-            num_bytes = 0
             for rank in contributors - {FAR}:
                 target = out[slice(*ranges[rank])]
                 data = parts[rank].checked(target.numel() * target.element_size(), what, rank)
                 assert data is not None, (what, rank)
                 target.copy_(data.view(target.dtype))
-                num_bytes += data.numel()
-            self._count("all_gather", num_bytes, sum(t.numel() * t.element_size() for t in receives.values()))
+            self._transport.count("all_gather", {rank: (stop - start) * out.element_size() for rank, (start, stop) in enumerate(ranges)})
 
         return self._begin(name, what, sequence, contributors, consume)
 
@@ -178,14 +176,6 @@ class Collectives:
             self.meetings.contribute(name, sequence, peer, Contribution(tensor.view(torch.uint8)))
         if buffer is not None:
             self.slots.release(buffer.slot, FAR)
-
-    def _count(self, operation: str, near_bytes: int, far_bytes: int) -> None:
-        if self._transport.near:
-            self._transport.traffic.add(operation, "shared_memory", near_bytes)
-        if self._transport.far:
-            self._transport.traffic.add(operation, "gloo", far_bytes)
-        if self._size == 1:
-            self._transport.traffic.add(operation, "local", 0)
 
     def _missing(self, name: str, sequence: int) -> set[int]:
         return self.meetings.missing(name, sequence).intersection(self._transport.near)

@@ -29,6 +29,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -38,7 +39,7 @@ from torch.distributed import distributed_c10d
 
 from zeroshard.errors import ConfigError, PeerLostError
 
-__all__ = ["ALL_GATHER", "CONTROL", "LOOSE_GATHER", "REDUCE_SCATTER", "GlooPeers", "Transfer", "connect"]
+__all__ = ["ALL_GATHER", "CONTROL", "LOOSE_GATHER", "REDUCE_SCATTER", "Circle", "GlooPeers", "Transfer", "connect"]
 
 ALL_GATHER, REDUCE_SCATTER, CONTROL, LOOSE_GATHER = 0, 1, 2, 3
 
@@ -169,16 +170,34 @@ def _lost(what: str, peer: int, error: Exception) -> PeerLostError:
     return PeerLostError(f"{what}: rank {peer} has ended or given up ({reason})")
 
 
-def connect(group: dist.ProcessGroup, *, stall_timeout_s: float) -> Any:
-    """Return gloo connections between the ranks of `group`, theirs alone. Collective.
+@dataclass(frozen=True)
+class Circle:
+    """Ranks that make connections of their own: `rank` of `size`, under a `name` that no other circle has."""
 
-    What comes back is a bare ProcessGroupGloo under a random name in the job's store, not registered with torch.distributed: new_group
+    name: str
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Circle:
+        """Return the circle of all ranks of `group`. Collective."""
+        name = [secrets.token_hex(16)]
+        dist.broadcast_object_list(name, group=group, group_src=0)
+        return cls(name[0], group.rank(), group.size())
+
+    def part(self, ranks: Sequence[int]) -> Circle:
+        """Return the circle of some of our `ranks`, this one among them."""
+        return Circle(f"{self.name}/{'-'.join(map(str, ranks))}", ranks.index(self.rank), len(ranks))
+
+
+def connect(circle: Circle, *, stall_timeout_s: float) -> Any:
+    """Return gloo connections between the ranks of `circle`, theirs alone. Collective.
+
+    What comes back is a bare ProcessGroupGloo under the circle's name in the job's store, not registered with torch.distributed: new_group
     would have every rank of the job take part, or reuse the store entries of a destroyed group of the same ranks (tried).
     """
-    name = [secrets.token_hex(16)]
-    dist.broadcast_object_list(name, group=group, group_src=0)
-    store = distributed_c10d.PrefixStore(f"zeroshard/{name[0]}", distributed_c10d._get_default_store())
-    return dist.ProcessGroupGloo(store, group.rank(), group.size(), timedelta(seconds=stall_timeout_s))
+    store = distributed_c10d.PrefixStore(f"zeroshard/{circle.name}", distributed_c10d._get_default_store())
+    return dist.ProcessGroupGloo(store, circle.rank, circle.size, timedelta(seconds=stall_timeout_s))
 
 
 class GlooPeers:

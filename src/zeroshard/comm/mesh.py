@@ -30,7 +30,7 @@ class Axes:
         """Return the axes; `node_size` None puts all ranks on one node. Raises ConfigError when it does not divide the world."""
         local = size if node_size is None else node_size
         if local < 1 or size % local:
-            raise ConfigError(f"node_size {local} does not divide the {size} ranks")
+            raise ConfigError(f"comm.node_size={local} does not divide the {size} ranks (0 to {size - 1})")
         return cls(size, local)
 
     @property
@@ -40,6 +40,15 @@ class Axes:
     def coordinates(self, rank: int) -> tuple[int, int]:
         """Return (node, local) of `rank`."""
         return divmod(rank, self.node_size)
+
+    def same_node(self, rank: int, other: int) -> bool:
+        """Whether two ranks are on one node."""
+        return rank // self.node_size == other // self.node_size
+
+    @property
+    def column_order(self) -> tuple[int, ...]:
+        """Return the ranks in the order in which their shares lie in a buffer: column by column (docs/design/traffic.md)."""
+        return tuple(rank for local in range(self.node_size) for rank in self.node_group(local))
 
     def local_group(self, rank: int) -> tuple[int, ...]:
         """Return the ranks of `rank`'s node, in local order."""

@@ -23,10 +23,11 @@ import torch
 from torch import distributed as dist
 
 from zeroshard.comm.compat import all_gather_single, reduce_scatter_single
+from zeroshard.comm.mesh import Axes
 from zeroshard.comm.ordered import ordered_sum
 from zeroshard.comm.streamed_pool import StreamedPool, mark, order_after
 from zeroshard.comm.transport import GradBuffer, Traffic, Work
-from zeroshard.core.layout import Range
+from zeroshard.core.layout import Range, end_of
 from zeroshard.errors import PeerLostError, StallError, StateError
 
 __all__ = ["NcclTransport"]
@@ -44,17 +45,20 @@ class NcclTransport:
         node_size: int | None = None,
         stall_timeout_s: float = 300.0,
         pool_bytes: int | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
         self.name = "nccl"
         self.rank = group.rank()
         self.size = group.size()
         self.one_sided = False
-        self.traffic = Traffic()
+        self.keyed = False
+        self.traffic = Traffic() if traffic is None else traffic
         self.stall_timeout_s = stall_timeout_s
         self.ordered = ordered
         self._group = group
         self._device = device
         self._node_size = node_size
+        self._axes = Axes.of(self.size, node_size)
         self._pool = StreamedPool(pool_bytes)
         self._temporaries = StreamedPool(pool_bytes)
         self._under_way: list[NativeWork] = []
@@ -63,11 +67,19 @@ class NcclTransport:
         assert len(ranges) == self.size, (key, ranges, self.size)
         return NativeWindow(self, key, tuple(ranges), dtype, device, replicated)
 
+    def register(self, key: str) -> None: ...
+
+    def _count(self, operation: str, by_rank: Callable[[int], int]) -> None:
+        """Count what came from each other rank."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        between = sum(by_rank(rank) for rank in others if not self._axes.same_node(rank, self.rank))
+        self.traffic.add(operation, "nccl", sum(by_rank(rank) for rank in others), between=between)
+
     def all_gather(self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor) -> Work:
         itemsize = out.element_size()
-        self.traffic.add("all_gather", "nccl", (out.numel() - local.numel()) * itemsize)
+        self._count("all_gather", lambda rank: (ranges[rank][1] - ranges[rank][0]) * itemsize)
         group, works = self._group, []
-        if len({stop - start for start, stop in ranges}) == 1:
+        if _are_equal(ranges):
             if out.numel():
                 works = [all_gather_single(out, local, group=group, async_op=True)]
         else:
@@ -99,7 +111,7 @@ class NcclTransport:
         wire_dtype: torch.dtype,
         accumulate: bool,
     ) -> Work:
-        numel = ranges[-1][1]
+        numel = end_of(ranges)
         start, stop = ranges[self.rank]
         data = self._pool.take(numel, wire_dtype, out.device).zero_() if buffer is None else buffer.data
         assert data.dtype == wire_dtype and data.numel() == numel, (key, data.dtype, data.numel())
@@ -108,13 +120,17 @@ class NcclTransport:
         arrived = loan
         if self.ordered:
             sends = [high - low for low, high in ranges]
-            works = [dist.all_to_all_single(arrived, data, [own] * self.size, sends, group=self._group, async_op=True)]
-        elif len({high - low for low, high in ranges}) == 1:
+            if list(ranges) == sorted(ranges):
+                works = [dist.all_to_all_single(arrived, data, [own] * self.size, sends, group=self._group, async_op=True)]
+            else:
+                parts_out, parts_in = [*arrived.view(self.size, own)], [data[low:high] for low, high in ranges]
+                works = [dist.all_to_all(parts_out, parts_in, group=self._group, async_op=True)]
+        elif _are_equal(ranges):
             works = [reduce_scatter_single(arrived, data, group=self._group, async_op=True)] if numel else []
         else:
             works = self._reduce_one_by_one(data, ranges)
             arrived = data[start:stop]
-        self.traffic.add("reduce_scatter", "nccl", own * (self.size - 1) * wire_dtype.itemsize)
+        self._count("reduce_scatter", lambda rank: own * wire_dtype.itemsize)
 
         def finish() -> None:
             parts: list[torch.Tensor | None] = [*arrived.view(self.size, own)] if self.ordered else [arrived]
@@ -153,7 +169,7 @@ class NcclTransport:
         everything = torch.empty(self.size * longest, dtype=torch.uint8, device=self._device)
         self._block(all_gather_single(everything, padded, group=self._group, async_op=True), "exchange")
         rows = everything.cpu().view(self.size, longest)
-        self.traffic.add("exchange", "nccl", sum(sizes) - len(payload))
+        self._count("exchange", lambda rank: sizes[rank])
         return [rows[rank, : sizes[rank]].numpy().tobytes() for rank in range(self.size)]
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
@@ -163,7 +179,7 @@ class NcclTransport:
         if flat.data_ptr() != data.data_ptr():
             data.copy_(flat)
         if self.rank != source:
-            self.traffic.add("broadcast", "nccl", flat.numel() * flat.element_size())
+            self._count("broadcast", lambda rank: flat.numel() * flat.element_size() if rank == source else 0)
 
     def _block(self, work: Any, what: str) -> None:
         await_native(work, what, self.stall_timeout_s, self.rank, self.size)
@@ -184,6 +200,11 @@ class NcclTransport:
         self._temporaries.clear()
 
 
+def _are_equal(ranges: Sequence[Range]) -> bool:
+    """Whether all shares are equal and lie in the order of ranks, as the backend's own collectives take them."""
+    return len({stop - start for start, stop in ranges}) == 1 and list(ranges) == sorted(ranges)
+
+
 class NativeWindow:
     """One slice per rank, in device memory."""
 
@@ -194,7 +215,7 @@ class NativeWindow:
         self.ranges = ranges
         self.aliased = False
         start, stop = ranges[transport.rank]
-        self.full = torch.zeros(ranges[-1][1], dtype=dtype, device=device) if replicated else None
+        self.full = torch.zeros(end_of(ranges), dtype=dtype, device=device) if replicated else None
         self.local = torch.zeros(stop - start, dtype=dtype, device=device) if self.full is None else self.full[start:stop]
         self._transport = transport
 

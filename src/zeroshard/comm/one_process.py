@@ -13,7 +13,7 @@ import torch
 from zeroshard.comm.ordered import ordered_sum
 from zeroshard.comm.pool import TensorPool
 from zeroshard.comm.transport import DoneWork, GradBuffer, Traffic, Work
-from zeroshard.core.layout import Range
+from zeroshard.core.layout import Range, end_of
 
 __all__ = ["OneProcess"]
 
@@ -25,7 +25,7 @@ class _Window:
         self.key = key
         self.ranges = tuple(ranges)
         self.aliased = True
-        self.full: torch.Tensor | None = torch.zeros(self.ranges[-1][1], dtype=dtype, device=device)
+        self.full: torch.Tensor | None = torch.zeros(end_of(self.ranges), dtype=dtype, device=device)
         self.local = self.full[slice(*self.ranges[0])]
         self._traffic = transport.traffic
 
@@ -50,6 +50,7 @@ class OneProcess:
         self.rank = 0
         self.size = 1
         self.one_sided = True
+        self.keyed = True
         self.traffic = Traffic()
         self.stall_timeout_s = stall_timeout_s
         self._pool = TensorPool(pool_bytes)
@@ -57,6 +58,8 @@ class OneProcess:
     def window(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, replicated: bool) -> _Window:
         assert len(ranges) == 1, (key, ranges)
         return _Window(self, key, ranges, dtype, device)
+
+    def register(self, key: str) -> None: ...
 
     def grad_buffer(self, key: str, numel: int, dtype: torch.dtype, device: torch.device) -> GradBuffer:
         return GradBuffer(self._pool.take(numel, dtype, device))

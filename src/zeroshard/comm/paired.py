@@ -15,17 +15,18 @@ move nothing. One control record per near peer and operation, one message per fa
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from zeroshard.comm import serving
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.gloo_peers import GlooPeers, Transfer
 from zeroshard.comm.links import Kind, Links
 from zeroshard.comm.mailroom import Mailroom
+from zeroshard.comm.mesh import Axes
 from zeroshard.comm.rendezvous import Neighbours
 from zeroshard.comm.transport import GradBuffer, Traffic, Work
 from zeroshard.comm.windows import GatherWork, PairedWindow, make_window
@@ -33,8 +34,6 @@ from zeroshard.core.layout import Range
 from zeroshard.errors import PlanMismatch
 
 __all__ = ["PairedTransport"]
-
-_live: weakref.WeakSet[PairedTransport] = weakref.WeakSet()  # of this process: a wait in one serves the peers of all
 
 _BROADCAST_BYTES = 16 << 20
 
@@ -53,6 +52,7 @@ class PairedTransport:
         stall_timeout_s: float = 300.0,
         pool_bytes: int | None = None,
         alias: bool = True,
+        traffic: Traffic | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -60,7 +60,9 @@ class PairedTransport:
         self.far = [rank for rank in range(self.size) if rank not in neighbours.group_of(self.rank)]
         self.name = _name(neighbours.groups)
         self.one_sided = self.name == "shared_memory"
-        self.traffic = Traffic()
+        self.keyed = True
+        self.traffic = Traffic() if traffic is None else traffic
+        self.axes = Axes.of(size, node_size)
         self.stall_timeout_s = stall_timeout_s
         self.alias = alias
         self.windows: dict[int, PairedWindow] = {}
@@ -71,19 +73,22 @@ class PairedTransport:
         self.mail = Mailroom(links, self.near, self.collectives.meetings, self.collectives.slots.release)
         self.messages = GlooPeers(connections, rank, wake=links.wake, wait=self._wait_transfer)
         self._gathers: list[GatherWork] = []
-        _live.add(self)
+        serving.register(self)
 
     # ------------------------------------------------------------------------------------------------ windows
 
     def window(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, replicated: bool) -> PairedWindow:
         assert len(ranges) == self.size, (key, ranges, self.size)
         self._compare(f"{key} {list(ranges)} {dtype} {'replicated' if replicated else 'sharded'}", f"window {key}")
-        self.messages.register(key)
+        self.register(key)
         serial = self._num_windows
         self._num_windows += 1
         window = make_window(self, key, serial, tuple(ranges), dtype, device, replicated)
         self.windows[serial] = window
         return window
+
+    def register(self, key: str) -> None:
+        self.messages.register(key)
 
     def _compare(self, text: str, what: str) -> None:
         digests = self.exchange_quietly(hashlib.blake2b(text.encode(), digest_size=8).digest())
@@ -150,22 +155,25 @@ class PairedTransport:
         far: Callable[[], set[int]] = set,
         idle: Callable[[], None] | None = None,
     ) -> None:
-        """Serve the peers until `ready()`; see Mailroom.wait_until.
-
-        The peers of every engine of this process: two engines in one backward may have one rank wait in the first for a rank that waits in
-        the second.
-        """
-        others = [transport for transport in _live if transport is not self and transport.near]
+        """Serve the peers, those of every transport of this process, until `ready()`; see Mailroom.wait_until."""
+        others = serving.others(self)
 
         def progress() -> None:
             self.progress()
-            for transport in others:
-                transport.progress()
-                transport.mail.relieve_stuck()
+            for other in others:
+                other.serve()
 
         self.mail.wait_until(
             ready, what, progress=progress, near=near, far=far, idle=idle, stall_timeout_s=self.stall_timeout_s, patient=not others
         )
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self.near)
+
+    def serve(self) -> None:
+        self.progress()
+        self.mail.relieve_stuck()
 
     def _wait_transfer(self, transfer: Transfer) -> None:
         self.wait_until(transfer.done, transfer.what, far=transfer.awaited)
@@ -175,10 +183,18 @@ class PairedTransport:
 
     def exchange(self, payload: bytes) -> list[bytes]:
         parts = self.exchange_quietly(payload)
-        for ranks, link in ((self.near, "shared_memory"), (self.far, "gloo")):
-            if ranks:
-                self.traffic.add("exchange", link, sum(len(parts[rank]) for rank in ranks))
+        self.count("exchange", {rank: len(parts[rank]) for rank in range(self.size) if rank != self.rank})
         return parts
+
+    def count(self, operation: str, bytes_of: Mapping[int, int], *, near: str = "shared_memory") -> None:
+        """Count what one call brought from each other rank; `near` is the link to near ones."""
+        if self.size == 1:
+            self.traffic.add(operation, "local", 0)
+        for peers, link in ((self.near, near), (self.far, "gloo")):
+            if peers:
+                other_nodes = [peer for peer in peers if not self.axes.same_node(peer, self.rank)]
+                between = sum(bytes_of.get(peer, 0) for peer in other_nodes)
+                self.traffic.add(operation, link, sum(bytes_of.get(peer, 0) for peer in peers), between=between)
 
     def exchange_quietly(self, payload: bytes) -> list[bytes]:
         """Exchange what is not the engine's payload, and so is not counted."""
@@ -204,7 +220,7 @@ class PairedTransport:
         if self.far and (self.rank == source or source in self.far):
             self.messages.broadcast(flat, source, self.far)
         if self.rank != source:
-            self.traffic.add("broadcast", "gloo" if source in self.far else "shared_memory", flat.numel() * flat.element_size())
+            self.count("broadcast", {source: flat.numel() * flat.element_size()})
             if flat is not tensor:
                 tensor.copy_(flat)
 
@@ -243,7 +259,7 @@ class PairedTransport:
         self.collectives.slots.forget()
 
     def close(self) -> None:
-        _live.discard(self)
+        serving.unregister(self)
         self.messages.close()
         self.mail.close()
         self.collectives.close()

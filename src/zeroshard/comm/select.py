@@ -5,13 +5,20 @@ Invariant: decided from what is the same on every rank. It does not downgrade si
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import distributed as dist
 
+from zeroshard.comm.gloo_peers import Circle
+from zeroshard.comm.mesh import Axes
 from zeroshard.comm.nccl import NcclTransport
 from zeroshard.comm.one_process import OneProcess
+from zeroshard.comm.paired import PairedTransport
 from zeroshard.comm.shared_memory import make_gloo, make_paired
-from zeroshard.comm.transport import Transport
+from zeroshard.comm.transport import Traffic, Transport
+from zeroshard.comm.two_level import Lowering, TwoLevelTransport
+from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
 
 __all__ = ["make_transport"]
@@ -30,11 +37,13 @@ def make_transport(
     pool_bytes: int | None = None,
     alias: bool = True,
     host_id: str | None = None,
+    two_level: bool | None = None,
 ) -> Transport:
     """Make the transport of `group` (None: the default group, or one process where there is none). Collective.
 
     `name` "auto" takes what fits `device`; "one_process", "shared_memory", "gloo", "mixed" and "nccl" are made or refused with ConfigError.
-    `node_size` ranks form a node of the canonical sum. `ordered` asks for that sum on backends that have a faster one of their own.
+    `node_size` ranks form a node of the canonical sum; collectives go in two levels, inside nodes and between, where `two_level` says so (None:
+    where that moves fewer bytes between hosts). `ordered` asks for that sum on backends that have a faster one of their own.
     `pool_bytes` bounds the gradient buffers (at least one is always given; None: twice the largest). `alias` lets sharded
     windows of one host be one mapping that is the full buffer. `host_id` lets tests pretend that ranks live on different hosts.
     """
@@ -49,25 +58,62 @@ def make_transport(
         raise ConfigError(f"unknown transport {name!r}; one of: {', '.join(_NAMES)}")
     if name == "one_process":
         raise ConfigError(f"transport 'one_process' serves one rank, and there are {group.size()}; use 'auto'")
+    axes = Axes.of(group.size(), node_size)
+    options: dict[str, Any] = {"stall_timeout_s": stall_timeout_s, "pool_bytes": pool_bytes}
     if name == "nccl" or (name == "auto" and device.type != "cpu" and _has_native(group, device)):
-        return NcclTransport(
-            group, device=device, ordered=bool(ordered), node_size=node_size, stall_timeout_s=stall_timeout_s, pool_bytes=pool_bytes
-        )
+        return _make_native(group, axes, two_level, device=device, ordered=bool(ordered), **options)
     if ordered is False:
         raise ConfigError("ordered=False: on CPU ranks the ordered exchange is the only reduce (and the fast one); leave it out")
-    if name == "gloo" or (name == "auto" and device.type != "cpu"):
-        return make_gloo(group, node_size=node_size, stall_timeout_s=stall_timeout_s, pool_bytes=pool_bytes)
-    if device.type != "cpu":
+    only_gloo = name == "gloo" or (name == "auto" and device.type != "cpu")
+    if device.type != "cpu" and not only_gloo:
         raise ConfigError(f"transport {name!r} serves CPU tensors, not {device}: use 'auto', 'nccl' or 'gloo'")
-    return make_paired(
-        group,
-        required=name != "auto",
-        host_id=host_id,
-        node_size=node_size,
-        stall_timeout_s=stall_timeout_s,
-        pool_bytes=pool_bytes,
-        alias=alias,
+
+    def make(circle: Circle, node_size: int | None, traffic: Traffic | None = None) -> PairedTransport:
+        if only_gloo:
+            return make_gloo(circle, node_size=node_size, traffic=traffic, **options)
+        shared: dict[str, Any] = {"required": name != "auto", "host_id": host_id, "alias": alias}
+        return make_paired(circle, node_size=node_size, traffic=traffic, **shared, **options)
+
+    circle = Circle.of(group)
+    flat = make(circle, axes.node_size)
+    lowering = Lowering(Mesh(axes.num_nodes, axes.node_size), two_level)
+    if axes.num_nodes == 1 or not lowering.ever or (two_level is None and flat.name == "shared_memory"):
+        return flat  # one host has no slow wire to spare
+    inside = make(circle.part(axes.local_group(circle.rank)), None, flat.traffic)
+    between = make(circle.part(axes.node_group(circle.rank)), 1, flat.traffic)
+    return TwoLevelTransport(flat, inside, between, axes=axes, lowering=lowering)
+
+
+def _make_native(
+    group: dist.ProcessGroup, axes: Axes, two_level: bool | None, *, device: torch.device, ordered: bool, **options: Any
+) -> Transport:
+    flat = NcclTransport(group, device=device, ordered=ordered, node_size=axes.node_size, **options)
+    lowering = Lowering(Mesh(axes.num_nodes, axes.node_size), two_level)
+    if axes.num_nodes == 1 or not lowering.ever:
+        return flat
+    options |= {"device": device, "ordered": ordered, "traffic": flat.traffic}
+    inside, between = (_subgroup(group, ranks) for ranks in _subsets(axes))
+    return TwoLevelTransport(
+        flat,
+        NcclTransport(inside, node_size=None, **options),
+        NcclTransport(between, node_size=1, **options),
+        axes=axes,
+        lowering=lowering,
     )
+
+
+def _subsets(axes: Axes) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Return the ranks of every node, and of every column."""
+    nodes = [axes.local_group(node * axes.node_size) for node in range(axes.num_nodes)]
+    return nodes, [axes.node_group(local) for local in range(axes.node_size)]
+
+
+def _subgroup(group: dist.ProcessGroup, subsets: list[tuple[int, ...]]) -> dist.ProcessGroup:
+    """Make a process group of each of `subsets`, ranks of `group`; return the one of this rank. Collective."""
+    in_job = [[dist.get_global_rank(group, rank) for rank in ranks] for ranks in subsets]
+    made = [dist.new_group(ranks) for ranks in in_job]
+    mine: dist.ProcessGroup = next(made[index] for index, ranks in enumerate(subsets) if group.rank() in ranks)
+    return mine
 
 
 def _has_native(group: dist.ProcessGroup, device: torch.device) -> bool:

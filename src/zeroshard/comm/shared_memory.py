@@ -8,9 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from torch import distributed as dist
-
-from zeroshard.comm.gloo_peers import connect
+from zeroshard.comm.gloo_peers import Circle, connect
 from zeroshard.comm.paired import PairedTransport
 from zeroshard.comm.rendezvous import Neighbours, meet_neighbours
 from zeroshard.errors import ConfigError
@@ -21,23 +19,23 @@ _logger = logging.getLogger(__name__)
 _MEETING_S = 60.0  # ranks start at different times: connecting never waits for less
 
 
-def make_gloo(group: dist.ProcessGroup, *, stall_timeout_s: float, **options: Any) -> PairedTransport:
-    """Return a transport that sends messages to every rank of `group`. Options are PairedTransport's."""
-    connections = connect(group, stall_timeout_s=max(stall_timeout_s, _MEETING_S))
-    alone = Neighbours([[rank] for rank in range(group.size())])
-    return PairedTransport(group.rank(), group.size(), alone, connections=connections, stall_timeout_s=stall_timeout_s, **options)
+def make_gloo(circle: Circle, *, stall_timeout_s: float, **options: Any) -> PairedTransport:
+    """Return a transport that sends messages to every rank of `circle`. Options are PairedTransport's."""
+    connections = connect(circle, stall_timeout_s=max(stall_timeout_s, _MEETING_S))
+    alone = Neighbours([[rank] for rank in range(circle.size)])
+    return PairedTransport(circle.rank, circle.size, alone, connections=connections, stall_timeout_s=stall_timeout_s, **options)
 
 
 def make_paired(
-    group: dist.ProcessGroup, *, required: bool, host_id: str | None = None, stall_timeout_s: float, **options: Any
+    circle: Circle, *, required: bool, host_id: str | None = None, stall_timeout_s: float, **options: Any
 ) -> PairedTransport:
     """Return a transport that shares memory with the ranks of this host and sends messages to the others.
 
     Where ranks of one host cannot share memory, `required` raises ConfigError on every rank; else those use gloo, said once in a warning.
     `host_id` lets tests pretend that ranks live on different hosts.
     """
-    rank, size = group.rank(), group.size()
-    connections = connect(group, stall_timeout_s=max(stall_timeout_s, _MEETING_S))
+    rank, size = circle.rank, circle.size
+    connections = connect(circle, stall_timeout_s=max(stall_timeout_s, _MEETING_S))
     alone = Neighbours([[peer] for peer in range(size)])
     meeting = PairedTransport(rank, size, alone, connections=connections, stall_timeout_s=max(stall_timeout_s, _MEETING_S))
     try:

@@ -68,9 +68,11 @@ class Traffic:
 
     bytes: dict[tuple[str, str], int] = field(default_factory=dict)
     calls: dict[tuple[str, str], int] = field(default_factory=dict)
+    between: dict[str, int] = field(default_factory=dict)  # by operation: of these bytes, those from other nodes of the mesh
 
-    def add(self, operation: str, link: str, num_bytes: int) -> None:
-        """Count `num_bytes` of payload of one call of `operation` ("all_gather", "reduce_scatter", ...) over `link`.
+    def add(self, operation: str, link: str, num_bytes: int, *, between: int = 0) -> None:
+        """Count `num_bytes` of payload of one call of `operation` ("all_gather", "reduce_scatter", ...) over `link`, `between` of them from
+        other nodes.
 
         Links are "shared_memory", "mapped", "gloo", "nccl" and "local". "mapped" is what an aliased gather made readable without moving it,
         so that sums over links mean the same on every transport.
@@ -78,10 +80,12 @@ class Traffic:
         key = (operation, link)
         self.bytes[key] = self.bytes.get(key, 0) + num_bytes
         self.calls[key] = self.calls.get(key, 0) + 1
+        self.between[operation] = self.between.get(operation, 0) + between
 
     def reset(self) -> None:
         self.bytes.clear()
         self.calls.clear()
+        self.between.clear()
 
 
 class Transport(Protocol):
@@ -91,11 +95,15 @@ class Transport(Protocol):
     rank: int
     size: int
     one_sided: bool  # gathers need nothing from the peer's program: ranks may gather different units at different times
+    keyed: bool  # operations meet by key; else all of them meet in the order in which they begin
     traffic: Traffic
     stall_timeout_s: float
 
     def window(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, replicated: bool) -> Window:
         """Allocate one segment's resting memory (collective; zero-filled). `key` is unique among live windows and names it in errors."""
+
+    def register(self, key: str) -> None:
+        """Make `key` known, in the same order on every rank: keys of windows are; others are told apart by a hash until then."""
 
     def grad_buffer(self, key: str, numel: int, dtype: torch.dtype, device: torch.device) -> GradBuffer:
         """Borrow a buffer of `numel` elements from the pool.

@@ -24,7 +24,7 @@ from zeroshard.comm.gloo_peers import ALL_GATHER, Transfer
 from zeroshard.comm.links import Kind
 from zeroshard.comm.mailroom import WindowMemory
 from zeroshard.comm.transport import Work
-from zeroshard.core.layout import Range
+from zeroshard.core.layout import Range, end_of
 from zeroshard.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
@@ -77,12 +77,9 @@ class PairedWindow:
 
     def _count(self, copied: bool) -> None:
         """Count what a gather brings here. What is mapped moves nothing, but is what other transports would have moved."""
-        transport, itemsize = self._transport, self.local.element_size()
-        for ranks, link in ((transport.near, "shared_memory" if copied else "mapped"), (transport.far, "gloo")):
-            if ranks:
-                transport.traffic.add("all_gather", link, itemsize * sum(self.ranges[r][1] - self.ranges[r][0] for r in ranks))
-        if transport.size == 1:
-            transport.traffic.add("all_gather", "local", 0)
+        itemsize = self.local.element_size()
+        bytes_of = {rank: itemsize * (stop - start) for rank, (start, stop) in enumerate(self.ranges)}
+        self._transport.count("all_gather", bytes_of, near="shared_memory" if copied else "mapped")
 
     def publish(self) -> None:
         self.epoch += 1
@@ -157,7 +154,7 @@ def make_window(
 ) -> PairedWindow:
     """Allocate a window and map the near peers' memory. Collective; memory that is short on one rank is a ConfigError on every rank."""
     start, stop = ranges[transport.rank]
-    numel = ranges[-1][1]
+    numel = end_of(ranges)
     if not transport.near:
         full = torch.zeros(numel, dtype=dtype, device=device) if replicated else None
         local = torch.zeros(stop - start, dtype=dtype, device=device) if full is None else full[start:stop]
@@ -171,7 +168,7 @@ def make_window(
 
 def _make_aliased(transport: PairedTransport, key: str, serial: int, ranges: tuple[Range, ...], dtype: torch.dtype) -> PairedWindow:
     """One memfd, made by the first rank and mapped by all; each reserves its own part, near its own processor."""
-    num_bytes = ranges[-1][1] * dtype.itemsize
+    num_bytes = end_of(ranges) * dtype.itemsize
     if transport.rank == 0:
         own = _offer(transport, serial, num_bytes, reserved=False)
     else:
@@ -197,7 +194,7 @@ def _make_mapped(
 ) -> PairedWindow:
     """A memfd per rank, of its slice or (replicated) of the whole buffer."""
     start, stop = ranges[transport.rank]
-    num_bytes = (ranges[-1][1] if replicated else stop - start) * dtype.itemsize
+    num_bytes = (end_of(ranges) if replicated else stop - start) * dtype.itemsize
     own = _offer(transport, serial, num_bytes, reserved=True)
     theirs = _await_memory(transport, key, serial, transport.near)
     _agree_on_memory(transport, key, num_bytes, [own, *theirs], own.reason)

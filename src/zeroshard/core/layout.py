@@ -7,6 +7,8 @@ that every share is a multiple of ``align`` too (ZeRO, section 5.2: equal partit
     | a a a a | a a . . | b b b . | c c c c | c . . . | . . . . |
     |<------ rank 0 ------->|<------ rank 1 ------->|<- rank 2 ->|
 
+On a mesh of several nodes shares lie in another order of ranks, `order` (docs/design/traffic.md says which and why).
+
 Invariants, checked on construction: slots are aligned, ordered and disjoint; shares are aligned, contiguous, cover the buffer, and may
 be empty. A cut inside a parameter therefore falls on a multiple of ``align`` elements of *that parameter*, which keeps vectorised
 optimizer kernels on the same lanes as for the whole tensor ([Note: align] below).
@@ -25,11 +27,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["ALIGN", "Layout", "Piece", "Range", "Slot", "equal_shares", "round_up"]
+__all__ = ["ALIGN", "Layout", "Piece", "Range", "Slot", "end_of", "equal_shares", "round_up"]
 
 ALIGN = 64
 
 Range = tuple[int, int]  # [start, stop) in elements of the flat buffer
+
+
+def end_of(ranges: Sequence[Range]) -> int:
+    """Return the elements of the buffer that `ranges`, in any order, cover."""
+    return max(stop for _, stop in ranges)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -92,6 +99,7 @@ class Layout:
     slots: tuple[Slot, ...]
     shares: tuple[int, ...]  # elements per rank
     align: int = ALIGN
+    order: tuple[int, ...] | None = None  # the ranks in the order in which their shares lie in the buffer (None: rank order)
 
     @classmethod
     def build(
@@ -101,6 +109,7 @@ class Layout:
         *,
         align: int = ALIGN,
         shares: Sequence[int] | None = None,
+        order: Sequence[int] | None = None,
     ) -> Layout:
         """Lay `named_shapes` out in order; `shares` are elements per rank (default: equal), aligned and covering the slots."""
         slots, offset = [], 0
@@ -109,7 +118,7 @@ class Layout:
             slots.append(slot)
             offset = round_up(slot.stop, align)
         cut = equal_shares(offset, num_shards, align) if shares is None else tuple(shares)
-        return cls(tuple(slots), cut, align)
+        return cls(tuple(slots), cut, align, None if order is None else tuple(order))
 
     def __post_init__(self) -> None:
         end = 0
@@ -119,6 +128,7 @@ class Layout:
             end = slot.stop
         assert all(share >= 0 and share % self.align == 0 for share in self.shares), (self.shares, self.align)
         assert self.numel >= end, (self.numel, end)
+        assert self.order is None or sorted(self.order) == list(range(self.num_shards)), (self.order, self.num_shards)
 
     @cached_property
     def numel(self) -> int:
@@ -132,11 +142,11 @@ class Layout:
     @cached_property
     def ranges(self) -> tuple[Range, ...]:
         """The range of the buffer that each rank owns."""
-        out, start = [], 0
-        for share in self.shares:
-            out.append((start, start + share))
-            start += share
-        return tuple(out)
+        out, start = {}, 0
+        for rank in range(self.num_shards) if self.order is None else self.order:
+            out[rank] = (start, start + self.shares[rank])
+            start += self.shares[rank]
+        return tuple(out[rank] for rank in range(self.num_shards))
 
     @cached_property
     def padding(self) -> int:

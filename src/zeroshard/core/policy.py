@@ -13,12 +13,11 @@ import difflib
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import torch
-
 from zeroshard.core.placement import Cell, Mesh, Placement, Tier
 from zeroshard.core.precision import Precision
+from zeroshard.core.traffic import WireBytes, Wires, step_bytes
 
-__all__ = ["ROWS", "STAGES", "Cells", "Policy", "RestBytes", "WireBytes", "row"]
+__all__ = ["ROWS", "STAGES", "Cells", "Policy", "RestBytes", "row"]
 
 RestPoint = Literal["after_step", "between_micro_batches"]
 
@@ -69,19 +68,6 @@ class RestBytes:
 
 
 @dataclass(frozen=True)
-class WireBytes:
-    """Payload bytes that one rank sends (and receives) per step, by what they carry."""
-
-    gather: float  # weights, before forward and backward
-    reduce: float  # gradients
-    publish: float  # weights after the step, or gradient sums where every rank steps everything
-
-    @property
-    def total(self) -> float:
-        return self.gather + self.reduce + self.publish
-
-
-@dataclass(frozen=True)
 class Policy:
     """A row of the table. `units` overrides the cells of single units by name."""
 
@@ -126,21 +112,19 @@ class Policy:
         )
 
     def wire_bytes(
-        self, *, numel: int, size: int, precision: Precision, micro_batches: int = 1, no_sync: bool = False, unit: str = ""
+        self,
+        *,
+        numel: int,
+        mesh: Mesh,
+        wires: Wires,
+        micro_batches: int = 1,
+        no_sync: bool = False,
+        two_level: bool | None = None,
+        unit: str = "",
     ) -> WireBytes:
-        """Return the payload per rank and step on one node of `size` ranks, padding excluded.
-
-        `micro_batches` forwards and backwards before the step; `no_sync` says that all but the last ran inside ``engine.no_sync()``.
-        """
+        """Return the payload per rank and step of `unit`'s `numel` parameters; see ``core.traffic.step_bytes``."""
         cells = self.cells(unit)
-        remote = (size - 1) / size
-        psi, wire = numel * precision.compute.itemsize, numel * precision.wire.itemsize
-        gathers = (cells.weight.is_sharded + cells.between.is_sharded) * micro_batches
-        reduces = 1 if no_sync and cells.grad.is_partial else micro_batches
-        publish = psi if cells.optim.is_sharded and not cells.weight.is_sharded else 0
-        if not cells.optim.is_sharded:
-            publish = numel * torch.float32.itemsize  # every rank steps everything, so it needs the whole sum
-        return WireBytes(gathers * psi * remote, reduces * wire * remote, publish * remote)
+        return step_bytes(cells, numel=numel, mesh=mesh, wires=wires, micro_batches=micro_batches, no_sync=no_sync, two_level=two_level)
 
 
 def _row(name: str, weight: str, between: str, grad: str, optim: str) -> Policy:

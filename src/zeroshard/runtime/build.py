@@ -54,6 +54,7 @@ class Context:
     precision: Precision
     dtypes: Dtypes
     transport: Transport
+    order: tuple[int, ...]  # the ranks in the order in which their shares lie in a buffer
     streams: Lanes
     meter: Meter
     pages: PagePool
@@ -135,7 +136,8 @@ def _plan_segments(plan: UnitPlan, context: Context) -> list[_SegmentPlan]:
     out = []
     for (dtype, trainable), members in groups.items():
         key = f"{plan.name}:{dtype_name(dtype)}{'' if trainable else ':frozen'}"
-        layout = Layout.build([(name, tuple(p.shape)) for name, p in members.items()], context.transport.size)
+        shapes = [(name, tuple(p.shape)) for name, p in members.items()]
+        layout = Layout.build(shapes, context.transport.size, order=context.order)
         out.append(_SegmentPlan(key, plan.name, members, dtype, trainable, context.policy.cells(plan.name), layout, context.transport.rank))
     return out
 

@@ -513,7 +513,7 @@ class Engine:
             by_operation[operation] = by_operation.get(operation, 0) + num_bytes
             by_link[link] = by_link.get(link, 0) + num_bytes
             calls[operation] = calls.get(operation, 0) + counted.calls[operation, link]
-        return TrafficReport(by_operation, calls, by_link)
+        return TrafficReport(by_operation, calls, by_link, dict(counted.between))
 
     def reset_traffic(self) -> None:
         """Count payload from zero."""

@@ -37,6 +37,7 @@ class TrafficReport:
     bytes: dict[str, int]  # per collective
     calls: dict[str, int]  # per collective
     links: dict[str, int]  # bytes per link class
+    between_nodes: dict[str, int]  # per collective: of these bytes, those that came from other nodes (`comm.node_size`)
 
     @property
     def total(self) -> int:

@@ -144,7 +144,7 @@ class _DiskSlab:
         self._close_file = weakref.finalize(self, os.close, self._fd)
         self._close_file.atexit = False  # a thread may be using it
         self._sums = Checksums(self._file_bytes) if store.verify else None
-        self._is_lost = False
+        self._lost = ""  # why the first write that failed did
         self._under_way: list[Transfer] = []
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> Work:
@@ -225,8 +225,8 @@ class _DiskSlab:
                     self._fetch(view, piece.low)
                 there.get(start, memory, piece.start - piece.low, num_bytes)
             self._deposit(view, piece.low)
-        except BaseException:
-            self._is_lost = True
+        except BaseException as error:
+            self._lost = self._lost or str(error) or type(error).__name__
             raise
 
     @property
@@ -255,8 +255,8 @@ class _DiskSlab:
 
     def _check_file(self) -> None:
         """Refuse what was lost, and a file that was cut off: writing beyond the cut would fill it up with zeros again."""
-        if self._is_lost:
-            raise StorageError(f"{self.path}: {self.key}: an earlier write to it failed, so it does not hold what it should; {_REMEDY}")
+        if self._lost:
+            raise StorageError(f"{self.path}: {self.key}: an earlier write to it failed, so it does not hold what it should: {self._lost}")
         size = os.fstat(self._fd).st_size
         if size < self._file_bytes:
             raise StorageError(f"{self.path}: {self.key}: the file was cut off at byte {size}, it had {self._file_bytes}; {_REMEDY}")

@@ -1,0 +1,284 @@
+"""Two levels: exchanges between nodes, among the ranks with one local index, and inside nodes make up the collectives of the whole mesh.
+
+    gather   OWN --between--> COLUMN --inside--> WHOLE        reduce   WHOLE --inside--> sum of a node, COLUMN --between--> OWN
+
+Shares are dealt out column by column (docs/design/traffic.md, with the bytes), so both levels move contiguous ranges of the buffer and nothing
+is reordered. Node sums travel in fp32: two levels are the canonical tree (comm/ordered.py), hop by hop, and give the bits of a flat exchange.
+
+Invariant: the second level of an operation starts on every rank in the order in which its first levels ended there, and meets its peers by
+key, like every operation. `lowering` chooses flat or two levels per operation, from what all ranks know. Cost beyond a flat exchange: a
+column of fp32 per reduce under way, a copy of the column inside the node. It allocates no memory that peers map: weights rest privately.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeroshard.comm import serving
+from zeroshard.comm.mesh import Axes
+from zeroshard.comm.transport import GradBuffer, Traffic, Transport, Work
+from zeroshard.core.layout import Range, end_of
+from zeroshard.core.placement import Mesh
+from zeroshard.core.traffic import Scope, all_gather, cheapest, reduce_scatter
+from zeroshard.errors import StateError
+
+__all__ = ["Lowering", "TwoLevelTransport"]
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """Which operations go in two levels: all (`two_level` True), none, or (None) those that move fewer bytes between nodes so."""
+
+    mesh: Mesh
+    two_level: bool | None = None
+
+    @property
+    def ever(self) -> bool:
+        """Whether any operation does."""
+        return self.gathers or any(self.reduces(dtype) for dtype in (torch.float32, torch.bfloat16))
+
+    @property
+    def gathers(self) -> bool:
+        if self.two_level is not None:
+            return self.two_level
+        flat, deep = (all_gather(self.mesh, Scope.OWN, Scope.WHOLE, 1.0, two_level=levels) for levels in (False, True))
+        return cheapest(flat, deep)
+
+    def reduces(self, wire_dtype: torch.dtype) -> bool:
+        """Whether reduces of buffers in `wire_dtype` do."""
+        if self.two_level is not None:
+            return self.two_level
+        whole, hop = float(wire_dtype.itemsize), float(torch.float32.itemsize)
+        flat, deep = (reduce_scatter(self.mesh, Scope.OWN, whole, hop, two_level=levels) for levels in (False, True))
+        return cheapest(flat, deep)
+
+
+class TwoLevelTransport:
+    """The Transport of a mesh, out of those of all ranks (`flat`), of this node (`inside`) and of this column (`between`)."""
+
+    def __init__(self, flat: Transport, inside: Transport, between: Transport, *, axes: Axes, lowering: Lowering) -> None:
+        assert (flat.size, inside.size, between.size) == (axes.size, axes.node_size, axes.num_nodes), axes
+        self.name = f"{inside.name} in nodes, {between.name} between"
+        self.rank = flat.rank
+        self.size = flat.size
+        self.one_sided = False
+        self.keyed = inside.keyed and between.keyed
+        self.traffic: Traffic = flat.traffic
+        self.stall_timeout_s = flat.stall_timeout_s
+        self.axes = axes
+        self.lowering = lowering
+        self._flat = flat
+        self._inside = inside
+        self._between = between
+        self._under_way: list[_Chain] = []
+        serving.register(self)
+
+    # ------------------------------------------------------------------------------------------------ gathers
+
+    def window(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, replicated: bool) -> _Window:
+        assert len(ranges) == self.size, (key, ranges, self.size)
+        self.register(key)
+        return _Window(self, key, tuple(ranges), dtype, device, replicated)
+
+    def register(self, key: str) -> None:
+        for transport in (self._flat, self._inside, self._between):
+            transport.register(key)
+
+    def all_gather(self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor) -> Work:
+        if not self.lowering.gathers:
+            return self._begin(f"gather {key}", lambda: self._flat.all_gather(key, local, ranges, out))
+        columns, own = self._columns(ranges)
+        column = out[slice(*columns[self._inside.rank])]
+
+        def between() -> Work:
+            return self._between.all_gather(key, local, own, column)
+
+        def inside() -> Work:
+            return self._inside.all_gather(key, column, columns, out)
+
+        return self._begin(f"gather {key}", between, inside)
+
+    def _columns(self, ranges: Sequence[Range]) -> tuple[list[Range], list[Range]]:
+        """Return the range of every column, and the ranges of this column's ranks inside it, in node order."""
+        columns = []
+        for local in range(self.axes.node_size):
+            members = [ranges[rank] for rank in self.axes.node_group(local)]
+            assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(members)), (local, ranges)
+            columns.append((members[0][0], members[-1][1]))
+        base = columns[self._inside.rank][0]
+        return columns, [(ranges[rank][0] - base, ranges[rank][1] - base) for rank in self.axes.node_group(self.rank)]
+
+    def begin_write(self) -> None:
+        for chain in [chain for chain in self._under_way if chain.key.startswith("gather ")]:
+            chain.wait()
+        self._flat.begin_write()
+
+    # ------------------------------------------------------------------------------------------------ reduces
+
+    def grad_buffer(self, key: str, numel: int, dtype: torch.dtype, device: torch.device) -> GradBuffer:
+        return self._reducer(dtype).grad_buffer(key, numel, dtype, device)
+
+    def return_buffer(self, buffer: GradBuffer) -> None:
+        self._reducer(buffer.data.dtype).return_buffer(buffer)
+
+    def _reducer(self, dtype: torch.dtype) -> Transport:
+        """Return the transport that takes whole buffers of `dtype`."""
+        return self._inside if self.lowering.reduces(dtype) else self._flat
+
+    def reduce(
+        self,
+        key: str,
+        buffer: GradBuffer | None,
+        ranges: Sequence[Range],
+        out: torch.Tensor,
+        *,
+        wire_dtype: torch.dtype,
+        accumulate: bool,
+    ) -> Work:
+        if not self.lowering.reduces(wire_dtype):
+            return self._flat.reduce(key, buffer, ranges, out, wire_dtype=wire_dtype, accumulate=accumulate)
+        columns, own = self._columns(ranges)
+        numel = end_of(own)
+        hop = self._between.grad_buffer(key, numel, torch.float32, out.device)
+
+        def inside() -> Work:
+            return self._inside.reduce(key, buffer, columns, hop.data, wire_dtype=wire_dtype, accumulate=False)
+
+        def between() -> Work:
+            return self._between.reduce(key, hop, own, out, wire_dtype=torch.float32, accumulate=accumulate)
+
+        return self._begin(f"reduce {key}", inside, between, unused=lambda: self._between.return_buffer(hop))
+
+    # ------------------------------------------------------------------------------------------------ small things
+
+    def _begin(self, key: str, *stages: Callable[[], Work], unused: Callable[[], None] = lambda: None) -> Work:
+        self.serve()
+        before = next((chain for chain in reversed(self._under_way) if chain.key == key), None)
+        chain = _Chain(key, stages, before=before, unused=unused)
+        self._under_way.append(chain)
+        if not self.keyed:
+            chain.start_all()  # enqueued behind one another, at a time that is the same on every rank
+        return chain
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._under_way)
+
+    def serve(self) -> None:
+        """Start every second level that has become possible."""
+        self._under_way = [chain for chain in self._under_way if not chain.advance()]
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        return self._flat.exchange(payload)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        self._flat.broadcast(tensor, source)
+
+    def progress(self) -> None:
+        for transport in (self._flat, self._inside, self._between):
+            transport.progress()
+        self.serve()
+
+    def check_peers(self, what: str) -> None:
+        for transport in (self._inside, self._between, self._flat):
+            transport.check_peers(what)
+
+    def abandon(self) -> None:
+        left, self._under_way = self._under_way, []
+        for chain in left:
+            chain.abandon()
+        for transport in (self._inside, self._between, self._flat):
+            transport.abandon()
+
+    def close(self) -> None:
+        serving.unregister(self)
+        self._under_way = []
+        for transport in (self._inside, self._between, self._flat):
+            transport.close()
+
+
+class _Window:
+    """One slice per rank, in memory of its own."""
+
+    def __init__(
+        self, transport: TwoLevelTransport, key: str, ranges: tuple[Range, ...], dtype: torch.dtype, device: torch.device, replicated: bool
+    ) -> None:
+        self.key = key
+        self.ranges = ranges
+        self.aliased = False
+        start, stop = ranges[transport.rank]
+        self.full = torch.zeros(end_of(ranges), dtype=dtype, device=device) if replicated else None
+        self.local = torch.zeros(stop - start, dtype=dtype, device=device) if self.full is None else self.full[start:stop]
+        self._transport = transport
+
+    def gather(self, out: torch.Tensor | None = None) -> Work:
+        target = self.full if out is None else out
+        if target is None:
+            raise StateError(f"window {self.key} rests sharded: gather needs `out`")
+        return self._transport.all_gather(self.key, self.local, self.ranges, target)
+
+    def publish(self) -> None: ...
+
+    def close(self) -> None:
+        self.full, self.local = None, torch.empty(0)
+
+
+class _Chain:
+    """Operations of one key of which each starts when the one before has ended, and after its like of the chain `before` this one."""
+
+    def __init__(self, key: str, stages: Sequence[Callable[[], Work]], *, before: _Chain | None, unused: Callable[[], None]) -> None:
+        self.key = key
+        self._before = before
+        self._unused = unused  # gives back what a last stage that never started would have taken
+        self._stages = deque(stages)
+        self._starting = False
+        self._start()
+
+    def _start(self) -> None:
+        self._starting = True  # it may wait for memory, and serve us meanwhile
+        self._work = self._stages.popleft()()
+        self._starting = False
+        if not self._stages:
+            self._before = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._all_started and self._work.done()
+
+    @property
+    def _all_started(self) -> bool:
+        return not self._starting and not self._stages
+
+    def advance(self) -> bool:
+        """Start what can start; return whether everything has ended."""
+        while not self._starting and self._stages and self._work.done() and (self._before is None or self._before._all_started):
+            self._work.wait()
+            self._start()
+        return self.is_over
+
+    def start_all(self) -> None:
+        """Return when every stage has started."""
+        while self._stages:
+            work = self._work
+            work.wait()  # serves us, too: the next stage may have started
+            if self._before is not None:
+                self._before.start_all()
+            if self._stages and work is self._work:
+                self._start()
+
+    def wait(self) -> None:
+        self.start_all()
+        self._work.wait()
+
+    def done(self) -> bool:
+        return self.advance()
+
+    def abandon(self) -> None:
+        if self._stages:
+            self._stages.clear()
+            self._unused()

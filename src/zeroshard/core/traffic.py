@@ -1,0 +1,168 @@
+"""Bytes on the wire per step, as closed forms of row, mesh, bytes per element and lowering (derived in docs/design/traffic.md).
+
+The mesh has M nodes of L ranks. A buffer is held in one of three nested scopes, and every transition is a gather or a reduce between two::
+
+    OWN     1/(M L) of the buffer     S S
+    COLUMN  1/L, whole inside a node  R S     the OWN pieces of the ranks with one local index lie side by side in it
+    WHOLE   everything                R R
+
+A transition between OWN and WHOLE is lowered flat (every rank from every rank) or in two levels, through COLUMN; `cheapest` counts.
+Invariant: engine, planner and tests read these functions. ZeRO, section 7; ZeRO++ (arXiv 2306.10209), section 3; MiCS (arXiv 2205.00119), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from zeroshard.core.placement import Cell, Mesh, Placement
+from zeroshard.core.precision import Precision
+
+if TYPE_CHECKING:
+    from zeroshard.core.policy import Cells
+
+__all__ = ["LinkBytes", "Scope", "WireBytes", "Wires", "all_gather", "cheapest", "reduce_scatter", "scope_of", "step_bytes"]
+
+
+class Scope(IntEnum):
+    """Which part of a buffer a rank holds. On one node COLUMN is OWN."""
+
+    OWN = 0
+    COLUMN = 1
+    WHOLE = 2
+
+
+def scope_of(cell: Cell) -> Scope:
+    """Return what a rank holds of a state that rests as `cell` says. Raises ValueError for S R: no row has it."""
+    if cell.local is not Placement.SHARD:
+        if cell.node is Placement.SHARD:
+            raise ValueError(f"{cell}: sharded between nodes but not inside them")
+        return Scope.WHOLE
+    return Scope.OWN if cell.node is Placement.SHARD else Scope.COLUMN
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """Payload that one rank receives (and sends), by where it comes from."""
+
+    inside: float = 0.0  # from ranks of its node
+    between: float = 0.0  # from ranks of other nodes
+
+    @property
+    def total(self) -> float:
+        return self.inside + self.between
+
+    def __add__(self, other: LinkBytes) -> LinkBytes:
+        return LinkBytes(self.inside + other.inside, self.between + other.between)
+
+    def __mul__(self, times: float) -> LinkBytes:
+        return LinkBytes(self.inside * times, self.between * times)
+
+
+@dataclass(frozen=True)
+class WireBytes:
+    """Payload that one rank receives (and sends) per step, by what it carries."""
+
+    gather: LinkBytes  # weights, before forward and backward
+    reduce: LinkBytes  # gradients
+    publish: LinkBytes  # weights after the step, or averages where several ranks step the same
+
+    @property
+    def links(self) -> LinkBytes:
+        return self.gather + self.reduce + self.publish
+
+    @property
+    def total(self) -> float:
+        return self.links.total
+
+    def leaving_a_node(self, mesh: Mesh) -> float:
+        """Return the bytes that leave one node per step, all its ranks together."""
+        return self.links.between * mesh.node_size
+
+
+@dataclass(frozen=True)
+class Wires:
+    """Bytes per element as they travel, scales included."""
+
+    weight: float
+    grad: float
+    hop: float  # sums over a node on their way to other nodes
+    average: float = 4.0
+
+    @classmethod
+    def of(cls, precision: Precision, *, weight: float | None = None, grad: float | None = None, hop: float | None = None) -> Wires:
+        """Return what travels in `precision`. `weight` and `grad` are a codec's bytes per element; `hop` is fp32's unless a codec encodes it."""
+        return cls(
+            precision.compute.itemsize if weight is None else weight,
+            precision.wire.itemsize if grad is None else grad,
+            (4.0 if grad is None else grad) if hop is None else hop,
+        )
+
+
+def all_gather(mesh: Mesh, source: Scope, target: Scope, whole: float, *, two_level: bool) -> LinkBytes:
+    """Return what gathering a buffer of `whole` bytes from `source` to `target` moves."""
+    if mesh.num_nodes == 1:
+        source = max(source, Scope.COLUMN)
+    if source >= target:
+        return LinkBytes()
+    nodes, local = mesh.num_nodes, mesh.node_size
+    if source is Scope.OWN and target is Scope.WHOLE and not two_level:
+        return LinkBytes(whole * (local - 1) / mesh.size, whole * (nodes - 1) / nodes)
+    between = whole * (nodes - 1) / mesh.size if source is Scope.OWN else 0.0
+    inside = whole * (local - 1) / local if target is Scope.WHOLE else 0.0
+    return LinkBytes(inside, between)
+
+
+def reduce_scatter(mesh: Mesh, target: Scope, whole: float, hop: float, *, two_level: bool) -> LinkBytes:
+    """Return what summing whole buffers (`whole` bytes; `hop` bytes where node sums travel) into `target` moves.
+
+    COLUMN is the sum of one node's ranks only: a partial sum (P S).
+    """
+    nodes, local = mesh.num_nodes, mesh.node_size
+    inside = whole * (local - 1) / local
+    if target is Scope.COLUMN or nodes == 1:
+        return LinkBytes(inside)
+    if not two_level:
+        return LinkBytes(whole * (local - 1) / mesh.size, whole * (nodes - 1) / nodes)
+    return LinkBytes(inside, hop * (nodes - 1) / mesh.size)
+
+
+def cheapest(flat: LinkBytes, two_level: LinkBytes) -> bool:
+    """Return whether two levels move fewer bytes between nodes (then: inside them)."""
+    return (two_level.between, two_level.inside) < (flat.between, flat.inside)
+
+
+def step_bytes(
+    cells: Cells, *, numel: int, mesh: Mesh, wires: Wires, micro_batches: int = 1, no_sync: bool = False, two_level: bool | None = None
+) -> WireBytes:
+    """Return the payload per rank and step of `numel` parameters that rest as `cells` says, padding excluded.
+
+    `micro_batches` forwards and backwards before the step; `no_sync`: all but the last ran inside ``engine.no_sync()``. `two_level` None takes
+    the cheapest lowering of each transition.
+    """
+    weight, between, optim = scope_of(cells.weight), scope_of(cells.between), scope_of(cells.optim)
+    psi, averages = numel * wires.weight, numel * wires.average
+
+    def gather(source: Scope, target: Scope, whole: float) -> LinkBytes:
+        flat, deep = (all_gather(mesh, source, target, whole, two_level=levels) for levels in (False, True))
+        return deep if (cheapest(flat, deep) if two_level is None else two_level) else flat
+
+    def reduce(target: Scope) -> LinkBytes:
+        flat, deep = (reduce_scatter(mesh, target, numel * wires.grad, numel * wires.hop, two_level=levels) for levels in (False, True))
+        return deep if (cheapest(flat, deep) if two_level is None else two_level) else flat
+
+    gathers = (gather(weight, Scope.WHOLE, psi) + gather(between, Scope.WHOLE, psi)) * micro_batches
+    held_back = micro_batches - 1 if no_sync and cells.grad.is_partial else 0  # micro-batches whose sums over ranks wait for the last
+    inside = reduce(Scope.COLUMN) if cells.grad.local is Placement.SHARD else LinkBytes()
+    reduces = inside * held_back + _whole_sum(cells, mesh, wires, numel, reduce) * (micro_batches - held_back)
+    publish = gather(Scope.OWN, optim, averages) + gather(optim, weight, psi)
+    return WireBytes(gathers, reduces, publish)
+
+
+def _whole_sum(cells: Cells, mesh: Mesh, wires: Wires, numel: int, reduce: Callable[[Scope], LinkBytes]) -> LinkBytes:
+    """Return what one sum over all ranks moves: node sums that exist already take the second level only with them."""
+    if cells.grad.is_partial and cells.grad.local is Placement.SHARD:
+        return reduce_scatter(mesh, Scope.OWN, numel * wires.grad, numel * wires.hop, two_level=True)
+    return reduce(Scope.OWN)
