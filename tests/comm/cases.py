@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import threading
 import time
 from dataclasses import replace
 
 import torch
 
-from tests.comm.common import CPU, Spec, length, opened, values
+from tests.comm.common import CPU, Spec, length, made, opened, values
 from tests.comm.test_ordered import bits, naive_sum
 from zeroshard.comm.agree import compare
 from zeroshard.comm.mesh import Axes
@@ -306,6 +308,23 @@ def closing_twice_is_closing_once(rank: int, world_size: int, spec: Spec) -> Non
         transport.close()
 
 
+def dropping_it_leaves_no_thread(rank: int, world_size: int, spec: Spec) -> None:
+    before = set(threading.enumerate())
+    ranges = spec.cut(*[64] * world_size)
+    transport = made(spec, rank)
+    for key in ("a", "b"):
+        out = torch.empty(64)
+        buffer = fill(transport, key, 0, 64 * world_size, torch.float32)
+        transport.reduce(key, buffer, ranges, out, wire_dtype=torch.float32, accumulate=False).wait()
+    transport.exchange(b"")
+    del transport  # nobody closes it
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
+        left.pop().join(0.05)
+    assert not left, left
+
+
 CASES = [
     gather_brings_every_slice,
     reduce_is_the_canonical_sum,
@@ -321,4 +340,5 @@ CASES = [
     abandon_forgets_what_was_under_way,
     comparison_names_the_first_difference,
     closing_twice_is_closing_once,
+    dropping_it_leaves_no_thread,
 ]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -89,11 +90,8 @@ PAIRED = [spec for spec in SPECS if spec.name in ("gloo", "shared_memory", "mixe
 MAPPED = [spec for spec in PAIRED if spec.name == "shared_memory"]
 
 
-@contextmanager
-def opened(
-    spec: Spec, rank: int, *, stall_timeout_s: float = 20.0, pool_bytes: int | None = None
-) -> Iterator[Transport]:
-    """Make `spec`'s transport over the default group, and close it."""
+def made(spec: Spec, rank: int, *, stall_timeout_s: float = 20.0, pool_bytes: int | None = None) -> Transport:
+    """Make `spec`'s transport over the default group."""
     transport = make_transport(
         None,
         name=spec.name,
@@ -107,6 +105,13 @@ def opened(
     )
     assert transport.name == spec.name or spec.node_size, (transport.name, spec)
     assert (transport.rank, transport.size) == (rank, spec.world_size)
+    return transport
+
+
+@contextmanager
+def opened(spec: Spec, rank: int, **options: Any) -> Iterator[Transport]:
+    """Make `spec`'s transport over the default group, and close it."""
+    transport = made(spec, rank, **options)
     try:
         yield transport
     finally:

@@ -627,6 +627,7 @@ def test_a_rank_that_shadows_the_others_in_join_hears_of_a_fault(key: str, tmp_p
 def _closed(rank: int, world: int, transport: str, key: str, since: str, path: str) -> tuple[str, str, list[str], bool]:
     """Close at once after a fault, with a disk that still fails; return the errors of the pass and of close(), what was logged, whether NaN came back."""
     case = Case("read", key, since, "", False, options=DISK)
+    threads = set(threading.enumerate())
     training = Training(rank, case, path, transport)
     training.step(0)
     broken, seen, ended = Broken("read", key), Seen(), ""
@@ -634,7 +635,6 @@ def _closed(rank: int, world: int, transport: str, key: str, since: str, path: s
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zeroshard").addHandler(handler)
-    threads = {thread for thread in threading.enumerate() if not thread.name.startswith("zeroshard")}
     with broken.installed():
         _meet(training, case, broken, 1, seen, rank == 1)
         try:

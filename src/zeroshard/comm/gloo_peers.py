@@ -26,6 +26,7 @@ import queue
 import secrets
 import threading
 import time
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +53,24 @@ _PROBE_S = 0.05
 
 
 class Waiters:
-    """Daemon threads that run blocking jobs, as many as block at one time."""
+    """Daemon threads that run blocking jobs, as many as block at one time. Idle ones end with `close`, or with the last reference to this."""
+
+    def __init__(self) -> None:
+        self._crew = _Crew()
+        self._end = weakref.finalize(self, self._crew.close)
+        self._end.atexit = False
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Run `job` on an idle thread, or on a new one."""
+        self._crew.run(job)
+
+    def close(self) -> None:
+        """End the idle threads now and the others when their job ends."""
+        self._end()
+
+
+class _Crew:
+    """What the threads know: not their owner, which they must not keep alive."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -61,26 +79,25 @@ class Waiters:
         self._closed = False
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run `job` on an idle thread, or on a new one."""
         with self._lock:
             if self._idle:
                 self._idle -= 1
                 self._jobs.put(job)
                 return
-        threading.Thread(target=self._serve, args=(job,), name="zeroshard-gloo", daemon=True).start()
+        threading.Thread(target=self._serve, args=([job],), name="zeroshard-gloo", daemon=True).start()
 
-    def _serve(self, job: Callable[[], None] | None) -> None:
+    def _serve(self, first: list[Callable[[], None]]) -> None:
+        job: Callable[[], None] | None = first.pop()  # a thread keeps its arguments
         while job is not None:
             job()
             with self._lock:
                 if self._closed:
                     return
                 self._idle += 1
-            del job  # it holds tensors
+            del job  # it holds tensors, and maybe the last reference to those who would close us
             job = self._jobs.get()
 
     def close(self) -> None:
-        """End the idle threads now and the others when their job ends."""
         with self._lock:
             self._closed = True
             for _ in range(self._idle):
