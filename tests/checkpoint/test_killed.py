@@ -36,6 +36,7 @@ def test_kills_at_ten_random_moments_lose_nothing() -> None:
     assert totals["losses_compared"] > 20 and totals["steps_verified"] > 10  # the chain went on in between
 
 
+@pytest.mark.slow
 def test_rank_0_can_die_at_every_kind_of_call_of_a_save() -> None:
     totals = kill("calls", "--rank", "0", "--background", "0", "--sample", "--patience", "1", timeout=110)
     assert set(totals["calls"]) == set(killed.CALLS)

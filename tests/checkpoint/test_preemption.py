@@ -119,6 +119,7 @@ def test_sigterm_saves_and_asks_to_be_queued_again_and_what_resumes_is_as_if_not
     assert result(tmp_path / "run.json") == straight
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_rank_stops_all_of_them_at_the_same_step(launch: Launch, tmp_path: Path, straight: dict[str, Any]) -> None:
     job = training(launch, tmp_path / "run")
     job.wait_for(f"step   10/{STEPS}")
@@ -128,6 +129,7 @@ def test_sigterm_to_one_rank_stops_all_of_them_at_the_same_step(launch: Launch, 
     saved_at_a_signal(tmp_path / "run", shown, "SIGTERM", straight)
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_too(launch: Launch, tmp_path: Path, straight: dict[str, Any]) -> None:
     job = training(launch, tmp_path / "run")
     job.wait_for(f"step   10/{STEPS}")
@@ -137,6 +139,7 @@ def test_ctrl_c_saves_too(launch: Launch, tmp_path: Path, straight: dict[str, An
     saved_at_a_signal(tmp_path / "run", shown, "SIGINT", straight)
 
 
+@pytest.mark.slow
 def test_after_a_rank_was_killed_all_start_again_and_resume_by_themselves(launch: Launch, tmp_path: Path, straight: dict[str, Any]) -> None:
     job = training(launch, tmp_path / "run", "--save-every", "4", launcher=("--max-restarts", "1"))
     job.wait_for(f"step   15/{STEPS}")

@@ -23,7 +23,7 @@ def _rows(rank: int, world: int, transport: str, fused: bool, steps: int) -> dic
     return {row: run.differs_from(runs["ddp"]) for row, run in runs.items()}
 
 
-@pytest.mark.parametrize(("world", "fused"), [(2, True), (2, False), (4, True)])
+@pytest.mark.parametrize(("world", "fused"), [(2, True), pytest.param(2, False, marks=pytest.mark.slow), pytest.param(4, True, marks=pytest.mark.slow)])
 def test_all_rows_give_the_same_bits_after_200_steps(world: int, fused: bool) -> None:
     for differences in run_ranks(world, _rows, "shared_memory", fused, STEPS, timeout=110):
         assert not any(differences.values()), differences

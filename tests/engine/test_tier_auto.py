@@ -74,7 +74,7 @@ def _found(rank: int, world: int, ratio: float) -> tuple[float, int, list[str]]:
     return chosen, settled, messages
 
 
-@pytest.mark.parametrize("ratio", [0.5, 2.0, 4.0])
+@pytest.mark.parametrize("ratio", [pytest.param(0.5, marks=pytest.mark.slow), 2.0, pytest.param(4.0, marks=pytest.mark.slow)])
 def test_the_split_comes_within_5_percent_of_the_known_optimum(ratio: float) -> None:
     chosen, settled, messages = run_ranks(1, _found, ratio, timeout=60)[0]
     # The host steps and sends tiles at the same time: the slower of the two counts, and the first or the last tile of the faster.

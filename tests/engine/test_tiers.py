@@ -47,8 +47,8 @@ def _matrix(rank: int, world: int, row: str, path: str, transport: str, precisio
 
 @pytest.mark.parametrize(
     ("transport", "precision", "row"),
-    [("shared_memory", "fp32", row) for row in ROWS]
-    + [pytest.param("gloo", "bf16", row, marks=[pytest.mark.slow] if row.startswith("zero3") else []) for row in ROWS],
+    [pytest.param("shared_memory", "fp32", row, marks=[pytest.mark.slow] if row == "zero3-keep" else []) for row in ROWS]
+    + [pytest.param("gloo", "bf16", row, marks=[pytest.mark.slow] if row != "zero1" else []) for row in ROWS],
 )
 def test_every_row_and_tier_gives_the_bits_of_the_device(row: str, transport: str, precision: str, tmp_path: Any) -> None:
     for differences in run_ranks(2, _matrix, row, str(tmp_path), transport, precision, timeout=110):

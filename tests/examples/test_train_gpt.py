@@ -100,6 +100,7 @@ def test_stage_3_learns_and_shows_what_it_took_on_two_ranks() -> None:
     assert float(last.split()[-1]) < 3.6  # from 5.5 at the start
 
 
+@pytest.mark.slow
 def test_micro_batches_are_equal_within_each_class_and_close_between() -> None:
     shown = run_example("--compare", "--steps", "4", "--accumulate", "2")
     assert "losses of stages 0 and 1, and of stages 2 and 3, are equal, bit for bit" in shown
@@ -125,6 +126,7 @@ def train_here(example: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments:
     return result, shown.getvalue()
 
 
+@pytest.mark.slow
 def test_ten_steps_are_five_and_five_more_and_another_layout_goes_on_from_there(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

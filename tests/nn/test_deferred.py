@@ -423,7 +423,7 @@ def _program(steps: list[tuple[int, int, int]]) -> list[torch.Tensor]:
     return tensors
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 36), st.integers(0, 20), st.integers(0, 20)), max_size=14), st.booleans(), st.booleans())
 def test_random_programs_give_the_same_bits(steps: list[tuple[int, int, int]], one_by_one: bool, backwards: bool) -> None:
     expected = _program(steps)

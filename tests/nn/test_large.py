@@ -32,6 +32,7 @@ def _write_checkpoint(directory: Path) -> int:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_building_sharding_and_loading_700m_parameters_stays_within_shards_and_two_units(tmp_path: Path) -> None:
     total = _write_checkpoint(tmp_path)

@@ -475,7 +475,7 @@ def _trained(rank: int, world: int, recomputed: bool) -> dict[str, list[str]]:
     return {kind: run.differs_from(reference) for kind, run in runs.items()}
 
 
-@pytest.mark.parametrize("recomputed", [False, True], ids=["plain", "recomputed"])
+@pytest.mark.parametrize("recomputed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "recomputed"])
 def test_a_tiled_model_trains_to_the_same_bits_in_every_row(recomputed: bool) -> None:
     for differences in run_ranks(2, _trained, recomputed):
         assert not any(differences.values()), differences

@@ -48,7 +48,9 @@ def variants() -> Iterator[Any]:
                 continue
             switch = {"foreach": False} if kernel == "single" else {kernel: True}
             extra = "-".join(key for key in options if key not in ("lr", "weight_decay"))
-            yield pytest.param(cls, options | switch, id="-".join(filter(None, (cls.__name__, kernel, extra))))
+            quick = kernel == ("fused" if cls in FUSED else "single") and options is all_options[0]  # one of each class
+            marks = [] if quick else [pytest.mark.slow]
+            yield pytest.param(cls, options | switch, marks=marks, id="-".join(filter(None, (cls.__name__, kernel, extra))))
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ def add_parser(commands: Any) -> None:
     _add_overhead(kinds)
     _add_checkpoint(kinds)
     _add_disk(kinds)
+    _add_codec(kinds)
     _add_offload(kinds)
     report = kinds.add_parser("report", help="print saved results as markdown")
     report.add_argument("files", type=Path, nargs="+", metavar="FILE")
@@ -66,6 +67,27 @@ def _add_checkpoint(kinds: Any) -> None:
     checkpoint.add_argument("--out", type=Path, metavar="FILE", help="save everything measured as JSON")
     checkpoint.add_argument("--json", action="store_true", help="print that JSON instead of a table")
     checkpoint.set_defaults(handler=_checkpoint)
+
+
+def _add_codec(kinds: Any) -> None:
+    codec = kinds.add_parser("codec", help="encoding and decoding beside a copy in memory, and the wires on which they pay")
+    codec.add_argument("--codecs", type=_names(("int8", "int4", "fp8")), default=["int8", "int4", "fp8"], metavar="NAME,...", help="default: all")
+    codec.add_argument("--dtypes", type=_names(("fp32", "bf16", "fp16")), default=["fp32", "bf16"], metavar="NAME,...", help="default: fp32,bf16")
+    codec.add_argument("--block", type=_count(1), default=256, help="elements that share a scale (default: 256)")
+    codec.add_argument("--elements", type=_count(1), default=1 << 24, metavar="N", help="of the tensor (default: 16 Mi)")
+    codec.add_argument("--rounds", type=_count(1), default=12, help="rounds that count (default: 12)")
+    codec.add_argument("--threads", type=_count(1), default=1, help="default: 1")
+    codec.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    codec.add_argument("--out", type=Path, metavar="FILE", help="save everything measured as JSON")
+    codec.add_argument("--json", action="store_true", help="print that JSON instead of a table")
+    codec.set_defaults(handler=_codec)
+
+
+def _codec(arguments: argparse.Namespace) -> int:
+    from zeroshard.launch.bench.codec import Options, run
+
+    a = arguments
+    return run(Options(a.codecs, a.dtypes, a.block, a.elements, a.rounds, a.threads, a.device), out=a.out, as_json=a.json)
 
 
 def _add_disk(kinds: Any) -> None:
