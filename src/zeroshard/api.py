@@ -94,13 +94,15 @@ def shard(
         settings.refuse_unsupported()
         settings.check_batch(1 if group is None else group.size())
         world = 1 if group is None else group.size()
-        axes = Axes.of(world, settings.comm.node_size)
+        axes = Axes.of(world, _node_size(settings))
         if sync_from is not None and not 0 <= sync_from < world:
             raise ConfigError(f"sync_from={sync_from} is not a rank of this group of {world}")
         refuse_inside("shard()")
         _check_model(model, optimizer, group)
         precision = settings.resolved_precision()
         _check_precision(model, precision)
+        if settings.comm.frozen_codec is not None and all(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigError(f"comm.frozen_codec={settings.comm.frozen_codec!r} has no effect: every parameter of this model is trained")
         dtypes = compute_dtypes(model, precision)
         plans = cut_units(model, settings.units)
         report = {"sync_from": str(sync_from), **_report(model, optimizer, settings, dtypes, plans, values=sync_from is None)}
@@ -109,12 +111,16 @@ def shard(
     agree(group, report, error=error)
     device = next(model.parameters()).device
     tiering = _make_tiering(settings, model, group, device)
+    policy = settings.resolved_policy()
     transport = make_transport(
         group,
         name=settings.comm.transport,
         device=device,
         node_size=axes.node_size,
         two_level=settings.comm.hierarchical,
+        columns=policy.keeps_columns,
+        node_sums=policy.sums_nodes,
+        hop_dtype=torch.bfloat16 if settings.comm.grad_codec == "bf16" else torch.float32,
         ordered=settings.comm.ordered,
         stall_timeout_s=settings.stall_timeout_s,
         pool_bytes=2 * max(plan.numel for plan in plans) * dtypes.widest(precision),
@@ -126,11 +132,12 @@ def shard(
     prepare(model.buffers())
     faults = Faults(transport, active=bool(tiering.stores))
     context = Context(
-        policy=settings.resolved_policy(),
+        policy=policy,
         precision=precision,
         dtypes=dtypes,
         transport=transport,
-        order=axes.column_order,
+        mesh=axes.mesh,
+        codecs=settings.comm.codecs(),
         streams=make_streams(device),
         meter=Meter(),
         pages=PagePool(),
@@ -266,6 +273,17 @@ def _check_precision(model: nn.Module, precision: Precision) -> None:
             )
 
 
+def _node_size(settings: Config) -> int | None:
+    """Return how many ranks form a node; rows that keep columns ask the launcher's environment where nothing was said."""
+    if settings.comm.node_size is not None or not settings.resolved_policy().keeps_columns:
+        return settings.comm.node_size
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not text.isdecimal():
+        name = settings.resolved_policy().name
+        raise ConfigError(f"policy={name!r} needs to know the nodes: set comm.node_size (no launcher has set LOCAL_WORLD_SIZE)")
+    return int(text)
+
+
 def _report(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Config, dtypes: Dtypes, plans: list[UnitPlan], *, values: bool
 ) -> dict[str, str]:
@@ -275,6 +293,7 @@ def _report(
         "policy": settings.resolved_policy().name,
         "precision": precision.describe(),
         "comm": settings.comm.model_dump_json(),
+        "comm.node_size": str(_node_size(settings)),
         "offload": settings.offload.model_dump_json(exclude={"disk_path"}),
         "prefetch_bytes": str(settings.prefetch_bytes),
         "strict": str(settings.strict),

@@ -27,13 +27,17 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from zeroshard.coded import CodedSlab
+from zeroshard.comm.codec import Codec
 from zeroshard.comm.transport import Transport, Window, Work
-from zeroshard.core.layout import Layout
-from zeroshard.core.placement import Placement
+from zeroshard.comm.two_level import TwoLevelTransport
+from zeroshard.core.layout import Layout, Range
+from zeroshard.core.placement import Placement, Scope
+from zeroshard.core.policy import Cells
 from zeroshard.errors import StorageError
 from zeroshard.tier.shelf import Shelf
 
-__all__ = ["FlatBuffer", "Flight", "Lanes", "Meter", "PagePool", "Trimmer", "poison_value", "return_freed_memory"]
+__all__ = ["FlatBuffer", "Flight", "Lanes", "Meter", "PagePool", "Trimmer", "mesh_of", "poison_value", "return_freed_memory"]
 
 _HUGE_BYTES = 2 * 2**20  # below this the allocator's own free lists serve as well
 _HAS_ADVICE = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_FREE")
@@ -189,6 +193,24 @@ class Flight:
         self._works = []
 
 
+class _Decoding:
+    """A gather of encoded slices: decoded into the full buffer once they are here."""
+
+    def __init__(self, buffer: FlatBuffer, work: Work, encoded: torch.Tensor) -> None:
+        self._buffer = buffer
+        self._work = work
+        self._encoded: torch.Tensor | None = encoded
+
+    def wait(self) -> None:
+        self._work.wait()
+        encoded, self._encoded = self._encoded, None
+        if encoded is not None:
+            self._buffer.decode(encoded)
+
+    def done(self) -> bool:
+        return self._work.done()
+
+
 class _Bringing:
     """A gather from another tier: our slice is read, then (`push`) the slices meet on the wire.
 
@@ -252,10 +274,17 @@ def gather(buffers: Sequence[FlatBuffer], streams: Lanes, *, fork: bool = True) 
         return Flight([buffer.gather_here() for buffer in buffers], streams, None)
     if fork:
         streams.fork("gather")
+    reads_first = all(buffer.is_read_first for buffer in buffers)
     with streams.on("gather"):
         works = [buffer.gather_here() for buffer in buffers]
-        event = None if all(buffer.rests_elsewhere for buffer in buffers) else streams.mark("gather")  # those mark their own
+        event = None if reads_first else streams.mark("gather")  # those mark their own
     return Flight(works, streams, event)
+
+
+def mesh_of(transport: Transport) -> TwoLevelTransport:
+    """Return `transport`, which serves a mesh of nodes: rows with columns have no other."""
+    assert isinstance(transport, TwoLevelTransport), transport.name
+    return transport
 
 
 def _raise(error: StorageError, *, lost: bool = False) -> None:
@@ -274,9 +303,11 @@ class FlatBuffer:
         dtype: torch.dtype,
         device: torch.device,
         transport: Transport,
-        replicated: bool,
+        cells: Cells,
         streams: Lanes,
         meter: Meter,
+        is_stepped: bool = True,
+        codec: Codec | None = None,
         rest: Shelf | None = None,
         note: Callable[..., None] = _raise,
     ) -> None:
@@ -284,16 +315,28 @@ class FlatBuffer:
         self.note = note  # takes the StorageErrors of what rests on another tier: Faults.note
         self.layout = layout
         self.dtype = dtype
-        self.replicated = replicated
+        self.scope = layout.scope(cells.weight)  # of what rests here
+        self.stepped = layout.span(transport.rank, layout.scope(cells.optim))  # the range of the buffer that this rank's optimizer steps
+        self.rest_span = layout.span(transport.rank, self.scope)
+        self._column_span = layout.span(transport.rank, Scope.COLUMN)
+        self._keeps_column = self.scope is Scope.OWN and layout.scope(cells.between) is Scope.COLUMN
+        self._column: torch.Tensor | None = None  # between forward and backward (ZeRO++'s secondary shard); encoded where weights travel so
+        self._arrived: torch.Tensor | None = None  # the encoded column of what is gathered now, if it may be kept
+        self.codec = codec  # in which weights travel
+        self.exact = False  # the next gather goes without
         self._streams = streams
         self._meter = meter
         self._device = device
         self._transport = transport
         self.window: Window | None = None
+        if rest is None and codec is not None:
+            assert self.scope is Scope.OWN, (key, self.scope)
+            rest = Shelf(torch.zeros(self._length(self.rest_span), dtype=dtype, device=device))
         if rest is None:
-            self.window = transport.window(key, layout.ranges, dtype, device, replicated=replicated)
-            rest = Shelf(self.window.local)
-        self.local = rest  # this rank's weights at rest
+            self.window, at_rest = self._make_window(layout.scope(cells.optim) if is_stepped else Scope.OWN)
+            rest = Shelf(at_rest)
+        self.rest = rest  # this rank's weights at rest
+        self.weight = self._part(self.stepped)  # those that follow from its masters
         full = None if self.window is None else self.window.full
         self._owns_full = full is None
         self.full = torch.empty(layout.numel, dtype=dtype, device=device) if full is None else full
@@ -301,6 +344,39 @@ class FlatBuffer:
         self.strides = tuple(strides)
         if self._owns_full:
             self.full.untyped_storage().resize_(0)
+
+    @staticmethod
+    def _length(span: Range) -> int:
+        return span[1] - span[0]
+
+    def _make_window(self, written: Scope) -> tuple[Window, torch.Tensor]:
+        """Make the window; return it and what of it rests here."""
+        if self.scope is Scope.COLUMN:
+            columns = mesh_of(self._transport).column_window(self.key, self.layout.ranges, self.dtype, self._device, written=written)
+            return columns, columns.rest
+        replicated = self.scope is Scope.WHOLE
+        window = self._transport.window(self.key, self.layout.ranges, self.dtype, self._device, replicated=replicated)
+        if replicated:
+            assert window.full is not None, self.key
+            return window, window.full
+        return window, window.local
+
+    def _part(self, span: Range) -> Shelf:
+        """Return what rests here of `span`."""
+        if span == self.rest_span:
+            return self.rest
+        base = self.rest_span[0]
+        return Shelf(self.rest.whole[span[0] - base : span[1] - base])
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank keeps the whole buffer."""
+        return self.scope is Scope.WHOLE
+
+    @property
+    def own_span(self) -> Range:
+        """The range of the buffer that is this rank's alone."""
+        return self.layout.ranges[self._transport.rank]
 
     def _view_of(self, flat: torch.Tensor, index: int, stride: tuple[int, ...]) -> torch.Tensor:
         slot = self.layout.slots[index]
@@ -326,8 +402,7 @@ class FlatBuffer:
     @property
     def rest_bytes(self) -> int:
         """Bytes of this rank's weights at rest."""
-        numel = self.layout.numel if self.replicated else self.local.numel
-        return numel * self.dtype.itemsize
+        return sum(self.rest.bytes_by_tier().values())
 
     @property
     def rest_name(self) -> str:
@@ -340,14 +415,24 @@ class FlatBuffer:
         return self.window is not None and self.window.aliased
 
     @property
-    def own(self) -> slice:
-        """Where this rank's share lies in the full buffer."""
-        return slice(*self.layout.ranges[self._transport.rank])
+    def rests_elsewhere(self) -> bool:
+        """Whether the weights rest on another tier than the device."""
+        return not self.rest.on_device and self.coded_rest is None
 
     @property
-    def rests_elsewhere(self) -> bool:
-        """Whether the weights rest on another tier than the device, so that ranks gather them in step."""
-        return self.window is None
+    def coded_rest(self) -> CodedSlab | None:
+        """The weights at rest, if they rest encoded."""
+        return self.rest.slab if isinstance(self.rest.slab, CodedSlab) else None
+
+    @property
+    def is_read_first(self) -> bool:
+        """Whether a gather begins by reading another tier."""
+        return self.rests_elsewhere and self._column is None
+
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of the column that is kept between forward and backward, now."""
+        return 0 if self._column is None else self._column.numel() * self._column.element_size()
 
     def to(self, placement: Placement) -> Flight:
         """Start moving to `placement`: REPLICATE gathers (valid after the flight's wait), SHARD releases."""
@@ -366,21 +451,35 @@ class FlatBuffer:
 
     def gather_here(self) -> Work:
         """Start the all-gather on the current lane, into memory that has been taken."""
-        if self.window is None:
+        if self._column is not None and not self.exact:
+            self._streams.read(f"{self.key}.column")
+            self._streams.write(self.key)
+            return self._enqueued(self._meet_columns(self._column))
+        if self.coded_rest is not None:
+            self._streams.read(self.rest_name)
+            self._streams.write(self.key)
+            return self._enqueued(self._meet_encoded(self.coded_rest.encoded))
+        if self.rests_elsewhere:
             self._streams.write(self.key)
             return _Bringing(self, self._streams, self._read_here())
+        if self.window is None:
+            self._streams.read(self.rest_name)
+            self._streams.write(self.key)
+            return self._enqueued(self.meet(self.rest.whole))
         if self.is_local:
             return self.window.gather()
         self._streams.read(self.rest_name)
         self._streams.write(self.key)
-        work = self.window.gather(self.full)
+        return self._enqueued(self.window.gather(self.full))
+
+    def _enqueued(self, work: Work) -> Work:
         if self._device.type != "cpu":
             work.wait()  # enqueues; the lane's next event then comes after the collective
         return work
 
     def _read_here(self) -> list[Work]:
         try:
-            return self.local.read(0, self.local.numel, self.full[self.own])
+            return self.rest.read(0, self.rest.numel, self.full[slice(*self.rest_span)])
         except StorageError as error:
             self.lose(error)
             return []
@@ -388,20 +487,73 @@ class FlatBuffer:
     def lose(self, error: StorageError) -> None:
         """Our slice could not be read: go on without."""
         self.note(error)
-        self.full[self.own].fill_(poison_value(self.dtype))
+        self.full[slice(*self.rest_span)].fill_(poison_value(self.dtype))
 
-    def meet(self) -> Work:
-        """Start the all-gather of the slices that have been read into the full buffer."""
-        return self._transport.all_gather(f"{self.key}.weight", self.full[self.own], self.layout.ranges, self.full)
+    def meet(self, here: torch.Tensor | None = None) -> Work:
+        """Start the all-gather of the slices that rest in `here` (default: that have been read into the full buffer)."""
+        here, key = self.full[slice(*self.rest_span)] if here is None else here, f"{self.key}.weight"
+        if self.codec is not None and not self.exact:
+            mine = self._empty_encoding(here.numel())
+            self.codec.encode(here, mine)
+            return self._meet_encoded(mine)
+        if self.scope is Scope.COLUMN:
+            return mesh_of(self._transport).gather_inside(key, here, self.layout.ranges, self.full)
+        return self._transport.all_gather(key, here, self.layout.ranges, self.full)
+
+    def _meet_encoded(self, mine: torch.Tensor) -> Work:
+        """Start the all-gather of encoded slices."""
+        encoded = self._empty_encoding(self.layout.numel)
+        return _Decoding(self, self._transport.all_gather(f"{self.key}.weight", mine, self._encoded_ranges, encoded), encoded)
+
+    def _meet_columns(self, column: torch.Tensor) -> Work:
+        """Start bringing this node's columns together."""
+        mesh, key = mesh_of(self._transport), f"{self.key}.column"
+        if self.codec is None:
+            return mesh.gather_inside(key, column, self.layout.ranges, self.full)
+        encoded = self._empty_encoding(self.layout.numel)
+        return _Decoding(self, mesh.gather_inside(key, column, self._encoded_ranges, encoded), encoded)
+
+    def _empty_encoding(self, numel: int) -> torch.Tensor:
+        assert self.codec is not None
+        return torch.empty(self.codec.encoded_bytes(numel), dtype=torch.uint8, device=self._device)
+
+    @property
+    def _encoded_ranges(self) -> list[Range]:
+        assert self.codec is not None
+        return [self.codec.bytes_of(span) for span in self.layout.ranges]
+
+    def decode(self, encoded: torch.Tensor) -> None:
+        """Fill the full buffer from all slices."""
+        assert self.codec is not None
+        self.codec.decode(encoded, self.full)
+        if self._keeps_column:
+            self._arrived = encoded[slice(*self.codec.bytes_of(self._column_span))].clone()
 
     def publish(self) -> None:
         """Say that our slice is written and may be read."""
         if self.window is not None:
             self.window.publish()
 
-    def release(self) -> None:
-        """Give the gathered memory back; the caller has waited for the flight and is done reading."""
+    def release(self, *, for_backward: bool | None = False) -> None:
+        """Give the gathered memory back; the caller has waited for the flight and is done reading.
+
+        `for_backward`: it is gathered again with the same numbers; where the policy says so, its column stays (None: a column that is here stays).
+        """
+        if for_backward is False:
+            self.forget_column()
+        elif for_backward and self._keeps_column and self._column is None and (self.codec is None or self._arrived is not None):
+            self._streams.alloc(f"{self.key}.column")
+            self._streams.read(self.key)
+            self._column = self.full[slice(*self._column_span)].clone() if self._arrived is None else self._arrived
+            self._streams.write(f"{self.key}.column")
+        self._arrived = None
         if self._owns_full:
             self._streams.free(self.key)
             self._meter.remove(self.full_bytes)
             self.full.untyped_storage().resize_(0)
+
+    def forget_column(self) -> None:
+        """Let go of the column that was kept for a backward."""
+        if self._column is not None:
+            self._streams.free(f"{self.key}.column")
+            self._column = None

@@ -14,7 +14,9 @@ from typing import Any, Literal, get_args
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from zeroshard.core.placement import Tier
+from zeroshard.comm.codec import Codec, codec
+from zeroshard.comm.quantized import Codecs, Feedback
+from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import STAGES, Policy, row
 from zeroshard.core.precision import PRECISIONS, Precision, dtype_name
 from zeroshard.errors import ConfigError
@@ -28,12 +30,23 @@ class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
 
+class ErrorFeedback(_Strict):
+    """How much of each new error is taken over, and after how many sums all of it is forgotten (None: never)."""
+
+    beta: float = Field(default=0.8, gt=0, le=1)
+    reset: int | None = Field(default=1024, ge=1)
+
+
 class Comm(_Strict):
     """How bytes travel.
 
     `ordered` asks for the canonical sum where the backend has a faster one of its own (nccl). `node_size` ranks form a node (default: all do); the
     sums over ranks depend on it. `hierarchical` says whether collectives go in two levels, inside nodes and between them (default: those that
     move fewer bytes between hosts so).
+
+    `weight_codec` and `grad_codec` ("int8", "int4", "fp8") encode what travels, in blocks of `codec_block` elements with one scale (ZeRO++: qwZ, qgZ);
+    `frozen_codec` is how weights that are not trained rest and travel (MixZ++). `grad_codec="bf16"` only rounds sums over one node on their way to
+    other nodes. `error_feedback` keeps what encoding gradients loses and adds it to the next ones (LoCo): True, or a dict of `beta` and `reset`.
     """
 
     transport: Literal["auto", "shared_memory", "gloo", "nccl"] = "auto"
@@ -42,6 +55,25 @@ class Comm(_Strict):
     grad_codec: str | None = None
     node_size: int | None = Field(default=None, ge=1)
     hierarchical: bool | None = None
+    frozen_codec: str | None = None
+    codec_block: int = 256
+    error_feedback: bool | ErrorFeedback = False
+
+    def codecs(self) -> Codecs:
+        """Return what encodes weights and gradients. Raises ConfigError for a name or a block that no codec has."""
+
+        def made(setting: str, name: str | None) -> Codec | None:
+            if name is None or name == "bf16":
+                return None
+            try:
+                return codec(name, block=self.codec_block)
+            except ConfigError as error:
+                raise ConfigError(f"comm.{setting}: {error}") from None
+
+        feedback: Feedback | None = None
+        if self.error_feedback:
+            feedback = Feedback() if self.error_feedback is True else Feedback(self.error_feedback.beta, self.error_feedback.reset)
+        return Codecs(made("weight_codec", self.weight_codec), made("grad_codec", self.grad_codec), made("frozen_codec", self.frozen_codec), feedback)
 
 
 State = Literal["weight", "grad", "optimizer"]
@@ -193,12 +225,21 @@ class Config(_Strict):
     def refuse_unsupported(self) -> None:
         """Raise ConfigError for what this version cannot honour."""
         self.offload.check()
-        for name in ("weight_codec", "grad_codec"):
-            if getattr(self.comm, name) is not None:
-                raise ConfigError(f"comm.{name} is not supported in this version: bytes travel as they are")
-        policy = self.resolved_policy()
-        if policy.name in ("hpz", "mics", "hfsdp"):
-            raise ConfigError(f"policy={policy.name!r} shards over a (node, local) mesh, which this version does not run: use zero3")
+        self._check_codecs()
+
+    def _check_codecs(self) -> None:
+        comm, policy = self.comm, self.resolved_policy()
+        comm.codecs()
+        for setting, name in (("weight_codec", comm.weight_codec), ("frozen_codec", comm.frozen_codec)):
+            if name is not None and any(c.weight.scope is not Scope.OWN for c in (policy.default, *policy.units.values())):
+                raise ConfigError(
+                    f"comm.{setting}={name!r} encodes gathers of weights that rest sharded over all ranks (zero3, hpz); "
+                    f"policy={policy.name!r} keeps them otherwise"
+                )
+            if name == "bf16":
+                raise ConfigError(f"comm.{setting}='bf16' is no codec: weights travel in the compute dtype; use precision='bf16'")
+        if comm.error_feedback and comm.codecs().grad is None:
+            raise ConfigError("comm.error_feedback has no effect without an int8, int4 or fp8 comm.grad_codec")
 
     def to_json(self) -> str:
         """Return the JSON text of this configuration; raises ConfigError for a policy object or a callable `units`, which have none."""
@@ -234,7 +275,7 @@ class Config(_Strict):
     def from_deepspeed(cls, source: str | Path | dict[str, Any]) -> Config:
         """Read a DeepSpeed configuration: a path to its JSON, or the dict.
 
-        Read are ``zero_optimization.stage`` and its ``offload_optimizer`` and ``offload_param``, ``bf16``/``fp16`` ``enabled``,
+        Read are ``zero_optimization.stage``, its ``offload_optimizer`` and ``offload_param`` and its keys of ZeRO++ and MiCS, ``bf16``/``fp16`` ``enabled``,
         ``gradient_clipping`` and the three batch keys; "auto" leaves a key to whoever fills it in
         (``zeroshard.integrations.transformers``), and to our default otherwise. As in DeepSpeed, a configuration without
         ``gradient_clipping`` clips at 1.0 (0 switches it off). Every other key raises ConfigError by name: an option without effect is an
@@ -278,7 +319,8 @@ def _section_value(section: str, value: Any, name: str, default: Any) -> Any:
     return default if value.get(name, "auto") == "auto" else value[name]
 
 
-_ZERO_KEYS = ("stage", "offload_optimizer", "offload_param")
+_PLUS_PLUS_KEYS = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "zeropp_loco_param", "mics_shard_size")
+_ZERO_KEYS = ("stage", "offload_optimizer", "offload_param", *_PLUS_PLUS_KEYS)
 _DEVICES = {"none": "device", "cpu": "host", "nvme": "disk"}
 
 
@@ -312,7 +354,35 @@ def _zero_section(value: Any) -> dict[str, Any]:
         offload["grad"] = "host"
     elif isinstance(offload.get("fraction"), dict):
         del offload["fraction"]["grad"]
-    return {**fields, "offload": offload} if offload else fields
+    if offload:
+        fields["offload"] = offload
+    return fields | _plus_plus(value, fields["stage"])
+
+
+def _plus_plus(section: dict[str, Any], stage: Any) -> dict[str, Any]:
+    """Read DeepSpeed's keys of ZeRO++ and MiCS; its int4 gradients and int8 weights."""
+    comm: dict[str, Any] = {}
+    row: str | None = None
+    for key, name in (("zero_hpz_partition_size", "hpz"), ("mics_shard_size", "mics")):
+        size = section.get(key, 1)
+        if size not in (1, -1, "auto"):
+            if row is not None:
+                raise ConfigError("zero_hpz_partition_size and mics_shard_size are both set: one of them decides")
+            row, comm["node_size"] = name, size
+    for key, setting, codec_name in (("zero_quantized_weights", "weight_codec", "int8"), ("zero_quantized_gradients", "grad_codec", "int4")):
+        if section.get(key, False) not in (False, "auto"):
+            comm[setting] = codec_name
+    loco = section.get("zeropp_loco_param")
+    if loco:
+        known = {"err_beta": "beta", "reset_T": "reset"}
+        wrong = [key for key in loco if key not in known]
+        if wrong:
+            raise ConfigError(f"DeepSpeed's key 'zeropp_loco_param.{wrong[0]}' is not supported{nearest(wrong[0], list(known))}: leave it out")
+        comm["error_feedback"] = {known[key]: number for key, number in loco.items()}
+    if (row or comm) and stage != 3:
+        raise ConfigError(f"zero_optimization: ZeRO++ and MiCS are stage 3, not {stage!r}")
+    out: dict[str, Any] = {"comm": comm} if comm else {}
+    return out | ({"policy": row, "stage": None} if row else {})
 
 
 def _read_json(path: str | Path) -> Any:

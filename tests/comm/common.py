@@ -33,7 +33,7 @@ class Spec:
 
     def cut(self, *shares: int) -> tuple[Range, ...]:
         """Return the ranges of each rank's contiguous `shares`, dealt out as this transport wants them."""
-        order = Axes.of(self.world_size, self.node_size).column_order
+        order = Axes.of(self.world_size, self.node_size).mesh.column_order
         dealt = dict(zip(order, cut(*(shares[rank] for rank in order)), strict=True))
         return tuple(dealt[rank] for rank in range(self.world_size))
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.core.placement import Cell, Mesh
+from zeroshard.core.placement import Cell, Mesh, Scope
 from zeroshard.core.policy import ROWS, row
 from zeroshard.core.precision import PRECISIONS
-from zeroshard.core.traffic import LinkBytes, Scope, Wires, all_gather, cheapest, reduce_scatter, scope_of
+from zeroshard.core.traffic import LinkBytes, Wires, all_gather, cheapest, reduce_scatter
 
 NUMEL = 1 << 20
 TWO = Mesh(2, 2)
@@ -101,6 +101,6 @@ def test_exact_reduces_in_bf16_go_in_two_levels_from_four_ranks_a_node() -> None
 
 
 def test_a_state_sharded_between_nodes_only_has_no_scope() -> None:
-    assert [scope_of(Cell.parse(text)) for text in ("S S", "R S", "P S", "R R", "P P")] == [Scope.OWN, Scope.COLUMN, Scope.COLUMN, Scope.WHOLE, Scope.WHOLE]
+    assert [Cell.parse(text).scope for text in ("S S", "R S", "P S", "R R", "P P")] == [Scope.OWN, Scope.COLUMN, Scope.COLUMN, Scope.WHOLE, Scope.WHOLE]
     with pytest.raises(ValueError, match="S R: sharded between nodes"):
-        scope_of(Cell.parse("S R"))
+        Cell.parse("S R").scope  # noqa: B018

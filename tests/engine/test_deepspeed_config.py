@@ -53,10 +53,25 @@ def test_offload_is_read_as_tiers() -> None:
     assert not Config.from_deepspeed({"zero_optimization": {"offload_param": {"device": "none"}}}).offload.away
 
 
+def test_plus_plus_and_mics_are_read_as_rows_and_codecs() -> None:
+    plus = {"stage": 3, "zero_hpz_partition_size": 8, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+    config = Config.from_deepspeed({"zero_optimization": {**plus, "zeropp_loco_param": {"err_beta": 0.5, "reset_T": 7}}})
+    comm = config.comm
+    assert (config.resolved_policy().name, comm.node_size, comm.weight_codec, comm.grad_codec) == ("hpz", 8, "int8", "int4")
+    feedback = comm.codecs().feedback
+    assert feedback is not None and (feedback.beta, feedback.reset) == (0.5, 7)
+    mics = Config.from_deepspeed({"zero_optimization": {"stage": 3, "mics_shard_size": 4, "zero_hpz_partition_size": 1}})
+    assert (mics.resolved_policy().name, mics.comm.node_size) == ("mics", 4)
+    assert Config.from_deepspeed({"zero_optimization": {"stage": 3, "mics_shard_size": -1, "zero_quantized_weights": False}}).comm == zs.Comm()
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         ({"zero_optimisation": {"stage": 3}}, "DeepSpeed's key 'zero_optimisation' is not supported in this version; did you mean 'zero_optimization'"),
+        ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "ZeRO\\+\\+ and MiCS are stage 3, not 2"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 2}}, "are both set"),
+        ({"zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_bet": 1}}}, "'zeropp_loco_param.err_bet' .* did you mean 'err_beta'"),
         ({"zero_optimization": {"stage": 3, "overlap_com": {}}}, "key 'zero_optimization.overlap_com' is not supported"),
         ({"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}, "'zero_optimization.offload_optimizer.devise' is not supported.*'device'"),
         ({"zero_optimization": {"offload_optimizer": {"device": "tpu"}}}, "device='tpu' is not one of none, cpu, nvme"),

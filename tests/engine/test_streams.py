@@ -15,6 +15,8 @@ from zeroshard.runtime.streams import CheckingStreams
 
 HOST = ("zero2+grad", "zero3+all")  # rows whose states rest on the host
 QUICK = ("ddp", "zero1", "zero2+grad", "zero3")
+MESH = ("hpz", "mics", "hfsdp", "hpz+coded")  # on a mesh of two nodes
+CODED = {"weight_codec": "int8", "grad_codec": "int8", "error_feedback": True}
 OFFLOAD = {"grad": {"grad": "host", "optimizer": "host"}, "all": {"weight": "host", "grad": "host", "optimizer": "host"}}
 
 
@@ -27,7 +29,9 @@ def _observe(rank: int, case: str, transport: str, drop: int | None, clip: bool 
     try:
         model = make_model(width=8, layers=2)
         optimizer = two_groups(model)
-        engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(transport=transport), stall_timeout_s=20, offload=OFFLOAD.get(tiers))
+        mesh = {"node_size": 1} if case in MESH else {}
+        comm = zs.Comm(transport=transport, **mesh, **(CODED if tiers == "coded" else {}))  # type: ignore[arg-type]
+        engine = zs.shard(model, optimizer, policy=row, comm=comm, stall_timeout_s=20, offload=OFFLOAD.get(tiers))
     finally:
         api.make_streams = original
     for step in range(2):
@@ -47,7 +51,7 @@ def _observe(rank: int, case: str, transport: str, drop: int | None, clip: bool 
 
 def _clean(rank: int, world: int, transport: str) -> dict[str, Any]:
     out = {}
-    for row in ROWS + HOST:
+    for row in ROWS + HOST + MESH:
         streams = _observe(rank, row, transport, None)
         out[row] = (streams.num_syncs, streams.num_accesses, [str(race) for race in streams.races])
     return out
@@ -67,7 +71,7 @@ def _drop_each(rank: int, world: int, row: str) -> tuple[int, list[str]]:
     return complete.num_syncs, missed
 
 
-@pytest.mark.parametrize("row", [row if row in QUICK else pytest.param(row, marks=pytest.mark.slow) for row in ROWS + HOST])
+@pytest.mark.parametrize("row", [row if row in QUICK else pytest.param(row, marks=pytest.mark.slow) for row in ROWS + HOST + MESH])
 def test_each_dropped_wait_is_caught(row: str) -> None:
     for num_syncs, missed in run_ranks(2, _drop_each, row, timeout=110):
         assert missed == [], f"{len(missed)} of {num_syncs} waits are not needed, or their absence is not seen"

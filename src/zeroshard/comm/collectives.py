@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zeroshard.comm.codec import Codec, coded_sum
 from zeroshard.comm.gloo_peers import LOOSE_GATHER, REDUCE_SCATTER, Transfer
 from zeroshard.comm.links import Kind
-from zeroshard.comm.parts import Contribution, Meetings, Pending, sum_parts
+from zeroshard.comm.ordered import ordered_sum
+from zeroshard.comm.parts import Contribution, Meetings, Pending, checked_parts
 from zeroshard.comm.pool import TensorPool
 from zeroshard.comm.slots import FAR, SlotPool
 from zeroshard.comm.transport import GradBuffer, Work
@@ -83,10 +85,14 @@ class Collectives:
         *,
         wire_dtype: torch.dtype,
         accumulate: bool,
+        codec: Codec | None = None,
     ) -> Work:
         assert buffer is None or buffer.data.dtype == wire_dtype, (key, wire_dtype)
         start, stop = ranges[self._rank]
         assert out.numel() == stop - start, (key, out.numel(), ranges[self._rank])
+        if codec is not None:
+            ranges = [codec.bytes_of(span) for span in ranges]
+            start, stop = ranges[self._rank]
         what, name = f"reduce of {key}", f"reduce {key}"
         sequence = self.meetings.next_sequence(name)
         readers = self._tell_near(name, sequence, buffer, {peer: ranges[peer] for peer in self._transport.near}, wire_dtype)
@@ -107,7 +113,12 @@ class Collectives:
 
         def consume(parts: dict[int, Contribution]) -> None:
             if own_bytes:
-                sum_parts(parts, out, what, size=self._size, node_size=self._node_size, wire_dtype=wire_dtype, accumulate=accumulate)
+                data = checked_parts(parts, what, size=self._size, num_bytes=own_bytes)
+                if codec is None:
+                    typed = [None if d is None else d.view(wire_dtype) for d in data]
+                    ordered_sum(typed, out, node_size=self._node_size, accumulate=accumulate)
+                else:
+                    coded_sum(codec, data, out, accumulate=accumulate)
             for tensor in loans.values():
                 self._far_pool.give(tensor)
             came = [*loans, *(rank for rank, part in parts.items() if part.near and part.data is not None)]

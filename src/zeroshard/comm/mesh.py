@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
 
 __all__ = ["Axes"]
@@ -46,9 +47,8 @@ class Axes:
         return rank // self.node_size == other // self.node_size
 
     @property
-    def column_order(self) -> tuple[int, ...]:
-        """Return the ranks in the order in which their shares lie in a buffer: column by column (docs/design/traffic.md)."""
-        return tuple(rank for local in range(self.node_size) for rank in self.node_group(local))
+    def mesh(self) -> Mesh:
+        return Mesh(self.num_nodes, self.node_size)
 
     def local_group(self, rank: int) -> tuple[int, ...]:
         """Return the ranks of `rank`'s node, in local order."""
@@ -57,4 +57,4 @@ class Axes:
 
     def node_group(self, rank: int) -> tuple[int, ...]:
         """Return the ranks with `rank`'s place on every node, in node order."""
-        return tuple(range(rank % self.node_size, self.size, self.node_size))
+        return self.mesh.column(rank)

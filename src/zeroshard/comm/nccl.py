@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from zeroshard.comm.codec import Codec, coded_sum
 from zeroshard.comm.compat import all_gather_single, reduce_scatter_single
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.ordered import ordered_sum
@@ -110,15 +111,19 @@ class NcclTransport:
         *,
         wire_dtype: torch.dtype,
         accumulate: bool,
+        codec: Codec | None = None,
     ) -> Work:
+        if codec is not None:
+            ranges = [codec.bytes_of(span) for span in ranges]
+        exchanges = self.ordered or codec is not None  # codes cannot be summed by the backend
         numel = end_of(ranges)
         start, stop = ranges[self.rank]
         data = self._pool.take(numel, wire_dtype, out.device).zero_() if buffer is None else buffer.data
         assert data.dtype == wire_dtype and data.numel() == numel, (key, data.dtype, data.numel())
         own = stop - start
-        loan = self._temporaries.take(own * (self.size if self.ordered else 1), wire_dtype, out.device)
+        loan = self._temporaries.take(own * (self.size if exchanges else 1), wire_dtype, out.device)
         arrived = loan
-        if self.ordered:
+        if exchanges:
             sends = [high - low for low, high in ranges]
             if list(ranges) == sorted(ranges):
                 works = [dist.all_to_all_single(arrived, data, [own] * self.size, sends, group=self._group, async_op=True)]
@@ -133,8 +138,11 @@ class NcclTransport:
         self._count("reduce_scatter", lambda rank: own * wire_dtype.itemsize)
 
         def finish() -> None:
-            parts: list[torch.Tensor | None] = [*arrived.view(self.size, own)] if self.ordered else [arrived]
-            ordered_sum(parts, out, node_size=self._node_size if self.ordered else None, accumulate=accumulate)
+            parts: list[torch.Tensor | None] = [*arrived.view(self.size, own)] if exchanges else [arrived]
+            if codec is None:
+                ordered_sum(parts, out, node_size=self._node_size if self.ordered else None, accumulate=accumulate)
+            else:
+                coded_sum(codec, parts, out, accumulate=accumulate)
             self._temporaries.give(loan)
             self._pool.give(data)
 

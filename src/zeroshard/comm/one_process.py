@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zeroshard.comm.codec import Codec, coded_sum
 from zeroshard.comm.ordered import ordered_sum
 from zeroshard.comm.pool import TensorPool
 from zeroshard.comm.transport import DoneWork, GradBuffer, Traffic, Work
@@ -76,9 +77,13 @@ class OneProcess:
         *,
         wire_dtype: torch.dtype,
         accumulate: bool,
+        codec: Codec | None = None,
     ) -> Work:
-        own = None if buffer is None else buffer.data[slice(*ranges[0])]
-        ordered_sum([own], out, accumulate=accumulate)
+        own = None if buffer is None else buffer.data
+        if codec is None:
+            ordered_sum([own], out, accumulate=accumulate)
+        else:
+            coded_sum(codec, [own], out, accumulate=accumulate)
         self.traffic.add("reduce_scatter", "local", 0)
         if buffer is not None:
             self._pool.give(buffer.data)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from zeroshard.comm import serving
+from zeroshard.comm.codec import Codec
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.gloo_peers import GlooPeers, Transfer
 from zeroshard.comm.links import Kind, Links
@@ -129,8 +130,9 @@ class PairedTransport:
         *,
         wire_dtype: torch.dtype,
         accumulate: bool,
+        codec: Codec | None = None,
     ) -> Work:
-        return self.collectives.reduce(key, buffer, ranges, out, wire_dtype=wire_dtype, accumulate=accumulate)
+        return self.collectives.reduce(key, buffer, ranges, out, wire_dtype=wire_dtype, accumulate=accumulate, codec=codec)
 
     def all_gather(self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor) -> Work:
         return self.collectives.all_gather(key, local, ranges, out)

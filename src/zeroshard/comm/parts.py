@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zeroshard.comm.ordered import ordered_sum
 from zeroshard.errors import PlanMismatch
 
-__all__ = ["Contribution", "Meetings", "Pending", "sum_parts"]
+__all__ = ["Contribution", "Meetings", "Pending", "checked_parts"]
 
 
 @dataclass
@@ -121,10 +120,6 @@ class Meetings:
         self.sequences.clear()
 
 
-def sum_parts(
-    parts: Parts, out: torch.Tensor, what: str, *, size: int, node_size: int | None, wire_dtype: torch.dtype, accumulate: bool
-) -> None:
-    """Store or add the canonical sum of all ranks' parts in `out`."""
-    num_bytes = out.numel() * wire_dtype.itemsize
-    data = [parts[rank].checked(num_bytes, what, rank) for rank in range(size)]
-    ordered_sum([None if d is None else d.view(wire_dtype) for d in data], out, node_size=node_size, accumulate=accumulate)
+def checked_parts(parts: Parts, what: str, *, size: int, num_bytes: int) -> list[torch.Tensor | None]:
+    """Return all ranks' parts, uint8 [num_bytes] each, in rank order; PlanMismatch for one of another length."""
+    return [parts[rank].checked(num_bytes, what, rank) for rank in range(size)]

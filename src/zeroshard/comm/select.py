@@ -18,7 +18,6 @@ from zeroshard.comm.paired import PairedTransport
 from zeroshard.comm.shared_memory import make_gloo, make_paired
 from zeroshard.comm.transport import Traffic, Transport
 from zeroshard.comm.two_level import Lowering, TwoLevelTransport
-from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
 
 __all__ = ["make_transport"]
@@ -38,12 +37,16 @@ def make_transport(
     alias: bool = True,
     host_id: str | None = None,
     two_level: bool | None = None,
+    columns: bool = False,
+    node_sums: bool = False,
+    hop_dtype: torch.dtype = torch.float32,
 ) -> Transport:
     """Make the transport of `group` (None: the default group, or one process where there is none). Collective.
 
     `name` "auto" takes what fits `device`; "one_process", "shared_memory", "gloo", "mixed" and "nccl" are made or refused with ConfigError.
     `node_size` ranks form a node of the canonical sum; collectives go in two levels, inside nodes and between, where `two_level` says so (None:
-    where that moves fewer bytes between hosts). `ordered` asks for that sum on backends that have a faster one of their own.
+    where that moves fewer bytes between hosts). `columns` says that a row keeps columns, `node_sums` sums of nodes, which travel in `hop_dtype`.
+    `ordered` asks for that sum on backends that have a faster one of their own.
     `pool_bytes` bounds the gradient buffers (at least one is always given; None: twice the largest). `alias` lets sharded
     windows of one host be one mapping that is the full buffer. `host_id` lets tests pretend that ranks live on different hosts.
     """
@@ -59,9 +62,10 @@ def make_transport(
     if name == "one_process":
         raise ConfigError(f"transport 'one_process' serves one rank, and there are {group.size()}; use 'auto'")
     axes = Axes.of(group.size(), node_size)
+    lowering = Lowering(axes.mesh, two_level, node_sums, hop_dtype)
     options: dict[str, Any] = {"stall_timeout_s": stall_timeout_s, "pool_bytes": pool_bytes}
     if name == "nccl" or (name == "auto" and device.type != "cpu" and _has_native(group, device)):
-        return _make_native(group, axes, two_level, device=device, ordered=bool(ordered), **options)
+        return _make_native(group, axes, lowering, columns=columns, device=device, ordered=bool(ordered), **options)
     if ordered is False:
         raise ConfigError("ordered=False: on CPU ranks the ordered exchange is the only reduce (and the fast one); leave it out")
     only_gloo = name == "gloo" or (name == "auto" and device.type != "cpu")
@@ -76,20 +80,19 @@ def make_transport(
 
     circle = Circle.of(group)
     flat = make(circle, axes.node_size)
-    lowering = Lowering(Mesh(axes.num_nodes, axes.node_size), two_level)
-    if axes.num_nodes == 1 or not lowering.ever or (two_level is None and flat.name == "shared_memory"):
-        return flat  # one host has no slow wire to spare
+    is_fast = flat.name == "shared_memory" and two_level is None  # one host has no slow wire to spare
+    if axes.num_nodes == 1 or not (columns or (lowering.ever and not is_fast)):
+        return flat
     inside = make(circle.part(axes.local_group(circle.rank)), None, flat.traffic)
     between = make(circle.part(axes.node_group(circle.rank)), 1, flat.traffic)
     return TwoLevelTransport(flat, inside, between, axes=axes, lowering=lowering)
 
 
 def _make_native(
-    group: dist.ProcessGroup, axes: Axes, two_level: bool | None, *, device: torch.device, ordered: bool, **options: Any
+    group: dist.ProcessGroup, axes: Axes, lowering: Lowering, *, columns: bool, device: torch.device, ordered: bool, **options: Any
 ) -> Transport:
     flat = NcclTransport(group, device=device, ordered=ordered, node_size=axes.node_size, **options)
-    lowering = Lowering(Mesh(axes.num_nodes, axes.node_size), two_level)
-    if axes.num_nodes == 1 or not lowering.ever:
+    if axes.num_nodes == 1 or not (columns or lowering.ever):
         return flat
     options |= {"device": device, "ordered": ordered, "traffic": flat.traffic}
     inside, between = (_subgroup(group, ranks) for ranks in _subsets(axes))

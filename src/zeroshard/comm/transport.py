@@ -26,6 +26,7 @@ from typing import Protocol
 
 import torch
 
+from zeroshard.comm.codec import Codec
 from zeroshard.core.layout import Range
 from zeroshard.core.work import DoneWork, Work
 
@@ -124,8 +125,12 @@ class Transport(Protocol):
         *,
         wire_dtype: torch.dtype,
         accumulate: bool,
+        codec: Codec | None = None,
     ) -> Work:
         """Sum every rank's buffer over ranks in the canonical order, and store (or add) our slice of it in `out`.
+
+        With `codec` the buffers are encodings (`wire_dtype` uint8) of what `ranges` counts, whose edges lie on blocks; parts are decoded and added in
+        fp32, in the same order but for the nodes of a flat exchange.
 
         The n-th reduce of one `key` on this rank meets the n-th of the same key on every other rank. `buffer` None contributes zeros.
         `wire_dtype` is the buffers' dtype, the same on every rank. `out` [ranges[rank] length]

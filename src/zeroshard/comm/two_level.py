@@ -4,6 +4,7 @@
 
 Shares are dealt out column by column (docs/design/traffic.md, with the bytes), so both levels move contiguous ranges of the buffer and nothing
 is reordered. Node sums travel in fp32: two levels are the canonical tree (comm/ordered.py), hop by hop, and give the bits of a flat exchange.
+Encoded gradients (ZeRO++, arXiv 2306.10209, section 3.3) are decoded, added in fp32 and encoded again between the levels.
 
 Invariant: the second level of an operation starts on every rank in the order in which its first levels ended there, and meets its peers by
 key, like every operation. `lowering` chooses flat or two levels per operation, from what all ranks know. Cost beyond a flat exchange: a
@@ -20,11 +21,13 @@ from dataclasses import dataclass
 import torch
 
 from zeroshard.comm import serving
+from zeroshard.comm.codec import Codec
 from zeroshard.comm.mesh import Axes
-from zeroshard.comm.transport import GradBuffer, Traffic, Transport, Work
+from zeroshard.comm.pool import TensorPool
+from zeroshard.comm.transport import GradBuffer, Traffic, Transport, Window, Work
 from zeroshard.core.layout import Range, end_of
-from zeroshard.core.placement import Mesh
-from zeroshard.core.traffic import Scope, all_gather, cheapest, reduce_scatter
+from zeroshard.core.placement import Mesh, Scope
+from zeroshard.core.traffic import all_gather, cheapest, reduce_scatter
 from zeroshard.errors import StateError
 
 __all__ = ["Lowering", "TwoLevelTransport"]
@@ -36,6 +39,8 @@ class Lowering:
 
     mesh: Mesh
     two_level: bool | None = None
+    node_sums: bool = False  # the row keeps sums of nodes: reduces always do
+    hop_dtype: torch.dtype = torch.float32  # in which node sums travel; another than fp32 rounds them
 
     @property
     def ever(self) -> bool:
@@ -50,10 +55,11 @@ class Lowering:
         return cheapest(flat, deep)
 
     def reduces(self, wire_dtype: torch.dtype) -> bool:
-        """Whether reduces of buffers in `wire_dtype` do."""
-        if self.two_level is not None:
-            return self.two_level
-        whole, hop = float(wire_dtype.itemsize), float(torch.float32.itemsize)
+        """Whether reduces of buffers in `wire_dtype` (uint8: encoded, as node sums are then) do."""
+        if self.node_sums or self.two_level is not None:
+            return self.node_sums or bool(self.two_level)
+        whole = float(wire_dtype.itemsize)
+        hop = whole if wire_dtype is torch.uint8 else float(self.hop_dtype.itemsize)
         flat, deep = (reduce_scatter(self.mesh, Scope.OWN, whole, hop, two_level=levels) for levels in (False, True))
         return cheapest(flat, deep)
 
@@ -76,6 +82,7 @@ class TwoLevelTransport:
         self._inside = inside
         self._between = between
         self._under_way: list[_Chain] = []
+        self._sums = TensorPool()  # columns of node sums on their way into an encoding; as many as reduces are under way
         serving.register(self)
 
     # ------------------------------------------------------------------------------------------------ gathers
@@ -103,6 +110,26 @@ class TwoLevelTransport:
 
         return self._begin(f"gather {key}", between, inside)
 
+    def column_window(
+        self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, written: Scope
+    ) -> _ColumnWindow:
+        """Allocate one segment's resting memory where a rank keeps its column; it writes `written` of it: OWN, or all of it."""
+        assert len(ranges) == self.size, (key, ranges, self.size)
+        self.register(key)
+        columns, own = self._columns(ranges)
+        inner = self._inside.window(key, columns, dtype, device, replicated=False)
+        return _ColumnWindow(self, inner, tuple(ranges), own[self._between.rank], written)
+
+    def gather_column(self, key: str, local: torch.Tensor, ranges: Sequence[Range], column: torch.Tensor) -> Work:
+        """Bring every node's `local` together in `column`, this rank's column of a buffer; as `all_gather` otherwise."""
+        _, own = self._columns(ranges)
+        return self._begin(f"gather {key}", lambda: self._between.all_gather(key, local, own, column))
+
+    def gather_inside(self, key: str, column: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor) -> Work:
+        """Bring the columns of this node's ranks together in `out` [numel]; as `all_gather` otherwise."""
+        columns, _ = self._columns(ranges)
+        return self._begin(f"gather {key}", lambda: self._inside.all_gather(key, column, columns, out))
+
     def _columns(self, ranges: Sequence[Range]) -> tuple[list[Range], list[Range]]:
         """Return the range of every column, and the ranges of this column's ranks inside it, in node order."""
         columns = []
@@ -117,6 +144,7 @@ class TwoLevelTransport:
         for chain in [chain for chain in self._under_way if chain.key.startswith("gather ")]:
             chain.wait()
         self._flat.begin_write()
+        self._inside.begin_write()
 
     # ------------------------------------------------------------------------------------------------ reduces
 
@@ -139,20 +167,62 @@ class TwoLevelTransport:
         *,
         wire_dtype: torch.dtype,
         accumulate: bool,
+        codec: Codec | None = None,
     ) -> Work:
         if not self.lowering.reduces(wire_dtype):
-            return self._flat.reduce(key, buffer, ranges, out, wire_dtype=wire_dtype, accumulate=accumulate)
+            return self._flat.reduce(key, buffer, ranges, out, wire_dtype=wire_dtype, accumulate=accumulate, codec=codec)
+        return self.reduce_with(key, buffer, None, ranges, out, wire_dtype=wire_dtype, accumulate=accumulate, codec=codec)
+
+    def reduce_with(
+        self,
+        key: str,
+        buffer: GradBuffer | None,
+        partial: torch.Tensor | None,
+        ranges: Sequence[Range],
+        out: torch.Tensor,
+        *,
+        wire_dtype: torch.dtype,
+        accumulate: bool,
+        codec: Codec | None = None,
+    ) -> Work:
+        """As `reduce`, in two levels, of a buffer that `grad_buffer` lent for them; `partial` is an earlier sum of this node, added to this one."""
         columns, own = self._columns(ranges)
         numel = end_of(own)
-        hop = self._between.grad_buffer(key, numel, torch.float32, out.device)
+        hop_dtype, hop_numel = (self.lowering.hop_dtype, numel) if codec is None else (torch.uint8, codec.encoded_bytes(numel))
+        hop = self._between.grad_buffer(key, hop_numel, hop_dtype, out.device)
+        column = hop.data if codec is None else self._sums.take(numel, torch.float32, out.device)
 
         def inside() -> Work:
-            return self._inside.reduce(key, buffer, columns, hop.data, wire_dtype=wire_dtype, accumulate=False)
+            return self._inside.reduce(key, buffer, columns, column, wire_dtype=wire_dtype, accumulate=False, codec=codec)
 
         def between() -> Work:
-            return self._between.reduce(key, hop, own, out, wire_dtype=torch.float32, accumulate=accumulate)
+            if partial is not None:
+                column.add_(partial)
+            if codec is not None:
+                codec.encode(column, hop.data)
+                self._sums.give(column)
+            return self._between.reduce(key, hop, own, out, wire_dtype=hop_dtype, accumulate=accumulate, codec=codec)
 
         return self._begin(f"reduce {key}", inside, between, unused=lambda: self._between.return_buffer(hop))
+
+    def reduce_inside(
+        self,
+        key: str,
+        buffer: GradBuffer | None,
+        ranges: Sequence[Range],
+        out: torch.Tensor,
+        *,
+        wire_dtype: torch.dtype,
+        accumulate: bool,
+        codec: Codec | None = None,
+    ) -> Work:
+        """Sum the buffers of this node's ranks, and store (or add) our column of it in `out`; as `reduce` otherwise."""
+        columns, _ = self._columns(ranges)
+
+        def inside() -> Work:
+            return self._inside.reduce(key, buffer, columns, out, wire_dtype=wire_dtype, accumulate=accumulate, codec=codec)
+
+        return self._begin(f"reduce {key}", inside)
 
     # ------------------------------------------------------------------------------------------------ small things
 
@@ -226,6 +296,46 @@ class _Window:
 
     def close(self) -> None:
         self.full, self.local = None, torch.empty(0)
+
+
+class _ColumnWindow:
+    """A rank's column, in memory that its node's ranks may be able to read where it lies (`inner`).
+
+    Where a rank writes only its OWN part, `publish` starts bringing the other nodes' parts, and the next gather tells this node when they are here.
+    """
+
+    def __init__(self, transport: TwoLevelTransport, inner: Window, ranges: tuple[Range, ...], own: Range, written: Scope) -> None:
+        self.key = inner.key
+        self.ranges = ranges
+        self.rest = inner.local
+        self.local = inner.local[slice(*own)]
+        self.full = inner.full
+        self.aliased = inner.aliased
+        self._transport = transport
+        self._inner = inner
+        self._written = written
+        self._coming: Work | None = None
+
+    def gather(self, out: torch.Tensor | None = None) -> Work:
+        self._arrive()
+        return self._inner.gather(out)
+
+    def publish(self) -> None:
+        self._arrive()
+        if self._written is Scope.OWN:
+            self._coming = self._transport.gather_column(self.key, self.local, self.ranges, self.rest)
+        else:
+            self._inner.publish()
+
+    def _arrive(self) -> None:
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
+            self._inner.publish()
+
+    def close(self) -> None:
+        self._inner.close()
+        self.full, self.local, self.rest = None, torch.empty(0), torch.empty(0)
 
 
 class _Chain:

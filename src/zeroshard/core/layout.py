@@ -7,7 +7,8 @@ that every share is a multiple of ``align`` too (ZeRO, section 5.2: equal partit
     | a a a a | a a . . | b b b . | c c c c | c . . . | . . . . |
     |<------ rank 0 ------->|<------ rank 1 ------->|<- rank 2 ->|
 
-On a mesh of several nodes shares lie in another order of ranks, `order` (docs/design/traffic.md says which and why).
+On a mesh of several nodes shares lie in another order of ranks, column by column (docs/design/traffic.md), so that a rank's OWN, COLUMN and WHOLE
+are nested ranges.
 
 Invariants, checked on construction: slots are aligned, ordered and disjoint; shares are aligned, contiguous, cover the buffer, and may
 be empty. A cut inside a parameter therefore falls on a multiple of ``align`` elements of *that parameter*, which keeps vectorised
@@ -26,6 +27,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+from zeroshard.core.placement import Cell, Mesh, Scope
 
 __all__ = ["ALIGN", "Layout", "Piece", "Range", "Slot", "end_of", "equal_shares", "round_up"]
 
@@ -99,7 +102,7 @@ class Layout:
     slots: tuple[Slot, ...]
     shares: tuple[int, ...]  # elements per rank
     align: int = ALIGN
-    order: tuple[int, ...] | None = None  # the ranks in the order in which their shares lie in the buffer (None: rank order)
+    mesh: Mesh | None = None  # None: one node
 
     @classmethod
     def build(
@@ -109,7 +112,7 @@ class Layout:
         *,
         align: int = ALIGN,
         shares: Sequence[int] | None = None,
-        order: Sequence[int] | None = None,
+        mesh: Mesh | None = None,
     ) -> Layout:
         """Lay `named_shapes` out in order; `shares` are elements per rank (default: equal), aligned and covering the slots."""
         slots, offset = [], 0
@@ -118,7 +121,7 @@ class Layout:
             slots.append(slot)
             offset = round_up(slot.stop, align)
         cut = equal_shares(offset, num_shards, align) if shares is None else tuple(shares)
-        return cls(tuple(slots), cut, align, None if order is None else tuple(order))
+        return cls(tuple(slots), cut, align, mesh)
 
     def __post_init__(self) -> None:
         end = 0
@@ -128,7 +131,7 @@ class Layout:
             end = slot.stop
         assert all(share >= 0 and share % self.align == 0 for share in self.shares), (self.shares, self.align)
         assert self.numel >= end, (self.numel, end)
-        assert self.order is None or sorted(self.order) == list(range(self.num_shards)), (self.order, self.num_shards)
+        assert self.mesh is None or self.mesh.size == self.num_shards, (self.mesh, self.num_shards)
 
     @cached_property
     def numel(self) -> int:
@@ -143,10 +146,27 @@ class Layout:
     def ranges(self) -> tuple[Range, ...]:
         """The range of the buffer that each rank owns."""
         out, start = {}, 0
-        for rank in range(self.num_shards) if self.order is None else self.order:
+        for rank in range(self.num_shards) if self.mesh is None else self.mesh.column_order:
             out[rank] = (start, start + self.shares[rank])
             start += self.shares[rank]
         return tuple(out[rank] for rank in range(self.num_shards))
+
+    def scope(self, cell: Cell) -> Scope:
+        """Return which part of a buffer rests where `cell` says: `cell`'s scope, but never COLUMN on one node, where it is OWN."""
+        has_columns = self.mesh is not None and self.mesh.num_nodes > 1
+        return Scope.OWN if cell.scope is Scope.COLUMN and not has_columns else cell.scope
+
+    def members(self, rank: int, scope: Scope) -> tuple[int, ...]:
+        """Return the ranks whose own ranges make up `rank`'s `scope` of the buffer, in the order in which they lie there."""
+        if scope is Scope.OWN:
+            return (rank,)
+        mesh = Mesh(1, self.num_shards) if self.mesh is None else self.mesh
+        return mesh.column(rank) if scope is Scope.COLUMN else mesh.column_order
+
+    def span(self, rank: int, scope: Scope) -> Range:
+        """Return the range of the buffer that `rank` holds in `scope`."""
+        members = self.members(rank, scope)
+        return self.ranges[members[0]][0], self.ranges[members[-1]][1]
 
     @cached_property
     def padding(self) -> int:

@@ -7,9 +7,9 @@ them). The mesh has two axes, (node, local); one node is the mesh (1, N). Nothin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 
-__all__ = ["Cell", "Mesh", "Move", "Placement", "Tier", "moves"]
+__all__ = ["Cell", "Mesh", "Move", "Placement", "Scope", "Tier", "moves"]
 
 
 class Placement(Enum):
@@ -26,6 +26,14 @@ class Tier(Enum):
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
+
+
+class Scope(IntEnum):
+    """Which part of a buffer a rank holds; each contains the one before (docs/design/traffic.md)."""
+
+    OWN = 0  # S S: 1/(nodes x local)
+    COLUMN = 1  # R S: 1/local, the OWN parts of the ranks with one local index, one per node, side by side. On one node it is OWN
+    WHOLE = 2  # R R
 
 
 class Move(Enum):
@@ -49,6 +57,15 @@ class Mesh:
     @property
     def size(self) -> int:
         return self.num_nodes * self.node_size
+
+    def column(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks with `rank`'s place on every node, in node order."""
+        return tuple(range(rank % self.node_size, self.size, self.node_size))
+
+    @property
+    def column_order(self) -> tuple[int, ...]:
+        """The ranks in the order in which their shares lie in a buffer: column by column."""
+        return tuple(rank for local in range(self.node_size) for rank in self.column(local))
 
 
 @dataclass(frozen=True)
@@ -77,6 +94,18 @@ class Cell:
         node = mesh.num_nodes if self.node is Placement.SHARD else 1
         local = mesh.node_size if self.local is Placement.SHARD else 1
         return node * local
+
+    @property
+    def scope(self) -> Scope:
+        """Which part of a state a rank holds; a partial sum (P S: of one node's ranks) as if it were whole.
+
+        Raises ValueError for S R: no row has it.
+        """
+        if self.local is Placement.SHARD:
+            return Scope.OWN if self.node is Placement.SHARD else Scope.COLUMN
+        if self.node is Placement.SHARD:
+            raise ValueError(f"{self}: sharded between nodes but not inside them")
+        return Scope.WHOLE
 
     @property
     def is_sharded(self) -> bool:

@@ -13,7 +13,7 @@ import difflib
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from zeroshard.core.placement import Cell, Mesh, Placement, Tier
+from zeroshard.core.placement import Cell, Mesh, Placement, Scope, Tier
 from zeroshard.core.precision import Precision
 from zeroshard.core.traffic import WireBytes, Wires, step_bytes
 
@@ -51,6 +51,14 @@ class Cells:
                 raise ValueError(f"optim={self.optim} is sharded less finely than weight={self.weight} on the {axis} axis, which it writes")
             if weight is Placement.REPLICATE and between is Placement.SHARD:
                 raise ValueError(f"between={self.between} is sharded more finely than weight={self.weight} on the {axis} axis")
+        for name, cell in (("weight", self.weight), ("between", self.between), ("grad", self.grad), ("optim", self.optim)):
+            if cell.axes == (Placement.SHARD, Placement.REPLICATE):
+                raise ValueError(f"{name}={cell}: sharded between nodes but not inside them, where the links are fast")
+        if self.weight.tier is not Tier.DEVICE and self.weight.scope is Scope.COLUMN and self.optim.scope is Scope.OWN:
+            raise ValueError(
+                f"weight={self.weight} on {self.weight.tier.value} with optim={self.optim}: what other nodes have stepped would have to be written there "
+                "after every step; take mics, or zero3"
+            )
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,16 @@ class Policy:
             return Cells(replace(cells.weight, tier=weight), cells.between, replace(cells.grad, tier=grad), replace(cells.optim, tier=optim))
 
         return Policy(self.name, moved(self.default), {name: moved(cells) for name, cells in self.units.items()})
+
+    @property
+    def keeps_columns(self) -> bool:
+        """Whether any state rests as one node's ranks together hold it."""
+        return any(Scope.COLUMN in (c.weight.scope, c.between.scope, c.grad.scope, c.optim.scope) for c in (self.default, *self.units.values()))
+
+    @property
+    def sums_nodes(self) -> bool:
+        """Whether gradients rest as sums of one node's ranks."""
+        return any(cells.grad.is_partial and cells.grad.scope is Scope.COLUMN for cells in (self.default, *self.units.values()))
 
     @property
     def weights_leave_the_device(self) -> bool:

@@ -1,12 +1,7 @@
 """Bytes on the wire per step, as closed forms of row, mesh, bytes per element and lowering (derived in docs/design/traffic.md).
 
-The mesh has M nodes of L ranks. A buffer is held in one of three nested scopes, and every transition is a gather or a reduce between two::
-
-    OWN     1/(M L) of the buffer     S S
-    COLUMN  1/L, whole inside a node  R S     the OWN pieces of the ranks with one local index lie side by side in it
-    WHOLE   everything                R R
-
-A transition between OWN and WHOLE is lowered flat (every rank from every rank) or in two levels, through COLUMN; `cheapest` counts.
+The mesh has M nodes of L ranks. A rank holds OWN 1/(M L) of a buffer, its COLUMN, 1/L, or the WHOLE; every transition is a gather or a reduce between
+two of these scopes. A transition between OWN and WHOLE is lowered flat (every rank from every rank) or in two levels, through COLUMN; `cheapest` counts.
 Invariant: engine, planner and tests read these functions. ZeRO, section 7; ZeRO++ (arXiv 2306.10209), section 3; MiCS (arXiv 2205.00119), section 3.
 """
 
@@ -14,33 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from zeroshard.core.placement import Cell, Mesh, Placement
+from zeroshard.core.placement import Mesh, Placement, Scope
 from zeroshard.core.precision import Precision
 
 if TYPE_CHECKING:
     from zeroshard.core.policy import Cells
 
-__all__ = ["LinkBytes", "Scope", "WireBytes", "Wires", "all_gather", "cheapest", "reduce_scatter", "scope_of", "step_bytes"]
-
-
-class Scope(IntEnum):
-    """Which part of a buffer a rank holds. On one node COLUMN is OWN."""
-
-    OWN = 0
-    COLUMN = 1
-    WHOLE = 2
-
-
-def scope_of(cell: Cell) -> Scope:
-    """Return what a rank holds of a state that rests as `cell` says. Raises ValueError for S R: no row has it."""
-    if cell.local is not Placement.SHARD:
-        if cell.node is Placement.SHARD:
-            raise ValueError(f"{cell}: sharded between nodes but not inside them")
-        return Scope.WHOLE
-    return Scope.OWN if cell.node is Placement.SHARD else Scope.COLUMN
+__all__ = ["LinkBytes", "WireBytes", "Wires", "all_gather", "cheapest", "reduce_scatter", "step_bytes"]
 
 
 @dataclass(frozen=True)
@@ -142,7 +119,7 @@ def step_bytes(
     `micro_batches` forwards and backwards before the step; `no_sync`: all but the last ran inside ``engine.no_sync()``. `two_level` None takes
     the cheapest lowering of each transition.
     """
-    weight, between, optim = scope_of(cells.weight), scope_of(cells.between), scope_of(cells.optim)
+    weight, between, optim = cells.weight.scope, cells.between.scope, cells.optim.scope
     psi, averages = numel * wires.weight, numel * wires.average
 
     def gather(source: Scope, target: Scope, whole: float) -> LinkBytes:

@@ -121,6 +121,7 @@ def _settle(unit: Unit, weights: Weights) -> None:
     elif unit.state is UnitState.FULL:
         weights.release(unit)
     for segment in unit.segments:
+        segment.flat.forget_column()
         segment.settle()
 
 
@@ -128,10 +129,12 @@ def _own_memory(segment: Segment) -> Sequence[torch.Tensor]:
     """Return this rank's device memory of a segment's weights and master, each once."""
     flat, found = segment.flat, []
     if flat.window is not None:
-        whole = flat.window.full is not None and (flat.replicated or flat.window.full.untyped_storage().resizable())
-        found.append(flat.window.full if whole and flat.window.full is not None else flat.window.local)
-    elif flat.local.tensor is not None:
-        found.append(flat.local.tensor)
+        whole = flat.window.full is not None and flat.window.full.untyped_storage().resizable()
+        found.append(flat.window.full if whole and flat.window.full is not None else flat.rest.whole)
+    elif flat.coded_rest is not None:
+        found.append(flat.coded_rest.encoded)
+    elif flat.rest.tensor is not None:
+        found.append(flat.rest.tensor)
     master = segment.master
     if master is not None and master.tensor is not None and segment.aliased < master.split:
         found.append(master.tensor)

@@ -183,9 +183,9 @@ class Backward:
         for segment in unit.trainable:
             path = segment.grad
             assert path is not None
-            if path.cells.grad.is_partial and not self.sync:
+            if path.cells.grad.is_partial and not self.sync and not path.sums_nodes:
                 continue
-            self._reduce(unit, segment)
+            self._reduce(unit, segment, sync=self.sync)
         self._transport.progress()
         if self._transport.one_sided:  # elsewhere what is over must not depend on timing
             for path in self.paths():
@@ -208,14 +208,17 @@ class Backward:
         for path in landing[:-_IN_FLIGHT]:
             path.land()
 
-    def _reduce(self, unit: Unit, segment: Segment) -> None:
+    def _reduce(self, unit: Unit, segment: Segment, *, sync: bool) -> None:
         path = segment.grad
         assert path is not None
         layout = segment.flat.layout
         self._digest.fold("reduce", unit.name, dtype_name(path.precision.wire), layout.numel, ordered=False)
         if self._weights.trace is not None:
             self._weights.trace("reduce", unit.name)
-        path.reduce(make_room=self.make_room)
+        if path.sums_nodes and not sync:
+            path.reduce_inside()
+        else:
+            path.reduce(make_room=self.make_room)
         self._flights.pop(path.key, None)
         self._flights[path.key] = path
         if path.tiered:
@@ -250,10 +253,10 @@ class Backward:
 
     def flush(self) -> None:
         """Reduce the partial sums that still rest here (every backward was inside ``no_sync``)."""
-        if any(path.has_local for path in self._all_paths):
+        if any(path.has_local or path.has_node_sum for path in self._all_paths):
             for unit in reversed(self._trainable):
                 for segment in unit.trainable:
-                    self._reduce(unit, segment)
+                    self._reduce(unit, segment, sync=True)
 
     @staticmethod
     def _paths(unit: Unit) -> list[GradientPath]:
@@ -275,7 +278,7 @@ class Backward:
         if self.optimizer is not None:
             self.optimizer.seal()
             for path in self._all_paths:
-                if path.flat.local.numel:
+                if path.flat.stepped[0] < path.flat.stepped[1]:
                     path.let_go()
 
     def _seal_of(self, segment: Segment, index: int, parameter: torch.Tensor, holds: object) -> SealedGrad:

@@ -17,9 +17,13 @@ import torch
 from torch import nn
 
 from zeroshard.buffer import FlatBuffer, Lanes, Meter, PagePool, return_freed_memory
+from zeroshard.coded import CodedSlab
+from zeroshard.comm.codec import DTYPES as CODED
+from zeroshard.comm.codec import Codec
+from zeroshard.comm.quantized import Codecs
 from zeroshard.comm.transport import Transport
 from zeroshard.core.layout import Layout
-from zeroshard.core.placement import Tier
+from zeroshard.core.placement import Cell, Mesh, Scope, Tier
 from zeroshard.core.policy import Cells, Policy
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.optim.resting import RestingPlace
@@ -54,7 +58,7 @@ class Context:
     precision: Precision
     dtypes: Dtypes
     transport: Transport
-    order: tuple[int, ...]  # the ranks in the order in which their shares lie in a buffer
+    mesh: Mesh
     streams: Lanes
     meter: Meter
     pages: PagePool
@@ -65,6 +69,7 @@ class Context:
     verify_every: int | None = None  # steps between comparisons of replicated state
     broadcast_buffers: bool = False
     clip_norm: float | None = None  # what a step clips to where the user has not clipped
+    codecs: Codecs = field(default_factory=Codecs)
     prepare: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None  # gives a segment's parameters their initial values
     tiering: Tiering = field(default_factory=Tiering)
 
@@ -85,7 +90,16 @@ class _SegmentPlan:
     @property
     def num_stepped(self) -> int:
         """Elements whose master rests on this rank."""
-        return self.layout.shares[self.rank] if self.cells.optim.is_sharded else self.layout.numel
+        return self._held(self.cells.optim)
+
+    @property
+    def num_weights(self) -> int:
+        """Elements whose weights rest on this rank."""
+        return self._held(self.cells.weight)
+
+    def _held(self, cell: Cell) -> int:
+        start, stop = self.layout.span(self.rank, self.layout.scope(cell))
+        return stop - start
 
 
 @dataclass(frozen=True)
@@ -137,14 +151,14 @@ def _plan_segments(plan: UnitPlan, context: Context) -> list[_SegmentPlan]:
     for (dtype, trainable), members in groups.items():
         key = f"{plan.name}:{dtype_name(dtype)}{'' if trainable else ':frozen'}"
         shapes = [(name, tuple(p.shape)) for name, p in members.items()]
-        layout = Layout.build(shapes, context.transport.size, order=context.order)
+        layout = Layout.build(shapes, context.transport.size, align=context.codecs.align, mesh=context.mesh)
         out.append(_SegmentPlan(key, plan.name, members, dtype, trainable, context.policy.cells(plan.name), layout, context.transport.rank))
     return out
 
 
 def _split(plans: Sequence[_SegmentPlan], tiering: Tiering) -> list[Splits]:
     """Return where each segment's states are cut between the device and other tiers."""
-    weights = tiering.splits("weight", [p.cells.weight.tier for p in plans], [p.layout.shares[p.rank] for p in plans])
+    weights = tiering.splits("weight", [p.cells.weight.tier for p in plans], [p.num_weights for p in plans])
     trained = [p for p in plans if p.trainable]
     grads = tiering.splits("grad", [p.cells.grad.tier for p in trained], [p.num_stepped for p in trained])
     optims = tiering.splits("optimizer", [p.cells.optim.tier for p in trained], [p.num_stepped for p in trained])
@@ -180,7 +194,7 @@ def _reserve(plans: Sequence[_SegmentPlan], splits: Mapping[str, Splits], contex
 
 def _slabs_of(plan: _SegmentPlan, splits: Splits, context: Context) -> list[tuple[str, int, torch.dtype, Tier]]:
     """Return key, elements, dtype and tier of the slabs that the weights and the master of a segment need."""
-    share, cells, master = plan.layout.shares[plan.rank], plan.cells, context.precision.master
+    share, cells, master = plan.num_weights, plan.cells, context.precision.master
     out = []
     weight_away = cells.weight.tier is not Tier.DEVICE and splits.weight < share
     if weight_away:
@@ -203,14 +217,15 @@ def _build_segment(plan: _SegmentPlan, splits: Splits, reserved: Mapping[Tier, S
         dtype=plan.dtype,
         device=context.device,
         transport=context.transport,
-        replicated=not cells.weight.is_sharded,
+        cells=cells,
+        is_stepped=plan.trainable and context.trains,
+        codec=_codec_of(plan, context),
         streams=context.streams,
         meter=context.meter,
         rest=_rest_of_weights(plan, splits, reserved, context),
         note=context.faults.note,
     )
     segment = Segment(list(plan.members), parameters, flat, context.transport.rank)
-    whole = not cells.optim.is_sharded
     if plan.trainable:
         segment.split = splits.optim
         if context.trains:
@@ -218,14 +233,21 @@ def _build_segment(plan: _SegmentPlan, splits: Splits, reserved: Mapping[Tier, S
         segment.grad = _gradient_path(plan, splits, flat, context)
     context.prepare(parameters)
     with context.faults.noted(lost=True):
-        segment.store([p.data for p in parameters], whole_master=whole)
+        segment.store([p.data for p in parameters])
     return segment
+
+
+def _codec_of(plan: _SegmentPlan, context: Context) -> Codec | None:
+    """Return the codec in which the weights of a segment travel."""
+    if plan.dtype not in CODED or plan.cells.weight.scope is not Scope.OWN:
+        return None
+    codecs = context.codecs
+    return codecs.frozen if codecs.frozen is not None and not plan.trainable else codecs.weight
 
 
 def make_master(segment: Segment, cells: Cells, context: Context, stores: Mapping[Tier, Store] | None = None) -> None:
     """Give a trained segment its master, its contents undefined where it is not the weights themselves. `stores`: those of the context."""
     segment.make_master(
-        whole=not cells.optim.is_sharded,
         dtype=context.precision.master,
         pages=context.pages,
         store=(context.tiering.stores if stores is None else stores).get(cells.optim.tier),
@@ -236,7 +258,10 @@ def make_master(segment: Segment, cells: Cells, context: Context, stores: Mappin
 
 def _rest_of_weights(plan: _SegmentPlan, splits: Splits, reserved: Mapping[Tier, Store], context: Context) -> Shelf | None:
     """Return where this rank's weights rest, None for the device."""
-    tier, share = plan.cells.weight.tier, plan.layout.shares[plan.rank]
+    tier, share = plan.cells.weight.tier, plan.num_weights
+    codec = _codec_of(plan, context)
+    if codec is not None and not plan.trainable and context.codecs.frozen is not None and tier is Tier.DEVICE:
+        return Shelf(None, CodedSlab(plan.key, share, plan.dtype, codec, context.device))
     store = reserved.get(tier)
     if store is None or splits.weight == share:
         return None
@@ -260,9 +285,10 @@ def _gradient_path(plan: _SegmentPlan, splits: Splits, flat: FlatBuffer, context
     )
 
     def partial() -> Shelf:
-        """Return memory for a sum that no reduce has taken yet: of the whole segment."""
-        numel = plan.layout.numel
-        if store is None:
+        """Return memory for a sum that no reduce between nodes has taken yet: of the whole segment, or (of one node's ranks) of a column."""
+        start, stop = plan.layout.span(plan.rank, plan.layout.scope(cell))
+        numel = stop - start
+        if store is None or numel < plan.layout.numel:  # a sum of a node's ranks: the transport adds to it
             return Shelf(context.pages.empty(numel, precision.accumulate, context.device))
         return Shelf(None, store.slab(f"{plan.key} partial gradient", numel, precision.accumulate))
 
@@ -274,6 +300,8 @@ def _gradient_path(plan: _SegmentPlan, splits: Splits, flat: FlatBuffer, context
         streams=context.streams,
         meter=context.meter,
         place=place,
+        codec=context.codecs.grad if precision.wire in CODED else None,
+        feedback=context.codecs.feedback,
         partial=partial,
         note=context.faults.note,
     )

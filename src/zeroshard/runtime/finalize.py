@@ -167,10 +167,11 @@ class Finalizer:
         self.finalize()
         local = [path.squares() for path in self._backward.paths()]
         self._faults.agree()
-        if local and len(local[0]) == self._transport.size and self._transport.size > 1:
-            sums = [sum(column) for column in zip(*local, strict=True)]  # every rank holds all sums
+        rank, size = self._transport.rank, self._transport.size
+        if local and len(local[0]) == size and size > 1:
+            sums = [sum(values[other] for values in local) for other in range(size)]  # every rank holds all sums
         else:
-            own = sum((values[0] for values in local), 0.0)
+            own = sum((values[rank] for values in local), 0.0)
             sums = [struct.unpack("<d", answer)[0] for answer in self._transport.exchange(struct.pack("<d", own))]
         return torch.tensor(sum(sums), dtype=torch.float64).sqrt().to(torch.float32)
 

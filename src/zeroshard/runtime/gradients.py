@@ -15,12 +15,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from zeroshard.buffer import FlatBuffer, Flight, Lanes, Meter
+from zeroshard.buffer import FlatBuffer, Flight, Lanes, Meter, mesh_of
+from zeroshard.comm.codec import Codec
+from zeroshard.comm.quantized import Feedback, Residual
 from zeroshard.comm.transport import GradBuffer, Transport, Work
-from zeroshard.core.placement import Tier
+from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import Cells
 from zeroshard.core.precision import Precision
 from zeroshard.core.work import DoneWork
@@ -43,6 +46,8 @@ class GradientPath:
         streams: Lanes,
         meter: Meter,
         place: RestingPlace,
+        codec: Codec | None,
+        feedback: Feedback | None,
         partial: Callable[[], Shelf],
         note: Callable[[StorageError], None],
     ) -> None:
@@ -54,6 +59,8 @@ class GradientPath:
         self._streams = streams
         self._meter = meter
         self._place = place
+        self._codec = codec
+        self.residual = None if codec is None or feedback is None else Residual(feedback)
         self._make_partial = partial
         self._note = note
         self._buffer: GradBuffer | None = None
@@ -70,19 +77,23 @@ class GradientPath:
         self._round = 0  # buffers borrowed so far: names them apart
         self._held: Resting | None = None
         self._resting: weakref.ref[Resting] | None = None
+        self._sum_taken = False
+        self._node_sum_taken = False
         self._sum: torch.Tensor | None = None  # where a reduce under way leaves our slice, if the gradient rests elsewhere
-        low, high = flat.layout.ranges[transport.rank]
         self._direct = transport.size == 1 and precision.wire is precision.accumulate  # nothing to sum: the buffer is the resting gradient
-        self._own = (low, high) if self.sums_are_replicated else (0, high - low)
+        (low, high), (first, _) = flat.own_span, flat.stepped
+        self._own = (low - first, high - first)
+        self.members = flat.layout.members(transport.rank, flat.layout.scope(cells.optim))  # ranks whose sums come here
+        self.sums_nodes = cells.grad.is_partial and flat.layout.scope(cells.grad) is Scope.COLUMN
 
     @property
     def key(self) -> str:
         return self.flat.key
 
     @property
-    def sums_are_replicated(self) -> bool:
-        """Whether every rank steps every parameter, and so needs the whole sum."""
-        return not self.cells.optim.is_sharded
+    def sums_are_shared(self) -> bool:
+        """Whether other ranks step what this one does, and so need its sum."""
+        return len(self.members) > 1
 
     @property
     def _buffer_name(self) -> str:
@@ -134,7 +145,7 @@ class GradientPath:
     def add(self, index: int, grad: torch.Tensor, *, sync: bool, make_room: Callable[[int], None]) -> None:
         """Take in the gradient of parameter `index`; `make_room(num_bytes)` is called before a buffer is borrowed."""
         self.used[index] = True
-        if self._has_partial or (self.cells.grad.is_partial and not sync):
+        if not self.sums_nodes and (self._has_partial or (self.cells.grad.is_partial and not sync)):
             self._add_partial(index, grad)
             return
         if self._buffer is None:
@@ -153,7 +164,10 @@ class GradientPath:
             self._views = flat.views_of(self._buffer.data)
             return
         make_room(self.buffer_bytes)
-        self._buffer = self._transport.grad_buffer(self.key, flat.layout.numel, self.precision.wire, flat.full.device)
+        if self._codec is None:
+            self._buffer = self._transport.grad_buffer(self.key, flat.layout.numel, self.precision.wire, flat.full.device)
+        else:
+            self._buffer = GradBuffer(torch.empty(flat.layout.numel, dtype=self.precision.wire, device=flat.full.device))
         self._meter.add(self.buffer_bytes)
         self._round += 1
         self._streams.alloc(self._buffer_name)
@@ -188,7 +202,12 @@ class GradientPath:
     @property
     def has_local(self) -> bool:
         """Whether gradients are here that no reduce has taken yet."""
-        return self._buffer is not None or self._has_partial
+        return self._buffer is not None or (self._has_partial and not self.sums_nodes)
+
+    @property
+    def has_node_sum(self) -> bool:
+        """Whether a sum over this node's ranks is here that no reduce between nodes has taken yet."""
+        return self.sums_nodes and self._has_partial
 
     @property
     def _has_partial(self) -> bool:
@@ -197,7 +216,7 @@ class GradientPath:
     def reduce(self, *, make_room: Callable[[int], None]) -> None:
         """Hand what is here to the transport (nothing here: contribute zeros); the sum is added to the resting gradient."""
         self.finish()
-        if self._has_partial:
+        if self._has_partial and not self.sums_nodes:
             if self._buffer is None:
                 self._borrow(make_room)
             for index, seen in enumerate(self._partial_seen):
@@ -218,13 +237,62 @@ class GradientPath:
             if self._buffer is not None:
                 self._streams.read(self._buffer_name)
             self._streams.write(f"{self.key}.resting" if self._sum is None else f"{self.key}.sum")
-            work = self._transport.reduce(
-                self.key, self._buffer, self.flat.layout.ranges, out, wire_dtype=self.precision.wire, accumulate=accumulate
-            )
+            work = self._start_reduce(out, accumulate=accumulate)
             if self.flat.full.device.type != "cpu":
                 work.wait()  # enqueues
                 self._land(fresh)
             event = self._streams.mark("reduce")
+        self._take_off(work, event, fresh=fresh)
+
+    def _start_reduce(self, out: torch.Tensor, *, accumulate: bool) -> Work:
+        buffer, options = self._encoded(), self._wire(accumulate)
+        if not self.sums_nodes:
+            return self._transport.reduce(self.key, buffer, self.flat.layout.ranges, out, **options)
+        partial, self._partial = self._partial, None
+        held = None if partial is None else partial.whole
+        if held is not None:
+            self._streams.read(f"{self.key}.partial")
+            self._node_sum_taken = True
+        return mesh_of(self._transport).reduce_with(self.key, buffer, held, self.flat.layout.ranges, out, **options)
+
+    def _wire(self, accumulate: bool) -> dict[str, Any]:
+        dtype = self.precision.wire if self._codec is None else torch.uint8
+        return {"wire_dtype": dtype, "accumulate": accumulate, "codec": self._codec}
+
+    def _encoded(self) -> GradBuffer | None:
+        """Return the transport's buffer with what is to be sent, encoded where gradients travel so."""
+        codec, buffer = self._codec, self._buffer
+        if codec is None or buffer is None:
+            return buffer
+        coded = self._transport.grad_buffer(self.key, codec.encoded_bytes(buffer.data.numel()), torch.uint8, buffer.data.device)
+        if self.residual is None:
+            codec.encode(buffer.data, coded.data)
+        else:
+            self.residual.encode(codec, buffer.data, coded.data)
+        return coded
+
+    def reduce_inside(self) -> None:
+        """Hand what is here to the other ranks of this node; their sum waits here for the reduce that goes on between nodes."""
+        self.finish()
+        self._zero_unseen()
+        accumulate = self._partial is not None
+        if self._partial is None:
+            self._partial = self._make_partial()
+            self._streams.alloc(f"{self.key}.partial")
+        self._streams.fork("reduce")
+        with self._streams.on("reduce"):
+            if self._buffer is not None:
+                self._streams.read(self._buffer_name)
+            self._streams.write(f"{self.key}.partial")
+            work = mesh_of(self._transport).reduce_inside(
+                self.key, self._encoded(), self.flat.layout.ranges, self._partial.whole, **self._wire(accumulate)
+            )
+            if self.flat.full.device.type != "cpu":
+                work.wait()  # enqueues
+            event = self._streams.mark("reduce")
+        self._take_off(work, event, fresh=False)
+
+    def _take_off(self, work: Work, event: object, *, fresh: bool) -> None:
         self._flight = Flight([work], self._streams, event)
         self._flight_fresh = fresh
         self._flight_bytes = 0 if self._buffer is None else self.buffer_bytes
@@ -247,6 +315,7 @@ class GradientPath:
             return resting.fetch(*self._own), not fresh
         numel = self._own[1] - self._own[0]
         self._sum = self._place.scratch(numel)
+        self._sum_taken = True
         self._streams.alloc(f"{self.key}.sum")
         return self._sum, False
 
@@ -292,8 +361,12 @@ class GradientPath:
         self._flight.wait()
         self._flight = None
         self._land(self._flight_fresh)
-        if self.tiered:
+        if self._sum_taken:
             self._streams.free(f"{self.key}.sum")
+            self._sum_taken = False
+        if self._node_sum_taken:
+            self._streams.free(f"{self.key}.partial")
+            self._node_sum_taken = False
         if self._flight_bytes:
             self._streams.free(self._flight_name)
             self._meter.remove(self._flight_bytes)
@@ -301,8 +374,8 @@ class GradientPath:
 
     @property
     def gathers_averages(self) -> bool:
-        """Whether every rank steps everything, so that the other ranks' averages have to come here."""
-        return self.sums_are_replicated and self._transport.size > 1 and self.resting() is not None
+        """Whether the other ranks' averages have to come here."""
+        return self.sums_are_shared and self.resting() is not None
 
     def gather_averages(self) -> Work:
         """Start bringing the other ranks' averaged slices here, where `gathers_averages`. The caller forks, waits and joins."""
@@ -313,16 +386,24 @@ class GradientPath:
         assert isinstance(resting, DeviceResting)
         with self._streams.on("reduce"):
             self._streams.write(f"{self.key}.resting")
-            work = self._transport.all_gather(self.key, resting.fetch(*self._own), self.flat.layout.ranges, resting.tensor)
+            work = self._meet(resting.fetch(*self._own), resting.tensor)
             if self.flat.full.device.type != "cpu":
                 work.wait()  # enqueues
         return work
 
     def _gather_through(self, resting: TieredResting) -> Work:
         """Bring the other ranks' averaged slices here through the device, a segment at a time."""
-        whole = self._place.scratch(self.flat.layout.numel).to(self.precision.accumulate)
-        resting.exchange(self._own, whole, lambda mine: self._transport.all_gather(self.key, mine, self.flat.layout.ranges, whole).wait())
+        start, stop = self.flat.stepped
+        whole = self._place.scratch(stop - start).to(self.precision.accumulate)
+        resting.exchange(self._own, whole, lambda mine: self._meet(mine, whole).wait())
         return DoneWork()
+
+    def _meet(self, mine: torch.Tensor, whole: torch.Tensor) -> Work:
+        """Start bringing together what every rank that steps the same has averaged."""
+        ranges = self.flat.layout.ranges
+        if len(self.members) < self._transport.size:
+            return mesh_of(self._transport).gather_column(self.key, mine, ranges, whole)
+        return self._transport.all_gather(self.key, mine, ranges, whole)
 
     def resting(self) -> Resting | None:
         """Return the resting gradient, if one is alive."""
@@ -335,6 +416,8 @@ class GradientPath:
     def drop(self, indices: Sequence[int]) -> None:
         """Forget the gradients of parameters `indices`: the user zeroed them."""
         self.finish()
+        if self.sums_nodes:
+            self._zero_partial(set(indices))
         for index in indices:
             self.used[index] = False
             self._partial_seen[index] = False
@@ -351,19 +434,23 @@ class GradientPath:
     def zero(self, index: int) -> None:
         """Set the gradient of parameter `index` to zero, keeping it (``zero_grad(set_to_none=False)``)."""
         self.finish()
-        if self._partial is not None and self._partial_seen[index]:
-            slot = self.flat.layout.slots[index]
-            with self._losing_partial(), self._partial.borrowed(slot.offset, slot.stop, write=True) as part:
-                part.zero_()
+        self._zero_partial({index})
         resting = self.resting()
         if resting is not None:
             for start, stop in self._owned_spans({index}):
                 resting.zero(start, stop)
 
+    def _zero_partial(self, indices: set[int]) -> None:
+        if self._partial is None:
+            return
+        span = self.flat.layout.span(self._transport.rank, self.flat.layout.scope(self.cells.grad))
+        for piece in self.flat.layout.pieces_in(span):
+            if piece.index in indices and (self.sums_nodes or self._partial_seen[piece.index]):
+                with self._losing_partial(), self._partial.borrowed(piece.shard_start, piece.shard_stop, write=True) as part:
+                    part.zero_()
+
     def _owned_spans(self, indices: set[int]) -> list[tuple[int, int]]:
-        layout = self.flat.layout
-        span = (0, layout.numel) if self.sums_are_replicated else layout.ranges[self._transport.rank]
-        return [(p.shard_start, p.shard_stop) for p in layout.pieces_in(span) if p.index in indices]
+        return [(p.shard_start, p.shard_stop) for p in self.flat.layout.pieces_in(self.flat.stepped) if p.index in indices]
 
     def average(self, loss_scale: float) -> bool:
         """Divide our slice of the sum by the number of ranks and by `loss_scale` (a power of two); return whether all of it is finite."""
@@ -378,26 +465,22 @@ class GradientPath:
         resting = self.resting()
         if resting is None:
             return None
-        layout = self.flat.layout
-        span = (0, layout.numel) if self.sums_are_replicated else layout.ranges[self._transport.rank]
-        for piece in layout.pieces_in(span):
+        for piece in self.flat.layout.pieces_in(self.flat.stepped):
             if not resting.is_finite(piece.shard_start, piece.shard_stop):
                 return piece.name
         return None
 
-    def squares(self) -> list[float]:
-        """Return, per rank whose pieces are here, the sum of squares of the averaged gradient in fp64, in rank order."""
+    def squares(self) -> dict[int, float]:
+        """Return, for every rank whose averages are here, the sum of squares of its own in fp64."""
         resting = self.resting()
-        layout = self.flat.layout
-        ranks = range(layout.num_shards) if self.sums_are_replicated else (self._transport.rank,)
-        out = []
-        for rank in ranks:
-            base = layout.ranges[rank][0] if self.sums_are_replicated else 0
+        layout, out = self.flat.layout, {}
+        for rank in self.members:
+            base = layout.ranges[rank][0] - self.flat.stepped[0]
             total = 0.0
             if resting is not None:
                 for piece in layout.pieces(rank):
                     total += resting.squares(base + piece.shard_start, base + piece.shard_stop)
-            out.append(total)
+            out[rank] = total
         return out
 
     def scale(self, factor: float) -> None:
@@ -413,13 +496,17 @@ class GradientPath:
 
     def abandon(self) -> None:
         """After an exception: no gradient at all. The transport has forgotten what was under way."""
+        if self.residual is not None:
+            self.residual.forget()
         if self._buffer is not None and not self._in_place:
-            self._transport.return_buffer(self._buffer)
+            if self._codec is None:
+                self._transport.return_buffer(self._buffer)
             self._meter.remove(self.buffer_bytes)
         if self._flight_bytes:
             self._meter.remove(self._flight_bytes)
         self._end_round()
         self._flight, self._flight_bytes = None, 0
         self._held, self._resting, self._sum = None, None, None
+        self._sum_taken = self._node_sum_taken = False
         self._close_partial()
         self.used = [False] * len(self.used)

@@ -34,7 +34,7 @@ def own(segment: Segment, cells: Cells, context: Context) -> tuple[list[OwnedPie
     """Return the pieces of `segment` that this rank steps, and the tiles that hold those to be streamed."""
     path, master = segment.grad, segment.master
     assert path is not None and master is not None
-    base = 0 if not cells.optim.is_sharded else segment.flat.layout.ranges[segment.rank][0]
+    base = segment.flat.stepped[0]
     share = max(context.tiering.staging_bytes // (_TENSORS[cells.optim.tier] * 4), _ALIGN) // _ALIGN * _ALIGN
     near = tiles(0, segment.split, share) if path.tiered else []
     stepped = SteppedSegment(

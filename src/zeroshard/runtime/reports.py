@@ -47,7 +47,7 @@ class TrafficReport:
 
 def memory_report(units: Sequence[Unit], optimizer: ShardedOptimizer | None, meter: Meter, tiering: Tiering) -> MemoryReport:
     """Count what rests on this rank."""
-    tiers: dict[str, dict[str, int]] = {state: {} for state in ("weight", "master", "grad", "optimizer")}
+    tiers: dict[str, dict[str, int]] = {state: {} for state in ("weight", "master", "grad", "residual", "optimizer")}
 
     def add(state: str, by_tier: dict[Tier, int]) -> None:
         for tier, num_bytes in by_tier.items():
@@ -56,12 +56,14 @@ def memory_report(units: Sequence[Unit], optimizer: ShardedOptimizer | None, met
     for unit in units:
         for segment in unit.segments:
             flat, master = segment.flat, segment.master
-            add("weight", flat.local.bytes_by_tier() if flat.rests_elsewhere else {Tier.DEVICE: flat.rest_bytes})
+            add("weight", flat.rest.bytes_by_tier())
+            add("weight", {Tier.DEVICE: flat.column_bytes})
             if master is not None and not segment.master_is_weight:
                 add("master", master.bytes_by_tier())
                 add("master", {Tier.DEVICE: -segment.aliased * master.dtype.itemsize})
             if segment.grad is not None:
                 add("grad", segment.grad.bytes_by_tier())
+                add("residual", {Tier.DEVICE: 0 if segment.grad.residual is None else segment.grad.residual.num_bytes})
     if optimizer is not None:
         add("optimizer", optimizer.state_bytes())
     tiers = {state: {tier: num_bytes for tier, num_bytes in by_tier.items() if num_bytes} for state, by_tier in tiers.items()}

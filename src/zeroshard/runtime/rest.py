@@ -123,10 +123,11 @@ class Rest:
             for segment in unit.segments:
                 layout, has_master = segment.flat.layout, segment.master is not None
                 number += has_master
-                whole = has_master and not unit.cells.optim.is_sharded
-                target = segment.flat.local if segment.master is None else segment.master
-                base = layout.ranges[self._transport.rank][0] if whole and share else 0
-                for piece in segment.owned_pieces(whole=whole and not share):
+                flat = segment.flat
+                target, held = (flat.rest, flat.rest_span) if segment.master is None else (segment.master, flat.stepped)
+                mine = flat.own_span if share or segment.master is None else held
+                base = mine[0] - held[0]
+                for piece in layout.pieces_in(mine):
                     span = slice(base + piece.shard_start, base + piece.shard_stop)
                     yield RestingPiece(
                         piece.name,

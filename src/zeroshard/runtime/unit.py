@@ -87,7 +87,7 @@ class Segment:
         self.rank = rank
         self.grad: GradientPath | None = None  # trainable segments only
         self.master: Shelf | None = None  # what the optimizer steps
-        self.weight = flat.local  # the weights that follow from it: this rank's share, or all where every rank steps everything
+        self.weight = flat.weight  # the weights that follow from it
         self.split = 0  # how many elements of the master rest on the device
         self.aliased = 0  # how many elements of the master, from its start, are those weights themselves
         self.lags = False  # whether the weights may be a step behind the master
@@ -107,19 +107,19 @@ class Segment:
         """Whether the optimizer steps the weights themselves."""
         return self.master is not None and self.aliased == self.master.numel
 
-    def owned_pieces(self, *, whole: bool) -> tuple[Piece, ...]:
-        """Return the pieces that this rank's optimizer steps: all of them (`whole`), or those of its share."""
-        layout = self.flat.layout
-        return layout.pieces_in((0, layout.numel)) if whole else layout.pieces(self.rank)
+    @property
+    def stepped_pieces(self) -> tuple[Piece, ...]:
+        """The pieces that this rank's optimizer steps."""
+        return self.flat.layout.pieces_in(self.flat.stepped)
 
-    def make_master(self, *, whole: bool, dtype: torch.dtype, pages: PagePool, store: Store | None, link: Link, apart: bool = False) -> None:
+    def make_master(self, *, dtype: torch.dtype, pages: PagePool, store: Store | None, link: Link, apart: bool = False) -> None:
         """Take the weights as master where they have its dtype and lie where it rests; else allocate one, its contents undefined.
 
         The first `split` elements rest on the device, the others in `store`. `apart`: never the weights themselves, which are to lag behind.
         """
         flat, split = self.flat, self.split
         self.lags = apart
-        self.weight = weight = Shelf(flat.full) if whole else flat.local
+        weight = self.weight
         alike = flat.dtype is dtype and not apart
         there = None if weight.slab is None else weight.slab.tier
         if alike and weight.split == split and there is (None if store is None or split == weight.numel else store.tier):
@@ -141,15 +141,16 @@ class Segment:
             with self.weight.borrowed(start, stop, write=False) as weight, self.master.borrowed(start, stop, write=True) as master:
                 master.copy_(weight)
 
-    def store(self, values: Sequence[torch.Tensor], *, whole_master: bool) -> None:
+    def store(self, values: Sequence[torch.Tensor]) -> None:
         """Write `values` (one per parameter, any float dtype) into the weights at rest and the master."""
         with torch.no_grad():
-            _fill(self.flat.local, self.flat.layout.pieces(self.rank), values)
             if self.flat.replicated:
                 for view, value in zip(self.flat.views, values, strict=True):
                     view.copy_(value)
+            else:
+                _fill(self.flat.rest, self.flat.layout.pieces_in(self.flat.rest_span), values)
             if self.master is not None and not self.master_is_weight:
-                _fill(self.master, self.owned_pieces(whole=whole_master), values)
+                _fill(self.master, self.stepped_pieces, values)
 
     def publish(self, *, everything: bool = True) -> None:
         """Cast the master into the weights at rest and let the peers read them.
@@ -348,9 +349,15 @@ class Unit:
             raise StateError(f"unit {self.name!r} cannot go from {self.state.value} to {state.value}")
         self.state = state
 
-    def start_gather(self, streams: Lanes, *, fork: bool = True) -> None:
-        """Start bringing the weights together (`fork`: see buffer.gather)."""
+    @property
+    def is_coded(self) -> bool:
+        """Whether its weights travel encoded, so that what is computed with is not quite what rests."""
+        return any(segment.flat.codec is not None for segment in self.segments)
+
+    def start_gather(self, streams: Lanes, *, fork: bool = True, exact: bool = False) -> None:
+        """Start bringing the weights together (`fork`: see buffer.gather), `exact`: as they rest, without a codec."""
         for segment in self.segments:
+            segment.flat.exact = exact
             if not segment.flat.is_local:
                 segment.settle()
             always = not (segment.flat.dtype.is_floating_point or segment.flat.dtype.is_complex)
@@ -376,15 +383,15 @@ class Unit:
         for segment in self.segments:
             segment.attach()
 
-    def release(self) -> None:
-        """Give the gathered memory back (replicated rows keep theirs, and only unpoint the parameters)."""
+    def release(self, *, for_backward: bool | None = False) -> None:
+        """Give the gathered memory back (replicated rows keep theirs, and only unpoint the parameters); see FlatBuffer.release."""
         self._move(UnitState.RESTING)
         name = None
         for segment in self.segments:
             keeps_writes = segment.flat.replicated and (segment.master is None or segment.master_is_weight)
             name = name or segment.repointed() or (None if keeps_writes else segment.written())
             segment.detach()
-            segment.flat.release()
+            segment.flat.release(for_backward=for_backward)
         if name is not None:
             raise _lost(name, "while it was gathered for computing")
 
@@ -416,6 +423,7 @@ class Unit:
         for segment in self.segments:
             segment.heal()
             segment.detach()
+            segment.flat.forget_column()
             if not rests:
                 segment.flat.release()
         self.depth = 0

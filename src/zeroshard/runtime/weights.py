@@ -52,6 +52,7 @@ class Weights:
         self._idle: Unit | None = None  # forward over, kept until another unit is needed
         self._prefetched: dict[int, Unit] = {}
         self.pinned = 0  # gathered() contexts that hold every unit
+        self.exact = 0  # gathered() contexts, which show what rests
         self.asleep = False  # between offload_states() and reload_states()
         self.running = 0  # forwards under way, of the model or of any module that needs a unit
         self._held: dict[int, tuple[Unit, bool]] = {}  # used outside their modules; whether a backward may follow
@@ -126,7 +127,7 @@ class Weights:
                 self._digest.fold("gather", unit.name, dtype_name(flat.dtype), flat.layout.numel, ordered=True)
         if self.trace is not None:
             self.trace("gather", unit.name)
-        unit.start_gather(self._streams, fork=fork)
+        unit.start_gather(self._streams, fork=fork, exact=self.exact > 0)
 
     def _make_room(self, unit: Unit, phase: Phase) -> None:
         """Let go of what was prefetched for another order, then wait for reduces, until `unit` fits the budget."""
@@ -148,11 +149,22 @@ class Weights:
                 self._prefetched[index] = other
                 self.start(other)
 
+    def show_exact(self, units: Sequence[Unit]) -> None:
+        """Until `exact` is counted down again, gather what rests; encoded weights of `units` that are here go."""
+        self.exact += 1
+        for unit in units:
+            if unit.is_coded and unit.depth == 0 and not unit.in_backward:
+                if unit.state is UnitState.GATHERING:
+                    self.discard(unit)
+                elif unit.state is UnitState.FULL:
+                    self._idle = None if self._idle is unit else self._idle
+                    self.release(unit, for_backward=None)
+
     def discard(self, unit: Unit) -> None:
         """Release a unit that was prefetched and not used."""
         self._prefetched.pop(unit.index, None)
         unit.finish_gather()
-        self.release(unit)
+        self.release(unit, for_backward=None)
 
     def after_forward(self, unit: Unit) -> None:
         """`unit`'s module has run: release it now if nothing else of it can follow, else when another unit is needed."""
@@ -160,7 +172,7 @@ class Weights:
         if kept or not unit.cells.weight.is_sharded or unit.state is not UnitState.FULL:
             return
         if unit.spans_one_module:
-            self.release(unit)
+            self.release(unit, for_backward=torch.is_grad_enabled() or None)
         elif self._idle is not unit:
             self.release_idle()
             self._idle = unit
@@ -171,14 +183,15 @@ class Weights:
         if unit is None or unit.state is not UnitState.FULL:
             return
         if unit.depth == 0 and not unit.in_backward:
-            self.release(unit)
+            self.release(unit, for_backward=torch.is_grad_enabled() or None)
         else:
             unit.wake()
 
-    def release(self, unit: Unit) -> None:
+    def release(self, unit: Unit, *, for_backward: bool | None = False) -> None:
+        """Release a unit; see FlatBuffer.release."""
         if self.trace is not None:
             self.trace("release", unit.name)
-        unit.release()
+        unit.release(for_backward=for_backward)
         self.trimmer.passed(unit.full_bytes)
 
     def release_unused(self, unit: Unit) -> None:
@@ -216,6 +229,8 @@ class Weights:
         self.let_go(also_for_backward=True)
         stale = [unit for unit in self.units if unit.cells.optim.is_sharded and not unit.cells.weight.is_sharded]
         for unit in self.units:
+            for segment in unit.segments:
+                segment.flat.forget_column()
             if unit.state is UnitState.FULL and unit.depth == 0 and unit.cells.optim.is_sharded:
                 self.release(unit)
         fork = True  # once for all: nothing touches compute between these gathers
@@ -245,7 +260,7 @@ class Weights:
         self._idle = None
         self._prefetched.clear()
         self._held.clear()
-        self.running = self.pinned = 0
+        self.running = self.pinned = self.exact = 0
         for unit in self.units:
             unit.abandon()
             unit.in_backward = False

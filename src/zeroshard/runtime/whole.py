@@ -52,6 +52,7 @@ class Whole:
         saved, self._hooks.may_save = self._hooks.may_save, True
         pins = len(units) == len(self._weights.units)
         self._weights.pinned += pins
+        self._weights.show_exact(units)
         try:
             for unit in units:
                 unit.depth += 1
@@ -73,6 +74,7 @@ class Whole:
         finally:
             self._hooks.may_save = saved
             self._weights.pinned = max(0, self._weights.pinned - pins)
+            self._weights.exact = max(0, self._weights.exact - 1)
             for unit in units:
                 unit.depth -= 1
                 self._weights.release_unused(unit)
@@ -99,7 +101,7 @@ class Whole:
         self._transport.begin_write()
         for segment, copy in zip(unit.segments, copies, strict=True):
             with self._faults.noted(lost=True):
-                segment.store(segment.flat.views_of(copy), whole_master=not unit.cells.optim.is_sharded)
+                segment.store(segment.flat.views_of(copy))
             segment.flat.publish()
         self._faults.agree()
         if refresh:
@@ -148,19 +150,20 @@ class Whole:
             return None
         flat = segment.flat
         resting = path.resting()
-        numel = flat.layout.numel if path.sums_are_replicated else flat.local.numel
+        numel = flat.stepped[1] - flat.stepped[0]
         local: torch.Tensor | None = None
         if resting is not None:
             with self._faults.noted():
                 local = resting.fetch(0, numel)
         if local is None:
             local = torch.zeros(numel, dtype=path.precision.accumulate, device=flat.full.device)
-        whole = self._gather(f"{segment.key}.full_grad", segment, local, whole=path.sums_are_replicated)
+        whole = self._gather(f"{segment.key}.full_grad", segment, local)
         self._faults.agree()
         return flat.views_of(whole)[index].clone()
 
     def give_back(self) -> None:
         """Give every parameter whole memory of its own, in the dtype it came in. Collective; no unit can be gathered afterwards."""
+        self._weights.show_exact(self._weights.units)
         for unit in self._weights.units:
             self._weights.need(unit, "forward")
             for segment in unit.segments:
@@ -181,13 +184,15 @@ class Whole:
             here = torch.full((master.numel,), float("nan"), dtype=master.dtype, device=segment.flat.full.device)
             with self._faults.noted(), master.borrowed(0, master.numel, write=False) as local:
                 here.copy_(local)
-        return segment.flat.views_of(self._gather(f"{segment.key}.master", segment, here, whole=not cells.optim.is_sharded))
+        return segment.flat.views_of(self._gather(f"{segment.key}.master", segment, here))
 
-    def _gather(self, key: str, segment: Segment, local: torch.Tensor, *, whole: bool) -> torch.Tensor:
-        """Return every rank's slice of what `local` is here, flat; `local` itself where it is `whole` already."""
-        if whole:
+    def _gather(self, key: str, segment: Segment, local: torch.Tensor) -> torch.Tensor:
+        """Return every rank's slice of what `local`, of the range that this rank steps, is here; `local` itself where that is everything."""
+        layout, (start, stop) = segment.flat.layout, segment.flat.stepped
+        if stop - start == layout.numel:
             return local
-        layout = segment.flat.layout
+        low, high = segment.flat.own_span
+        local = local[low - start : high - start]
         out = torch.empty(layout.numel, dtype=local.dtype, device=local.device)
         self._transport.all_gather(key, local, layout.ranges, out).wait()
         return out

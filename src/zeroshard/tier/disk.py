@@ -137,8 +137,8 @@ class _DiskSlab:
         self.dtype = dtype
         self.tier = Tier.DISK
         self._store = store
-        self._num_bytes = numel * dtype.itemsize
-        self._file_bytes = round_up(self._num_bytes, BLOCK)
+        self.num_bytes = numel * dtype.itemsize
+        self._file_bytes = round_up(self.num_bytes, BLOCK)
         self._fd, self._name = store.files.create(key, self._file_bytes, direct=store.direct)
         self.path = store.path / self._name
         self._close_file = weakref.finalize(self, os.close, self._fd)
@@ -191,7 +191,7 @@ class _DiskSlab:
         if start == stop:
             return DoneWork()
         first, last = start * self.dtype.itemsize, stop * self.dtype.itemsize
-        pieces = cut(first, last, slab_bytes=self._num_bytes, unit=BLOCK if self._sums is None else UNIT, chunk=_CHUNK)
+        pieces = cut(first, last, slab_bytes=self.num_bytes, unit=BLOCK if self._sums is None else UNIT, chunk=_CHUNK)
         there = self._store.crossings.of(tensor)
         do = self._write_piece if writes else self._read_piece
 
@@ -219,7 +219,7 @@ class _DiskSlab:
             if view is None:
                 memory = scratch.memory
                 view = memory.view[: piece.high - piece.low]
-                if piece.start == piece.low and piece.stop == self._num_bytes:
+                if piece.start == piece.low and piece.stop == self.num_bytes:
                     view[num_bytes:] = bytes(len(view) - num_bytes)  # beyond the slab's end there is nothing to keep
                 elif not piece.whole:
                     self._fetch(view, piece.low)

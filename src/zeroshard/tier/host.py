@@ -93,6 +93,10 @@ class _HostSlab:
             return torch.empty(0, dtype=self.dtype)
         return torch.frombuffer(memoryview(self._memory)[start * itemsize : stop * itemsize], dtype=self.dtype)
 
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
     def read(self, start: int, stop: int, out: torch.Tensor) -> Work:
         self._yield_to(start, stop, writes=False)
         return self._started(start, stop, self._store.link.copy(out, self._tensor(start, stop), "to_device"), writes=False)

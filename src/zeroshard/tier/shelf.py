@@ -56,7 +56,7 @@ class Shelf:
         """Return the bytes at rest on each tier."""
         out = {Tier.DEVICE: self.split * self.dtype.itemsize}
         if self.slab is not None:
-            out[self.slab.tier] = out.get(self.slab.tier, 0) + self.slab.numel * self.dtype.itemsize
+            out[self.slab.tier] = out.get(self.slab.tier, 0) + self.slab.num_bytes
         return {tier: num_bytes for tier, num_bytes in out.items() if num_bytes}
 
     def renew(self, store: Store) -> None:

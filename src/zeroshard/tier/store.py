@@ -37,6 +37,10 @@ class Slab(Protocol):
     dtype: torch.dtype
     tier: Tier
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that rest there."""
+
     def read(self, start: int, stop: int, out: torch.Tensor) -> Work:
         """Start copying elements [start, stop) into `out` [stop - start] of the same dtype, 1-D and contiguous."""
 
