@@ -285,6 +285,7 @@ class Result:
     """What one training did; the same on every rank."""
 
     stage: int
+    name: str
     losses: list[float]  # nats per byte, mean over ranks, one per step
     validation: float
     tokens_per_s: float
@@ -316,7 +317,8 @@ def train(args: argparse.Namespace, stage: int, text: Tensor, held_out: Tensor, 
         return min((s + 1) / max(1, args.steps // 20), 0.05 + 0.95 * (1 + math.cos(math.pi * s / args.steps)) / 2)
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    engine = zs.shard(model, optimizer, stage=stage, precision=args.precision)  # zeroshard
+    engine = zs.shard(model, optimizer, stage=None if args.config else stage, config=args.config, precision=args.precision)  # zeroshard
+    name = Path(args.config).stem if args.config else f"ZeRO-{stage}"
 
     rank, ranks = rank_and_size()
     position = Position(args.seed, rank)
@@ -327,7 +329,7 @@ def train(args: argparse.Namespace, stage: int, text: Tensor, held_out: Tensor, 
     tokens_per_step = args.accumulate * args.batch * args.context * ranks
     losses, seconds, traffic, memory, speed = [], [], Counter(), engine.memory(), math.nan
     line = TextColumn("{task.completed}/{task.total} loss {task.fields[loss]:.3f}{task.fields[status]}")
-    columns = (TextColumn(f"[bold]ZeRO-{stage}"), BarColumn(bar_width=10), line, TimeRemainingColumn(compact=True))
+    columns = (TextColumn(f"[bold]{name}"), BarColumn(bar_width=10), line, TimeRemainingColumn(compact=True))
     with Progress(*columns, console=console, disable=not console.is_terminal or rank != 0) as progress, checkpoints or nullcontext():
         task = progress.add_task("training", total=args.steps, completed=position.step, loss=math.nan, status="")
         for step in range(position.step, args.steps):
@@ -358,7 +360,7 @@ def train(args: argparse.Namespace, stage: int, text: Tensor, held_out: Tensor, 
                 status = f"  val {validation:.3f}  {speed:5.0f} tok/s  {now[:, 1].max():.0f} MB/rank"
                 progress.update(task, status=status)
                 if not console.is_terminal:
-                    console.print(f"ZeRO-{stage}  step {step + 1:4d}/{args.steps}  loss {now[:, 0].mean():.3f}{status}")
+                    console.print(f"{name}  step {step + 1:4d}/{args.steps}  loss {now[:, 0].mean():.3f}{status}")
             progress.update(task, advance=1, loss=losses[-1])
     if not losses:  # resumed where nothing was left to do
         validation = validate(model, held_out, device)
@@ -366,7 +368,7 @@ def train(args: argparse.Namespace, stage: int, text: Tensor, held_out: Tensor, 
     per_step = {name: count // len(losses) for name, count in traffic.items()}
     engine.close()
     mean_losses = (checkpoints.losses if checkpoints else []) + across_ranks(*losses).mean(0).tolist()
-    return Result(stage, mean_losses, validation, speed, dict(memory.at_rest), memory.peak, per_step, sample)
+    return Result(stage, name, mean_losses, validation, speed, dict(memory.at_rest), memory.peak, per_step, sample)
 
 
 # ---- what is printed -------------------------------------------------------------------------------------------------------------------
@@ -379,7 +381,7 @@ def closing_table(result: Result, num_parameters: int, precision: str) -> Table:
     held = {state: width * num_parameters for state, width in per_parameter.items()}
     received = 2 * weight * num_parameters * (ranks - 1) // ranks  # a ring all-reduce of the gradients
     table = Table(title=f"One of {ranks} ranks, MB", title_justify="left")
-    for name in ("", f"ZeRO-{result.stage}", "plain data parallel", "ratio"):
+    for name in ("", result.name, "plain data parallel", "ratio"):
         table.add_column(name, justify="right" if name else "left")
 
     def row(name: str, ours: int, plain: int) -> None:
@@ -404,7 +406,7 @@ def comparison_table(results: list[Result]) -> Table:
         table.add_column(name, justify="right")
     for r in results:
         sizes = [f"{value / MB:.2f}" for value in (sum(r.memory.values()), r.temporary, sum(r.traffic.values()))]
-        table.add_row(f"ZeRO-{r.stage}", f"{r.losses[-1]:.6f}", f"{r.validation:.6f}", *sizes, f"{r.tokens_per_s:.0f}")
+        table.add_row(r.name, f"{r.losses[-1]:.6f}", f"{r.validation:.6f}", *sizes, f"{r.tokens_per_s:.0f}")
     return table
 
 
@@ -425,6 +427,7 @@ def verdict(args: argparse.Namespace, results: list[Result]) -> str:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT on Python's standard library, sharded with ZeRO.")
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage; 0 is plain data parallel (default: 3)")
+    parser.add_argument("--config", metavar="FILE", help="JSON of zeroshard's options (policy, comm, offload, ...), in place of --stage")
     parser.add_argument("--compare", action="store_true", help="train with stages 0, 1, 2 and 3, one after another")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--layers", type=int, default=4)
@@ -447,6 +450,8 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint DIR: where to resume from")
+    if args.compare and args.config:
+        parser.error("--compare trains with stages 0 to 3, and --config says how to train: leave out one of the two")
     if args.compare and args.checkpoint:
         parser.error("--compare trains four models one after another, and --checkpoint saves one: leave out one of the two")
     if args.save_every < 1 or args.keep_last < 1:

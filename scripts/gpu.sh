@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one go and in less than ten minutes: the GPU tests, then the benchmarks of steps, of states on host and disk,
-# and of the largest model. Usage: scripts/gpu.sh OUT_DIRECTORY [tests|step|offload|largest ...]      (default: all four)
+# and of the largest model. Usage: scripts/gpu.sh OUT_DIRECTORY [tests|step|codec|offload|largest ...]      (default: all)
 # Needs torch with CUDA, and pytest, pytest-timeout, hypothesis, pydantic, rich, safetensors and xxhash in the interpreter $PYTHON.
 # $DISK is a directory on a local disk for what rests there (default: the temporary folder).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out=${1:?"usage: scripts/gpu.sh OUT_DIRECTORY [tests|step|offload|largest ...]"}
+out=${1:?"usage: scripts/gpu.sh OUT_DIRECTORY [tests|step|codec|offload|largest ...]"}
 shift
-parts=" ${*:-tests step offload largest} "
+parts=" ${*:-tests step codec offload largest} "
 python=${PYTHON:-python3}
 disk=${DISK:-${TMPDIR:-/tmp}}
 mkdir -p "$out"
@@ -19,12 +19,15 @@ bench() { # SECONDS NAME ARGUMENTS...
 }
 
 if [[ $parts == *" tests "* ]]; then
-    timeout 210 "$python" -m pytest -q -s tests/gpu tests/runtime/test_streams.py -p no:cacheprovider 2>&1 | tee "$out/tests.txt"
+    timeout 210 "$python" -m pytest -q -s tests/gpu tests/runtime/test_streams.py tests/comm/test_codec_kernels.py -p no:cacheprovider 2>&1 | tee "$out/tests.txt"
 fi
 if [[ $parts == *" step "* ]]; then
     for precision in fp32 bf16; do
         bench 75 "medium-$precision-cuda" step --sizes medium --precision "$precision" --contenders zero2,zero3,torch-ddp,fsdp2,plain --alive 5
     done
+fi
+if [[ $parts == *" codec "* ]]; then
+    timeout 40 "$python" -m zeroshard bench codec --device cuda --elements 67108864 --out "$out/codec-cuda.json" 2>&1 | tee "$out/bench-codec.txt"
 fi
 if [[ $parts == *" offload "* ]]; then
     contenders=zero2,zero2+host,zero2+part,zero2+late,zero2+disk,zero3,zero3+host,fsdp2+host

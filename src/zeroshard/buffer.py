@@ -30,7 +30,7 @@ import torch
 from zeroshard.coded import CodedSlab
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.transport import Transport, Window, Work
-from zeroshard.comm.two_level import TwoLevelTransport
+from zeroshard.comm.two_level import ColumnWindow, TwoLevelTransport
 from zeroshard.core.layout import Layout, Range
 from zeroshard.core.placement import Placement, Scope
 from zeroshard.core.policy import Cells
@@ -528,6 +528,11 @@ class FlatBuffer:
         self.codec.decode(encoded, self.full)
         if self._keeps_column:
             self._arrived = encoded[slice(*self.codec.bytes_of(self._column_span))].clone()
+
+    def arrive(self) -> None:
+        """Return when what rests here is up to date with what other nodes have published."""
+        if isinstance(self.window, ColumnWindow):
+            self.window.arrive()
 
     def publish(self) -> None:
         """Say that our slice is written and may be read."""

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 def pair(stall_timeout_s: float = 10.0) -> tuple[Links, Links]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return Links({1: ours}, stall_timeout_s=stall_timeout_s), Links({0: theirs}, stall_timeout_s=stall_timeout_s)
+    return tuple(Links({peer: end}, members=(0, 1), stall_timeout_s=stall_timeout_s) for peer, end in ((1, ours), (0, theirs)))
 
 
 def test_two_ranks_with_full_sockets_do_not_deadlock() -> None:
@@ -144,7 +144,7 @@ def test_waiting_threads_are_reused() -> None:
         finished = threading.Event()
         waiters.run(lambda number=number, finished=finished: (done.append(number), finished.set()))  # type: ignore[misc]
         finished.wait(5)
-        while waiters._idle == 0 and threading.active_count() > before:
+        while waiters._crew._idle == 0 and threading.active_count() > before:
             pass
     assert done == list(range(20)) and threading.active_count() <= before + 2
     for _ in range(3):

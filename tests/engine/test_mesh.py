@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from zeroshard.core.placement import Mesh, Tier
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.precision import PRECISIONS
 from zeroshard.core.traffic import Wires
-from zeroshard.errors import ConfigError, PlanMismatch
+from zeroshard.errors import ConfigError, PlanMismatch, ZeroshardError
 
 MESH = Mesh(2, 2)
 MESH_ROWS = ("hpz", "mics", "hfsdp")
@@ -279,3 +280,55 @@ def test_a_node_size_that_does_not_divide_is_refused_on_every_rank() -> None:
 def test_ranks_that_disagree_about_the_node_size_are_told_who_says_what() -> None:
     for text in run_ranks(4, _refused, (2, 2, 4, 2), timeout=30):
         assert text.startswith("PlanMismatch") and "comm" in text and '"node_size":4' in text and "rank 2" in text, text
+
+
+# ---------------------------------------------------------------------------------------------------------------- faults
+
+
+def _flipped(rank: int, world: int, row: str) -> str:
+    model = make_model()
+    optimizer = two_groups(model)
+    engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(node_size=2), verify_every=2, stall_timeout_s=20)
+    try:
+        for step in range(4):
+            model(*batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 3 and step == 2:
+                flat = engine._weights.units[1].segments[0].flat
+                flat.arrive()
+                flat.rest.whole[5] += 1.0
+        engine.close()
+    except PlanMismatch as error:
+        return str(error)
+    return "nothing noticed"
+
+
+@pytest.mark.parametrize("row", ["mics", "hfsdp"])
+def test_a_column_that_differs_between_nodes_is_found(row: str) -> None:
+    for text in run_ranks(4, _flipped, row, timeout=30):
+        assert "differ between rank 1 and rank(s) [3], which hold the same" in text, text
+
+
+def _late(rank: int, world: int) -> str:
+    """Rank 3 does not come; return what the others are told."""
+    model = make_model()
+    engine = zs.shard(model, two_groups(model), comm=zs.Comm(transport="gloo", node_size=2), stall_timeout_s=1.5)
+    if rank == 3:
+        time.sleep(4)
+        return ""
+    try:
+        model(*batch(rank, 0))
+    except ZeroshardError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        time.sleep(3)
+        del engine
+    return "went on"
+
+
+def test_a_rank_that_does_not_come_is_named_by_its_number_in_the_job() -> None:
+    told = run_ranks(4, _late, timeout=30)
+    assert "StallError" in told[1] and "rank(s) [3]" in told[1], told  # of its column
+    assert "rank(s) [3]" in told[2], told  # of its node
+    assert "rank(s) [1]" in told[0] or "rank(s) [2]" in told[0], told  # who wait for rank 3

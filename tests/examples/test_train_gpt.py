@@ -127,6 +127,30 @@ def train_here(example: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_encoded_weights_and_gradients_learn_as_much_in_300_steps(tmp_path: Path) -> None:
+    """ZeRO++ on two nodes of two ranks: within 1% of the exact run's validation loss, and closer with error feedback than without."""
+    plus = {"policy": "hpz", "comm": {"transport": "gloo", "node_size": 2, "hierarchical": True, "weight_codec": "int8", "grad_codec": "int4"}}
+    configs = {
+        "exact": {"policy": "zero3", "comm": {"node_size": 2}},
+        "encoded": plus,
+        "loco": {**plus, "comm": {**plus["comm"], "error_feedback": True}},  # type: ignore[dict-item]
+    }
+    validation = {}
+    for name, config in configs.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+        command = [sys.executable, "-m", "zeroshard", "run", "--nproc", "4", str(SCRIPT), "--steps", "300", "--batch", "4", "--sample", "8"]
+        command += ["--config", str(tmp_path / f"{name}.json"), "--json", str(tmp_path / f"{name}-result.json")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=480)
+        assert done.returncode == 0, done.stderr
+        validation[name] = json.loads((tmp_path / f"{name}-result.json").read_text())["results"][0]["validation"]
+    print(validation)
+    for name in ("encoded", "loco"):
+        assert abs(validation[name] / validation["exact"] - 1) < 0.01, validation
+    assert abs(validation["loco"] - validation["exact"]) < abs(validation["encoded"] - validation["exact"]), validation
+
+
+@pytest.mark.slow
 def test_ten_steps_are_five_and_five_more_and_another_layout_goes_on_from_there(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

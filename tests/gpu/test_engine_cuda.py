@@ -20,6 +20,8 @@ from tests.harness import run_ranks
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 DEVICE = "cuda:0"
+MESH_ROWS = ("hpz", "mics", "hfsdp")
+CODED = {"weight_codec": "int8", "grad_codec": "int4", "error_feedback": True}
 
 
 @pytest.fixture
@@ -91,12 +93,19 @@ def test_memory_is_steady_over_fifty_steps_of_stage_three(nccl_group: Any) -> No
     engine.close()
 
 
+def test_encoded_weights_and_gradients_train_nearly_as_exact_ones(nccl_group: Any) -> None:
+    exact, _ = _train("zero3", 40, comm=zs.Comm(transport="nccl"))
+    coded, _ = _train("zero3", 40, comm=zs.Comm(transport="nccl", **CODED))  # type: ignore[arg-type]
+    assert coded != exact and sum(coded[-10:]) == pytest.approx(sum(exact[-10:]), rel=0.05)
+
+
 def _over_gloo(rank: int, world: int, row: str) -> dict[str, torch.Tensor]:
     torch.cuda.set_device(0)
     torch.manual_seed(0)
     model = Net(width=32, layers=3).to(DEVICE)
     optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(transport="gloo"))
+    mesh = {"node_size": 1} if row in MESH_ROWS else {}
+    engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(transport="gloo", **mesh))  # type: ignore[arg-type]
     for step in range(10):
         model(*(t.to(DEVICE) for t in batch(rank, step))).backward()
         optimizer.step()
@@ -108,7 +117,7 @@ def _over_gloo(rank: int, world: int, row: str) -> dict[str, torch.Tensor]:
 
 def test_two_ranks_share_one_gpu_over_gloo_with_equal_rows() -> None:
     reference = run_ranks(2, _over_gloo, "ddp")[0]
-    for row in ROWS[1:]:
+    for row in (*ROWS[1:], *MESH_ROWS):
         for state in run_ranks(2, _over_gloo, row):
             assert all(torch.equal(value, reference[name]) for name, value in state.items()), row
 
@@ -120,6 +129,7 @@ def test_the_stream_sanitizer_finds_no_race(tmp_path: Path) -> None:
         f"dist.init_process_group('cpu:gloo,cuda:nccl', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
         "import zeroshard as zs\n"
         "for row in t.ROWS: t._train(row, 3, comm=zs.Comm(transport='nccl'))\n"
+        "t._train('zero3', 3, comm=zs.Comm(transport='nccl', **t.CODED))\n"
         "dist.destroy_process_group()\n"
     )
     environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}

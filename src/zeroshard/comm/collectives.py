@@ -113,7 +113,7 @@ class Collectives:
 
         def consume(parts: dict[int, Contribution]) -> None:
             if own_bytes:
-                data = checked_parts(parts, what, size=self._size, num_bytes=own_bytes)
+                data = checked_parts(parts, what, self._transport.members, num_bytes=own_bytes)
                 if codec is None:
                     typed = [None if d is None else d.view(wire_dtype) for d in data]
                     ordered_sum(typed, out, node_size=self._node_size, accumulate=accumulate)
@@ -150,7 +150,7 @@ class Collectives:
         def consume(parts: dict[int, Contribution]) -> None:
             for rank in contributors - {FAR}:
                 target = out[slice(*ranges[rank])]
-                data = parts[rank].checked(target.numel() * target.element_size(), what, rank)
+                data = parts[rank].checked(target.numel() * target.element_size(), what, self._transport.members[rank])
                 assert data is not None, (what, rank)
                 target.copy_(data.view(target.dtype))
             self._transport.count("all_gather", {rank: (stop - start) * out.element_size() for rank, (start, stop) in enumerate(ranges)})

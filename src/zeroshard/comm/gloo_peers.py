@@ -107,8 +107,9 @@ class _Crew:
 class Transfer:
     """The sends and receives of one operation of one key ([Note: gloo waits])."""
 
-    def __init__(self, what: str, waiters: Waiters, wake: Callable[[], None]) -> None:
+    def __init__(self, what: str, waiters: Waiters, wake: Callable[[], None], members: Sequence[int]) -> None:
         self.what = what
+        self._members = members
         self.error: PeerLostError | None = None
         self._waiters = waiters
         self._wake = wake
@@ -133,7 +134,7 @@ class Transfer:
         try:
             work = call([host], peer, tag)
         except RuntimeError as error:
-            self.error = _lost(self.what, peer, error)
+            self.error = _lost(self.what, self._members[peer], error)
             return
         self._alive.append(host)
         self._unfinished.append(peer)
@@ -154,7 +155,7 @@ class Transfer:
             try:
                 work.wait(_FOREVER)
             except RuntimeError as failure:
-                error = _lost(self.what, peer, failure)
+                error = _lost(self.what, self._members[peer], failure)
             with self._lock:
                 self._unfinished.remove(peer)
                 self.error = self.error or error
@@ -194,17 +195,18 @@ class Circle:
     name: str
     rank: int
     size: int
+    members: tuple[int, ...]  # what errors call its ranks
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Circle:
         """Return the circle of all ranks of `group`. Collective."""
         name = [secrets.token_hex(16)]
         dist.broadcast_object_list(name, group=group, group_src=0)
-        return cls(name[0], group.rank(), group.size())
+        return cls(name[0], group.rank(), group.size(), tuple(range(group.size())))
 
     def part(self, ranks: Sequence[int]) -> Circle:
         """Return the circle of some of our `ranks`, this one among them."""
-        return Circle(f"{self.name}/{'-'.join(map(str, ranks))}", ranks.index(self.rank), len(ranks))
+        return Circle(f"{self.name}/{'-'.join(map(str, ranks))}", ranks.index(self.rank), len(ranks), tuple(ranks))
 
 
 def connect(circle: Circle, *, stall_timeout_s: float) -> Any:
@@ -223,8 +225,11 @@ class GlooPeers:
     `wake` is called by another thread when a transfer ends; `wait` blocks until a transfer is done and lands it.
     """
 
-    def __init__(self, connections: Any, rank: int, *, wake: Callable[[], None], wait: Callable[[Transfer], None]) -> None:
+    def __init__(
+        self, connections: Any, rank: int, *, members: Sequence[int], wake: Callable[[], None], wait: Callable[[Transfer], None]
+    ) -> None:
         self._connections = connections
+        self._members = members
         self._rank = rank
         self._wake = wake
         self._wait = wait
@@ -255,7 +260,7 @@ class GlooPeers:
 
     def post(self, what: str, tag: int, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> Transfer:
         """Start sending and receiving contiguous tensors to and from peers. Empty ones are left out, on both sides."""
-        transfer = Transfer(what, self._waiters, self._wake)
+        transfer = Transfer(what, self._waiters, self._wake, self._members)
         for peer, tensor in receives.items():
             if tensor.numel():
                 transfer.receive(self._connections, peer, tensor, tag)

@@ -71,7 +71,8 @@ class Message:
 class Links:
     """The sockets of one rank, by peer. `wake_fd` is an eventfd that other threads write to end a `receive` early."""
 
-    def __init__(self, sockets: dict[int, socket.socket], *, stall_timeout_s: float) -> None:
+    def __init__(self, sockets: dict[int, socket.socket], *, members: Sequence[int], stall_timeout_s: float) -> None:
+        self.members = members  # what errors call the ranks
         self.lost: set[int] = set()
         self.generation = 0
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -112,7 +113,7 @@ class Links:
     def _make_room(self, peer: int, kind: Kind, deadline: float) -> None:
         """Wait until `peer` reads, and read meanwhile what others send to us."""
         if time.monotonic() > deadline:
-            raise StallError(f"rank {peer} reads no messages ({kind.name}) since {self._stall_timeout_s:g} s")
+            raise StallError(f"rank {self.members[peer]} reads no messages ({kind.name}) since {self._stall_timeout_s:g} s")
         self._poll.modify(self._sockets[peer], select.POLLIN | select.POLLOUT)
         self._fill_inbox(0.1)
         if peer not in self.lost:
@@ -171,7 +172,7 @@ class Links:
         """Raise PeerLostError when one of `peers` has ended."""
         lost = sorted(self.lost.intersection(peers))
         if lost:
-            raise PeerLostError(f"{what}: rank(s) {lost} ended without finishing; see their output for the first error")
+            raise PeerLostError(f"{what}: rank(s) {[self.members[peer] for peer in lost]} ended without finishing; see their output for the first error")
 
     def close(self) -> None:
         """Hang up. Idempotent."""

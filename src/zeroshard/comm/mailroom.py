@@ -164,7 +164,7 @@ class Mailroom:
             self._require_same_generation(awaited, what)
             now = time.monotonic()
             if now > deadline:
-                names = sorted(near() | far())
+                names = [self.links.members[rank] for rank in sorted(near() | far())]
                 raise StallError(
                     f"{what}: rank(s) {names} did not come within {stall_timeout_s:g} s; see what they are doing, or raise stall_timeout_s "
                     f"if they are only slow"
@@ -184,7 +184,7 @@ class Mailroom:
 
     def _require_same_generation(self, peers: Sequence[int], what: str) -> None:
         """Raise StateError when one of `peers` has forgotten what we wait for."""
-        ahead = [peer for peer in peers if self.abandons[peer] > self.links.generation]
+        ahead = [self.links.members[peer] for peer in peers if self.abandons[peer] > self.links.generation]
         if ahead:
             raise StateError(f"{what}: rank(s) {ahead} gave up this step after an exception and wait in engine.reset(): call it here too")
 

@@ -54,6 +54,7 @@ class PairedTransport:
         pool_bytes: int | None = None,
         alias: bool = True,
         traffic: Traffic | None = None,
+        members: Sequence[int] | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -70,9 +71,10 @@ class PairedTransport:
         self._num_windows = 0
         self._num_writes = 0
         self.collectives = Collectives(self, node_size=node_size, pool_bytes=pool_bytes)
-        links = Links(neighbours.sockets, stall_timeout_s=stall_timeout_s)
+        self.members = tuple(range(size)) if members is None else tuple(members)
+        links = Links(neighbours.sockets, members=self.members, stall_timeout_s=stall_timeout_s)
         self.mail = Mailroom(links, self.near, self.collectives.meetings, self.collectives.slots.release)
-        self.messages = GlooPeers(connections, rank, wake=links.wake, wait=self._wait_transfer)
+        self.messages = GlooPeers(connections, rank, members=self.members, wake=links.wake, wait=self._wait_transfer)
         self._gathers: list[GatherWork] = []
         serving.register(self)
 
@@ -93,9 +95,9 @@ class PairedTransport:
 
     def _compare(self, text: str, what: str) -> None:
         digests = self.exchange_quietly(hashlib.blake2b(text.encode(), digest_size=8).digest())
-        differ = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        differ = [self.members[rank] for rank, digest in enumerate(digests) if digest != digests[0]]
         if differ:
-            raise PlanMismatch(f"{what}: rank(s) {differ} ask for another key, cut, dtype or placement than rank 0; here it is {text}")
+            raise PlanMismatch(f"{what}: rank(s) {differ} ask for another key, cut, dtype or placement than rank {self.members[0]}; here it is {text}")
 
     def started(self, work: GatherWork) -> None:
         """Take a gather under way into care."""

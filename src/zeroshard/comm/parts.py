@@ -15,7 +15,7 @@ costs no copies where nobody else is blocked; ranks that are stuck on one slow r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -120,6 +120,6 @@ class Meetings:
         self.sequences.clear()
 
 
-def checked_parts(parts: Parts, what: str, *, size: int, num_bytes: int) -> list[torch.Tensor | None]:
-    """Return all ranks' parts, uint8 [num_bytes] each, in rank order; PlanMismatch for one of another length."""
-    return [parts[rank].checked(num_bytes, what, rank) for rank in range(size)]
+def checked_parts(parts: Parts, what: str, members: Sequence[int], *, num_bytes: int) -> list[torch.Tensor | None]:
+    """Return all ranks' parts, uint8 [num_bytes] each, in rank order; PlanMismatch, calling ranks as in `members`, for one of another length."""
+    return [parts[rank].checked(num_bytes, what, name) for rank, name in enumerate(members)]

@@ -23,7 +23,7 @@ def make_gloo(circle: Circle, *, stall_timeout_s: float, **options: Any) -> Pair
     """Return a transport that sends messages to every rank of `circle`. Options are PairedTransport's."""
     connections = connect(circle, stall_timeout_s=max(stall_timeout_s, _MEETING_S))
     alone = Neighbours([[rank] for rank in range(circle.size)])
-    return PairedTransport(circle.rank, circle.size, alone, connections=connections, stall_timeout_s=stall_timeout_s, **options)
+    return PairedTransport(circle.rank, circle.size, alone, connections=connections, members=circle.members, stall_timeout_s=stall_timeout_s, **options)
 
 
 def make_paired(
@@ -37,7 +37,7 @@ def make_paired(
     rank, size = circle.rank, circle.size
     connections = connect(circle, stall_timeout_s=max(stall_timeout_s, _MEETING_S))
     alone = Neighbours([[peer] for peer in range(size)])
-    meeting = PairedTransport(rank, size, alone, connections=connections, stall_timeout_s=max(stall_timeout_s, _MEETING_S))
+    meeting = PairedTransport(rank, size, alone, connections=connections, members=circle.members, stall_timeout_s=max(stall_timeout_s, _MEETING_S))
     try:
         neighbours = meet_neighbours(rank, meeting.exchange_quietly, host_id=host_id)
     finally:
@@ -50,4 +50,4 @@ def make_paired(
             raise ConfigError(f"{text}: make it possible, or choose transport 'gloo'")
         if rank == 0:
             _logger.warning("%s: using gloo sockets between them, which is slower", text)
-    return PairedTransport(rank, size, neighbours, connections=connections, stall_timeout_s=stall_timeout_s, **options)
+    return PairedTransport(rank, size, neighbours, connections=connections, members=circle.members, stall_timeout_s=stall_timeout_s, **options)

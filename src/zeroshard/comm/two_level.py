@@ -30,7 +30,7 @@ from zeroshard.core.placement import Mesh, Scope
 from zeroshard.core.traffic import all_gather, cheapest, reduce_scatter
 from zeroshard.errors import StateError
 
-__all__ = ["Lowering", "TwoLevelTransport"]
+__all__ = ["ColumnWindow", "Lowering", "TwoLevelTransport"]
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,13 @@ class TwoLevelTransport:
 
     def column_window(
         self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, written: Scope
-    ) -> _ColumnWindow:
+    ) -> ColumnWindow:
         """Allocate one segment's resting memory where a rank keeps its column; it writes `written` of it: OWN, or all of it."""
         assert len(ranges) == self.size, (key, ranges, self.size)
         self.register(key)
         columns, own = self._columns(ranges)
         inner = self._inside.window(key, columns, dtype, device, replicated=False)
-        return _ColumnWindow(self, inner, tuple(ranges), own[self._between.rank], written)
+        return ColumnWindow(self, inner, tuple(ranges), own[self._between.rank], written)
 
     def gather_column(self, key: str, local: torch.Tensor, ranges: Sequence[Range], column: torch.Tensor) -> Work:
         """Bring every node's `local` together in `column`, this rank's column of a buffer; as `all_gather` otherwise."""
@@ -298,7 +298,7 @@ class _Window:
         self.full, self.local = None, torch.empty(0)
 
 
-class _ColumnWindow:
+class ColumnWindow:
     """A rank's column, in memory that its node's ranks may be able to read where it lies (`inner`).
 
     Where a rank writes only its OWN part, `publish` starts bringing the other nodes' parts, and the next gather tells this node when they are here.
@@ -317,17 +317,18 @@ class _ColumnWindow:
         self._coming: Work | None = None
 
     def gather(self, out: torch.Tensor | None = None) -> Work:
-        self._arrive()
+        self.arrive()
         return self._inner.gather(out)
 
     def publish(self) -> None:
-        self._arrive()
+        self.arrive()
         if self._written is Scope.OWN:
             self._coming = self._transport.gather_column(self.key, self.local, self.ranges, self.rest)
         else:
             self._inner.publish()
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
+        """Return when what the other nodes have published is here."""
         if self._coming is not None:
             self._coming.wait()
             self._coming = None

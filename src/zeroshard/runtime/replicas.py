@@ -8,6 +8,7 @@ Cost: one read of the replicated state (xxh3, about memory speed) and 8 bytes pe
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +17,14 @@ import xxhash
 
 from zeroshard.comm.agree import compare
 from zeroshard.comm.transport import Transport
+from zeroshard.core.placement import Scope
+from zeroshard.errors import PlanMismatch
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.unit import Unit, UnitState
 
 __all__ = ["compare_replicas", "digest_of"]
+
+_REMEDY = "They must hold the same bits: memory was corrupted or written to on one rank; go back to the last checkpoint"
 
 
 def digest_of(*tensors: torch.Tensor) -> str:
@@ -42,4 +47,30 @@ def compare_replicas(units: Sequence[Unit], optimizer: ShardedOptimizer | None, 
             state = optimizer.optimizer.state.get(piece.tensor, {})
             tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
             named[f"optimizer state of {piece.name}"] = digest_of(piece.tensor, *tensors)
-    compare(transport, named, remedy="They must hold the same bits: memory was corrupted or written to on one rank; go back to the last checkpoint")
+    _compare_columns(units, optimizer, transport)
+    compare(transport, named, remedy=_REMEDY)
+
+
+def _compare_columns(units: Sequence[Unit], optimizer: ShardedOptimizer | None, transport: Transport) -> None:
+    """Compare what only the ranks of one column hold alike (mics: weights and optimizer state, hfsdp: weights)."""
+    named: dict[str, str] = {}
+    mesh = None
+    for unit in units:
+        for flat in (segment.flat for segment in unit.segments):
+            if flat.scope is Scope.COLUMN and flat.rest.on_device:
+                flat.arrive()
+                mesh = flat.layout.mesh
+                named[f"weights of unit {unit.name}"] = digest_of(flat.rest.whole)
+    if mesh is None:
+        return
+    if optimizer is not None and units[0].cells.optim.scope is Scope.COLUMN:
+        for piece in optimizer.pieces():
+            state = optimizer.optimizer.state.get(piece.tensor, {})
+            tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+            named[f"optimizer state of {piece.name}"] = digest_of(piece.tensor, *tensors)
+    answers = [json.loads(answer) for answer in transport.exchange(json.dumps(named).encode())]
+    for column in (mesh.column(local) for local in range(mesh.node_size)):
+        for name, digest in answers[column[0]].items():
+            others = [rank for rank in column if answers[rank].get(name) != digest]
+            if others:
+                raise PlanMismatch(f"{name} differ between rank {column[0]} and rank(s) {others}, which hold the same. {_REMEDY}")
