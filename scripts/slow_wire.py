@@ -354,7 +354,6 @@ def measure(ranks: Ranks, wire: Wire, names: Sequence[str], options: argparse.Na
 def _probe(ranks: Ranks, rate: str) -> float:
     """Return the Mbit/s that bare transfers get each way, all ranks at once."""
     num_bytes = int(min(bits_per_s(rate) / 8 * PROBE_S / MESH.node_size, MAX_PROBE_BYTES))
-    ranks.ask("probe", probe=num_bytes)  # TCP finds its window
     seconds = max(answer["seconds"] for answer in ranks.ask("probe", probe=num_bytes))
     return MESH.node_size * num_bytes * 8 / seconds / 1e6
 

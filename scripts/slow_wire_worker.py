@@ -12,9 +12,12 @@ Invariant: a turn ends when the wire is quiet, so that what a row sends after it
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -110,14 +113,20 @@ class Rank:
         return {"seconds": time.perf_counter() - start}
 
     def probe(self, num_bytes: int) -> dict[str, Any]:
-        """Send `num_bytes` to this rank's like on the other node while as many come from it."""
-        peer = (dist.get_rank() + dist.get_world_size() // 2) % dist.get_world_size()
-        outgoing, incoming = torch.zeros(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
+        """Send `num_bytes` to this rank's like on the other node while as many come from it, by TCP and nothing else."""
+        rank, size, local = dist.get_rank(), int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1 + local
+        listener = socket.create_server(address) if rank < size else None
         dist.barrier()
-        start = time.perf_counter()
-        for work in (dist.isend(outgoing, peer), dist.irecv(incoming, peer)):
-            work.wait()
-        return {"seconds": time.perf_counter() - start}
+        peer = listener.accept()[0] if listener is not None else socket.create_connection(address)
+        with listener or contextlib.nullcontext(), peer:
+            outgoing, incoming = bytes(num_bytes), bytearray(num_bytes)
+            start = time.perf_counter()
+            sender = threading.Thread(target=peer.sendall, args=(outgoing,))
+            sender.start()
+            peer.recv_into(incoming, num_bytes, socket.MSG_WAITALL)
+            sender.join()
+            return {"seconds": time.perf_counter() - start}
 
 
 def main() -> None:

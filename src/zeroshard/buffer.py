@@ -308,6 +308,7 @@ class FlatBuffer:
         meter: Meter,
         is_stepped: bool = True,
         codec: Codec | None = None,
+        pages: PagePool | None = None,
         rest: Shelf | None = None,
         note: Callable[..., None] = _raise,
     ) -> None:
@@ -322,6 +323,7 @@ class FlatBuffer:
         self._keeps_column = self.scope is Scope.OWN and layout.scope(cells.between) is Scope.COLUMN
         self._column: torch.Tensor | None = None  # between forward and backward (ZeRO++'s secondary shard); encoded where weights travel so
         self._arrived: torch.Tensor | None = None  # the encoded column of what is gathered now, if it may be kept
+        self._pages = PagePool() if pages is None else pages
         self.codec = codec  # in which weights travel
         self.exact = False  # the next gather goes without
         self._streams = streams
@@ -515,7 +517,7 @@ class FlatBuffer:
 
     def _empty_encoding(self, numel: int) -> torch.Tensor:
         assert self.codec is not None
-        return torch.empty(self.codec.encoded_bytes(numel), dtype=torch.uint8, device=self._device)
+        return self._pages.empty(self.codec.encoded_bytes(numel), torch.uint8, self._device)
 
     @property
     def _encoded_ranges(self) -> list[Range]:

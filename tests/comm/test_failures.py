@@ -12,7 +12,8 @@ from tests.harness import run_ranks, spawn_ranks
 
 SHM2, SHM4 = Spec("shm2", 2, "shared_memory"), Spec("shm4", 4, "shared_memory")
 GLOO2, MIXED4 = Spec("gloo2", 2, "gloo"), Spec("mixed4", 4, "mixed", host_size=2)
-by_label = pytest.mark.parametrize("spec", PAIRED, ids=lambda spec: spec.label)
+TWO_LEVEL4 = Spec("two_level4", 4, "mixed", host_size=2, node_size=2, two_level=True)
+by_label = pytest.mark.parametrize("spec", [*PAIRED, TWO_LEVEL4], ids=lambda spec: spec.label)
 mapped = pytest.mark.parametrize("spec", MAPPED, ids=lambda spec: spec.label)
 
 
@@ -39,7 +40,7 @@ def test_a_late_rank_is_named_with_its_key_and_all_can_go_on(spec: Spec) -> None
 
 @pytest.mark.parametrize(
     ("spec", "operation"),
-    [(SHM2, 0), (SHM2, 3), (GLOO2, 2), (MIXED4, 1)],
+    [(SHM2, 0), (SHM2, 3), (GLOO2, 2), (MIXED4, 1), (TWO_LEVEL4, 0), (TWO_LEVEL4, 1)],
     ids=lambda value: getattr(value, "label", ("reduce", "gather", "exchange", "begin_write")[value] if isinstance(value, int) else ""),
 )
 def test_a_dead_rank_is_an_error_within_two_seconds(spec: Spec, operation: int) -> None:

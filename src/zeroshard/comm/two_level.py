@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from zeroshard.comm import serving
+from zeroshard.comm.agree import compare
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.pool import TensorPool
@@ -75,7 +76,6 @@ class TwoLevelTransport:
         self.one_sided = False
         self.keyed = inside.keyed and between.keyed
         self.traffic: Traffic = flat.traffic
-        self.stall_timeout_s = flat.stall_timeout_s
         self.axes = axes
         self.lowering = lowering
         self._flat = flat
@@ -85,12 +85,26 @@ class TwoLevelTransport:
         self._sums = TensorPool()  # columns of node sums on their way into an encoding; as many as reduces are under way
         serving.register(self)
 
+    @property
+    def stall_timeout_s(self) -> float:
+        return self._flat.stall_timeout_s
+
+    @stall_timeout_s.setter
+    def stall_timeout_s(self, seconds: float) -> None:
+        for transport in (self._flat, self._inside, self._between):
+            transport.stall_timeout_s = seconds
+
     # ------------------------------------------------------------------------------------------------ gathers
 
     def window(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, replicated: bool) -> _Window:
-        assert len(ranges) == self.size, (key, ranges, self.size)
-        self.register(key)
+        self._prepare(key, ranges, dtype, "replicated" if replicated else "sharded")
         return _Window(self, key, tuple(ranges), dtype, device, replicated)
+
+    def _prepare(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, kind: str) -> None:
+        """Make `key` known. Raises PlanMismatch where the ranks ask for another key, cut, dtype or placement."""
+        assert len(ranges) == self.size, (key, ranges, self.size)
+        compare(self._flat, {f"window {key}": f"{list(ranges)} {dtype} {kind}"})
+        self.register(key)
 
     def register(self, key: str) -> None:
         for transport in (self._flat, self._inside, self._between):
@@ -114,8 +128,7 @@ class TwoLevelTransport:
         self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, written: Scope
     ) -> ColumnWindow:
         """Allocate one segment's resting memory where a rank keeps its column; it writes `written` of it: OWN, or all of it."""
-        assert len(ranges) == self.size, (key, ranges, self.size)
-        self.register(key)
+        self._prepare(key, ranges, dtype, "by columns")
         columns, own = self._columns(ranges)
         inner = self._inside.window(key, columns, dtype, device, replicated=False)
         return ColumnWindow(self, inner, tuple(ranges), own[self._between.rank], written)

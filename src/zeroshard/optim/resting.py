@@ -388,9 +388,9 @@ class RestingPlace:
         for slab in idle:
             slab.close()
 
-    def scratch(self, numel: int) -> torch.Tensor:
-        """Return undefined fp32 memory [numel] on the device, for what is only passing through."""
-        return self._pages.empty(numel, torch.float32, self._device)
+    def scratch(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return undefined memory [numel] on the device, for what is only passing through."""
+        return self._pages.empty(numel, dtype, self._device)
 
 
 def _blocks(start: int, stop: int) -> Iterator[Range]:

@@ -220,6 +220,7 @@ def _build_segment(plan: _SegmentPlan, splits: Splits, reserved: Mapping[Tier, S
         cells=cells,
         is_stepped=plan.trainable and context.trains,
         codec=_codec_of(plan, context),
+        pages=context.pages,
         streams=context.streams,
         meter=context.meter,
         rest=_rest_of_weights(plan, splits, reserved, context),

@@ -167,7 +167,7 @@ class GradientPath:
         if self._codec is None:
             self._buffer = self._transport.grad_buffer(self.key, flat.layout.numel, self.precision.wire, flat.full.device)
         else:
-            self._buffer = GradBuffer(torch.empty(flat.layout.numel, dtype=self.precision.wire, device=flat.full.device))
+            self._buffer = GradBuffer(self._place.scratch(flat.layout.numel, self.precision.wire))
         self._meter.add(self.buffer_bytes)
         self._round += 1
         self._streams.alloc(self._buffer_name)
