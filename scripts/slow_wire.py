@@ -4,7 +4,7 @@
     sudo python scripts/slow_wire.py                                       # no limit, 1 Gbit/s and 100 Mbit/s, bf16
     sudo python scripts/slow_wire.py --rates none,1gbit --precision fp32 --rounds 3 --rows zero3 zeropp-int4 --json
 
-Each host shows its ranks a boot id of its own, as a real one does: zeroshard finds two hosts, whose ranks share memory inside and meet over gloo.
+zeroshard finds two hosts, since network namespaces differ: their ranks share memory inside and meet over gloo.
 The rows of a run are alive at once on the same four ranks and take turns (A B C A B C ...); a turn ends when the wire is quiet. Medians over
 rounds, ratios per round. What left a node is counted three times: by its interface (headers and acknowledgements included), by
 ``engine.traffic()`` (payload), and by the closed form of core/traffic.py. MB are 10^6 bytes.
@@ -28,10 +28,10 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from rich.console import Console
@@ -55,7 +55,6 @@ DEVICE, ADDRESSES, PORT = "wire0", ("10.201.0.1", "10.201.0.2"), "29500"  # of n
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 BURST_S, MIN_BURST_BYTES = 0.002, 64 * 1024  # what may pass at once: a packet as the kernel hands it over at least
 PROBE_S, MAX_PROBE_BYTES = 0.5, 64 << 20
-AS_HOST = 'mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@"'  # seen in this rank's own mount namespace only
 NO_RIGHTS = 3
 REFERENCE = "zero3"
 WIDTH = 120  # of tables that go into a file
@@ -99,9 +98,9 @@ class Measured:
 
     step_s: list[float] = field(default_factory=list)  # one per round: the slowest rank's
     sent_bytes: list[float] = field(default_factory=list)  # counted by the interface
+    engine_bytes: list[float] = field(default_factory=list)  # counted by the engine; what one turn publishes may count as the next one's
     formula_bytes: float = 0.0
-    engine_bytes: float = 0.0  # like the next one, the mean over rounds: what is published after a step may count as the next turn's
-    link_bytes: dict[str, float] = field(default_factory=dict)  # of one node's ranks together, by link class
+    link_bytes: dict[str, float] = field(default_factory=dict)  # of one node's ranks together, by link class; the mean over rounds
     loss: float = 0.0
 
 
@@ -244,15 +243,18 @@ class Ranks:
             raise
 
     def _start(self, rank: int, host: str, words: list[str]) -> None:
-        settings = {"RANK": rank, "WORLD_SIZE": MESH.size, "LOCAL_RANK": rank % MESH.node_size, "LOCAL_WORLD_SIZE": MESH.node_size}
+        settings: dict[str, object] = {
+            "RANK": rank,
+            "WORLD_SIZE": MESH.size,
+            "LOCAL_RANK": rank % MESH.node_size,
+            "LOCAL_WORLD_SIZE": MESH.node_size,
+        }
         settings |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": 1}
         path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
         environment = os.environ | {name: str(value) for name, value in settings.items()} | {"PYTHONPATH": path}
-        boot_id = self._logs[rank].with_name(f"boot_id of {host}")
-        boot_id.write_text(f"{uuid.uuid5(uuid.NAMESPACE_DNS, host)}\n")
         with self._logs[rank].open("w") as log:
             process = subprocess.Popen(
-                ["ip", "netns", "exec", host, "sh", "-c", AS_HOST, str(boot_id), *words],  # both replace themselves: the pid is the rank's
+                ["ip", "netns", "exec", host, *words],  # it replaces itself: the pid is the rank's
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -344,7 +346,6 @@ def measure(ranks: Ranks, wire: Wire, names: Sequence[str], options: argparse.Na
             say(f"{rate}: round {number} of {options.rounds}: " + (f"{times} ms" if number > 0 else "warm-up"))
         for name, row in at.rows.items():
             row.formula_bytes = ROWS[name].leaving_a_node(num_parameters, options.precision)
-            row.engine_bytes /= options.rounds
             row.link_bytes = {link: num_bytes / options.rounds for link, num_bytes in row.link_bytes.items()}
         rates.append(at)
     size = asdict(options.size)
@@ -354,7 +355,7 @@ def measure(ranks: Ranks, wire: Wire, names: Sequence[str], options: argparse.Na
 def _probe(ranks: Ranks, rate: str) -> float:
     """Return the Mbit/s that bare transfers get each way, all ranks at once."""
     num_bytes = int(min(bits_per_s(rate) / 8 * PROBE_S / MESH.node_size, MAX_PROBE_BYTES))
-    seconds = max(answer["seconds"] for answer in ranks.ask("probe", probe=num_bytes))
+    seconds: float = max(answer["seconds"] for answer in ranks.ask("probe", probe=num_bytes))
     return MESH.node_size * num_bytes * 8 / seconds / 1e6
 
 
@@ -365,7 +366,7 @@ def _turn(ranks: Ranks, name: str, row: Measured, steps: int, *, counts: bool) -
         return
     row.step_s.append(max(answer["seconds"] for answer in answers) / steps)
     row.sent_bytes.append(sum(answer["sent"] for answer in answers[:: MESH.node_size]) / MESH.num_nodes / steps)
-    row.engine_bytes += sum(answer["between"] for answer in answers) / MESH.num_nodes / steps
+    row.engine_bytes.append(sum(answer["between"] for answer in answers) / MESH.num_nodes / steps)
     for answer in answers:
         for link, num_bytes in answer["links"].items():
             row.link_bytes[link] = row.link_bytes.get(link, 0.0) + num_bytes / MESH.num_nodes / steps
@@ -398,14 +399,14 @@ def run(names: Sequence[str], options: argparse.Namespace, say: Callable[[str], 
 def cells(name: str, at: AtRate, free: AtRate | None) -> tuple[str, ...]:
     """Return one line of the table, as text."""
     row, reference = at.rows[name], at.rows.get(REFERENCE)
-    step_s = bootstrap_median(row.step_s).median
+    step_s = median(row.step_s)
     ratio, interval = "", ""
     if reference is not None:
         found = bootstrap_median([a / b for a, b in zip(reference.step_s, row.step_s, strict=True)])
         ratio, interval = f"{found.median:.2f}", f"{found.low:.2f} to {found.high:.2f}"
-    without = f"{bootstrap_median(free.rows[name].step_s).median * 1000:.0f} ms" if free and name in free.rows else ""
+    without = f"{median(free.rows[name].step_s) * 1000:.0f} ms" if free and name in free.rows else ""
     inside = sum(num_bytes for link, num_bytes in row.link_bytes.items() if link != "gloo")
-    counted = (bootstrap_median(row.sent_bytes).median, row.engine_bytes, row.formula_bytes, inside)
+    counted = (median(row.sent_bytes), median(row.engine_bytes), row.formula_bytes, inside)
     return (name, f"{step_s * 1000:.0f}", ratio, interval, without, *(f"{num_bytes / MB:.1f}" for num_bytes in counted))
 
 
@@ -416,19 +417,20 @@ def notes(report: Report) -> list[str]:
     lines += [f"FAILED: {name}: {why}" for name, why in report.failed.items()]
     for at in report.rates:
         for name, row in at.rows.items():
-            if abs(row.link_bytes.get("gloo", 0.0) - row.engine_bytes) > 0.01 * row.engine_bytes:
+            between = fmean(row.engine_bytes)
+            if abs(row.link_bytes.get("gloo", 0.0) - between) > 0.01 * between:
                 links = ", ".join(f"{num_bytes / MB:.1f} MB {link}" for link, num_bytes in row.link_bytes.items())
-                lines.append(f"NOT TWO HOSTS: {name} at {at.rate} moved {row.engine_bytes / MB:.1f} MB between nodes by {links}")
+                lines.append(f"NOT TWO HOSTS: {name} at {at.rate} moved {between / MB:.1f} MB between nodes by {links}")
     for at in report.rates:
         if REFERENCE not in at.rows or at.rate == "none":
             continue
         reference = at.rows[REFERENCE]
-        step_s = bootstrap_median(reference.step_s).median
-        wire_s = reference.engine_bytes * 8 / bits_per_s(at.rate)
+        step_s = median(reference.step_s)
+        wire_s = median(reference.engine_bytes) * 8 / bits_per_s(at.rate)
         line = f"{at.rate}: bare transfers got {at.wire_mbit:.0f} Mbit/s each way; of a {REFERENCE} step {wire_s / step_s:.0%} is payload at that rate"
         line += f", {report.compute_s / step_s:.0%} is forward and backward alone"
         if free is not None:
-            line += f", and without a limit it takes {bootstrap_median(free.rows[REFERENCE].step_s).median / step_s:.0%} of the time"
+            line += f", and without a limit it takes {median(free.rows[REFERENCE].step_s) / step_s:.0%} of the time"
         lines.append(line)
         for name in (name for name in at.rows if name.startswith("zeropp")):
             ratio = bootstrap_median([a / b for a, b in zip(reference.step_s, at.rows[name].step_s, strict=True)])

@@ -22,6 +22,7 @@ LAYERS = {
     "comm": 1,
     "tier": 1,
     "buffer": 2,
+    "coded": 2,
     "runtime": 3,
     "optim": 3,
     "nn": 3,

@@ -19,8 +19,8 @@ def _report(*, rounds: int = 12, faster: float = 3.0, near: dict[str, float] | N
 
     def rows(zero3_s: float, zeropp_s: float) -> dict[str, Measured]:
         return {
-            "zero3": Measured([zero3_s] * rounds, [121 * MB] * rounds, 120.5 * MB, 120 * MB, {"gloo": 120 * MB, **near}),
-            "zeropp-int4": Measured([zeropp_s] * rounds, [16 * MB] * rounds, 15.5 * MB, 15 * MB, {"gloo": 15 * MB, **near}),
+            "zero3": Measured([zero3_s] * rounds, [121 * MB] * rounds, [120 * MB] * rounds, 120.5 * MB, {"gloo": 120 * MB, **near}),
+            "zeropp-int4": Measured([zeropp_s] * rounds, [16 * MB] * rounds, [15 * MB] * rounds, 15.5 * MB, {"gloo": 15 * MB, **near}),
         }
 
     rates = [AtRate("none", 20_000.0, rows(0.1, 0.1)), AtRate("1gbit", 940.0, rows(1.2, 1.2 / faster))]

@@ -18,6 +18,7 @@ from torch import nn
 
 from zeroshard.buffer import Meter, PagePool
 from zeroshard.comm.agree import agree
+from zeroshard.comm.codec import DTYPES as CODED
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.select import make_transport
 from zeroshard.comm.transport import Transport
@@ -101,9 +102,8 @@ def shard(
         _check_model(model, optimizer, group)
         precision = settings.resolved_precision()
         _check_precision(model, precision)
-        if settings.comm.frozen_codec is not None and all(parameter.requires_grad for parameter in model.parameters()):
-            raise ConfigError(f"comm.frozen_codec={settings.comm.frozen_codec!r} has no effect: every parameter of this model is trained")
         dtypes = compute_dtypes(model, precision)
+        _check_codecs(model, dtypes, settings)
         plans = cut_units(model, settings.units)
         report = {"sync_from": str(sync_from), **_report(model, optimizer, settings, dtypes, plans, values=sync_from is None)}
     except ZeroshardError as refused:
@@ -271,6 +271,20 @@ def _check_precision(model: nn.Module, precision: Precision) -> None:
                 f"parameter {name!r} is {dtype_name(parameter.dtype)} but precision computes in {dtype_name(precision.compute)}: pass "
                 f"precision={dtype_name(parameter.dtype)!r}, or call model.float() before building the optimizer"
             )
+
+
+def _check_codecs(model: nn.Module, dtypes: Dtypes, settings: Config) -> None:
+    """Raise ConfigError for parameters that a codec cannot take, and for a codec that has none to take."""
+    comm, named = settings.comm, named_parameters_once(model)
+    if comm.frozen_codec is not None and all(parameter.requires_grad for parameter in named.values()):
+        raise ConfigError(f"comm.frozen_codec={comm.frozen_codec!r} has no effect: every parameter of this model is trained")
+    settings_of = {"weight_codec": comm.weight_codec, "frozen_codec": comm.frozen_codec, "grad_codec": comm.grad_codec}
+    for setting, name in settings_of.items():
+        for path, parameter in named.items():
+            takes_part = not parameter.requires_grad if setting == "frozen_codec" else parameter.requires_grad or setting == "weight_codec"
+            dtype = dtypes.of[id(parameter)]
+            if name is not None and takes_part and dtype not in CODED:
+                raise ConfigError(f"comm.{setting}={name!r} takes fp32, bf16 and fp16; parameter {path!r} is {dtype_name(dtype)}: leave the codec out")
 
 
 def _node_size(settings: Config) -> int | None:

@@ -317,6 +317,15 @@ def test_training_with_everything_encoded_follows_the_exact_run() -> None:
 # ---------------------------------------------------------------------------------------------------------------- misuse
 
 
+def test_parameters_that_a_codec_cannot_take_are_named() -> None:
+    model = make_model()
+    model.register_parameter("table", torch.nn.Parameter(torch.zeros(64, dtype=torch.int64), requires_grad=False))
+    for setting in ("weight_codec", "frozen_codec"):
+        with pytest.raises(ConfigError, match=rf"comm.{setting}='int8' takes fp32, bf16 and fp16; parameter 'table' is int64"):
+            zs.shard(model, two_groups(model), comm={setting: "int8"})
+    zs.shard(model, two_groups(model), comm={"grad_codec": "int8"}).close()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

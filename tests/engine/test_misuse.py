@@ -160,7 +160,7 @@ def test_optimizers_whose_step_is_not_elementwise(make: Callable[[nn.Module], An
         ({"stall_timeout_s": 0}, "stall_timeout_s"),
         ({"comm": {"transprt": "gloo"}}, "'comm.transprt' is not a key of comm; did you mean 'transport'"),
         ({"comm": {"transport": "mpi"}}, r"comm\.transport"),
-        ({"comm": zs.Comm(weight_codec="int8")}, "comm.weight_codec is not supported"),
+        ({"comm": zs.Comm(weight_codec="int9")}, "comm.weight_codec: codec .int9. is not one of"),
         ({"comm": zs.Comm(transport="gloo")}, "'gloo' needs torch.distributed: call zeroshard.init_distributed"),
         ({"offload": {"optimizer": "disk"}}, "offload.optimizer='disk' needs offload.disk_path"),
         ({"offload": {"optimiser": "host"}}, "'offload.optimiser' is not a key of offload; did you mean 'optimizer'"),

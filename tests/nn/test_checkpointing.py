@@ -106,7 +106,7 @@ class Growth:
     def _live(at_least: int = 4096) -> dict[int, torch.UntypedStorage]:
         found = {}
         for thing in gc.get_objects():
-            if type(thing) in (torch.Tensor, nn.Parameter) and thing.is_floating_point() and thing.device == CPU:
+            if type(thing) in (torch.Tensor, nn.Parameter) and thing.is_floating_point() and thing.device == CPU and thing.layout is torch.strided:
                 storage = thing.untyped_storage()
                 if storage.nbytes() >= at_least:
                     found[storage.data_ptr()] = storage

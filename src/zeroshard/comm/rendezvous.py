@@ -1,8 +1,8 @@
 """Which ranks share this host's memory, agreed by all ranks before anything is mapped.
 
-Two ranks are near when they name the same host (boot id, or `host_id` where a test pretends), both can make a memfd, and one could connect
-to the other's abstract Unix socket: containers with one boot id but separate network namespaces are far. Nearness must be an equivalence,
-so a host where any pair failed to connect counts as separate hosts.
+Two ranks are near when they name the same host (boot id and network namespace, or `host_id` where a test pretends), both can make a memfd, and
+one could connect to the other's abstract Unix socket. Nearness must be an equivalence, so a host where any pair failed to connect counts as
+separate hosts.
 
 Invariant: every rank computes the same groups, from what was exchanged. Cost: three small exchanges and a socket per pair, once.
 """
@@ -23,6 +23,7 @@ from zeroshard.comm.links import peer_credentials, send_record
 __all__ = ["Neighbours", "boot_id", "meet_neighbours"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK = Path("/proc/self/ns/net")
 
 Exchange = Callable[[bytes], list[bytes]]
 
@@ -40,8 +41,11 @@ class Neighbours:
 
 
 def boot_id() -> str:
-    """Return what tells this host from others: the kernel's boot id."""
-    return _BOOT_ID.read_text().strip()
+    """Return what tells this host from others: the kernel's boot id, and (containers on one machine) the network namespace.
+
+    Abstract sockets do not reach from one network namespace into another.
+    """
+    return f"{_BOOT_ID.read_text().strip()} {_NETWORK.stat().st_ino}"
 
 
 def meet_neighbours(rank: int, exchange: Exchange, *, host_id: str | None = None) -> Neighbours:

@@ -194,7 +194,11 @@ class Finalizer:
     def after_step(self) -> None:
         """The step is taken or skipped: start the next one."""
         if self._scaler is not None and self._result is not None:
+            before = self._scaler.scale
             self._scaler.update(not self._result.finite)
+            if self._scaler.scale != before:
+                for path in self._backward.paths():
+                    path.forget_residual()  # it was of gradients in another scale
         self._digest.advance()
         self._result = None
         self.clipped = False

@@ -490,14 +490,18 @@ class GradientPath:
             self._streams.write(f"{self.key}.resting")
             resting.scale(factor)
 
+    def forget_residual(self) -> None:
+        """Forget what encoding has lost so far."""
+        if self.residual is not None:
+            self.residual.forget()
+
     def forget_memory(self) -> None:
         """Close memory on other tiers that is kept for the next gradient."""
         self._place.forget_memory()
 
     def abandon(self) -> None:
         """After an exception: no gradient at all. The transport has forgotten what was under way."""
-        if self.residual is not None:
-            self.residual.forget()
+        self.forget_residual()
         if self._buffer is not None and not self._in_place:
             if self._codec is None:
                 self._transport.return_buffer(self._buffer)

@@ -100,6 +100,10 @@ class Rest:
         self.before_writing()
         with self._faults.noted(lost=True):
             yield
+        for unit in self._weights.units:
+            for segment in unit.trainable:
+                if segment.grad is not None:
+                    segment.grad.forget_residual()  # of gradients of other weights
         self.publish(frozen=True)
         self._faults.agree()
 
