@@ -501,7 +501,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="write them to this file too: tables where it ends in .md, else JSON")
     words = sys.argv[1:] if words is None else words
     options = parser.parse_args(words)
-    options.command = ["python", "scripts/slow_wire.py", *words]
+    shown = [Path(word).name if os.path.isabs(word) else word for word in words]  # where a file lies is nobody's business
+    options.command = ["python", "scripts/slow_wire.py", *shown]
     options.rates = options.rates.split(",")
     for name in ("rounds", "steps", "layers", "tokens"):
         if getattr(options, name) < 1:
