@@ -109,7 +109,7 @@ def _needed(folder: Path, name: str, position: int) -> bool:
     return hit.parameter is not None or not (hit.kind.startswith("rng") or hit.kind.endswith("@1"))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if "00001" in name else []) for name in FILES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name.startswith("rank") else []) for name in FILES])
 def test_every_flipped_bit_is_found_before_anything_changes(folder: Path, training: Training, loaded: dict[str, str], name: str) -> None:
     path = folder / NEWEST / name
     flips = [(position, bit, _needed(folder, name, position)) for position, bit in _positions(path)]

@@ -370,7 +370,7 @@ class Killed(BaseException):
     """Ends a save where it stands, as SIGKILL would: no handler of ours takes it."""
 
 
-@pytest.mark.parametrize("exchange", [True, False], ids=["in one call", "in two renames"])
+@pytest.mark.parametrize("exchange", [pytest.param(True, marks=pytest.mark.slow), False], ids=["in one call", "in two renames"])
 def test_a_step_saved_again_is_replaced_and_always_there(tmp_path: Path, training: Training, exchange: bool) -> None:
     training.save(tmp_path, 1)
     seen: list[int] = []

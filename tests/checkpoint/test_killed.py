@@ -30,6 +30,7 @@ def kill(*arguments: str, timeout: float) -> dict[str, Any]:
     return totals
 
 
+@pytest.mark.slow
 def test_kills_at_ten_random_moments_lose_nothing() -> None:
     totals = kill("moments", "--seed", "0", "--kills", "10", "--patience", "1", timeout=100)
     assert totals["kills"] == 10

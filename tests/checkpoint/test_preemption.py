@@ -102,6 +102,7 @@ def saved_at_a_signal(directory: Path, shown: str, name: str, straight: dict[str
     return stopped
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_asks_to_be_queued_again_and_what_resumes_is_as_if_nothing_had_been(
     launch: Launch, tmp_path: Path, straight: dict[str, Any]
 ) -> None:

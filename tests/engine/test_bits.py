@@ -52,7 +52,7 @@ def _cuts(rank: int, world: int) -> dict[str, list[str]]:
     return {cut: run.differs_from(runs["automatic"]) for cut, run in runs.items()}
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_unit_cut_gives_the_same_bits(world: int) -> None:
     for differences in run_ranks(world, _cuts, timeout=100):
         assert not any(differences.values()), differences
@@ -63,7 +63,7 @@ def _clipped(rank: int, world: int, precision: str) -> tuple[dict[str, list[str]
     return {row: run.differs_from(runs["ddp"]) for row, run in runs.items()}, [run.extra["norms"] for run in runs.values()]
 
 
-@pytest.mark.parametrize(("world", "precision"), [(2, "fp32"), (2, "bf16"), (2, "fp16"), (4, "fp32"), (4, "bf16")])
+@pytest.mark.parametrize(("world", "precision"), [(2, "fp32"), (2, "bf16"), (2, "fp16"), pytest.param(4, "fp32", marks=pytest.mark.slow), (4, "bf16")])
 def test_clipping_and_precision_keep_the_rows_equal(world: int, precision: str) -> None:
     for differences, norms in run_ranks(world, _clipped, precision, timeout=100):
         assert not any(differences.values()), differences

@@ -49,7 +49,14 @@ def _compiled(rank: int, world: int, transport: str, row: str) -> None:
     assert losses[True] == losses[False]
 
 
-@pytest.mark.parametrize(("transport", "row"), [("shared_memory", "zero3"), ("gloo", "zero3"), ("shared_memory", "zero1")])
+@pytest.mark.parametrize(
+    ("transport", "row"),
+    [
+        ("shared_memory", "zero3"),
+        pytest.param("gloo", "zero3", marks=pytest.mark.slow),
+        pytest.param("shared_memory", "zero1", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_blocks_train_to_the_same_numbers_without_compiling_again(transport: str, row: str) -> None:
     run_ranks(2, _compiled, transport, row, timeout=120)
 
