@@ -129,7 +129,10 @@ def train_here(example: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_encoded_weights_and_gradients_learn_as_much_in_300_steps(tmp_path: Path) -> None:
-    """ZeRO++ on two nodes of two ranks: within 1% of the exact run's validation loss, and closer with error feedback than without."""
+    """ZeRO++ on two nodes of two ranks: within 1% of the exact run's validation loss, and closer with error feedback than without.
+
+    At the example's own learning rate three seeds of the exact run end 4% apart, and nothing can be told; at a third of it the runs stay together.
+    """
     plus = {"policy": "hpz", "comm": {"transport": "gloo", "node_size": 2, "hierarchical": True, "weight_codec": "int8", "grad_codec": "int4"}}
     configs = {
         "exact": {"policy": "zero3", "comm": {"node_size": 2}},
@@ -139,7 +142,7 @@ def test_encoded_weights_and_gradients_learn_as_much_in_300_steps(tmp_path: Path
     validation = {}
     for name, config in configs.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(config))
-        command = [sys.executable, "-m", "zeroshard", "run", "--nproc", "4", str(SCRIPT), "--steps", "300", "--batch", "4", "--sample", "8"]
+        command = [sys.executable, "-m", "zeroshard", "run", "--nproc", "4", str(SCRIPT), "--steps", "300", "--lr", "1e-3", "--batch", "4", "--sample", "8"]
         command += ["--config", str(tmp_path / f"{name}.json"), "--json", str(tmp_path / f"{name}-result.json")]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=480)
         assert done.returncode == 0, done.stderr
