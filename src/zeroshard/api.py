@@ -96,6 +96,7 @@ def shard(
         settings.check_batch(1 if group is None else group.size())
         world = 1 if group is None else group.size()
         axes = Axes.of(world, _node_size(settings))
+        _check_nodes(axes, settings)
         if sync_from is not None and not 0 <= sync_from < world:
             raise ConfigError(f"sync_from={sync_from} is not a rank of this group of {world}")
         refuse_inside("shard()")
@@ -285,6 +286,17 @@ def _check_codecs(model: nn.Module, dtypes: Dtypes, settings: Config) -> None:
             dtype = dtypes.of[id(parameter)]
             if name is not None and takes_part and dtype not in CODED:
                 raise ConfigError(f"comm.{setting}={name!r} takes fp32, bf16 and fp16; parameter {path!r} is {dtype_name(dtype)}: leave the codec out")
+
+
+def _check_nodes(axes: Axes, settings: Config) -> None:
+    """Raise ConfigError for what has no effect where all ranks are one node."""
+    comm = settings.comm
+    if axes.size == 1 or axes.num_nodes > 1:
+        return
+    if comm.hierarchical:
+        raise ConfigError(f"comm.hierarchical=True has no effect: all {axes.size} ranks are one node; set comm.node_size")
+    if comm.grad_codec == "bf16":
+        raise ConfigError(f"comm.grad_codec='bf16' rounds sums over one node on their way to others: all {axes.size} ranks are one; set comm.node_size")
 
 
 def _node_size(settings: Config) -> int | None:

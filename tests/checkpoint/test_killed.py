@@ -49,6 +49,7 @@ def test_another_rank_can_die_at_every_kind_of_call_of_a_save_in_the_background(
     assert set(totals["calls"]) == {"posix_fallocate", "write", "fsync", "rename"}
 
 
+@pytest.mark.slow
 def test_a_rank_that_saves_in_the_background_does_not_wait_long_for_a_dead_one() -> None:
     totals = kill("calls", "--case", "new", "--rank", "1", "--background", "1", "--call", "1", "--patience", "8", timeout=100)
     assert (totals["survivors"], totals["slow_survivors"]) == (1, [])

@@ -183,6 +183,7 @@ def told(launch: Launch, directory: Path, number: signal.Signals, *, then: str, 
     return job
 
 
+@pytest.mark.slow
 def test_a_rank_that_still_saves_when_another_has_left_with_75_is_given_time(launch: Launch, tmp_path: Path) -> None:
     save = "rank or (time.sleep(4), (here / 'saved').touch()); sys.exit(75)"
     code, _, _ = told(launch, tmp_path, signal.SIGTERM, then=save).end()

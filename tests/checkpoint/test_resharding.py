@@ -131,7 +131,9 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Any:
     shutil.rmtree(root, ignore_errors=True)
 
 
-@pytest.mark.parametrize(("source", "target"), _cover(), ids=str)
+@pytest.mark.parametrize(
+    ("source", "target"), [pytest.param(*pair, marks=[pytest.mark.slow] if pair[0].world == 1 else []) for pair in _cover()], ids=str
+)
 def test_a_run_goes_on_in_another_layout(shelf: Any, source: Layout, target: Layout) -> None:
     folder, expected = shelf(source)
     seen = run_ranks(target.world, _read, target, folder, source, timeout=120)[0]

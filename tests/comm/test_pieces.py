@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 
+from zeroshard.comm import serving
 from zeroshard.comm.gloo_peers import Waiters
 from zeroshard.comm.links import MAX_TAIL, Kind, Links, Message
 from zeroshard.comm.mesh import Axes
@@ -177,3 +178,21 @@ def test_selection_refuses_what_it_cannot_give() -> None:
     assert make_transport(None).name == "one_process"
     with pytest.raises(ConfigError, match=r"init_distributed"):
         make_transport(None, name="gloo")
+
+
+def test_what_fails_in_another_transport_is_not_the_error_of_who_waits() -> None:
+    served: list[str] = []
+
+    class Broken:
+        is_waiting = True
+
+        def serve(self) -> None:
+            served.append("broken")
+            raise PeerLostError("rank 7 has ended")
+
+    class Fine(Broken):
+        def serve(self) -> None:
+            served.append("fine")
+
+    serving.serve([Broken(), Fine()])
+    assert served == ["broken", "fine"]

@@ -29,7 +29,7 @@ def test_all_rows_give_the_same_bits_after_200_steps(world: int, fused: bool) ->
         assert not any(differences.values()), differences
 
 
-@pytest.mark.parametrize(("world", "steps"), [(2, 40), (4, 10)])
+@pytest.mark.parametrize(("world", "steps"), [pytest.param(2, 40, marks=pytest.mark.slow), (4, 10)])
 def test_sockets_give_the_same_bits(world: int, steps: int) -> None:
     for differences in run_ranks(world, _rows, "gloo", True, steps, timeout=110):
         assert not any(differences.values()), differences

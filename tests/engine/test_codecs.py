@@ -306,6 +306,7 @@ def _trained(rank: int, world: int, options: dict[str, object], row: str, steps:
     return run.losses
 
 
+@pytest.mark.slow
 def test_training_with_everything_encoded_follows_the_exact_run() -> None:
     (exact, *_), (coded, *_) = (
         run_ranks(4, _trained, {"transport": "gloo", "node_size": 2, "hierarchical": True, **options}, row, 40, timeout=60)
@@ -315,6 +316,22 @@ def test_training_with_everything_encoded_follows_the_exact_run() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- misuse
+
+
+def _one_node(rank: int, world: int) -> list[str]:
+    out = []
+    for options in ({"hierarchical": True}, {"grad_codec": "bf16"}, {"hierarchical": True, "node_size": 2}):
+        model = make_model()
+        with pytest.raises(ConfigError) as caught:
+            zs.shard(model, two_groups(model), comm=options, stall_timeout_s=20)
+        out.append(str(caught.value))
+    return out
+
+
+def test_what_has_no_effect_on_one_node_is_refused() -> None:
+    for levels, hop, same in run_ranks(2, _one_node, timeout=30):
+        assert levels == same == "comm.hierarchical=True has no effect: all 2 ranks are one node; set comm.node_size"
+        assert hop.startswith("comm.grad_codec='bf16' rounds sums over one node")
 
 
 def test_parameters_that_a_codec_cannot_take_are_named() -> None:

@@ -208,7 +208,14 @@ def _one_fails(rank: int, world: int, transport: str, where: str) -> str:
     return "finished"
 
 
-@pytest.mark.parametrize(("transport", "where"), [("shared_memory", "forward"), ("shared_memory", "step"), ("gloo", "backward")])
+@pytest.mark.parametrize(
+    ("transport", "where"),
+    [
+        pytest.param("shared_memory", "forward", marks=pytest.mark.slow),
+        pytest.param("shared_memory", "step", marks=pytest.mark.slow),
+        ("gloo", "backward"),
+    ],
+)
 def test_an_exception_on_one_rank_ends_the_others_within_five_seconds(transport: str, where: str) -> None:
     results = spawn_ranks(2, _one_fails, transport, where, timeout=60)
     assert results[1].exitcode == 1 and "Boom" in results[1].stderr

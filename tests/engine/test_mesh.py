@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from tests.engine.common import ROWS, TRANSPORTS, Net, batch, make_model, train, two_groups
+from tests.engine.common import ROWS, Net, batch, make_model, train, two_groups
 from tests.harness import run_ranks
 from zeroshard.core.placement import Mesh, Tier
 from zeroshard.core.policy import row as policy_row
@@ -43,7 +43,7 @@ def _runs(rank: int, world: int, transport: str, precision: str, steps: int, mic
     return {name: run.differs_from(runs["ddp, flat"]) for name, run in runs.items()}
 
 
-@pytest.mark.parametrize(("transport", "precision"), [("gloo", "fp32"), ("shared_memory", "bf16")])
+@pytest.mark.parametrize(("transport", "precision"), [("gloo", "fp32"), pytest.param("shared_memory", "bf16", marks=pytest.mark.slow)])
 def test_rows_and_lowerings_give_the_same_bits(transport: str, precision: str) -> None:
     for differences in run_ranks(4, _runs, transport, precision, 4, 2, timeout=110):
         assert not any(differences.values()), differences
@@ -61,7 +61,7 @@ def _classes(rank: int, world: int, transport: str) -> dict[str, dict[str, list[
     return out
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_inside_no_sync_rows_are_equal_within_each_class(transport: str) -> None:
     for classes in run_ranks(4, _classes, transport, timeout=110):
         for differences in classes.values():
@@ -202,7 +202,7 @@ def _counted(rank: int, world: int, precision: str) -> dict[tuple[str, str], tup
     return out
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_bytes_between_nodes_are_the_formula(precision: str) -> None:
     for seen in run_ranks(4, _counted, precision, timeout=100):
         for (row, name), (between, total, padded) in seen.items():
@@ -318,6 +318,7 @@ def _late(rank: int, world: int) -> str:
     engine = zs.shard(model, two_groups(model), comm=zs.Comm(transport="gloo", node_size=2), stall_timeout_s=1.5)
     if rank == 3:
         time.sleep(4)
+        engine._context.transport.close()
         return ""
     try:
         model(*batch(rank, 0))
@@ -325,7 +326,7 @@ def _late(rank: int, world: int) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         time.sleep(3)
-        del engine
+        engine._context.transport.close()
     return "went on"
 
 

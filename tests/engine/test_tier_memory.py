@@ -225,6 +225,7 @@ def test_what_rests_on_disk_is_not_in_memory(tmp_path: Path) -> None:
     assert peak < _bound(), f"{peak / MIB:.0f} MiB, {_bound() / MIB:.0f} allowed, for states of {4 * weights / MIB:.0f}"
 
 
+@pytest.mark.slow
 def test_a_state_that_stays_in_memory_would_be_seen(tmp_path: Path) -> None:
     (seen,) = spawn_ranks(1, _resident, str(tmp_path), "device", timeout=110, init_group=False)
     assert seen.error is None, seen.stderr

@@ -81,6 +81,7 @@ def test_the_model_sees_no_later_byte(example: ModuleType) -> None:
     assert torch.equal(first[0, :5], second[0, :5]) and not torch.equal(first[0, 5:], second[0, 5:])
 
 
+@pytest.mark.slow
 def test_all_stages_have_equal_losses_on_two_ranks(tmp_path: Path) -> None:
     shown = run_example("--compare", "--steps", "8", "--json", str(tmp_path / "out.json"))
     assert "losses of all stages are equal, bit for bit" in shown

@@ -64,6 +64,7 @@ def test_fp16_scales_losses_and_the_schedule_waits_for_skipped_steps(results: di
     assert len(rates) == 12 and [n for n in range(1, 12) if rates[n] == rates[n - 1]] == [3]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_resumes_on_one_at_another_stage(results: dict[str, Any]) -> None:
     script = Path(__file__).with_name("trainer_runs.py")
     command = [sys.executable, "-m", "zeroshard", "run", "--nproc", "1", str(script), results["folder"], "resume"]

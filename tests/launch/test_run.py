@@ -149,6 +149,7 @@ def test_the_exit_code_is_that_of_the_first_failure(launch: Launch, failure: str
     assert job.end()[0] == code
 
 
+@pytest.mark.slow
 def test_ranks_that_ignore_the_request_to_end_are_gone_within_five_seconds(launch: Launch) -> None:
     job = launch(HELLO + STUBBORN + "while rank == 0:\n    if (here / 'go').exists():\n        raise ValueError\n" + WAIT, "--nproc", "2")
     pids = job.ranks(2)

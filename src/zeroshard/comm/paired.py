@@ -164,8 +164,7 @@ class PairedTransport:
 
         def progress() -> None:
             self.progress()
-            for other in others:
-                other.serve()
+            serving.serve(others)
 
         self.mail.wait_until(
             ready, what, progress=progress, near=near, far=far, idle=idle, stall_timeout_s=self.stall_timeout_s, patient=not others

@@ -1,15 +1,20 @@
 """Who has to be served while this process waits: peers need our part of what is under way, in whatever transport of ours it is.
 
 Two engines in one backward may have one rank wait in the first for a rank that waits in the second; an operation of two levels needs the
-second one started. So a wait in one transport serves all others. Invariant: `serve` never blocks. Registration is weak.
+second one started. So a wait in one transport serves all others. Invariant: serving never blocks, and what goes wrong there is not the error of who
+waits here: its own waits meet it again. Registration is weak.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterable
 from typing import Protocol
 
-__all__ = ["Served", "others", "register", "unregister"]
+from zeroshard.errors import ZeroshardError
+
+__all__ = ["Served", "others", "register", "serve", "unregister"]
 
 
 class Served(Protocol):
@@ -39,3 +44,10 @@ def unregister(transport: Served) -> None:
 def others(transport: Served) -> list[Served]:
     """Return those that a wait in `transport` has to serve."""
     return [other for other in _all if other is not transport and other.is_waiting]
+
+
+def serve(transports: Iterable[Served]) -> None:
+    """Do what has become possible in `transports`, which are not those of who waits."""
+    for transport in transports:
+        with contextlib.suppress(ZeroshardError):
+            transport.serve()

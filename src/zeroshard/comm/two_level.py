@@ -6,8 +6,8 @@ Shares are dealt out column by column (docs/design/traffic.md, with the bytes), 
 is reordered. Node sums travel in fp32: two levels are the canonical tree (comm/ordered.py), hop by hop, and give the bits of a flat exchange.
 Encoded gradients (ZeRO++, arXiv 2306.10209, section 3.3) are decoded, added in fp32 and encoded again between the levels.
 
-Invariant: the second level of an operation starts on every rank in the order in which its first levels ended there, and meets its peers by
-key, like every operation. `lowering` chooses flat or two levels per operation, from what all ranks know. Cost beyond a flat exchange: a
+Invariant: the second level of an operation starts when its first has ended, after those of earlier operations of its key, so that it meets its peers
+by key like every operation. `lowering` chooses flat or two levels per operation, from what all ranks know. Cost beyond a flat exchange: a
 column of fp32 per reduce under way, a copy of the column inside the node. It allocates no memory that peers map: weights rest privately.
 """
 
