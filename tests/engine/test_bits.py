@@ -63,7 +63,16 @@ def _clipped(rank: int, world: int, precision: str) -> tuple[dict[str, list[str]
     return {row: run.differs_from(runs["ddp"]) for row, run in runs.items()}, [run.extra["norms"] for run in runs.values()]
 
 
-@pytest.mark.parametrize(("world", "precision"), [(2, "fp32"), (2, "bf16"), (2, "fp16"), pytest.param(4, "fp32", marks=pytest.mark.slow), (4, "bf16")])
+@pytest.mark.parametrize(
+    ("world", "precision"),
+    [
+        (2, "fp32"),
+        (2, "bf16"),
+        (2, "fp16"),
+        pytest.param(4, "fp32", marks=pytest.mark.slow),
+        pytest.param(4, "bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_clipping_and_precision_keep_the_rows_equal(world: int, precision: str) -> None:
     for differences, norms in run_ranks(world, _clipped, precision, timeout=100):
         assert not any(differences.values()), differences

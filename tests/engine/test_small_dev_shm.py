@@ -32,7 +32,8 @@ if os.environ["RANK"] == "0":
 """
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
 def test_training_works_where_dev_shm_is_small(stage: int, tmp_path: Path) -> None:
     unshare = shutil.which("unshare")
     if unshare is None or subprocess.run([unshare, "--mount", "true"], capture_output=True, check=False).returncode:

@@ -108,6 +108,7 @@ def test_micro_batches_are_equal_within_each_class_and_close_between() -> None:
     assert float(shown.split("Largest difference from stage 0: ")[1].split()[0]) < 1e-3
 
 
+@pytest.mark.slow
 def test_one_process_needs_no_launcher() -> None:
     command = [sys.executable, str(SCRIPT), *SMALL, "--steps", "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)

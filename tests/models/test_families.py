@@ -93,7 +93,8 @@ def _through_two(rank: int, world: int, stage: int) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("stage", [pytest.param(stage, marks=[pytest.mark.slow] if stage != 3 else []) for stage in STAGES])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_backward_through_two_engines_does_not_stall_when_ranks_are_late(stage: int) -> None:
     """A rank that waits in one engine is awaited by its peers in the other."""
     run_ranks(2, _through_two, stage)
