@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Step times over a slow wire: two hosts made of network namespaces, a veth pair between them limited by `tc`, two ranks on each.
 
-    sudo python scripts/slow_wire.py                                       # no limit, 1 Gbit/s and 100 Mbit/s, bf16
-    sudo python scripts/slow_wire.py --rates none,1gbit --precision fp32 --rounds 3 --rows zero3 zeropp-int4 --json
+    sudo .venv/bin/python scripts/slow_wire.py                             # no limit, 1 Gbit/s and 100 Mbit/s, bf16
+    sudo .venv/bin/python scripts/slow_wire.py --rates none,1gbit --precision fp32 --rounds 3 --rows zero3 zeropp-int4 --json
 
 zeroshard finds two hosts, since network namespaces differ: their ranks share memory inside and meet over gloo.
 The rows of a run are alive at once on the same four ranks and take turns (A B C A B C ...); a turn ends when the wire is quiet. Medians over

@@ -23,6 +23,7 @@ import mmap
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import torch
@@ -519,10 +520,10 @@ class FlatBuffer:
         assert self.codec is not None
         return self._pages.empty(self.codec.encoded_bytes(numel), torch.uint8, self._device)
 
-    @property
-    def _encoded_ranges(self) -> list[Range]:
+    @cached_property
+    def _encoded_ranges(self) -> tuple[Range, ...]:
         assert self.codec is not None
-        return [self.codec.bytes_of(span) for span in self.layout.ranges]
+        return tuple(self.codec.bytes_of(span) for span in self.layout.ranges)
 
     def decode(self, encoded: torch.Tensor) -> None:
         """Fill the full buffer from all slices."""

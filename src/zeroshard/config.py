@@ -229,7 +229,7 @@ class Config(_Strict):
 
     def _check_codecs(self) -> None:
         comm, policy = self.comm, self.resolved_policy()
-        comm.codecs()
+        codecs = comm.codecs()
         for setting, name in (("weight_codec", comm.weight_codec), ("frozen_codec", comm.frozen_codec)):
             if name is not None and any(c.weight.scope is not Scope.OWN for c in (policy.default, *policy.units.values())):
                 raise ConfigError(
@@ -238,7 +238,7 @@ class Config(_Strict):
                 )
             if name == "bf16":
                 raise ConfigError(f"comm.{setting}='bf16' is no codec: weights travel in the compute dtype; use precision='bf16'")
-        if comm.error_feedback and comm.codecs().grad is None:
+        if comm.error_feedback and codecs.grad is None:
             raise ConfigError("comm.error_feedback has no effect without an int8, int4 or fp8 comm.grad_codec")
 
     def to_json(self) -> str:

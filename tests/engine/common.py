@@ -66,6 +66,24 @@ def two_groups(model: nn.Module, make: Callable[..., torch.optim.Optimizer] = to
     return make([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], **{"lr": 1e-2, **options})
 
 
+def padded_numel(engine: zs.Engine) -> int:
+    """Return the elements of all flat buffers, padding included."""
+    return sum(s.flat.layout.numel for unit in engine._weights.units for s in unit.segments)
+
+
+def one_step(engine: zs.Engine, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    """Train one step on the first batch, counting traffic from zero."""
+    engine.reset_traffic()
+    model(*batch(rank, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def bytes_between_nodes(engine: zs.Engine) -> int:
+    """Return the payload that came from other nodes, small exchanges aside."""
+    return sum(num_bytes for operation, num_bytes in engine.traffic().between_nodes.items() if operation != "exchange")
+
+
 @dataclass
 class Run:
     """What one training run leaves behind."""

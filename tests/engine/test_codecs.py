@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.engine.common import Net, batch, make_model, train, two_groups
+from tests.engine.common import Net, batch, bytes_between_nodes, make_model, one_step, padded_numel, train, two_groups
 from tests.harness import run_ranks
 from zeroshard.comm.codec import Codec, codec
 from zeroshard.core.placement import Mesh
@@ -22,10 +22,6 @@ from zeroshard.runtime.unit import UnitState
 MESH = Mesh(2, 2)
 PLUS_PLUS = {"weight_codec": "int8", "grad_codec": "int4"}
 WIDTH = 64
-
-
-def padded(engine: zs.Engine) -> int:
-    return sum(s.flat.layout.numel for unit in engine._weights.units for s in unit.segments)
 
 
 # ---------------------------------------------------------------------------------------------------------------- weights
@@ -257,16 +253,11 @@ def _counted(rank: int, world: int, row: str, options: dict[str, object], precis
     comm = zs.Comm(transport="gloo", node_size=2, hierarchical=True, **options)  # type: ignore[arg-type]
     engine = zs.shard(model, optimizer, policy=row, precision=precision, comm=comm, stall_timeout_s=20)
     for _ in range(2):
-        engine.reset_traffic()
-        model(*batch(rank, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        one_step(engine, model, optimizer, rank)
         assert all(unit.state is not UnitState.GATHERING for unit in engine._weights.units)
-    traffic = engine.traffic()
-    between = sum(num_bytes for operation, num_bytes in traffic.between_nodes.items() if operation != "exchange")
-    numel = padded(engine)
+    counted = (bytes_between_nodes(engine), padded_numel(engine))
     engine.close()
-    return between, numel
+    return counted
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from tests.engine.common import ROWS, Net, batch, make_model, train, two_groups
+from tests.engine.common import ROWS, Net, batch, bytes_between_nodes, make_model, one_step, padded_numel, train, two_groups
 from tests.harness import run_ranks
 from zeroshard.core.placement import Mesh, Tier
 from zeroshard.core.policy import row as policy_row
@@ -189,15 +189,10 @@ def _counted(rank: int, world: int, precision: str) -> dict[tuple[str, str], tup
             comm = zs.Comm(transport="gloo", node_size=2, hierarchical=lowering)
             engine = zs.shard(model, optimizer, policy=row, precision=precision, comm=comm, stall_timeout_s=20)
             for _ in range(2):
-                engine.reset_traffic()
-                model(*batch(rank, 0)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                one_step(engine, model, optimizer, rank)
                 engine._context.transport.begin_write()  # what is published arrives in this step
             traffic = engine.traffic()
-            padded = sum(s.flat.layout.numel for unit in engine._weights.units for s in unit.segments)
-            between = sum(num_bytes for operation, num_bytes in traffic.between_nodes.items() if operation != "exchange")
-            out[row, name] = (between, traffic.total - traffic.bytes["exchange"], padded)
+            out[row, name] = (bytes_between_nodes(engine), traffic.total - traffic.bytes["exchange"], padded_numel(engine))
             engine.close()
     return out
 
@@ -227,7 +222,7 @@ def _at_rest(rank: int, world: int) -> dict[str, tuple[float, float, int]]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        padded = sum(s.flat.layout.numel for unit in engine._weights.units for s in unit.segments)
+        padded = padded_numel(engine)
         formula = policy_row(row).bytes_at_rest("after_step", numel=padded, mesh=MESH, precision=PRECISIONS["bf16"]).total
         out[row] = (sum(engine.memory().at_rest.values()), formula, columns - (padded if row == "hpz" else 0))
         engine.close()

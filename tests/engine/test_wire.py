@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.engine.common import ROWS, Net, batch, two_groups
+from tests.engine.common import ROWS, Net, batch, padded_numel, two_groups
 from tests.harness import run_ranks
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
@@ -24,7 +24,7 @@ def _counted(rank: int, world: int, transport: str, precision: str) -> dict[tupl
         model = Net(width=WIDTH, layers=3)
         optimizer = two_groups(model)
         engine = zs.shard(model, optimizer, policy=row, precision=precision, comm=zs.Comm(transport=transport), stall_timeout_s=20)
-        padded = sum(s.flat.layout.numel for unit in engine._weights.units for s in unit.segments)
+        padded = padded_numel(engine)
         for micro_batches, no_sync in ((1, False), (1, False), (2, False), (2, True)):
             engine.reset_traffic()
             for micro in range(micro_batches):
@@ -83,7 +83,7 @@ def _interface(rank: int, world: int, row: str) -> tuple[int, int, float]:
             model(batch(rank, 0)[0])  # the last publish arrives
     torch.distributed.barrier()
     crossed = loopback() - before
-    padded = sum(s.flat.layout.numel for unit in engine._weights.units for s in unit.segments)
+    padded = padded_numel(engine)
     formula = 4 * policy_row(row).wire_bytes(numel=padded, mesh=Mesh(1, world), wires=Wires.of(PRECISIONS["fp32"])).total
     counted = engine.traffic().total
     engine.close()

@@ -34,7 +34,7 @@ import torch
 from zeroshard.core.layout import ALIGN, Range
 from zeroshard.errors import ConfigError
 
-__all__ = ["CODECS", "Codec", "Fp8", "Int4", "Int8", "codec", "coded_sum", "engine_of"]
+__all__ = ["CODECS", "Codec", "Fp8", "Int4", "Int8", "codec", "engine_of"]
 
 SCALE_BYTES = 4
 TILE = {"cpu": 1 << 18}  # elements; measured: 64 Ki cost half as much again in calls, 1 Mi gain a tenth
@@ -288,20 +288,6 @@ def codec(name: str, *, block: int = 256) -> Codec:
         near = difflib.get_close_matches(name, CODECS, n=1, cutoff=0.0)
         raise ConfigError(f"codec {name!r} is not one of {', '.join(CODECS)}; did you mean {near[0]!r}?")
     return CODECS[name](block)
-
-
-def coded_sum(codec: Codec, parts: Sequence[torch.Tensor | None], out: torch.Tensor, *, accumulate: bool) -> None:
-    """Store (or add) the sum of encoded `parts`, one per rank, in `out`, as ``decode_sum`` does; None stands for zeros."""
-    here = [part for part in parts if part is not None]
-    if not here:
-        if not accumulate:
-            out.zero_()
-    elif accumulate:
-        total = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
-        codec.decode_sum(here, total)
-        out.add_(total)
-    else:
-        codec.decode_sum(here, out)
 
 
 def engine_of(tensor: torch.Tensor) -> str:

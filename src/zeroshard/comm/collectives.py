@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zeroshard.comm.codec import Codec, coded_sum
+from zeroshard.comm.codec import Codec
 from zeroshard.comm.gloo_peers import LOOSE_GATHER, REDUCE_SCATTER, Transfer
 from zeroshard.comm.links import Kind
-from zeroshard.comm.ordered import ordered_sum
-from zeroshard.comm.parts import Contribution, Meetings, Pending, checked_parts
+from zeroshard.comm.parts import Contribution, Meetings, Pending, checked_parts, sum_parts
 from zeroshard.comm.pool import TensorPool
 from zeroshard.comm.slots import FAR, SlotPool
 from zeroshard.comm.transport import GradBuffer, Work
@@ -114,11 +113,8 @@ class Collectives:
         def consume(parts: dict[int, Contribution]) -> None:
             if own_bytes:
                 data = checked_parts(parts, what, self._transport.members, num_bytes=own_bytes)
-                if codec is None:
-                    typed = [None if d is None else d.view(wire_dtype) for d in data]
-                    ordered_sum(typed, out, node_size=self._node_size, accumulate=accumulate)
-                else:
-                    coded_sum(codec, data, out, accumulate=accumulate)
+                typed = [None if d is None else d.view(wire_dtype) for d in data]
+                sum_parts(typed, out, codec=codec, node_size=self._node_size, accumulate=accumulate)
             for tensor in loans.values():
                 self._far_pool.give(tensor)
             came = [*loans, *(rank for rank, part in parts.items() if part.near and part.data is not None)]

@@ -22,14 +22,15 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from zeroshard.comm.codec import Codec, coded_sum
+from zeroshard.comm.codec import Codec
 from zeroshard.comm.compat import all_gather_single, reduce_scatter_single
 from zeroshard.comm.mesh import Axes
-from zeroshard.comm.ordered import ordered_sum
+from zeroshard.comm.parts import sum_parts
+from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.streamed_pool import StreamedPool, mark, order_after
 from zeroshard.comm.transport import GradBuffer, Traffic, Work
 from zeroshard.core.layout import Range, end_of
-from zeroshard.errors import PeerLostError, StallError, StateError
+from zeroshard.errors import PeerLostError, StallError
 
 __all__ = ["NcclTransport"]
 
@@ -64,9 +65,9 @@ class NcclTransport:
         self._temporaries = StreamedPool(pool_bytes)
         self._under_way: list[NativeWork] = []
 
-    def window(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, replicated: bool) -> NativeWindow:
+    def window(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, replicated: bool) -> PrivateWindow:
         assert len(ranges) == self.size, (key, ranges, self.size)
-        return NativeWindow(self, key, tuple(ranges), dtype, device, replicated)
+        return PrivateWindow(self, key, ranges, dtype, device, replicated=replicated)
 
     def register(self, key: str) -> None: ...
 
@@ -139,10 +140,7 @@ class NcclTransport:
 
         def finish() -> None:
             parts: list[torch.Tensor | None] = [*arrived.view(self.size, own)] if exchanges else [arrived]
-            if codec is None:
-                ordered_sum(parts, out, node_size=self._node_size if self.ordered else None, accumulate=accumulate)
-            else:
-                coded_sum(codec, parts, out, accumulate=accumulate)
+            sum_parts(parts, out, codec=codec, node_size=self._node_size if self.ordered else None, accumulate=accumulate)
             self._temporaries.give(loan)
             self._pool.give(data)
 
@@ -211,32 +209,6 @@ class NcclTransport:
 def _are_equal(ranges: Sequence[Range]) -> bool:
     """Whether all shares are equal and lie in the order of ranks, as the backend's own collectives take them."""
     return len({stop - start for start, stop in ranges}) == 1 and list(ranges) == sorted(ranges)
-
-
-class NativeWindow:
-    """One slice per rank, in device memory."""
-
-    def __init__(
-        self, transport: NcclTransport, key: str, ranges: tuple[Range, ...], dtype: torch.dtype, device: torch.device, replicated: bool
-    ) -> None:
-        self.key = key
-        self.ranges = ranges
-        self.aliased = False
-        start, stop = ranges[transport.rank]
-        self.full = torch.zeros(end_of(ranges), dtype=dtype, device=device) if replicated else None
-        self.local = torch.zeros(stop - start, dtype=dtype, device=device) if self.full is None else self.full[start:stop]
-        self._transport = transport
-
-    def gather(self, out: torch.Tensor | None = None) -> Work:
-        target = self.full if out is None else out
-        if target is None:
-            raise StateError(f"window {self.key} rests sharded: gather needs `out`")
-        return self._transport.all_gather(self.key, self.local, self.ranges, target)
-
-    def publish(self) -> None: ...
-
-    def close(self) -> None:
-        self.full, self.local = None, torch.empty(0)
 
 
 class NativeWork:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from zeroshard.comm.codec import Codec, coded_sum
-from zeroshard.comm.ordered import ordered_sum
+from zeroshard.comm.codec import Codec
+from zeroshard.comm.parts import sum_parts
 from zeroshard.comm.pool import TensorPool
 from zeroshard.comm.transport import DoneWork, GradBuffer, Traffic, Work
 from zeroshard.core.layout import Range, end_of
@@ -80,10 +80,7 @@ class OneProcess:
         codec: Codec | None = None,
     ) -> Work:
         own = None if buffer is None else buffer.data
-        if codec is None:
-            ordered_sum([own], out, accumulate=accumulate)
-        else:
-            coded_sum(codec, [own], out, accumulate=accumulate)
+        sum_parts([own], out, codec=codec, node_size=None, accumulate=accumulate)
         self.traffic.add("reduce_scatter", "local", 0)
         if buffer is not None:
             self._pool.give(buffer.data)

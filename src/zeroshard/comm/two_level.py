@@ -17,6 +17,8 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -25,11 +27,11 @@ from zeroshard.comm.agree import compare
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.pool import TensorPool
+from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import GradBuffer, Traffic, Transport, Window, Work
 from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh, Scope
 from zeroshard.core.traffic import all_gather, cheapest, reduce_scatter
-from zeroshard.errors import StateError
 
 __all__ = ["ColumnWindow", "Lowering", "TwoLevelTransport"]
 
@@ -43,13 +45,14 @@ class Lowering:
     node_sums: bool = False  # the row keeps sums of nodes: reduces always do
     hop_dtype: torch.dtype = torch.float32  # in which node sums travel; another than fp32 rounds them
 
-    @property
+    @cached_property
     def ever(self) -> bool:
         """Whether any operation does."""
         return self.gathers or any(self.reduces(dtype) for dtype in (torch.float32, torch.bfloat16))
 
-    @property
+    @cached_property
     def gathers(self) -> bool:
+        """Whether gathers do."""
         if self.two_level is not None:
             return self.two_level
         flat, deep = (all_gather(self.mesh, Scope.OWN, Scope.WHOLE, 1.0, two_level=levels) for levels in (False, True))
@@ -81,6 +84,7 @@ class TwoLevelTransport:
         self._flat = flat
         self._inside = inside
         self._between = between
+        self._reducers: dict[torch.dtype, Transport] = {}  # which transport takes whole buffers of a dtype
         self._under_way: list[_Chain] = []
         self._sums = TensorPool()  # columns of node sums on their way into an encoding; as many as reduces are under way
         serving.register(self)
@@ -96,9 +100,9 @@ class TwoLevelTransport:
 
     # ------------------------------------------------------------------------------------------------ gathers
 
-    def window(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, replicated: bool) -> _Window:
+    def window(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, replicated: bool) -> PrivateWindow:
         self._prepare(key, ranges, dtype, "replicated" if replicated else "sharded")
-        return _Window(self, key, tuple(ranges), dtype, device, replicated)
+        return PrivateWindow(self, key, ranges, dtype, device, replicated=replicated)
 
     def _prepare(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, kind: str) -> None:
         """Make `key` known. Raises PlanMismatch where the ranks ask for another key, cut, dtype or placement."""
@@ -115,14 +119,11 @@ class TwoLevelTransport:
             return self._begin(f"gather {key}", lambda: self._flat.all_gather(key, local, ranges, out))
         columns, own = self._columns(ranges)
         column = out[slice(*columns[self._inside.rank])]
-
-        def between() -> Work:
-            return self._between.all_gather(key, local, own, column)
-
-        def inside() -> Work:
-            return self._inside.all_gather(key, column, columns, out)
-
-        return self._begin(f"gather {key}", between, inside)
+        return self._begin(
+            f"gather {key}",
+            lambda: self._between.all_gather(key, local, own, column),
+            lambda: self._inside.all_gather(key, column, columns, out),
+        )
 
     def column_window(
         self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, written: Scope
@@ -169,7 +170,9 @@ class TwoLevelTransport:
 
     def _reducer(self, dtype: torch.dtype) -> Transport:
         """Return the transport that takes whole buffers of `dtype`."""
-        return self._inside if self.lowering.reduces(dtype) else self._flat
+        if dtype not in self._reducers:
+            self._reducers[dtype] = self._inside if self.lowering.reduces(dtype) else self._flat
+        return self._reducers[dtype]
 
     def reduce(
         self,
@@ -181,24 +184,12 @@ class TwoLevelTransport:
         wire_dtype: torch.dtype,
         accumulate: bool,
         codec: Codec | None = None,
+        partial: torch.Tensor | None = None,
     ) -> Work:
-        if not self.lowering.reduces(wire_dtype):
+        """As the protocol says; `partial`, where reduces go in two levels, is an earlier sum of this node (our column), added to this one."""
+        if self._reducer(wire_dtype) is self._flat:
+            assert partial is None, key
             return self._flat.reduce(key, buffer, ranges, out, wire_dtype=wire_dtype, accumulate=accumulate, codec=codec)
-        return self.reduce_with(key, buffer, None, ranges, out, wire_dtype=wire_dtype, accumulate=accumulate, codec=codec)
-
-    def reduce_with(
-        self,
-        key: str,
-        buffer: GradBuffer | None,
-        partial: torch.Tensor | None,
-        ranges: Sequence[Range],
-        out: torch.Tensor,
-        *,
-        wire_dtype: torch.dtype,
-        accumulate: bool,
-        codec: Codec | None = None,
-    ) -> Work:
-        """As `reduce`, in two levels, of a buffer that `grad_buffer` lent for them; `partial` is an earlier sum of this node, added to this one."""
         columns, own = self._columns(ranges)
         numel = end_of(own)
         hop_dtype, hop_numel = (self.lowering.hop_dtype, numel) if codec is None else (torch.uint8, codec.encoded_bytes(numel))
@@ -231,11 +222,8 @@ class TwoLevelTransport:
     ) -> Work:
         """Sum the buffers of this node's ranks, and store (or add) our column of it in `out`; as `reduce` otherwise."""
         columns, _ = self._columns(ranges)
-
-        def inside() -> Work:
-            return self._inside.reduce(key, buffer, columns, out, wire_dtype=wire_dtype, accumulate=accumulate, codec=codec)
-
-        return self._begin(f"reduce {key}", inside)
+        options: dict[str, Any] = {"wire_dtype": wire_dtype, "accumulate": accumulate, "codec": codec}
+        return self._begin(f"reduce {key}", lambda: self._inside.reduce(key, buffer, columns, out, **options))
 
     # ------------------------------------------------------------------------------------------------ small things
 
@@ -283,32 +271,6 @@ class TwoLevelTransport:
         self._under_way = []
         for transport in (self._inside, self._between, self._flat):
             transport.close()
-
-
-class _Window:
-    """One slice per rank, in memory of its own."""
-
-    def __init__(
-        self, transport: TwoLevelTransport, key: str, ranges: tuple[Range, ...], dtype: torch.dtype, device: torch.device, replicated: bool
-    ) -> None:
-        self.key = key
-        self.ranges = ranges
-        self.aliased = False
-        start, stop = ranges[transport.rank]
-        self.full = torch.zeros(end_of(ranges), dtype=dtype, device=device) if replicated else None
-        self.local = torch.zeros(stop - start, dtype=dtype, device=device) if self.full is None else self.full[start:stop]
-        self._transport = transport
-
-    def gather(self, out: torch.Tensor | None = None) -> Work:
-        target = self.full if out is None else out
-        if target is None:
-            raise StateError(f"window {self.key} rests sharded: gather needs `out`")
-        return self._transport.all_gather(self.key, self.local, self.ranges, target)
-
-    def publish(self) -> None: ...
-
-    def close(self) -> None:
-        self.full, self.local = None, torch.empty(0)
 
 
 class ColumnWindow:

@@ -73,12 +73,10 @@ class GradientPath:
         self._flight: Flight | None = None
         self._flight_bytes = 0
         self._flight_fresh = False
-        self._flight_name = ""
+        self._flight_frees: list[str] = []  # what streams call the memory that ends with it
         self._round = 0  # buffers borrowed so far: names them apart
         self._held: Resting | None = None
         self._resting: weakref.ref[Resting] | None = None
-        self._sum_taken = False
-        self._node_sum_taken = False
         self._sum: torch.Tensor | None = None  # where a reduce under way leaves our slice, if the gradient rests elsewhere
         self._direct = transport.size == 1 and precision.wire is precision.accumulate  # nothing to sum: the buffer is the resting gradient
         (low, high), (first, _) = flat.own_span, flat.stepped
@@ -252,8 +250,8 @@ class GradientPath:
         held = None if partial is None else partial.whole
         if held is not None:
             self._streams.read(f"{self.key}.partial")
-            self._node_sum_taken = True
-        return mesh_of(self._transport).reduce_with(self.key, buffer, held, self.flat.layout.ranges, out, **options)
+            self._flight_frees.append(f"{self.key}.partial")
+        return mesh_of(self._transport).reduce(self.key, buffer, self.flat.layout.ranges, out, partial=held, **options)
 
     def _wire(self, accumulate: bool) -> dict[str, Any]:
         dtype = self.precision.wire if self._codec is None else torch.uint8
@@ -296,7 +294,8 @@ class GradientPath:
         self._flight = Flight([work], self._streams, event)
         self._flight_fresh = fresh
         self._flight_bytes = 0 if self._buffer is None else self.buffer_bytes
-        self._flight_name = self._buffer_name
+        if self._buffer is not None:
+            self._flight_frees.append(self._buffer_name)
         self._end_round()
 
     def _take_partial(self, index: int) -> None:
@@ -315,7 +314,7 @@ class GradientPath:
             return resting.fetch(*self._own), not fresh
         numel = self._own[1] - self._own[0]
         self._sum = self._place.scratch(numel)
-        self._sum_taken = True
+        self._flight_frees.append(f"{self.key}.sum")
         self._streams.alloc(f"{self.key}.sum")
         return self._sum, False
 
@@ -361,14 +360,10 @@ class GradientPath:
         self._flight.wait()
         self._flight = None
         self._land(self._flight_fresh)
-        if self._sum_taken:
-            self._streams.free(f"{self.key}.sum")
-            self._sum_taken = False
-        if self._node_sum_taken:
-            self._streams.free(f"{self.key}.partial")
-            self._node_sum_taken = False
+        for name in self._flight_frees:
+            self._streams.free(name)
+        self._flight_frees = []
         if self._flight_bytes:
-            self._streams.free(self._flight_name)
             self._meter.remove(self._flight_bytes)
             self._flight_bytes = 0
 
@@ -511,6 +506,6 @@ class GradientPath:
         self._end_round()
         self._flight, self._flight_bytes = None, 0
         self._held, self._resting, self._sum = None, None, None
-        self._sum_taken = self._node_sum_taken = False
+        self._flight_frees = []
         self._close_partial()
         self.used = [False] * len(self.used)

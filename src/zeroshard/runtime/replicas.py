@@ -43,10 +43,7 @@ def compare_replicas(units: Sequence[Unit], optimizer: ShardedOptimizer | None, 
         if not unit.cells.weight.is_sharded and unit.state is UnitState.FULL:
             named[f"weights of unit {unit.name}"] = digest_of(*(segment.flat.full for segment in unit.segments))
     if optimizer is not None and units and not units[0].cells.optim.is_sharded:
-        for piece in optimizer.pieces():
-            state = optimizer.optimizer.state.get(piece.tensor, {})
-            tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-            named[f"optimizer state of {piece.name}"] = digest_of(piece.tensor, *tensors)
+        named |= _state_digests(optimizer)
     _compare_columns(units, optimizer, transport)
     compare(transport, named, remedy=_REMEDY)
 
@@ -64,13 +61,20 @@ def _compare_columns(units: Sequence[Unit], optimizer: ShardedOptimizer | None, 
     if mesh is None:
         return
     if optimizer is not None and units[0].cells.optim.scope is Scope.COLUMN:
-        for piece in optimizer.pieces():
-            state = optimizer.optimizer.state.get(piece.tensor, {})
-            tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-            named[f"optimizer state of {piece.name}"] = digest_of(piece.tensor, *tensors)
+        named |= _state_digests(optimizer)
     answers = [json.loads(answer) for answer in transport.exchange(json.dumps(named).encode())]
     for column in (mesh.column(local) for local in range(mesh.node_size)):
         for name, digest in answers[column[0]].items():
             others = [rank for rank in column if answers[rank].get(name) != digest]
             if others:
                 raise PlanMismatch(f"{name} differ between rank {column[0]} and rank(s) {others}, which hold the same. {_REMEDY}")
+
+
+def _state_digests(optimizer: ShardedOptimizer) -> dict[str, str]:
+    """Return a digest of each piece here and its state, by what errors call it."""
+    named = {}
+    for piece in optimizer.pieces():
+        state = optimizer.optimizer.state.get(piece.tensor, {})
+        tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+        named[f"optimizer state of {piece.name}"] = digest_of(piece.tensor, *tensors)
+    return named
