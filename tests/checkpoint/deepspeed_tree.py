@@ -77,6 +77,7 @@ class Tree:
     padding: int = 0  # elements after each parameter in stages 1 and 2
     native: bool = False  # DeepSpeed's own Adam: numbers of steps that are no tensors, more options
     steps: int = 3
+    enums_by_getattr: bool = False  # enums are pickled as early Pythons 3.11 pickle them
     options: dict[str, Any] = field(default_factory=lambda: {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-8})
 
 
@@ -102,6 +103,8 @@ def write(directory: Path, tree: Tree, model: Tied) -> Expected:
     tag.mkdir(parents=True)
     (directory / "latest").write_text(tag.name)
     with stand_ins() as classes:
+        if tree.enums_by_getattr:
+            pickle_by_getattr(classes["ZeroStageEnum"])
         for rank in range(tree.world):
             torch.save(_optim(tree, rank, named, values, classes), tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
             if tree.stage == 3 or rank == 0:
@@ -204,6 +207,11 @@ def _model(tree: Tree, rank: int, named: list[list[str]], model: Tied) -> dict[s
         "ds_config": {"zero_optimization": {"stage": tree.stage}},
         "iteration": tree.steps,
     }
+
+
+def pickle_by_getattr(kind: type[enum.Enum]) -> None:
+    """Have members of `kind` pickled as early Pythons 3.11 pickle them: as a call of ``builtins.getattr``."""
+    kind.__reduce_ex__ = lambda self, protocol: (getattr, (type(self), self._name_))  # type: ignore[method-assign,assignment]
 
 
 @contextmanager

@@ -232,10 +232,54 @@ def test_a_flat_dcp_checkpoint_is_a_state_dict(tmp_path: Path) -> None:
     _same(_values(import_checkpoint(tmp_path / "dcp", tmp_path / "run"), tmp_path)["model"], dict(model.state_dict()))
 
 
+def _by_getattr(value: Any, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """Return a pickle in which enums are members that ``builtins.getattr`` gives, as early Pythons 3.11 write them."""
+    encoding = dcp.metadata._MEM_FORMAT_ENCODING  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(encoding, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self._name_)))
+        return pickle.dumps(value)
+
+
+def test_a_dcp_checkpoint_whose_enums_are_pickled_by_getattr_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So early Pythons 3.11 write it, 3.11.2 of Debian 12 for one."""
+    model, _ = _plain()
+    dcp.save(dict(model.state_dict()), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    path = tmp_path / "dcp" / ".metadata"
+    path.write_bytes(_by_getattr(pickle.loads(path.read_bytes()), monkeypatch))
+    assert b"getattr" in path.read_bytes()
+    _same(_values(import_checkpoint(tmp_path / "dcp", tmp_path / "run"), tmp_path)["model"], dict(model.state_dict()))
+
+
+class Attribute:
+    """An object whose pickle asks for an attribute of something."""
+
+    def __init__(self, *of: Any) -> None:
+        self.of = of
+
+    def __reduce__(self) -> Any:
+        return getattr, self.of
+
+
+_ENCODING = dcp.metadata._MEM_FORMAT_ENCODING  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "of",
+    [(_ENCODING, "__class__"), (_ENCODING, "mro"), (_ENCODING, 0), (_ENCODING, "TORCH_CHANNELS_LAST", 1), (torch.Size, "numel"), ("text", "format"), ()],
+    ids=["a class of classes", "a method", "a number", "a default", "another class", "text", "nothing"],
+)
+def test_getattr_in_dcp_metadata_gives_members_of_known_enums_only(tmp_path: Path, of: tuple[Any, ...]) -> None:
+    source = _dcp(tmp_path)
+    _metadata(source, lambda metadata: setattr(metadata, "planner_data", Attribute(*of)))
+    with pytest.raises(CheckpointError, match=r"\.metadata asks for .*refused, and nothing of it was run"):
+        import_checkpoint(source, tmp_path / "run")
+
+
 # ------------------------------------------------------------------ DeepSpeed
 
 TREES = [Tree(stage, world) for stage in (1, 2, 3) for world in (1, 2, 3, 5)] + [
     Tree(3, 2, sub_groups=3),
+    Tree(3, 2, enums_by_getattr=True),
     Tree(2, 2, padding=3),
     Tree(1, 3, native=True),
     Tree(3, 3, native=True, sub_groups=2),
@@ -244,7 +288,7 @@ TREES = [Tree(stage, world) for stage in (1, 2, 3) for world in (1, 2, 3, 5)] + 
 
 
 @pytest.mark.parametrize(
-    "tree", TREES, ids=lambda tree: f"stage{tree.stage}-world{tree.world}-sub{tree.sub_groups}-pad{tree.padding}-{tree.native}"
+    "tree", TREES, ids=lambda tree: f"stage{tree.stage}-world{tree.world}-sub{tree.sub_groups}-pad{tree.padding}-{tree.native}{'-getattr' * tree.enums_by_getattr}"
 )
 def test_deepspeeds_masters_and_moments_come_back_by_name(tmp_path: Path, tree: Tree) -> None:
     model = deepspeed_tree.make()
@@ -524,6 +568,17 @@ def test_a_deepspeed_file_that_would_run_something_is_refused(tmp_path: Path, st
             import_checkpoint(tmp_path / "ds", tmp_path / "run")
         path.write_bytes(kept)
     assert not trap.exists() and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("of", [("__class__",), ("__init__",), ("weights", 1), (0,)], ids=["class", "method", "default", "number"])
+def test_getattr_in_a_deepspeed_file_gives_members_of_known_enums_only(tmp_path: Path, of: tuple[Any, ...]) -> None:
+    deepspeed_tree.write(tmp_path / "ds", Tree(2, 2), deepspeed_tree.make())
+    path = tmp_path / "ds" / "global_step3" / "mp_rank_00_model_states.pt"
+    with deepspeed_tree.stand_ins() as classes:
+        content = torch.load(path, weights_only=False)
+        torch.save(content | {"client": Attribute(classes["ZeroStageEnum"], *of)}, path)
+    with pytest.raises(CheckpointError, match=r"model_states\.pt is refused, and nothing of it was run: it asks for (attribute|getattr with 3)"):
+        import_checkpoint(tmp_path / "ds", tmp_path / "run")
 
 
 def _dcp(tmp_path: Path, content: dict[str, Any] | None = None) -> Path:

@@ -29,8 +29,10 @@ _MAX_BYTES = 512 << 20  # of .metadata
 _DTYPES = {f"torch.{str(dtype).removeprefix('torch.')}": dtype for dtype in DTYPES.values()}
 _TENSOR, _BYTES, _INDEX = f"{_METADATA}.TensorStorageMetadata", f"{_METADATA}.BytesStorageMetadata", f"{_METADATA}.MetadataIndex"
 _PLACE = "torch.distributed.checkpoint.filesystem._StorageInfo"
+_ENUMS = {f"{_METADATA}._MEM_FORMAT_ENCODING": {"TORCH_CONTIGUOUS_FORMAT": 0, "TORCH_CHANNELS_LAST": 1, "TORCH_PRESERVE_FORMAT": 2}}
 _ALLOWED = {
-    *(f"{_METADATA}.{name}" for name in ("Metadata", "TensorProperties", "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *(f"{_METADATA}.{name}" for name in ("Metadata", "TensorProperties", "ChunkStorageMetadata", "StorageMeta")),
+    *_ENUMS,
     *(_TENSOR, _BYTES, _INDEX, _PLACE, *_DTYPES),
     *("torch.Size", "torch.serialization._get_layout", "collections.OrderedDict", "pathlib.PosixPath"),
 }
@@ -63,7 +65,7 @@ def read_dcp(directory: Path, wanted: Container[str]) -> dict[Any, Any]:
     path = directory / ".metadata"
     if path.stat().st_size > _MAX_BYTES:
         raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than the {_MAX_BYTES} that are read")
-    record = read_inert(path.read_bytes(), _ALLOWED, str(path))
+    record = read_inert(path.read_bytes(), _ALLOWED, str(path), _ENUMS)
     try:
         reading = _Reading(directory, _fields(record, f"{_METADATA}.Metadata"))
         return reading.tree(wanted)

@@ -34,12 +34,6 @@ __all__ = ["read_deepspeed"]
 
 _RANK_FILE = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
 _TAG = re.compile(r"[\w.-]+")
-_CLASSES = (
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-)
 
 
 class _StandIn:
@@ -48,6 +42,18 @@ class _StandIn:
     def __init__(self, *args: Any) -> None:
         self.args = args
 
+
+class _Stage(_StandIn):
+    """Instead of a member of DeepSpeed's enum of stages: keeps its number."""
+
+
+_CLASSES = (
+    (_StandIn, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (_StandIn, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (_Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_StandIn, "deepspeed.utils.tensor_fragment.fragment_address"),
+)
+_ENUMS = {_Stage: {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}}
 
 @dataclass(frozen=True)
 class _Slice:
@@ -115,7 +121,7 @@ def _files(directory: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    content = load_tensors(path, str(path), [(_StandIn, name) for name in _CLASSES])
+    content = load_tensors(path, str(path), _CLASSES, _ENUMS)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not what DeepSpeed writes")
     return content

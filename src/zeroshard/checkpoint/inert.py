@@ -2,7 +2,8 @@
 
 A pickle is a program for a small stack machine. The machine here knows the instructions that make plain values; where the program asks for a class or
 a function, it gets the *name*, and where it asks to call one or to fill an object, a `Record` of what it would have done. A name that the
-caller does not expect ends the reading.
+caller does not expect ends the reading. Early Pythons 3.11 (3.11.2 of Debian 12) pickle a member of an enum as a call of ``builtins.getattr``: both readers
+take that call for the members of enums that the caller knows, and for nothing else.
 
 Invariant: no code runs that a pickle chose. Cost: a few microseconds per instruction; torch files are mapped.
 """
@@ -12,9 +13,10 @@ from __future__ import annotations
 import pickletools
 import re
 import zipfile
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as brief
 from typing import IO, Any
 
 import torch
@@ -47,11 +49,16 @@ _VALUES = (  # they push their argument
 )
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _NOTHING = {"PROTO", "FRAME"}
+_GETATTR = "builtins.getattr"
+_GETATTR_OF_OLD = "__builtin__.getattr"  # in pickles of protocol 2
 
 
-def read_inert(data: bytes, allowed: Container[str], where: str) -> Any:
-    """Return the value of a pickle; `allowed` are the full names that may occur, `where` names the pickle in errors. Raises CheckpointError."""
-    machine = _Machine(allowed, where)
+def read_inert(data: bytes, allowed: Container[str], where: str, enums: Mapping[str, Mapping[str, int]] | None = None) -> Any:
+    """Return the value of a pickle; `where` names the pickle in errors. Raises CheckpointError.
+
+    `allowed` are the full names that may occur; `enums` are, by the full name of each enum among them, its members' values by name.
+    """
+    machine = _Machine(allowed, where, enums or {})
     try:
         for instruction, argument, _ in pickletools.genops(data):
             if instruction.name == "STOP":
@@ -63,9 +70,10 @@ def read_inert(data: bytes, allowed: Container[str], where: str) -> Any:
 
 
 class _Machine:
-    def __init__(self, allowed: Container[str], where: str) -> None:
+    def __init__(self, allowed: Container[str], where: str, enums: Mapping[str, Mapping[str, int]]) -> None:
         self.stack: list[Any] = []
         self._allowed = allowed
+        self._enums = enums
         self._where = where
         self._memo: dict[int, Any] = {}
         self._rest: dict[str, Callable[[Any], None]] = {
@@ -130,7 +138,9 @@ class _Machine:
 
     def _name(self, module: str, name: str) -> None:
         full = f"{module}.{name}"
-        if full not in self._allowed:
+        if full in (_GETATTR, _GETATTR_OF_OLD) and self._enums:
+            full = _GETATTR
+        elif full not in self._allowed:
             raise CheckpointError(f"{self._where} asks for {full}, which has no place in it: refused, and nothing of it was run")
         self.stack.append(Name(full))
 
@@ -138,7 +148,15 @@ class _Machine:
         args, what = self.stack.pop(), self.stack.pop()
         if not isinstance(what, Name) or not isinstance(args, tuple):
             raise ValueError("something is called that is no name")
-        self.stack.append(Record(what.name, args))
+        self.stack.append(self._member(args) if what.name == _GETATTR else Record(what.name, args))
+
+    def _member(self, args: tuple[Any, ...]) -> Record:
+        """Return the record of an enum's member, as a call of the enum would be recorded."""
+        owner, name = (*args, None, None)[:2]
+        known = self._enums.get(owner.name, {}) if isinstance(owner, Name) and len(args) == 2 else {}
+        if not isinstance(name, str) or name not in known:
+            raise CheckpointError(f"{self._where} asks for {_attribute(args)}, which is no enum's member known here: refused, and nothing of it was run")
+        return Record(owner.name, (known[name],))
 
     def _build(self, state: Any) -> None:
         if not isinstance(self.stack[-1], Record):
@@ -146,19 +164,40 @@ class _Machine:
         self.stack[-1].state = state
 
 
+def _attribute(args: tuple[Any, ...]) -> str:
+    """Return words for what a call of ``getattr`` asks for."""
+    return f"attribute {brief(args[1])} of {brief(args[0])}" if len(args) == 2 else f"getattr with {len(args)} arguments"
+
+
 # ------------------------------------------------------------------ torch
 
 
-def load_tensors(source: Path | IO[bytes], where: str, classes: Iterable[tuple[Any, str]] = ()) -> Any:
+def load_tensors(
+    source: Path | IO[bytes],
+    where: str,
+    classes: Iterable[tuple[Any, str]] = (),
+    enums: Mapping[Any, Mapping[str, int]] | None = None,
+) -> Any:
     """Return what a torch file holds; where it is a path, its tensors are mapped, not read.
 
-    `where` names it in errors; `classes` are stand-ins for further classes, each with the full name of what it stands for.
+    `where` names it in errors; `classes` are stand-ins for further classes, each with the full name of what it stands for; `enums` are, by the
+    stand-in of each enum among them, its members' values by name.
 
     Raises CheckpointError for a file that is damaged, or that asks for anything but tensors and plain values.
     """
     mapped = isinstance(source, Path) and zipfile.is_zipfile(source)
+
+    def member(*args: Any) -> Any:
+        """Stand in for ``builtins.getattr``."""
+        owner, name = (*args, None, None)[:2]
+        known = enums.get(owner, {}) if enums and isinstance(owner, type) and len(args) == 2 else {}
+        if not isinstance(name, str) or name not in known:
+            raise ValueError(f"it asks for {_attribute(args)}, which is no enum's member known here")
+        return owner(known[name])
+
+    stand_ins: list[Any] = [*classes, (member, _GETATTR)] if enums else list(classes)
     try:
-        with torch.serialization.safe_globals(list(classes)):
+        with torch.serialization.safe_globals(stand_ins):
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError:
         raise
