@@ -37,6 +37,7 @@ from zeroshard.runtime.balance import Balance
 from zeroshard.runtime.build import Context, build_units, make_master
 from zeroshard.runtime.cut import UnitPlan, named_parameters_once
 from zeroshard.runtime.finalize import Finalizer
+from zeroshard.runtime.forked import refuse_in_children
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.join import Join
 from zeroshard.runtime.owned import own
@@ -93,6 +94,8 @@ class Engine:
         self._closed = False
         self.refuse_steps: str | None = None  # why, while they are refused
         self._faults.agree()  # that the weights have been written to where they rest
+        if context.transport.size > 1:
+            refuse_in_children(self)
 
     # ------------------------------------------------------------------ what it is
 
@@ -289,6 +292,7 @@ class Engine:
 
     def agree(self, report: Mapping[str, str], error: ZeroshardError | None) -> None:
         """Raise on every rank where one has an `error` or another `report`, which would otherwise be a hang on the others. Collective."""
+        self._check_open()
         compare(self._context.transport, report, error=error)
 
     def zero_gradient(self, parameter: nn.Parameter) -> None:
@@ -566,6 +570,7 @@ class Engine:
         """
         if self._closed:
             return
+        self._check_open()
         told = self._faults.refusal if self._faults.is_lost else None
         self.reload_states()
         self._backward.abandon()
@@ -592,6 +597,12 @@ class Engine:
 
     # ------------------------------------------------------------------ helpers
 
+    def refuse(self, why: str) -> None:
+        """Raise StateError with `why` at every later use; see forked.py."""
+        self._weights.refusal = why
+
     def _check_open(self) -> None:
+        if self._weights.refusal is not None:
+            raise StateError(self._weights.refusal)
         if self._closed:
             raise StateError("this engine is closed: the module is plain again; call zeroshard.shard() for a new one")

@@ -54,6 +54,7 @@ class Weights:
         self.pinned = 0  # gathered() contexts that hold every unit
         self.exact = 0  # gathered() contexts, which show what rests
         self.asleep = False  # between offload_states() and reload_states()
+        self.refusal: str | None = None  # why nothing may be used here: in a forked child
         self.running = 0  # forwards under way, of the model or of any module that needs a unit
         self._held: dict[int, tuple[Unit, bool]] = {}  # used outside their modules; whether a backward may follow
 
@@ -64,6 +65,8 @@ class Weights:
 
     def enter(self) -> None:
         """A forward begins."""
+        if self.refusal is not None:
+            raise StateError(self.refusal)
         self.running += 1
 
     def leave(self) -> None:
@@ -90,10 +93,14 @@ class Weights:
 
     def begin(self, phase: Phase) -> None:
         """Start a pass over the model."""
+        if self.refusal is not None:
+            raise StateError(self.refusal)
         self._order.begin(phase)
 
     def need(self, unit: Unit, phase: Phase) -> None:
         """Return with `unit` gathered, and the units expected next on their way."""
+        if self.refusal is not None:
+            raise StateError(self.refusal)
         if self._idle is unit:
             self._idle = None
             unit.wake()
@@ -211,7 +218,9 @@ class Weights:
         self.release_unused(unit)
 
     def check_awake(self) -> None:
-        """Raise StateError while the states are off the device."""
+        """Raise StateError while the states are off the device, and in a forked child."""
+        if self.refusal is not None:
+            raise StateError(self.refusal)
         if self.asleep:
             raise StateError("the states are off the device: call engine.reload_states() on every rank first")
 

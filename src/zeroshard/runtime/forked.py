@@ -1,0 +1,45 @@
+"""A forked child of a rank is no rank: it holds copies of the rank's sockets and of its shared memory, and every use of them corrupts the job.
+
+A data loader's workers are such children, and whatever a program starts with ``os.fork()`` or ``multiprocessing`` in its "fork" mode. In the
+child every use of a sharded module, of its optimizer and of its engine raises StateError; the parents do not notice.
+
+The engines of a forked child are kept alive until it ends: destroying them would wait for threads that a fork does not copy.
+
+Cost: nothing in the parents; one callback per fork. What it does not do: look after an engine of one process, which has no peers.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Protocol
+
+__all__ = ["refuse_in_children"]
+
+
+class _Parent(Protocol):
+    """An engine, as a fork sees it."""
+
+    def refuse(self, why: str) -> None:
+        """Make every later use raise StateError with `why`."""
+
+
+_ENGINES: weakref.WeakSet[_Parent] = weakref.WeakSet()
+_KEPT: list[_Parent] = []  # in a forked child only
+
+
+def refuse_in_children(engine: _Parent) -> None:
+    """From now on refuse every use of `engine` in processes that are forked off this one."""
+    _ENGINES.add(engine)
+
+
+def _in_child() -> None:
+    for engine in list(_ENGINES):
+        _KEPT.append(engine)
+        engine.refuse(
+            f"process {os.getpid()} was forked off a rank and cannot use its sharded module, optimizer or engine: use them in process "
+            f"{os.getppid()}, and give a child numbers instead (engine.full_state_dict())"
+        )
+
+
+os.register_at_fork(after_in_child=_in_child)
