@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from zeroshard.checkpoint.steps import list_steps, read_manifest
 from zeroshard.errors import CheckpointError
 from zeroshard.launch import checkpoint, cli
 
-PROGRAM = str(Path(sys.executable).parent / "zeroshard")
 ENVIRONMENT = {
     name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")
 }  # which measures subprocesses, at a cost
@@ -122,17 +120,11 @@ def test_one_step_can_be_named_by_its_number_or_by_its_directory(saved: Path, ca
     assert one == other and one["step"] == 2
 
 
-def test_show_does_not_import_torch_and_help_answers_at_once(saved: Path) -> None:
-    code = f"import sys; from zeroshard.launch.cli import main\nmain(['checkpoint', 'show', {str(saved)!r}, '--json'])\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
-    seconds = []  # of processor
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        answer = subprocess.run([PROGRAM, "checkpoint", "export", "--help"], capture_output=True, text=True, check=True, env=ENVIRONMENT)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert "example:" in answer.stdout
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(seconds) < 0.3, seconds
+def test_show_and_help_do_not_import_torch(saved: Path) -> None:
+    for argv in (["checkpoint", "show", str(saved), "--json"], ["checkpoint", "export", "--help"]):
+        code = f"import sys; from zeroshard.launch.cli import main\ntry: main({argv!r})\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+        answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=ENVIRONMENT)
+        assert ("example:" if "--help" in argv else '"step"') in answer.stdout
 
 
 # ------------------------------------------------------------------ verify

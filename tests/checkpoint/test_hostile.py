@@ -11,7 +11,6 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ from zeroshard.checkpoint.manifest import ITEMSIZE, Manifest, digest, num_chunks
 from zeroshard.checkpoint.steps import MANIFEST
 
 STEP, FILE = "step-0000000001", "rank-00000-of-00001.safetensors"
-MAX_SECONDS, MAX_GROWTH = 5.0, 50 << 20
+MAX_GROWTH = 50 << 20
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +78,11 @@ def watched(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
         for owner, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (pickle, "_Unpickler"), (torch, "load")):
             patch.setattr(owner, name, forbidden)
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        before, begin, _watched = _memory("VmRSS"), time.monotonic(), []
+        before, _watched = _memory("VmRSS"), []
         try:
             yield
         finally:
             seen, _watched = _watched, None
-    assert time.monotonic() - begin < MAX_SECONDS
     assert _memory("VmHWM") - before < MAX_GROWTH
     for event, what in seen:
         assert event == "open" and Path(what).is_relative_to(folder.resolve()), (event, what)
@@ -355,12 +353,12 @@ def test_a_save_follows_no_link_out_of_the_directory(training: Training, folder:
 # ---------------------------------------------------------------------------------------------------------------- a million entries
 
 READ_AND_MEASURE = """
-import resource, sys, time
+import resource, sys
 from zeroshard.checkpoint.manifest import Manifest
 text = open(sys.argv[1], "rb").read()
-before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 manifest = Manifest.parse(text, "there")
-print(len(manifest.tensors), time.process_time() - begin, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
+print(len(manifest.tensors), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
 """
 
 
@@ -380,13 +378,31 @@ def many_entries(count: int) -> bytes:
     )
 
 
-@pytest.mark.parametrize(
-    ("count", "max_seconds"), [(100_000, 5.0), pytest.param(1_000_000, 40.0, marks=pytest.mark.slow)], ids=["a tenth of a million", "a million"]
-)
-def test_a_manifest_of_many_entries_is_read_in_seconds(tmp_path: Path, count: int, max_seconds: float) -> None:
+@pytest.mark.parametrize("count", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)], ids=["a tenth of a million", "a million"])
+def test_a_manifest_of_many_entries_is_read_within_ten_times_its_size(tmp_path: Path, count: int) -> None:
     """A million entries are those of a thousand ranks; reading them takes 6 s and eight times the text in memory."""
     path = tmp_path / MANIFEST
     path.write_bytes(many_entries(count))
     found = subprocess.run([sys.executable, "-c", READ_AND_MEASURE, path], capture_output=True, text=True, check=True).stdout.split()
-    assert int(found[0]) == count
-    assert float(found[1]) < max_seconds and int(found[2]) < 10 * path.stat().st_size, found
+    assert int(found[0]) == count and int(found[1]) < 10 * path.stat().st_size, found
+
+
+def _calls(count: int) -> int:
+    """Return how many functions, Python's and C's, are called while a manifest of `count` entries is read."""
+    text, calls = many_entries(count), 0
+
+    def called(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(called)
+    try:
+        Manifest.parse(text, "there")
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_reading_a_manifest_costs_the_same_for_every_entry() -> None:
+    few, more, many = (_calls(count) for count in (500, 1000, 2000))
+    assert many - more == pytest.approx(2 * (more - few), rel=0.02), "the work grows with the entries, not with their square"

@@ -18,6 +18,7 @@ import pytest
 import zeroshard as zs
 from tests.harness import ROOT
 from zeroshard.checkpoint.steps import list_steps, read_manifest
+from zeroshard.launch.run import SIGNAL_GRACE_S
 
 STEPS = 60
 SMALL = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch", "2", "--accumulate", "4", "--sample", "0"]
@@ -47,9 +48,9 @@ class Job:
             found[int(environment["RANK"])] = int(pid)
         return found
 
-    def end(self) -> tuple[int, str, str]:
+    def end(self, timeout: float = 60.0) -> tuple[int, str, str]:
         """Return the exit code and all that was printed."""
-        shown, errors = self.process.communicate(timeout=60)
+        shown, errors = self.process.communicate(timeout=timeout)
         return self.process.returncode, self.shown + shown, errors
 
 
@@ -201,8 +202,6 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_answer(launch: Launch, tmp_path:
     job = told(launch, tmp_path, signal.SIGINT, then="pass", on_sigint="signal.SIG_IGN", on_sigterm="signal.SIG_IGN")
     time.sleep(0.5)
     assert job.process.poll() is None
-    begin = time.monotonic()
     job.process.send_signal(signal.SIGINT)
-    code, _, errors = job.end()
+    code, _, errors = job.end(timeout=SIGNAL_GRACE_S - 10.0)
     assert (code, errors) == (130, "zeroshard run: ended by SIGINT\n")
-    assert time.monotonic() - begin < 5

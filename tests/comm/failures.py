@@ -111,6 +111,9 @@ def _meet(transport: Transport) -> None:
     transport.stall_timeout_s = before
 
 
+SOCKETS_LIVE_ON_S = 20.0  # in a child of the dead rank: who learns of the death by the end of a connection learns it later than that
+
+
 def a_dead_rank_is_an_error(rank: int, world_size: int, spec: Spec, operation: int) -> float | None:
     """The last rank is killed; return how long the others waited for the PeerLostError."""
     ranges = spec.cut(*[64] * world_size)
@@ -139,7 +142,7 @@ def _leave_a_child_with_our_sockets(transport: Transport) -> None:
             if descriptor not in kept:  # the harness waits for its pipe to close
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
-        time.sleep(8)
+        time.sleep(SOCKETS_LIVE_ON_S)
         os._exit(0)
 
 

@@ -31,7 +31,6 @@ from tests.harness import ROOT, run_ranks, spawn_ranks
 from zeroshard import CheckpointError, StateError, StorageError
 
 CUT, STEPS = 1, 4  # where the checkpoint is, and the steps of a whole run
-SECONDS = 10.0  # within which every rank has the error
 
 # ---------------------------------------------------------------------------------------------------------------- injection
 
@@ -270,7 +269,6 @@ class Seen:
 
     told: str = ""  # in which part of the step
     error: str = ""
-    seconds: float = 0.0
     refused: dict[str, str] = field(default_factory=dict)
     differs: list[str] = field(default_factory=list)
     threads: list[str] = field(default_factory=list)
@@ -321,14 +319,13 @@ def _meet(training: Training, case: Case, broken: Broken, first: int, seen: Seen
                 _tamper(case, training.engine)
 
     prefix = ""
-    begin = time.monotonic()
     try:
         training.step(first, arm)
         if case.told:
             prefix = "next "
             training.step(first + 1, arm)
     except StorageError as error:
-        seen.told, seen.error, seen.seconds = part, str(error), time.monotonic() - begin
+        seen.told, seen.error = part, str(error)
 
 
 def _recover(training: Training, case: Case, broken: Broken, first: int, folder: Path, seen: Seen) -> None:
@@ -365,7 +362,6 @@ def _check(name: str, culprit: int, results: list[Seen], path: str) -> None:
             assert state in seen.error, (rank, seen.error)
             assert case.verb == "host" or path in seen.error, (rank, seen.error)
             assert ("zs.load()" if case.lost else "engine.reset()") in seen.error, (rank, seen.error)
-            assert seen.seconds < SECONDS, (rank, seen)
             assert rank == culprit or seen.error.startswith(f"rank {culprit}: "), (rank, seen.error)
             for what, reason in seen.refused.items():
                 assert ("zs.load()" if case.lost else "engine.reset()") in reason, (rank, what, reason)

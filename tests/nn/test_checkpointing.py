@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import zeroshard as zs
 from tests.engine.common import ROWS, Block, Net, batch, make_model, train, two_groups
 from tests.harness import run_ranks
+from tests.links import Endless
 from tests.models.training import STAGES, compare
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import DoneWork, Work
@@ -497,23 +498,22 @@ def test_the_read_of_the_call_before_starts_before_a_call_is_computed_again() ->
     assert backward == [f"read {d}", f"read {c}", "run", f"read {b}", "run", f"read {a}", "run", "run"]
 
 
-def _seconds(*, overlap: bool) -> tuple[float, list[torch.Tensor]]:
-    """Return the time of one step whose layers take 15 ms each way of compute, over a link on which an input takes 12 ms."""
-    num_bytes = 4 * 32 * WIDTH
-    link = Paced(num_bytes / 0.012, overlap=overlap)
+@pytest.mark.parametrize("overlaps", [True, False], ids=["a link that overlaps", "a link that does not"])
+def test_an_input_travels_while_other_calls_compute(overlaps: bool) -> None:
+    link = Endless(overlaps=overlaps)
+    in_flight: list[tuple[int, int]] = []
+
+    def call(fn: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda h: (in_flight.append((link.in_flight("to_host"), link.in_flight("to_device"))), fn(h))[1], x, tier="host")
+
     with stash.using(stash.Depot(HostStore(CPU, link=link), CPU)):
-        model = Stack(6, lambda fn, x: checkpoint(lambda h: (time.sleep(0.015), fn(h))[1], x, tier="host"))
-        begin = time.perf_counter()
-        grads = gradients(model, lambda: model(activation()))
-        return time.perf_counter() - begin, grads
-
-
-def test_copies_over_a_slow_link_are_hidden_behind_compute() -> None:
-    _seconds(overlap=True)  # what torch imports when it is first used
-    (fast, first), (slow, second) = (min((_seconds(overlap=overlap) for _ in range(2)), key=lambda run: run[0]) for overlap in (True, False))
+        model = Stack(6, call)
+        first = gradients(model, lambda: model(activation()))
     model = Stack(6)
-    assert same(first, second) and same(first, gradients(model, lambda: model(activation())))
-    assert slow > 1.3 * fast, f"{fast:.3f} s with overlap, {slow:.3f} s without"
+    assert same(first, gradients(model, lambda: model(activation())))
+    leaving, coming = [there for there, _ in in_flight[:6]], [back for _, back in in_flight[6:]]
+    assert leaving == ([1, 2, 3, 3, 3, 3] if overlaps else [0] * 6), "of the call itself and of two before it"
+    assert coming == ([0, 0, 1, 1, 1, 0] if overlaps else [0] * 6), "of the call computed next, where its input has left"
 
 
 def test_a_link_slower_than_compute_holds_back_the_forward_instead_of_the_memory() -> None:
