@@ -289,11 +289,11 @@ def abandon_forgets_what_was_under_way(rank: int, world_size: int, spec: Spec) -
 
 def comparison_names_the_first_difference(rank: int, world_size: int, spec: Spec) -> None:
     with opened(spec, rank) as transport:
-        compare(transport, {"units": "ab12", "policy": "cd34"})
+        compare(transport, {"units": "ab12", "policy": "cd34"}, call="compare()")
         if world_size == 1:
             return
         try:
-            compare(transport, {"units": "ab12", "policy": "cd34" if rank else "ffff", "last": str(rank)})
+            compare(transport, {"units": "ab12", "policy": "cd34" if rank else "ffff", "last": str(rank)}, call="compare()")
         except PlanMismatch as error:
             assert "'policy'" in str(error) and "rank 0: policy = ffff" in str(error) and "last" not in str(error)
         else:

@@ -362,3 +362,34 @@ def without_memfd_all_use_gloo(rank: int, world_size: int) -> tuple[str, list[st
         memfd.create = create
         logging.getLogger("zeroshard").removeHandler(handler)
     return transport.name, records
+
+
+def payloads_of_different_calls_never_meet(rank: int, world_size: int, spec: Spec) -> str:
+    """Rank 0 is in another call than the others; return what was raised. All can go on."""
+    call = "zs.save()" if rank == 0 else "zs.load()"
+    with opened(spec, rank) as transport:
+        try:
+            transport.exchange(b"x" * 300 * (rank + 1), call)
+        except PlanMismatch as error:
+            assert transport.exchange(bytes([rank]), "zs.load()") == [bytes([other]) for other in range(world_size)]
+            return str(error)
+    raise AssertionError("no PlanMismatch")
+
+
+def waiting_in_different_calls_is_told_at_once(rank: int, world_size: int, spec: Spec) -> list[str]:
+    """Rank 0 saves while the others do something else that needs rank 0; return what was raised each time."""
+    ranges = spec.cut(*[64] * world_size)
+    said = []
+    with opened(spec, rank, stall_timeout_s=40.0) as transport:
+        window = transport.window("layer.7", ranges, torch.float32, CPU, replicated=True)
+        transport.exchange(b"")
+        for operation in _waiting_operations(transport, window, ranges):
+            try:
+                if rank == 0:
+                    transport.exchange(b"", "zs.save()")
+                else:
+                    operation()
+            except PlanMismatch as error:
+                said.append(str(error))
+            transport.abandon()
+    return said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
@@ -55,6 +56,21 @@ def test_a_dead_rank_is_an_error_before_its_sockets_close(spec: Spec, operation:
     assert results[-1].exitcode == -9
     for result in results[:-1]:
         assert result.result is not None and result.result < failures.SOCKETS_LIVE_ON_S, result
+
+
+@pytest.mark.parametrize("spec", [GLOO2, SHM2, MIXED4, TWO_LEVEL4, Spec("native2", 2, "nccl")], ids=lambda spec: spec.label)
+def test_payloads_of_different_calls_never_meet_and_both_calls_are_named_on_every_rank(spec: Spec) -> None:
+    said = run_ranks(spec.world_size, failures.payloads_of_different_calls_never_meet, spec, timeout=30)
+    assert all("rank 0 is in zs.save(), rank 1 is in zs.load()" in text for text in said), said
+
+
+@pytest.mark.parametrize("spec", [SHM2, SHM4], ids=lambda spec: spec.label)
+def test_ranks_that_wait_for_each_other_in_different_calls_are_told_at_once_on_every_rank(spec: Spec) -> None:
+    said = run_ranks(spec.world_size, failures.waiting_in_different_calls_is_told_at_once, spec, timeout=30)
+    for texts in said:
+        assert len(texts) == len(said[0]) == 4, said
+        for text, other in zip(texts, ("the reduce of layer.7", "the gather of layer.7", "exchange()", "the writing of new weights"), strict=True):
+            assert "rank 0 is in zs.save()" in text and re.search(rf"rank \d is in {re.escape(other)}", text), (text, other)
 
 
 def test_nothing_is_left_after_kill_9() -> None:

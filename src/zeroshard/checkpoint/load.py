@@ -109,8 +109,8 @@ def _candidates(directory: Path, engine: Engine, step: int | None) -> list[int]:
                 raise CheckpointError(f"{directory} holds no checkpoint")
         except CheckpointError as refused:
             error = refused
-    settle(engine, error)
-    answer = engine.exchange(",".join(map(str, steps)).encode())[0]
+    settle(engine, error, "zs.load()")
+    answer = engine.exchange(",".join(map(str, steps)).encode(), "zs.load()")[0]
     return [int(number) for number in answer.decode().split(",")]
 
 
@@ -133,8 +133,8 @@ def _load_step(directory: Path, step: int, engine: Engine, states: dict[str, Sta
         except Exception as odd:  # values that no save writes, a disk that fails, no memory: the other ranks must hear of it
             error = CheckpointError(f"step {step} in {directory} cannot be read: {type(odd).__name__}: {odd}")
         mine = b"" if reading is None else reading.text_hash.encode()
-        settle(engine, error)
-        if len(set(engine.exchange(mine))) > 1:
+        settle(engine, error, "zs.load()")
+        if len(set(engine.exchange(mine, "zs.load()"))) > 1:
             raise CheckpointError(f"the ranks see different checkpoints under {directory}: is it on storage that all ranks share?")
         assert reading is not None
         reading.apply()
@@ -365,7 +365,7 @@ class _Reading:
         except Exception as refused:
             restore_generators(before)
             error = CheckpointError(f"states[{name!r}] does not take what was saved: {type(refused).__name__}: {refused}")
-        settle(engine, error)
+        settle(engine, error, "zs.load()")
         engine.restored(self._values.get(SCALER, {}))
         with torch.no_grad(), engine.repairing(everything=not self.misfits):
             with engine.rewriting():

@@ -98,7 +98,7 @@ def collect(engine: Engine, states: Mapping[str, Stateful], extra: Any) -> RankP
 def divide(engine: Engine, part: RankPart) -> None:
     """Settle who writes what is no piece: rank 0 all of it, others what they hold differently. Collective."""
     mine = {name: _fingerprint(*pair) for name, pair in part.encoded.items()}
-    everyone = [json.loads(answer) for answer in engine.exchange(json.dumps(mine).encode())]
+    everyone = [json.loads(answer) for answer in engine.exchange(json.dumps(mine).encode(), "zs.save()")]
     for name, (value, tensors) in part.encoded.items():
         alike = all(other.get(name) == everyone[0].get(name) for other in everyone)
         is_buffer = name.startswith(BUFFER)

@@ -159,7 +159,7 @@ class Saver:
 
     def _settle_run(self) -> None:
         failure, self._failure = self._failure, None
-        settle(self._engine, failure)
+        settle(self._engine, failure, "zs.save()")
 
     def _prepare(self, step: int, extra: Any) -> _Job:
         engine, error, part = self._engine, None, RankPart([])
@@ -173,10 +173,10 @@ class Saver:
             part = collect(engine, self._states, extra)
         except CheckpointError as refused:
             error = refused
-        settle(engine, error)
+        settle(engine, error, "zs.save()")
         divide(engine, part)
         metadata = {"format": "zeroshard", "rank": str(engine.rank), "step": str(step)}
-        sizes = [int(answer) for answer in engine.exchange(str(shard_bytes(part.stored, metadata)).encode())]
+        sizes = [int(answer) for answer in engine.exchange(str(shard_bytes(part.stored, metadata)).encode(), "zs.save()")]
         nonce, stack = b"", ExitStack()
         if engine.rank == 0:
             try:
@@ -184,11 +184,11 @@ class Saver:
             except CheckpointError as refused:
                 error = refused
         try:
-            settle(engine, error)
+            settle(engine, error, "zs.save()")
         except CheckpointError:
             stack.close()
             raise
-        nonce = engine.exchange(nonce)[0]
+        nonce = engine.exchange(nonce, "zs.save()")[0]
         return _Job(step, part, metadata, working_path(self.directory, step, nonce.decode()), stack, parameters_of(engine))
 
     def _open(self, step: int, num_bytes: int, stack: ExitStack) -> str:
@@ -250,7 +250,7 @@ class Saver:
         except Exception as error:
             failure = error
         if not self._background:
-            settle(self._engine, failure)
+            settle(self._engine, failure, "zs.save()")
         elif failure is not None:
             with suppress(OSError):
                 self._shard(job).unlink()  # on a full disk the note needs its space
@@ -367,9 +367,9 @@ def _leave(path: Path, content: str | bytes) -> None:
     os.rename(hidden, path)
 
 
-def settle(engine: Engine, error: Exception | None) -> None:
+def settle(engine: Engine, error: Exception | None, call: str) -> None:
     """Raise CheckpointError on every rank where one has an `error`: its own, or the first of the others'. Collective."""
-    answers = engine.exchange(b"" if error is None else f"rank {engine.rank}: {error}".encode())
+    answers = engine.exchange(b"" if error is None else f"rank {engine.rank}: {error}".encode(), call)
     if error is not None:
         raise error
     first = next((answer for answer in answers if answer), None)

@@ -41,9 +41,9 @@ def agree(
     _settle(theirs, error, "Build the same model with the same options on every rank (same seed), or use sync_from=0", refusal)
 
 
-def compare(transport: Transport, report: Mapping[str, str], *, error: ZeroshardError | None = None, remedy: str = "") -> None:
-    """As `agree`, through a transport, with a `remedy` of the caller's."""
-    _settle([answer.decode() for answer in transport.exchange(_packed(report, error).encode())], error, remedy)
+def compare(transport: Transport, report: Mapping[str, str], *, call: str, error: ZeroshardError | None = None, remedy: str = "") -> None:
+    """As `agree`, through a transport, in `call` (see Transport.exchange), with a `remedy` of the caller's."""
+    _settle([answer.decode() for answer in transport.exchange(_packed(report, error).encode(), call)], error, remedy)
 
 
 def _packed(report: Mapping[str, str], error: ZeroshardError | None) -> str:

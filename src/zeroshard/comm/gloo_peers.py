@@ -270,17 +270,17 @@ class GlooPeers:
         transfer.start()
         return transfer
 
-    def exchange(self, payload: bytes, peers: Sequence[int]) -> dict[int, bytes]:
-        """Give `payload` to `peers` and return theirs. Blocking; a second round where a payload exceeds 248 bytes."""
+    def exchange(self, payload: bytes, peers: Sequence[int], what: str) -> dict[int, bytes]:
+        """Give `payload` to `peers` and return theirs; `what` is its name in errors. Blocking; a second round where a payload exceeds 248 bytes."""
         tag = self._tag(0, CONTROL)
         whole = torch.frombuffer(bytearray(len(payload).to_bytes(8, "little") + payload), dtype=torch.uint8)
         head = torch.zeros(8 + _INLINE, dtype=torch.uint8)
         head[: whole.numel()] = whole[: head.numel()]
         heads = {peer: torch.empty_like(head) for peer in peers}
-        self._wait(self.post("exchange", tag, dict.fromkeys(peers, head), heads))
+        self._wait(self.post(what, tag, dict.fromkeys(peers, head), heads))
         sizes = {peer: int.from_bytes(_to_bytes(heads[peer][:8]), "little") for peer in peers}
         rests = {peer: torch.empty(max(sizes[peer] - _INLINE, 0), dtype=torch.uint8) for peer in peers}
-        self._wait(self.post("exchange", tag, dict.fromkeys(peers, whole[head.numel() :]), rests))
+        self._wait(self.post(what, tag, dict.fromkeys(peers, whole[head.numel() :]), rests))
         return {peer: _to_bytes(torch.cat([heads[peer][8:], rests[peer]]))[: sizes[peer]] for peer in peers}
 
     def broadcast(self, tensor: torch.Tensor, source: int, peers: Sequence[int]) -> None:

@@ -16,9 +16,10 @@ from functools import partial
 import torch
 
 from zeroshard.comm import memfd
+from zeroshard.comm.calls import call_of, different_calls
 from zeroshard.comm.links import MAX_TAIL, Kind, Links, Message
 from zeroshard.comm.parts import Contribution, Meetings
-from zeroshard.errors import StallError, StateError
+from zeroshard.errors import PlanMismatch, StallError, StateError
 
 __all__ = ["IDLE_S", "Mailroom", "WindowMemory"]
 
@@ -43,6 +44,7 @@ class Counts:
     epochs: dict[tuple[int, int], int] = field(default_factory=dict)  # (window serial, rank) -> times published
     reads: dict[int, int] = field(default_factory=dict)  # rank -> begin_writes
     payloads: dict[int, dict[int, tuple[int, bytearray]]] = field(default_factory=dict)  # exchange -> rank -> (whole size, so far)
+    refusal: str | None = None  # why a peer has given up what we may be waiting for
     broadcasts: dict[int, deque[tuple[int, int]]] = field(default_factory=dict)  # rank -> (slot, bytes), in order
     stuck: set[int] = field(default_factory=set)  # ranks to relieve when we are blocked
 
@@ -50,7 +52,8 @@ class Counts:
 class Mailroom:
     """The records of one rank's near peers."""
 
-    def __init__(self, links: Links, peers: Sequence[int], meetings: Meetings, on_ack: Callable[[int, int], None]) -> None:
+    def __init__(self, rank: int, links: Links, peers: Sequence[int], meetings: Meetings, on_ack: Callable[[int, int], None]) -> None:
+        self.rank = rank
         self.links = links
         self.peers = tuple(peers)
         self.counts = Counts()
@@ -60,6 +63,7 @@ class Mailroom:
         self._on_ack = on_ack  # (slot, rank)
         self._slots: dict[tuple[int, int], torch.Tensor] = {}  # (rank, slot) -> its memory, mapped here
         self._num_exchanges = 0
+        self._call = ""  # of the last exchange
 
     def tell(
         self, kind: Kind, a: int = 0, b: int = 0, *, to: Sequence[int] | None = None, tail: bytes = b"", fd: int | None = None
@@ -109,6 +113,8 @@ class Mailroom:
         elif kind is Kind.EXCHANGE:
             _, so_far = counts.payloads.setdefault(message.a, {}).setdefault(peer, (message.b, bytearray()))
             so_far.extend(message.tail)
+        elif kind is Kind.REFUSED:
+            counts.refusal = message.tail.decode()
         elif kind is Kind.STUCK:
             counts.stuck.add(peer)
         elif kind is Kind.BROADCAST:
@@ -119,9 +125,10 @@ class Mailroom:
         return self._slots[peer, number]
 
     def send_payload(self, payload: bytes) -> int:
-        """Send `payload` to all peers; return the number under which theirs arrive."""
+        """Send `payload`, framed with its call, to all peers; return the number under which theirs arrive."""
         sequence = self._num_exchanges
         self._num_exchanges += 1
+        self._call = call_of(payload)
         for start in range(0, max(len(payload), 1), MAX_TAIL):
             self.tell(Kind.EXCHANGE, sequence, len(payload), tail=payload[start : start + MAX_TAIL])
         return sequence
@@ -146,12 +153,14 @@ class Mailroom:
         idle: Callable[[], None] | None = None,
         stall_timeout_s: float,
         patient: bool = True,
+        call: str | None = None,
     ) -> None:
         """Return when `ready()`; until then call `progress`, serve the peers and relieve those that are stuck.
 
         `near` and `far` name the ranks awaited; `far` may be slow and is asked only for the error. `idle` is called when nothing was heard
-        for `IDLE_S`; not `patient`: look again every 2 ms, since `progress` serves others than those who can wake us. Raises StallError,
-        PeerLostError, and StateError where an awaited near rank has abandoned this generation.
+        for `IDLE_S`; not `patient`: look again every 2 ms, since `progress` serves others than those who can wake us. `call` names this
+        wait where nothing but a call of the near ranks' programs can end it. Raises StallError, PeerLostError, PlanMismatch where one of them
+        waits for us in another call, and StateError where an awaited near rank has abandoned this generation.
         """
         deadline = time.monotonic() + stall_timeout_s
         patience_s = IDLE_S
@@ -160,6 +169,8 @@ class Mailroom:
             if ready():
                 return
             awaited = sorted(near())
+            if call is not None:
+                self._require_same_call(awaited, call)
             self.links.require(awaited, what)
             self._require_same_generation(awaited, what)
             now = time.monotonic()
@@ -187,6 +198,24 @@ class Mailroom:
         ahead = [self.links.members[peer] for peer in peers if self.abandons[peer] > self.links.generation]
         if ahead:
             raise StateError(f"{what}: rank(s) {ahead} gave up this step after an exception and wait in engine.reset(): call it here too")
+
+    def _require_same_call(self, awaited: Sequence[int], call: str) -> None:
+        """Raise PlanMismatch where a peer is in our exchange with another call, or one of the ranks `awaited` in an exchange that we have not begun."""
+        if self.counts.refusal is not None:
+            refusal, self.counts.refusal = self.counts.refusal, None
+            raise PlanMismatch(refusal)
+        last, members = self._num_exchanges - 1, self.links.members
+        for sequence, arrived in self.counts.payloads.items():
+            if sequence < last:  # was refused
+                continue
+            calls = {peer: call_of(frame) for peer, (_, frame) in arrived.items()}
+            ahead = sequence > last  # their wait ends only when we come to this exchange, ours only when they go on
+            others = {members[peer]: other for peer, other in calls.items() if (peer in awaited if ahead else other != self._call)}
+            if others:
+                error = different_calls({members[self.rank]: call, **others})
+                if ahead:  # else the peers find it out by themselves
+                    self.tell(Kind.REFUSED, tail=str(error).encode()[:MAX_TAIL])
+                raise error
 
     def forget(self) -> None:
         """Enter the next generation: whatever was said before it no longer counts."""

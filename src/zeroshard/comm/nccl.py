@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from zeroshard.comm.calls import framed, unframed
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.compat import all_gather_single, reduce_scatter_single
 from zeroshard.comm.mesh import Axes
@@ -165,18 +166,20 @@ class NcclTransport:
         for work in [work for work in self._under_way if work.is_gather]:
             work.wait()
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
+        frame, what = framed(call, payload), f"exchange of {call}"
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self._device)
-        own = torch.tensor([len(payload)], dtype=torch.int64).to(self._device)
-        self._block(all_gather_single(lengths, own, group=self._group, async_op=True), "exchange")
+        own = torch.tensor([len(frame)], dtype=torch.int64).to(self._device)
+        self._block(all_gather_single(lengths, own, group=self._group, async_op=True), what)
         sizes = [int(size) for size in lengths.tolist()]
         longest = max(*sizes, 1)
-        padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8).to(self._device)
+        padded = torch.frombuffer(bytearray(frame.ljust(longest, b"\0")), dtype=torch.uint8).to(self._device)
         everything = torch.empty(self.size * longest, dtype=torch.uint8, device=self._device)
-        self._block(all_gather_single(everything, padded, group=self._group, async_op=True), "exchange")
+        self._block(all_gather_single(everything, padded, group=self._group, async_op=True), what)
         rows = everything.cpu().view(self.size, longest)
-        self._count("exchange", lambda rank: sizes[rank])
-        return [rows[rank, : sizes[rank]].numpy().tobytes() for rank in range(self.size)]
+        payloads = unframed([rows[rank, : sizes[rank]].numpy().tobytes() for rank in range(self.size)], range(self.size))
+        self._count("exchange", lambda rank: len(payloads[rank]))
+        return payloads
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         data = tensor.detach()
@@ -198,7 +201,7 @@ class NcclTransport:
         left, self._under_way = self._under_way, []
         for work in left:  # a collective that was enqueued cannot be recalled; every rank enqueued the same ones
             work.forget()
-        self.exchange(b"")
+        self.exchange(b"", "engine.reset()")
 
     def close(self) -> None:
         self._under_way = []

@@ -94,7 +94,7 @@ class OneProcess:
 
     def begin_write(self) -> None: ...
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
         return [payload]
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:

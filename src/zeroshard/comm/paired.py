@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from zeroshard.comm import serving
+from zeroshard.comm.calls import framed, unframed
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.gloo_peers import GlooPeers, Transfer
@@ -73,7 +74,7 @@ class PairedTransport:
         self.collectives = Collectives(self, node_size=node_size, pool_bytes=pool_bytes)
         self.members = tuple(range(size)) if members is None else tuple(members)
         links = Links(neighbours.sockets, members=self.members, stall_timeout_s=stall_timeout_s)
-        self.mail = Mailroom(links, self.near, self.collectives.meetings, self.collectives.slots.release)
+        self.mail = Mailroom(rank, links, self.near, self.collectives.meetings, self.collectives.slots.release)
         self.messages = GlooPeers(connections, rank, members=self.members, wake=links.wake, wait=self._wait_transfer)
         self._gathers: list[GatherWork] = []
         serving.register(self)
@@ -94,7 +95,7 @@ class PairedTransport:
         self.messages.register(key)
 
     def _compare(self, text: str, what: str) -> None:
-        digests = self.exchange_quietly(hashlib.blake2b(text.encode(), digest_size=8).digest())
+        digests = self.exchange_quietly(hashlib.blake2b(text.encode(), digest_size=8).digest(), f"the making of {what}")
         differ = [self.members[rank] for rank, digest in enumerate(digests) if digest != digests[0]]
         if differ:
             raise PlanMismatch(f"{what}: rank(s) {differ} ask for another key, cut, dtype or placement than rank {self.members[0]}; here it is {text}")
@@ -113,7 +114,8 @@ class PairedTransport:
         def missing() -> set[int]:
             return {peer for peer in self.near if self.mail.counts.reads.get(peer, 0) < self._num_writes}
 
-        self.wait_until(lambda: not missing(), "waiting for all ranks to finish reading", near=missing)
+        what = "waiting for all ranks to finish reading"
+        self.wait_until(lambda: not missing(), what, near=missing, call="the writing of new weights")
 
     # ------------------------------------------------------------------------------------------------ reduces and loose gathers
 
@@ -158,6 +160,7 @@ class PairedTransport:
         near: Callable[[], set[int]] = set,
         far: Callable[[], set[int]] = set,
         idle: Callable[[], None] | None = None,
+        call: str | None = None,
     ) -> None:
         """Serve the peers, those of every transport of this process, until `ready()`; see Mailroom.wait_until."""
         others = serving.others(self)
@@ -166,9 +169,8 @@ class PairedTransport:
             self.progress()
             serving.serve(others)
 
-        self.mail.wait_until(
-            ready, what, progress=progress, near=near, far=far, idle=idle, stall_timeout_s=self.stall_timeout_s, patient=not others
-        )
+        options: dict[str, Any] = {"idle": idle, "stall_timeout_s": self.stall_timeout_s, "patient": not others, "call": call}
+        self.mail.wait_until(ready, what, progress=progress, near=near, far=far, **options)
 
     @property
     def is_waiting(self) -> bool:
@@ -184,8 +186,8 @@ class PairedTransport:
 
     # ------------------------------------------------------------------------------------------------ small things
 
-    def exchange(self, payload: bytes) -> list[bytes]:
-        parts = self.exchange_quietly(payload)
+    def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
+        parts = self.exchange_quietly(payload, call)
         self.count("exchange", {rank: len(parts[rank]) for rank in range(self.size) if rank != self.rank})
         return parts
 
@@ -199,19 +201,20 @@ class PairedTransport:
                 between = sum(bytes_of.get(peer, 0) for peer in other_nodes)
                 self.traffic.add(operation, link, sum(bytes_of.get(peer, 0) for peer in peers), between=between)
 
-    def exchange_quietly(self, payload: bytes) -> list[bytes]:
+    def exchange_quietly(self, payload: bytes, call: str) -> list[bytes]:
         """Exchange what is not the engine's payload, and so is not counted."""
-        sequence = self.mail.send_payload(payload)
-        parts = {self.rank: payload}
+        frame = framed(call, payload)
+        sequence = self.mail.send_payload(frame)
+        parts = {self.rank: frame}
         if self.far:
-            parts |= self.messages.exchange(payload, self.far)
+            parts |= self.messages.exchange(frame, self.far, f"exchange of {call}")
 
         def missing() -> set[int]:
             return self.mail.payloads_missing(sequence)
 
-        self.wait_until(lambda: not missing(), "exchange", near=missing)
+        self.wait_until(lambda: not missing(), f"exchange of {call}", near=missing, call=call)
         parts |= self.mail.take_payloads(sequence)
-        return [parts[rank] for rank in range(self.size)]
+        return unframed([parts[rank] for rank in range(self.size)], self.members)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         tensor = tensor.detach()
@@ -236,7 +239,7 @@ class PairedTransport:
             self.mail.tell(Kind.BROADCAST, buffer.slot, part.numel())
             return
         queue = self.mail.counts.broadcasts.setdefault(source, deque())
-        self.wait_until(lambda: bool(queue), f"broadcast from rank {source}", near=lambda: {source})
+        self.wait_until(lambda: bool(queue), f"broadcast from rank {source}", near=lambda: {source}, call=f"a broadcast from rank {source}")
         slot, num_bytes = queue.popleft()
         if num_bytes != part.numel():
             raise PlanMismatch(f"broadcast: rank {source} sends {num_bytes} bytes where {part.numel()} are expected")
@@ -258,7 +261,7 @@ class PairedTransport:
 
         self.wait_until(lambda: not missing(), "meeting the other ranks after an error", near=missing)
         if self.far:
-            self.messages.exchange(b"", self.far)
+            self.messages.exchange(b"", self.far, "meeting the other ranks after an error")
         self.collectives.slots.forget()
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ Invariant: decided by all ranks together before anything is mapped; a rank never
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from zeroshard.comm.gloo_peers import Circle, connect
@@ -39,7 +40,7 @@ def make_paired(
     alone = Neighbours([[peer] for peer in range(size)])
     meeting = PairedTransport(rank, size, alone, connections=connections, members=circle.members, stall_timeout_s=max(stall_timeout_s, _MEETING_S))
     try:
-        neighbours = meet_neighbours(rank, meeting.exchange_quietly, host_id=host_id)
+        neighbours = meet_neighbours(rank, partial(meeting.exchange_quietly, call="shard()"), host_id=host_id)
     finally:
         meeting.close()
     if neighbours.problems:

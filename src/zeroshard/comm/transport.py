@@ -147,8 +147,11 @@ class Transport(Protocol):
     def begin_write(self) -> None:
         """Return when every rank has called it: all reads of all windows are over, slices may be written."""
 
-    def exchange(self, payload: bytes) -> list[bytes]:
-        """Give every rank's `payload` (any sizes, small) to every rank, in rank order. Blocking; serves peers meanwhile."""
+    def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
+        """Give every rank's `payload` (any sizes, small) to every rank, in rank order. Blocking; serves peers meanwhile.
+
+        `call` names the call of the program, as errors show it. Raises PlanMismatch, on every rank, where other ranks are in another call.
+        """
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Copy `tensor` from rank `source` of the group into every other rank's, in place. Blocking."""

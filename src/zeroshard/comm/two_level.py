@@ -107,7 +107,7 @@ class TwoLevelTransport:
     def _prepare(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, kind: str) -> None:
         """Make `key` known. Raises PlanMismatch where the ranks ask for another key, cut, dtype or placement."""
         assert len(ranges) == self.size, (key, ranges, self.size)
-        compare(self._flat, {f"window {key}": f"{list(ranges)} {dtype} {kind}"})
+        compare(self._flat, {f"window {key}": f"{list(ranges)} {dtype} {kind}"}, call=f"the making of window {key}")
         self.register(key)
 
     def register(self, key: str) -> None:
@@ -244,8 +244,8 @@ class TwoLevelTransport:
         """Start every second level that has become possible."""
         self._under_way = [chain for chain in self._under_way if not chain.advance()]
 
-    def exchange(self, payload: bytes) -> list[bytes]:
-        return self._flat.exchange(payload)
+    def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
+        return self._flat.exchange(payload, call)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         self._flat.broadcast(tensor, source)

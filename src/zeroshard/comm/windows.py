@@ -133,6 +133,7 @@ class GatherWork:
             self._transport.wait_until(
                 lambda: self._near_done and self._far_done,
                 f"gather of {self._window.key} (epoch {self._epoch})",
+                call=f"the gather of {self._window.key}",
                 near=lambda: set() if self._near_done else self._unpublished(),
                 far=lambda: set() if self.transfer is None else self.transfer.awaited(),
             )
@@ -227,13 +228,13 @@ def _await_memory(transport: PairedTransport, key: str, serial: int, peers: Sequ
     def missing() -> set[int]:
         return {peer for peer in peers if (serial, peer) not in memory}
 
-    transport.wait_until(lambda: not missing(), f"making window {key}", near=missing)
+    transport.wait_until(lambda: not missing(), f"making window {key}", near=missing, call=f"the making of window {key}")
     return [memory.pop((serial, peer)) for peer in peers]
 
 
 def _agree_on_memory(transport: PairedTransport, key: str, num_bytes: int, memories: list[WindowMemory], reason: str) -> None:
     """Raise ConfigError on every rank when any rank has a `reason` why it lacks memory; closes the descriptors then."""
-    answers = [answer.decode() for answer in transport.exchange_quietly(reason.encode())]
+    answers = [answer.decode() for answer in transport.exchange_quietly(reason.encode(), f"the making of window {key}")]
     short = {rank: answer for rank, answer in enumerate(answers) if answer}
     if short:
         for memory in memories:

@@ -293,7 +293,7 @@ class Engine:
     def agree(self, report: Mapping[str, str], error: ZeroshardError | None) -> None:
         """Raise on every rank where one has an `error` or another `report`, which would otherwise be a hang on the others. Collective."""
         self._check_open()
-        compare(self._context.transport, report, error=error)
+        compare(self._context.transport, report, call="zs.load_pretrained()", error=error)
 
     def zero_gradient(self, parameter: nn.Parameter) -> None:
         """Called through a sealed gradient's ``zero_()``."""
@@ -428,10 +428,10 @@ class Engine:
         """Return the model's parameters of each of the optimizer's param groups."""
         return [] if self._sharded is None else [list(group) for group in self._sharded.parameters]
 
-    def exchange(self, payload: bytes) -> list[bytes]:
-        """Return every rank's `payload`, in rank order. Collective."""
+    def exchange(self, payload: bytes, call: str = "engine.exchange()") -> list[bytes]:
+        """Return every rank's `payload`, in rank order. Collective; PlanMismatch, on every rank, where other ranks are in another `call`."""
         self._check_open()
-        return self._context.transport.exchange(payload)
+        return self._context.transport.exchange(payload, call)
 
     def check_peers(self, what: str) -> None:
         """Raise PeerLostError, saying that it was during `what`, where another rank is known to have ended."""

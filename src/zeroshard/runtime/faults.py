@@ -68,7 +68,7 @@ class Faults:
             self.note(error, lost=lost)
         own, loses = self._error, self._loses
         self._error, self._loses = None, False
-        answers = self._transport.exchange(b"" if own is None else (b"!" if loses else b"?") + str(own).encode())
+        answers = self._transport.exchange(b"" if own is None else (b"!" if loses else b"?") + str(own).encode(), "the exchange of tier errors")
         told = {rank: answer[1:].decode() for rank, answer in enumerate(answers) if answer}
         if not told:
             return

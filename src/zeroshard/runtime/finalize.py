@@ -101,7 +101,7 @@ class Finalizer:
         width = (len(mine) + 7) // 8
         digest = self._digest.value()
         payload = _HEAD.pack(digest, bits != 0, bad is not None) + bits.to_bytes(width, "little") + (bad or "").encode()
-        answers = self._transport.exchange(payload)
+        answers = self._transport.exchange(payload, "optimizer.step() or clip_grad_norm_()")
         heads = [_HEAD.unpack_from(answer) for answer in answers]
         if len({head[0] for head in heads}) > 1:
             self._refuse()
@@ -123,7 +123,8 @@ class Finalizer:
 
     def _refuse(self) -> None:
         step = f"step {self._digest.step}"  # differs where a fault let some ranks step and others not
-        logs = [answer.decode().split("\n") for answer in self._transport.exchange("\n".join([step, *self._digest.log()]).encode())]
+        log = "\n".join([step, *self._digest.log()]).encode()
+        logs = [answer.decode().split("\n") for answer in self._transport.exchange(log, "the comparison of steps")]
         position, entries = first_difference(logs)
         shown = holders(entries)
         if position == 0:
@@ -159,7 +160,7 @@ class Finalizer:
             if bad is not None:
                 own = bad
                 break
-        answers = [answer.decode() for answer in self._transport.exchange(own.encode())]
+        answers = [answer.decode() for answer in self._transport.exchange(own.encode(), "the search for a gradient that is not finite")]
         return next((answer for answer in answers if answer), None)
 
     def norm(self) -> torch.Tensor:
@@ -172,7 +173,7 @@ class Finalizer:
             sums = [sum(values[other] for values in local) for other in range(size)]  # every rank holds all sums
         else:
             own = sum((values[rank] for values in local), 0.0)
-            sums = [struct.unpack("<d", answer)[0] for answer in self._transport.exchange(struct.pack("<d", own))]
+            sums = [struct.unpack("<d", answer)[0] for answer in self._transport.exchange(struct.pack("<d", own), "the norm of the gradient")]
         return torch.tensor(sum(sums), dtype=torch.float64).sqrt().to(torch.float32)
 
     def clip(self, max_norm: float) -> torch.Tensor:

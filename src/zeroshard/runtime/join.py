@@ -61,7 +61,7 @@ class Join:
 
     def _meet(self, event: list[Any]) -> tuple[str, Any] | None:
         """Tell the others; return what the lowest rank with data does next, None when no rank has any."""
-        events = [json.loads(answer) for answer in self._transport.exchange(json.dumps(event).encode())]
+        events = [json.loads(answer) for answer in self._transport.exchange(json.dumps(event).encode(), "engine.join()")]
         going_on = [other for other in events if other != [_ENDED]]
         names = [other[0] for other in events]
         if len(set(names) - {_ENDED}) > 1:

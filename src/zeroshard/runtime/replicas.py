@@ -24,6 +24,7 @@ from zeroshard.runtime.unit import Unit, UnitState
 
 __all__ = ["compare_replicas", "digest_of"]
 
+_CALL = "the comparison of replicas (verify_every)"
 _REMEDY = "They must hold the same bits: memory was corrupted or written to on one rank; go back to the last checkpoint"
 
 
@@ -45,7 +46,7 @@ def compare_replicas(units: Sequence[Unit], optimizer: ShardedOptimizer | None, 
     if optimizer is not None and units and not units[0].cells.optim.is_sharded:
         named |= _state_digests(optimizer)
     _compare_columns(units, optimizer, transport)
-    compare(transport, named, remedy=_REMEDY)
+    compare(transport, named, call=_CALL, remedy=_REMEDY)
 
 
 def _compare_columns(units: Sequence[Unit], optimizer: ShardedOptimizer | None, transport: Transport) -> None:
@@ -62,7 +63,7 @@ def _compare_columns(units: Sequence[Unit], optimizer: ShardedOptimizer | None, 
         return
     if optimizer is not None and units[0].cells.optim.scope is Scope.COLUMN:
         named |= _state_digests(optimizer)
-    answers = [json.loads(answer) for answer in transport.exchange(json.dumps(named).encode())]
+    answers = [json.loads(answer) for answer in transport.exchange(json.dumps(named).encode(), _CALL)]
     for column in (mesh.column(local) for local in range(mesh.node_size)):
         for name, digest in answers[column[0]].items():
             others = [rank for rank in column if answers[rank].get(name) != digest]

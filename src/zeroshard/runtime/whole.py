@@ -25,6 +25,8 @@ from zeroshard.runtime.weights import Weights
 
 __all__ = ["Whole"]
 
+_CALL = "engine.gathered(writeback=True)"
+
 
 class Whole:
     """The whole parameters of one engine."""
@@ -83,8 +85,8 @@ class Whole:
         """Bring rank 0's edits of `values` to every rank; raise when another rank made edits of its own."""
         transport = self._transport
         after = [digest_of(value) for value in values.values()]
-        answers = [answer.decode().split(",") for answer in transport.exchange(",".join(after).encode())]
-        changed = transport.exchange(bytes(a != b for a, b in zip(after, before, strict=True)))
+        answers = [answer.decode().split(",") for answer in transport.exchange(",".join(after).encode(), _CALL)]
+        changed = transport.exchange(bytes(a != b for a, b in zip(after, before, strict=True)), _CALL)
         for position, (name, value) in enumerate(values.items()):
             mine = [answer[position] for answer in answers]
             rivals = [rank for rank, digest in enumerate(mine) if changed[rank][position] and digest != mine[0]]
