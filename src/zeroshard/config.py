@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections import Counter
+from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from zeroshard.comm.codec import Codec, codec
 from zeroshard.comm.quantized import Codecs, Feedback
@@ -27,7 +30,32 @@ TierName = Literal["device", "host", "disk"]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what pydantic would convert: true or a text for a number, a number or a text for true and false."""
+        kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
+        for item in value.values() if isinstance(value, dict) else [value]:
+            if kinds & {int, float} and type(item) is bool and bool not in kinds:
+                raise ValueError(f"{value!r} is not a number")
+            if kinds & {int, float} and isinstance(item, str) and item not in kinds and str not in kinds:
+                raise ValueError(f"{value!r} is not a number")
+        if bool in kinds and isinstance(value, (int, float, str)) and type(value) is not bool and not kinds & {int, float, str}:
+            raise ValueError(f"{value!r} is neither true nor false")
+        return value
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """Return the types, and the literal values, that an annotation names; of a dict those of its values."""
+    if get_origin(annotation) in (Union, UnionType, Literal):
+        return set().union(*(_kinds(part) for part in get_args(annotation)))
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if get_origin(annotation) is dict:
+        return _kinds(get_args(annotation)[1])
+    return {annotation}
 
 
 class ErrorFeedback(_Strict):
@@ -77,6 +105,7 @@ class Comm(_Strict):
 
 
 State = Literal["weight", "grad", "optimizer"]
+_Share = Annotated[float, Field(allow_inf_nan=True)]  # `Offload` says which numbers it takes
 
 
 class Offload(_Strict):
@@ -90,7 +119,7 @@ class Offload(_Strict):
     weight: TierName = "device"
     grad: TierName = "device"
     optimizer: TierName = "device"
-    fraction: float | dict[State, float] | Literal["auto"] = 1.0
+    fraction: _Share | dict[State, _Share] | Literal["auto"] = 1.0
     disk_path: str | None = None
     staging_bytes: int | None = Field(default=None, ge=1 << 16)
     delayed_update: int | None = Field(default=None, ge=0)
@@ -256,12 +285,7 @@ class Config(_Strict):
     @classmethod
     def from_json(cls, text: str) -> Config:
         """Read what `to_json` wrote; raises ConfigError naming a wrong key and the nearest right one."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"the configuration is not JSON: {error}") from None
-        return build_config(data)
-
+        return build_config(_parse_json(text, "the configuration"))
 
     @classmethod
     def read(cls, source: Config | dict[str, Any] | str | Path | None) -> Config:
@@ -289,11 +313,11 @@ class Config(_Strict):
             if key in _BATCH_KEYS:
                 fields[key] = None if value == "auto" else value
             elif key == "gradient_clipping":
-                fields[key] = None if value in ("auto", 0) else value
+                fields[key] = None if value == "auto" or (value == 0 and type(value) is not bool) else value
             elif key == "zero_optimization":
                 fields |= _zero_section(value)
             elif key in _HALF_PRECISIONS:
-                if _section_value(key, value, "enabled", False):
+                if _flag(f"{key}.enabled", _section_value(key, value, "enabled", False)):
                     if "precision" in fields:
                         raise ConfigError("bf16 and fp16 are both enabled: one of them decides")
                     fields["precision"] = _HALF_PRECISIONS[key]
@@ -319,6 +343,25 @@ def _section_value(section: str, value: Any, name: str, default: Any) -> Any:
     return default if value.get(name, "auto") == "auto" else value[name]
 
 
+def _flag(name: str, value: Any) -> bool:
+    """Return a truth value of DeepSpeed's; "auto" is false."""
+    if type(value) is not bool and value != "auto":
+        raise ConfigError(f"DeepSpeed's {name}={value!r} is neither true nor false")
+    return value is True
+
+
+def _object(name: str, value: Any, known: list[str]) -> dict[str, Any]:
+    """Return a section of DeepSpeed's with no keys but those `known`; none, empty or false is one without keys."""
+    if value in (None, False):
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"DeepSpeed's section {name!r} is an object, not {value!r}")
+    wrong = [key for key in value if key not in known]
+    if wrong:
+        raise ConfigError(f"DeepSpeed's key '{name}.{wrong[0]}' is not supported in this version{nearest(wrong[0], known)}: leave it out")
+    return value
+
+
 _PLUS_PLUS_KEYS = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "zeropp_loco_param", "mics_shard_size")
 _ZERO_KEYS = ("stage", "offload_optimizer", "offload_param", *_PLUS_PLUS_KEYS)
 _DEVICES = {"none": "device", "cpu": "host", "nvme": "disk"}
@@ -335,20 +378,17 @@ def _zero_section(value: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {"stage": 0 if stage == "auto" else stage}
     offload: dict[str, Any] = {}
     for section, state in (("offload_optimizer", "optimizer"), ("offload_param", "weight")):
-        given = value.get(section) or {}
-        known = ("device", "nvme_path", "pin_memory", *(("ratio",) if state == "optimizer" else ()))
-        if not isinstance(given, dict) or any(key not in known for key in given):
-            wrong = next((key for key in given if key not in known), "") if isinstance(given, dict) else ""
-            raise ConfigError(f"DeepSpeed's key 'zero_optimization.{section}.{wrong}' is not supported in this version{nearest(wrong, list(known))}: leave it out")
+        known = ["device", "nvme_path", "pin_memory", *(["ratio"] if state == "optimizer" else [])]
+        given = _object(f"zero_optimization.{section}", value.get(section), known)
         device = given.get("device", "none")
-        if device not in _DEVICES:
+        if not isinstance(device, str) or device not in _DEVICES:
             raise ConfigError(f"zero_optimization.{section}.device={device!r} is not one of {', '.join(_DEVICES)}")
         if _DEVICES[device] == "device":
             continue
         offload[state] = _DEVICES[device]
         if device == "nvme":
             offload["disk_path"] = given.get("nvme_path")
-        if given.get("ratio", 1.0) != 1.0:
+        if given.get("ratio", 1.0) != 1.0 or given.get("ratio") is True:
             offload["fraction"] = {"optimizer": given["ratio"], "grad": given["ratio"]}
     if "optimizer" in offload and fields["stage"] in (2, 3):
         offload["grad"] = "host"
@@ -365,19 +405,18 @@ def _plus_plus(section: dict[str, Any], stage: Any) -> dict[str, Any]:
     row: str | None = None
     for key, name in (("zero_hpz_partition_size", "hpz"), ("mics_shard_size", "mics")):
         size = section.get(key, 1)
+        if type(size) is not int and size != "auto":
+            raise ConfigError(f"DeepSpeed's zero_optimization.{key}={size!r} is not a number of ranks")
         if size not in (1, -1, "auto"):
             if row is not None:
                 raise ConfigError("zero_hpz_partition_size and mics_shard_size are both set: one of them decides")
             row, comm["node_size"] = name, size
     for key, setting, codec_name in (("zero_quantized_weights", "weight_codec", "int8"), ("zero_quantized_gradients", "grad_codec", "int4")):
-        if section.get(key, False) not in (False, "auto"):
+        if _flag(f"zero_optimization.{key}", section.get(key, False)):
             comm[setting] = codec_name
-    loco = section.get("zeropp_loco_param")
+    known = {"err_beta": "beta", "reset_T": "reset"}
+    loco = _object("zeropp_loco_param", section.get("zeropp_loco_param"), list(known))
     if loco:
-        known = {"err_beta": "beta", "reset_T": "reset"}
-        wrong = [key for key in loco if key not in known]
-        if wrong:
-            raise ConfigError(f"DeepSpeed's key 'zeropp_loco_param.{wrong[0]}' is not supported{nearest(wrong[0], list(known))}: leave it out")
         comm["error_feedback"] = {known[key]: number for key, number in loco.items()}
     if (row or comm) and stage != 3:
         raise ConfigError(f"zero_optimization: ZeRO++ and MiCS are stage 3, not {stage!r}")
@@ -387,11 +426,36 @@ def _plus_plus(section: dict[str, Any], stage: Any) -> dict[str, Any]:
 
 def _read_json(path: str | Path) -> Any:
     try:
-        return json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"config={str(path)!r} cannot be read: {error.strerror}") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"config={str(path)!r} is not JSON: {error}") from None
+        data = Path(path).read_bytes()
+    except (OSError, ValueError) as error:  # a path with a zero in it is a ValueError
+        raise ConfigError(f"config={str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return _parse_json(data, f"config={str(path)!r}")
+
+
+def _parse_json(text: str | bytes, where: str) -> Any:
+    """Read JSON without what Python's reader adds to it (NaN, Infinity, a key twice); raises ConfigError naming `where`."""
+
+    def number(literal: str) -> float:
+        if not isfinite(float(literal)):
+            raise ValueError(f"{literal[:40]} is not a finite number")
+        return float(literal)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) < len(pairs):
+            raise ValueError(f"the key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} is there twice")
+        return out
+
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8-sig")
+        return json.loads(text, object_pairs_hook=unique, parse_float=number, parse_constant=number)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where} is not JSON: it is not UTF-8 text, from byte {error.start} on") from None
+    except RecursionError:
+        raise ConfigError(f"{where} is not JSON that can be read: it is nested too deep") from None
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from None
 
 
 def _policy_name(policy: str | Policy) -> str:
@@ -446,9 +510,11 @@ def build_config(source: Config | dict[str, Any] | str | Path | None, **override
 
 
 def _one_line(error: ValidationError) -> str:
-    first = error.errors()[0]
+    first = max(error.errors(), key=lambda one: len(one["loc"]))  # of the kinds that a key may have, the one that fits best
     where = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "finite_number":
+        message = f"{first['input']!r} is not a finite number"
     if first["type"] == "extra_forbidden":
         sections: dict[str, type[BaseModel]] = {"comm": Comm, "offload": Offload}
         section = sections.get(str(first["loc"][0]))

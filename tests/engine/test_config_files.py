@@ -1,0 +1,138 @@
+"""Configurations that are not as they should be: one ConfigError that names the file or the key, whatever the text or the value is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zeroshard as zs
+from zeroshard import ConfigError
+from zeroshard.config import build_config
+
+TEXTS: list[tuple[bytes, str]] = [
+    (b'{"stage": 2, "comm": {"transport": "\xff"}}', "it is not UTF-8 text, from byte 36 on"),
+    (b"[" * 100_000, "nested too deep"),
+    (b'{"a":' * 100_000, "nested too deep"),
+    (b'{"stall_timeout_s": Infinity}', "Infinity is not a finite number"),
+    (b'{"stall_timeout_s": -Infinity}', "-Infinity is not a finite number"),
+    (b'{"stall_timeout_s": NaN}', "NaN is not a finite number"),
+    (b'{"stall_timeout_s": 1e999}', "1e999 is not a finite number"),
+    (b'{"stage": 2, "stage": 3}', "the key 'stage' is there twice"),
+    (b'{"comm": {"ordered": true, "ordered": false}}', "the key 'ordered' is there twice"),
+    (b'{"stage": ' + b"1" * 5000 + b"}", "not JSON"),
+    (b"", "not JSON"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), TEXTS, ids=range(len(TEXTS)))
+def test_a_file_that_is_no_plain_json_is_named(tmp_path: Path, text: bytes, message: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text)
+    for read in (build_config, zs.Config.read, zs.Config.from_deepspeed):
+        with pytest.raises(ConfigError, match=message) as caught:
+            read(path)
+        assert f"config='{path}'" in str(caught.value) and "\n" not in str(caught.value)
+    if text.isascii():
+        with pytest.raises(ConfigError, match=message):
+            zs.Config.from_json(text.decode())
+
+
+@pytest.mark.parametrize("path", [Path("/"), Path("a\0b")], ids=["a directory", "a zero in the name"])
+def test_a_path_that_is_no_file_is_named(path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config=.* cannot be read"):
+        build_config(path)
+
+
+def test_a_byte_order_mark_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf" + b'{"stage": 2}')
+    assert build_config(tmp_path / "config.json").stage == 2
+
+
+NO_NUMBERS: list[tuple[dict[str, Any], str]] = [
+    ({"stage": True}, "stage: True is not a number"),
+    ({"stage": "2"}, "stage: '2' is not a number"),
+    ({"prefetch_bytes": False}, "prefetch_bytes: False is not a number"),
+    ({"stall_timeout_s": True}, "stall_timeout_s: True is not a number"),
+    ({"stall_timeout_s": float("inf")}, "stall_timeout_s: inf is not a finite number"),
+    ({"gradient_clipping": float("nan")}, "gradient_clipping: nan is not a finite number"),
+    ({"train_batch_size": True}, "train_batch_size: True is not a number"),
+    ({"strict": 1}, "strict: 1 is neither true nor false"),
+    ({"broadcast_buffers": "no"}, "broadcast_buffers: 'no' is neither true nor false"),
+    ({"comm": {"node_size": True}}, r"comm\.node_size: True is not a number"),
+    ({"comm": {"ordered": "false"}}, r"comm\.ordered: 'false' is neither true nor false"),
+    ({"comm": {"codec_block": True}}, r"comm\.codec_block: True is not a number"),
+    ({"comm": {"grad_codec": "int8", "error_feedback": 1}}, r"comm\.error_feedback: 1 is neither true nor false"),
+    ({"comm": {"grad_codec": "int8", "error_feedback": {"beta": True}}}, r"comm\.error_feedback\..*: True is not a number"),
+    ({"offload": {"optimizer": "host", "fraction": True}}, r"offload\.fraction: True is not a number"),
+    ({"offload": {"optimizer": "host", "fraction": "half"}}, r"offload\.fraction: 'half' is not a number"),
+    ({"offload": {"optimizer": "host", "fraction": float("nan")}}, r"offload\.fraction=nan is not in \[0, 1\]"),
+    ({"offload": {"optimizer": "host", "fraction": {"optimizer": True}}}, r"offload\.fraction: .* is not a number"),
+    ({"offload": {"optimizer": "host", "delayed_update": True}}, r"offload\.delayed_update: True is not a number"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), NO_NUMBERS, ids=[json.dumps(config) for config, _ in NO_NUMBERS])
+def test_true_and_text_are_no_numbers_and_numbers_are_not_true(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_config(config)
+
+
+def test_numbers_keep_being_numbers() -> None:
+    config = build_config({"stage": 2, "prefetch_bytes": 1e6, "stall_timeout_s": 5, "offload": {"optimizer": "host", "fraction": "auto"}})
+    assert (config.prefetch_bytes, config.stall_timeout_s, config.offload.fraction) == (1_000_000, 5.0, "auto")
+
+
+DEEPSPEED: list[tuple[dict[str, Any], str]] = [
+    ({"bf16": {"enabled": "false"}}, r"bf16\.enabled='false' is neither true nor false"),
+    ({"gradient_clipping": False}, "gradient_clipping: False is not a number"),
+    ({"train_batch_size": True}, "train_batch_size: True is not a number"),
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": True}}, r"zero_hpz_partition_size=True is not a number of ranks"),
+    ({"zero_optimization": {"stage": 3, "mics_shard_size": "8"}}, r"mics_shard_size='8' is not a number of ranks"),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": "false"}}, r"zero_quantized_weights='false' is neither true nor false"),
+    ({"zero_optimization": {"stage": 3, "zeropp_loco_param": 5}}, r"zeropp_loco_param.* is an object, not 5"),
+    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": ["cpu"]}}}, r"offload_optimizer\.device=\['cpu'\] is not one of"),
+    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": True}}}, r"offload\.fraction: .* is not a number"),
+    ({"zero_optimization": {"stage": 2, "offload_optimizer": 3}}, r"offload_optimizer.* is an object, not 3"),
+    ({"zero_optimization": {"stage": [3]}}, "stage"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), DEEPSPEED, ids=[json.dumps(config) for config, _ in DEEPSPEED])
+def test_deepspeeds_values_of_another_kind_are_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        zs.Config.from_deepspeed(config)
+
+
+_SECTION = ["stage", "offload_optimizer", "offload_param", "zero_hpz_partition_size", "zero_quantized_weights", "zeropp_loco_param"]
+_WORDS = ["auto", "cpu", "nvme", "host", "zero3", "hpz"]
+_KEYS = [*_SECTION, "device", "ratio", "enabled", "beta"]
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.text(max_size=3) | st.sampled_from(_WORDS),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(_KEYS), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+_OUTER = st.sampled_from(["bf16", "fp16", "gradient_clipping", "train_batch_size"])
+_INNER = st.sampled_from([*zs.Comm.model_fields, *zs.Offload.model_fields])
+
+
+@given(st.dictionaries(_OUTER, _VALUES), st.dictionaries(st.sampled_from(_SECTION), _VALUES))
+def test_any_deepspeed_configuration_is_read_or_named(outer: dict[str, Any], section: dict[str, Any]) -> None:
+    try:
+        zs.Config.from_deepspeed({**outer, "zero_optimization": section})
+    except ConfigError as error:
+        assert "\n" not in str(error)
+
+
+@given(st.dictionaries(st.sampled_from([*zs.Config.model_fields]), _VALUES | st.dictionaries(_INNER, _VALUES)))
+def test_any_dictionary_is_a_configuration_or_named(data: dict[str, Any]) -> None:
+    try:
+        build_config(data).refuse_unsupported()
+    except ConfigError as error:
+        assert "\n" not in str(error)
