@@ -11,12 +11,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test test-slow bench lint clean
+.PHONY: help train test test-slow test-matrix mutate bench lint clean
 
 help:
 	@echo "make train       train a GPT with ZeRO-3 on $(NPROC) processes and show it   (ARGS='--steps 100 ...')"
 	@echo "make test        lint, types, the whole test suite with coverage: what CI runs"
 	@echo "make test-slow   the tests that take minutes or repeat random faults"
+	@echo "make test-matrix make test on every Python from 3.11 that is here, each in .venv-<version>"
+	@echo "make mutate      deliberate faults, one at a time: which of them the tests find   (ARGS='--only codec')"
 	@echo "make bench       the step benchmark, DeepSpeed included   (ARGS='...')"
 	@echo "make lint        ruff and mypy only"
 	@echo "make clean       remove .venv and every cache"
@@ -30,6 +32,12 @@ test: lint
 test-slow: $(VENV)/.ready-test
 	$(BIN)/python -m pytest -m slow --timeout 1800 -o skip_budget=7 $(ARGS)  # seven need DeepSpeed: see CONTRIBUTING.md
 
+test-matrix:
+	$(PYTHON) scripts/matrix.py $(ARGS)
+
+mutate: $(VENV)/.ready-test
+	$(BIN)/python scripts/mutate.py $(ARGS)
+
 bench: $(VENV)/.ready-bench
 	$(BIN)/zeroshard bench step $(ARGS)
 
@@ -38,7 +46,7 @@ lint: $(VENV)/.ready-test
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* dist
+	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* dist
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "zeroshard needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 2; }
