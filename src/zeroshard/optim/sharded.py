@@ -46,8 +46,8 @@ class StepHooks(Protocol):
     def publish_late(self) -> None:
         """Publish a step that was taken one step late."""
 
-    def zero_gradient(self, parameter: nn.Parameter) -> None:
-        """Set one parameter's resting gradient to zero."""
+    def zero_gradient(self, parameter: nn.Parameter | None) -> None:
+        """Set one parameter's resting gradient to zero; None: of a group of which nothing rests here."""
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
@@ -261,7 +261,7 @@ class ShardedOptimizer:
                 piece.tensor.grad = SealedGrad(piece.tensor, piece.name, piece.holds(), zero)
         for empty in self._empty:
             if empty is not None and empty.grad is None:
-                empty.grad = SealedGrad(empty, "(no piece of this group on this rank)", None, lambda: None)
+                empty.grad = SealedGrad(empty, "(no piece of this group on this rank)", None, self._zeroing(None))
         self.sealed = True
 
     def clear(self) -> None:
@@ -274,12 +274,13 @@ class ShardedOptimizer:
                 empty.grad = None
         self.sealed = False
 
-    def _zeroing(self, parameter: nn.Parameter) -> Callable[[], None]:
-        hooks, target = weakref.ref(self._hooks), weakref.ref(parameter)  # a gradient must not keep the engine alive
+    def _zeroing(self, parameter: nn.Parameter | None) -> Callable[[], None]:
+        hooks = weakref.ref(self._hooks)  # a gradient must not keep the engine alive
+        target = None if parameter is None else weakref.ref(parameter)
 
         def zero() -> None:
-            engine, alive = hooks(), target()
-            if engine is not None and alive is not None:
+            engine, alive = hooks(), None if target is None else target()
+            if engine is not None and (target is None or alive is not None):
                 engine.zero_gradient(alive)
 
         return zero

@@ -25,6 +25,7 @@ from zeroshard.core.precision import dtype_name
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.optim.sealed import SealedGrad
 from zeroshard.optim.sharded import ShardedOptimizer
+from zeroshard.runtime.decisions import UNKNOWN, Decisions
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.unit import Segment, Unit
 from zeroshard.runtime.weights import Weights
@@ -44,6 +45,7 @@ class Backward:
         self.scaled: bool | None = None  # whether the loss of these gradients was scaled; None: no backward yet
         self.scaling = False  # inside engine.backward()
         self.optimizer: ShardedOptimizer | None = None
+        self.decisions = Decisions()
         self.announce: Callable[[str, Any], None] | None = None  # set by join()
         self._weights = weights
         self._meter = meter
@@ -57,6 +59,7 @@ class Backward:
         self._seals: dict[int, SealedGrad] = {}
         self._trainable = [unit for unit in weights.units if unit.trainable]
         self._all_paths = [path for unit in self._trainable for path in self._paths(unit)]
+        self._trained = {id(parameter) for unit in self._trainable for segment in unit.trainable for parameter in segment.parameters}
         weights.make_room = self.make_room
 
     # ------------------------------------------------------------------ hooks
@@ -165,6 +168,7 @@ class Backward:
             raise StateError("fp16: this backward's loss is scaled otherwise than an earlier one's: call engine.backward(loss) for all")
         self.tell("backward", {"sync": self.sync, "scaled": self.scaling})
         self.scaled = self.scaling
+        self.decisions.micro_batches += self.decisions.micro_batches != UNKNOWN
         self.changed = True
         self.has_gradient = True
         self._reduced.clear()
@@ -286,11 +290,12 @@ class Backward:
         if sealed is None or sealed.dtype is not parameter.dtype:
             path = segment.grad
             assert path is not None
-            weak = weakref.ref(path)  # see [Note: weak hooks] in hooks.py
+            weak, backward = weakref.ref(path), weakref.ref(self)  # see [Note: weak hooks] in hooks.py
 
             def zero() -> None:
-                alive = weak()
-                if alive is not None:
+                alive, owner = weak(), backward()
+                if alive is not None and owner is not None:
+                    owner.zeroed()
                     alive.zero(index)
 
             sealed = SealedGrad(parameter, segment.names[index], None, zero)
@@ -303,6 +308,8 @@ class Backward:
         if not self.has_gradient or self._tasks:
             return
         cleared = {id(p) for p in self.optimizer.dropped()} if self.optimizer is not None else set()
+        everything = all(all(path.used) for path in self._all_paths)
+        gone_names: list[str] = []
         anything = False
         for unit in self._trainable:
             for segment in unit.trainable:
@@ -317,15 +324,26 @@ class Backward:
                     path.drop(gone)
                     for index in gone:
                         segment.parameters[index].grad = None
+                        gone_names.append(segment.names[index])
                 anything = anything or any(path.used) or path.resting() is not None  # others' gradients, of parameters unused here
         if not anything:
+            same_on_all = everything or not self.changed or cleared >= self._trained
             self.forget()
+            self.decisions.micro_batches = 0 if same_on_all else UNKNOWN
+        elif gone_names and not self.changed:  # before a step the ranks need not have used the same parameters
+            self.decisions.note("gradients cleared by zero_grad()", ", ".join(gone_names))
+
+    def zeroed(self) -> None:
+        """Note that the user sets gradients to zero. Before the first step the ranks need not have used the same parameters."""
+        if not self.changed:
+            self.decisions.note_once("zero_grad(set_to_none=False)", "called")
 
     def forget(self) -> None:
         """No gradient rests here any more."""
         self.has_gradient = False
         self.changed = True
         self.scaled = None
+        self.decisions.micro_batches = 0
         if self.optimizer is not None:
             self.optimizer.clear()
 

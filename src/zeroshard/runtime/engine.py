@@ -169,6 +169,7 @@ class Engine:
             raise
         self._sharded = sharded
         self._backward.optimizer = sharded
+        self._backward.decisions.optimizer = optimizer
         if sharded.streamed is not None:
             sharded.streamed.trimmer = self._context.tiering.trimmer()
         if self._context.tiering.automatic and sharded.streamed is not None:
@@ -237,8 +238,9 @@ class Engine:
         """Train on uneven numbers of batches: in this context a rank whose loop has ended shadows the others until theirs has ended.
 
         Inside, all ranks with data must do the same: forwards of the module, backwards, ``clip_grad_norm_``, steps (with ``zero_grad()``
-        after each), and nothing else that is collective. Gradients are divided by the number of all ranks. Needs an optimizer. Collective;
-        raises PlanMismatch where ranks with data do different things.
+        after each), and nothing else that is collective. Gradients are divided by the number of all ranks. Needs an optimizer. A learning rate
+        scheduler that is stepped in the loop falls behind on a rank whose loop has ended: step it after the context, or load its state from a
+        rank with the most batches. Collective; raises PlanMismatch where ranks with data do different things.
         """
         self._check_open()
         if self._sharded is None:
@@ -295,8 +297,11 @@ class Engine:
         self._check_open()
         compare(self._context.transport, report, call="zs.load_pretrained()", error=error)
 
-    def zero_gradient(self, parameter: nn.Parameter) -> None:
-        """Called through a sealed gradient's ``zero_()``."""
+    def zero_gradient(self, parameter: nn.Parameter | None) -> None:
+        """Called through a sealed gradient's ``zero_()``; None: of a group of which nothing rests here."""
+        self._backward.zeroed()
+        if parameter is None:
+            return
         segment, index = self._whole.find(parameter)
         assert segment.grad is not None
         segment.grad.zero(index)

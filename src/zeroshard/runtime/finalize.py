@@ -1,6 +1,7 @@
 """From resting sums to averaged gradients, agreed between the ranks: what stands between the last backward and the optimizer's step.
 
-    wait for the reduces . divide . gather the averages (rows that step everything everywhere) . exchange once: digest, used parameters, overflow
+    wait for the reduces . divide . gather the averages (rows that step everything everywhere)
+    . exchange once: digest, decisions (decisions.py), used parameters, overflow
 
 ZeRO, section 5.2, leaves the norm to a reduction over partitions; here every rank sends the fp64 sums of squares of its pieces and all add
 them in rank order, so that the result is the same number on every rank and in every row. Division by the number of ranks comes after the
@@ -11,6 +12,7 @@ Invariant: idempotent until the next backward. Cost: one small exchange per step
 
 from __future__ import annotations
 
+import json
 import logging
 import struct
 from collections.abc import Sequence
@@ -23,12 +25,13 @@ from zeroshard.core.digest import Digest, first_difference, holders
 from zeroshard.errors import PlanMismatch, StateError
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
+from zeroshard.runtime.decisions import UNKNOWN, first_disagreement
 from zeroshard.runtime.faults import Faults
 
 __all__ = ["Finalized", "Finalizer"]
 
 _log = logging.getLogger("zeroshard")
-_HEAD = struct.Struct("<QBB")  # digest, anything used, overflow
+_HEAD = struct.Struct("<QQIBB")  # digest, digest of the decisions, micro-batches, anything used, overflow
 
 
 @dataclass(frozen=True)
@@ -99,13 +102,16 @@ class Finalizer:
         mine = [flag for path in paths for flag in path.used]
         bits = sum(1 << index for index, flag in enumerate(mine) if flag)
         width = (len(mine) + 7) // 8
-        digest = self._digest.value()
-        payload = _HEAD.pack(digest, bits != 0, bad is not None) + bits.to_bytes(width, "little") + (bad or "").encode()
+        decisions = self._backward.decisions
+        head = _HEAD.pack(self._digest.value(), decisions.digest(), decisions.micro_batches, bits != 0, bad is not None)
+        payload = head + bits.to_bytes(width, "little") + (bad or "").encode()
         answers = self._transport.exchange(payload, "optimizer.step() or clip_grad_norm_()")
         heads = [_HEAD.unpack_from(answer) for answer in answers]
-        if len({head[0] for head in heads}) > 1:
+        known = {head[2] for head in heads} - {UNKNOWN}
+        if len({head[:2] for head in heads}) > 1 or len(known) > 1:
             self._refuse()
-        if not any(head[1] for head in heads):
+        decisions.compared()
+        if not any(head[3] for head in heads):
             raise StateError("optimizer.step() without a gradient on any rank: call loss.backward() first (and zero_grad() before it, not after)")
         united = 0
         for answer in answers:
@@ -117,20 +123,34 @@ class Finalizer:
                 position += 1
         if united != bits:
             self._backward.seal()  # those that only other ranks used: None there would say that the user cleared them
-        culprits = [answer[_HEAD.size + width :].decode() for answer, head in zip(answers, heads, strict=True) if head[2]]
+        culprits = [answer[_HEAD.size + width :].decode() for answer, head in zip(answers, heads, strict=True) if head[4]]
         self._count_bad(culprits)
         return not culprits
 
     def _refuse(self) -> None:
-        step = f"step {self._digest.step}"  # differs where a fault let some ranks step and others not
-        log = "\n".join([step, *self._digest.log()]).encode()
-        logs = [answer.decode().split("\n") for answer in self._transport.exchange(log, "the comparison of steps")]
-        position, entries = first_difference(logs)
-        shown = holders(entries)
-        if position == 0:
+        """Send what the digests stand for, and raise PlanMismatch about the first difference. Collective."""
+        step, decisions = self._digest.step, self._backward.decisions
+        mine = [step, decisions.micro_batches, decisions.items(), self._digest.log()]
+        answers = [json.loads(answer) for answer in self._transport.exchange(json.dumps(mine).encode(), "the comparison of steps")]
+        steps, micro_batches, decided, logs = zip(*answers, strict=True)
+        if len(set(steps)) > 1:  # a fault let some ranks step and others not
+            shown = holders([f"step {step}" for step in steps])
             raise PlanMismatch(f"the ranks are in different steps ({shown}): some have taken a step that others have not; load a checkpoint")
+        if len(set(micro_batches) - {UNKNOWN}) > 1:
+            shown = holders(["unknown" if count == UNKNOWN else str(count) for count in micro_batches])
+            raise PlanMismatch(
+                f"the ranks have run different numbers of backwards since zero_grad() in step {step} ({shown}): accumulate as many micro-batches "
+                "and call zero_grad() at the same places on every rank, or use engine.join() where data is uneven"
+            )
+        differs = first_disagreement(decided)
+        if differs is not None:
+            raise PlanMismatch(
+                f"{differs[0]} differs between ranks in step {step} ({differs[1]}): set it alike on every rank; a scheduler or condition that "
+                "looks at the loss needs the same loss on every rank (average it first)"
+            )
+        position, entries = first_difference(logs)
         raise PlanMismatch(
-            f"the ranks did different things in step {self._digest.step}; the first difference is number {position}: {shown}. Units "
+            f"the ranks did different things in step {step}; the first difference is number {position}: {holders(entries)}. Units "
             "must run on every rank in the same order, as often, and in the same no_sync() contexts"
         )
 
@@ -179,6 +199,7 @@ class Finalizer:
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the averaged gradient so that its norm is at most `max_norm`; return the norm before, as torch's clip does."""
         self._backward.tell("clip", max_norm)
+        self._backward.decisions.note("max_norm of clip_grad_norm_()", repr(max_norm))
         total = self.norm()
         self.clipped = True
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -190,7 +211,9 @@ class Finalizer:
     def before_step(self) -> Finalized:
         """The optimizer is about to step: see `finalize`."""
         self._backward.tell("step")
-        return self.finalize()
+        result = self.finalize()
+        self._backward.decisions.note_late_options(self._digest.step)
+        return result
 
     def after_step(self) -> None:
         """The step is taken or skipped: start the next one."""
@@ -209,4 +232,5 @@ class Finalizer:
         """After an exception: nothing is agreed."""
         self._result = None
         self.clipped = False
+        self._backward.decisions.forget()
         self._digest.advance()

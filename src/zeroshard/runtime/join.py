@@ -6,8 +6,8 @@ every forward, backward, clip and step the ranks tell each other what comes; a r
     rank 0   F  forward    B  backward    S  step   F  forward      B  backward       S  step        ended
     rank 1   F  forward    B  backward    S  step   ended: gathers  ended: zeros      ended: steps   ended
 
-The gradient is divided by all ranks, those without data included (DDP's ``divide_by_initial_world_size``). A shadowed step takes the
-options of the param groups (lr, betas, ...) from the lowest rank with data, whose scheduler is the one that goes on.
+The gradient is divided by all ranks, those without data included (DDP's ``divide_by_initial_world_size``). A shadowed clip or step takes
+the options of the param groups (lr, betas, ...) from the lowest rank with data, whose scheduler is the one that goes on.
 
 Invariant: the ranks with data do the same things in the same order, else PlanMismatch on every rank. Cost: one small exchange per event.
 """
@@ -18,6 +18,8 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from zeroshard.comm.transport import Transport
 from zeroshard.core.digest import holders
@@ -55,21 +57,26 @@ class Join:
             self._backward.announce = None
 
     def _announce(self, what: str, argument: Any = None) -> None:
-        if what == "step":
-            argument = [{key: value for key, value in group.items() if _is_plain(value)} for group in self._optimizer.optimizer.param_groups]
-        self._meet([what, argument])
+        options = None
+        if what in ("clip", "step"):  # where the ranks compare them
+            groups = self._optimizer.optimizer.param_groups
+            options = [{key: _plain(value) for key, value in group.items() if _is_plain(_plain(value))} for group in groups]
+        self._meet([what, argument, options])
 
-    def _meet(self, event: list[Any]) -> tuple[str, Any] | None:
+    def _meet(self, event: list[Any]) -> tuple[str, Any, Any] | None:
         """Tell the others; return what the lowest rank with data does next, None when no rank has any."""
         events = [json.loads(answer) for answer in self._transport.exchange(json.dumps(event).encode(), "engine.join()")]
         going_on = [other for other in events if other != [_ENDED]]
         names = [other[0] for other in events]
         if len(set(names) - {_ENDED}) > 1:
             raise PlanMismatch(f"in engine.join() the ranks with data must do the same in the same order; {holders(names)}")
-        return (going_on[0][0], going_on[0][1]) if going_on else None
+        return tuple(going_on[0]) if going_on else None
 
-    def _shadow(self, what: str, argument: Any) -> None:
+    def _shadow(self, what: str, argument: Any, options: list[dict[str, Any]] | None) -> None:
         optimizer = self._optimizer.optimizer
+        if options is not None:
+            for group, values in zip(optimizer.param_groups, options, strict=True):
+                _take_over(group, values)
         if what == "forward":
             self._hooks.shadow_forward()
         elif what == "backward":
@@ -78,10 +85,21 @@ class Join:
             self._finalizer.clip(argument)
         else:
             assert what == "step", what
-            for group, options in zip(optimizer.param_groups, argument, strict=True):
-                group.update({key: type(group[key])(value) if isinstance(value, list) else value for key, value in options.items()})
             optimizer.step()
             optimizer.zero_grad()
+
+
+def _take_over(group: dict[str, Any], values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(group[key], torch.Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = type(group[key])(value) if isinstance(value, list) else value
+
+
+def _plain(value: Any) -> Any:
+    """Return an option as a number where it is a tensor that holds one."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _is_plain(value: Any) -> bool:

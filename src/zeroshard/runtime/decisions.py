@@ -1,0 +1,131 @@
+"""Decisions that every rank makes by itself and that must be the same: options of param groups, the clip value, zero_grad(), micro-batches.
+
+No collective depends on them, so a rank that decides otherwise disturbs nobody: it steps its part of one model with a learning rate of its own (a
+scheduler fed with each rank's own loss does so). One number stands for all decisions since the last comparison, and travels with the exchange that
+every step needs anyway. Where it differs, the ranks send the decisions themselves, and the error names the first one with each rank's value.
+
+Invariant: a decision that was made after a step's comparison is part of the next one. Cost: a look at every option of every group per step; options are
+encoded again only where one has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+
+from zeroshard.core.digest import holders
+
+__all__ = ["UNKNOWN", "Decisions", "first_disagreement"]
+
+UNKNOWN = (1 << 32) - 1  # micro-batches of a rank that cannot tell whether all gradients were cleared
+_NOT_OURS = ("params", "param_names")
+
+
+class Decisions:
+    """What one rank has decided since the last comparison."""
+
+    def __init__(self) -> None:
+        self.optimizer: torch.optim.Optimizer | None = None  # set when one is attached
+        self.micro_batches = 0  # backwards since all gradients were cleared
+        self._noted: dict[str, str] = {}
+        self._seen: list[list[Any]] = []  # the options as they were when they were encoded
+        self._options: dict[str, str] = {}
+        self._digest = 0
+        self._compared: dict[str, str] = {}
+
+    def note(self, name: str, value: str) -> None:
+        """Add a decision; several of one name stand in order."""
+        before = self._noted.get(name)
+        self._noted[name] = value if before is None else f"{before}, {value}"
+
+    def note_once(self, name: str, value: str) -> None:
+        """Add a decision where there is none of that name."""
+        self._noted.setdefault(name, value)
+
+    def note_late_options(self, step: int) -> None:
+        """Add the options that have changed since this step's comparison: the step uses them."""
+        if self._options_digest() and self._options is not self._compared:
+            for name, value in self._options.items():
+                if self._compared.get(name) != value:
+                    self._noted[f"{name}, changed after the gradients of step {step} were averaged"] = value
+
+    def digest(self) -> int:
+        """Return 64 bits that stand for all decisions but the number of micro-batches."""
+        options = self._options_digest()
+        if not self._noted:
+            return options
+        text = "\n".join(f"{name} = {value}" for name, value in sorted(self._noted.items()))
+        return options ^ _digest_of(text)
+
+    def items(self) -> dict[str, str]:
+        """Return the decisions by name."""
+        self._options_digest()
+        return self._noted | self._options
+
+    def compared(self) -> None:
+        """The ranks have compared all of it."""
+        self._noted.clear()
+        self._compared = self._options
+
+    def forget(self) -> None:
+        """After an exception: ranks may have come to different places."""
+        self._noted.clear()
+
+    def _options_digest(self) -> int:
+        if self.optimizer is None:
+            return 0
+        groups = self.optimizer.param_groups
+        seen = [[_look(value) for key, value in group.items() if key not in _NOT_OURS] for group in groups]
+        if seen != self._seen or not self._digest:
+            self._seen = seen
+            self._options = {
+                f"option {key!r} of optimizer param group {index}": _text(value)
+                for index, group in enumerate(groups)
+                for key, value in group.items()
+                if key not in _NOT_OURS
+            }
+            self._digest = _digest_of("\n".join(f"{name} = {value}" for name, value in self._options.items()))
+        return self._digest
+
+
+def first_disagreement(everyone: Sequence[Mapping[str, str]]) -> tuple[str, str] | None:
+    """Return the first decision that differs between ranks and who decided what, or None."""
+    names = list(dict.fromkeys(name for one in everyone for name in one))
+    for name in names:
+        values = [one.get(name, "nothing") for one in everyone]
+        if len(set(values)) > 1:
+            return name, holders(values)
+    return None
+
+
+def _look(value: Any) -> Any:
+    """Return a stand-in for an option that is equal as long as the option is."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    if isinstance(value, (list, tuple)):
+        return tuple(_look(item) for item in value)
+    return float(value) if isinstance(value, Real) else type(value)
+
+
+def _text(value: Any) -> str:
+    """Return an option as text: the same for the same number, whatever its type."""
+    if isinstance(value, bool) or value is None:
+        return str(value)
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, Real):
+        number = float(value)
+        return str(int(number)) if number.is_integer() and abs(number) < 1e15 else repr(number)
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(_text(item) for item in value)})"
+    return repr(value) if isinstance(value, str) else type(value).__name__
+
+
+def _digest_of(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
