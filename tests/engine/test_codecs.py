@@ -243,6 +243,39 @@ def test_error_feedback_keeps_what_encoding_takes() -> None:
     assert forgotten == pytest.approx(without, rel=0.01), "a residual that is reset after each sum helps nothing"
 
 
+def _held_residuals(rank: int, world: int) -> dict[str, tuple[int, int]]:
+    """Return the bytes of the residual before and after what makes it stale."""
+
+    def train(engine: zs.Engine, steps: int, factor: float = 1.0) -> int:
+        for step in range(steps):
+            engine.backward(model(*batch(rank, step)) * factor)
+            optimizer.step()
+            optimizer.zero_grad()
+        return engine.memory().at_rest.get("residual", 0)
+
+    out = {}
+    for event in ("a good step", "reset", "another loss scale"):
+        model = make_model()
+        optimizer = two_groups(model)
+        comm = zs.Comm(grad_codec="int8", error_feedback=True)
+        engine = zs.shard(model, optimizer, stage=2, precision="fp16", comm=comm, stall_timeout_s=20)
+        before = train(engine, 2)
+        if event == "reset":
+            engine.reset()
+            out[event] = before, engine.memory().at_rest.get("residual", 0)
+        else:
+            out[event] = before, train(engine, 1, factor=1.0 if event == "a good step" else float("inf"))
+        engine.close()
+    return out
+
+
+def test_the_residual_is_forgotten_where_it_is_of_other_gradients() -> None:
+    for seen in run_ranks(2, _held_residuals, timeout=60):
+        (before, after), *stale = seen["a good step"], seen["reset"], seen["another loss scale"]
+        assert before == after > 0
+        assert stale == [(before, 0)] * 2
+
+
 # ---------------------------------------------------------------------------------------------------------------- traffic
 
 
