@@ -5,7 +5,7 @@ dtype and one trainability (LoRA's frozen base and its adapters are two segments
 
 [Note: dtypes] A model in one floating dtype computes in the precision's, but for batch norms: their running statistics are fp32 and torch's
 kernels want the weights alike (FSDP leaves them out, too). A model given in several floating dtypes is taken as it is: fp32 norms in a bf16
-model, or fp32 adapters on a bf16 base, were meant.
+model, or fp32 adapters on a bf16 base, were meant. How fp32 buffers and inputs meet half-precision weights: casts.py.
 """
 
 from __future__ import annotations

@@ -13,16 +13,19 @@ Nothing of torch is patched. The hooks hold the engine's parts, the user's tenso
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.backward import Backward
+from zeroshard.runtime.casts import cast, explain, install_casts
 from zeroshard.runtime.cut import UnitPlan
 from zeroshard.runtime.guards import compiled_whole, guard, is_traced
 from zeroshard.runtime.released import release_class, restore_class
@@ -64,11 +67,12 @@ class _Tie:
 class _Bare:
     """Takes the hooks of inner modules out of the way of a forward that needs none of them: they cost a token of a small model a tenth of its time.
 
-    A module where somebody else has a hook, too, keeps them all.
+    A module where somebody else has a hook, too, keeps them all; `casts` are ours and stay.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], casts: Mapping[nn.Module, RemovableHandle]) -> None:
         self._modules = list(modules)
+        self._casts = casts
         self._hidden: list[tuple[dict[str, Any], Any, Any]] = []
         self._depth = 0  # forwards of the model within one another
 
@@ -78,10 +82,12 @@ class _Bare:
             return
         for module in self._modules:
             before, after = module._forward_pre_hooks, module._forward_hooks
-            if len(before) == 1 and len(after) == 1:
+            cast = self._casts.get(module)
+            stays = {} if cast is None else {cast.id: before[cast.id]}
+            if len(before) == 1 + len(stays) and len(after) == 1:
                 here = module.__dict__  # not through nn.Module's own, slow __setattr__
                 self._hidden.append((here, before, after))
-                here["_forward_pre_hooks"], here["_forward_hooks"] = OrderedDict(), OrderedDict()
+                here["_forward_pre_hooks"], here["_forward_hooks"] = OrderedDict(stays), OrderedDict()
 
     def leave(self) -> None:
         self._depth = max(0, self._depth - 1)
@@ -117,7 +123,9 @@ class Hooks:
         for module, units in needed.values():
             ends = [unit for unit in units if any(module is root and unit is owner for root, owner in spans)]
             self._install_module(module, units, ends)
-        self._bare = _Bare([module for module, _ in needed.values() if module is not model])
+        casts = {} if input_dtype is None else install_casts(model, input_dtype)
+        self._handles += casts.values()
+        self._bare = _Bare([module for module, _ in needed.values() if module is not model], casts)
         self._install_root(model)  # after the modules: its pre-hook then comes before theirs, its post-hook after
         for module, units in needed.values():
             self._install_state(module, units)
@@ -151,9 +159,11 @@ class Hooks:
                 if self.broadcast is not None:
                     for buffer in model.buffers():
                         self.broadcast(buffer)
-            return None if self._input_dtype is None else (self._cast(args), self._cast(kwargs))
+            return None if self._input_dtype is None else (cast(args, self._input_dtype), cast(kwargs, self._input_dtype))
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
+            if self._input_dtype is not None:
+                explain(sys.exc_info()[1], model, self._input_dtype)
             if torch._C._current_graph_task_id() < 0:
                 self._weights.end_pass()
                 self._weights.leave()
@@ -176,16 +186,6 @@ class Hooks:
                 self.broadcast(buffer)
         if self.agree is not None:
             self.agree()
-
-    def _cast(self, value: Any) -> Any:
-        """Give floating-point inputs of the model the compute dtype, as mixed precision needs."""
-        if isinstance(value, torch.Tensor):
-            return value.to(self._input_dtype) if value.is_floating_point() else value
-        if isinstance(value, dict):
-            return {key: self._cast(item) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self._cast(item) for item in value)
-        return value
 
     def _check_frozen(self) -> None:
         for unit in self._weights.units:
