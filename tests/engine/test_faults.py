@@ -247,16 +247,16 @@ def _stalled(rank: int, world: int, transport: str, phase: str) -> None:
     elif transport == "shared_memory":
         assert re.search(r"^StateError: .*rank\(s\) \[0\] gave up this step after an exception", said), said
     else:  # messages that rank 0 had sent before it gave up may be all that rank 1 needs
-        assert said.startswith("StallError"), said
+        assert said.startswith("StallError") or "rank(s) [0] gave up this step" in said, said
         assert phase == "step" or said != "StallError: nothing"
     engine.reset()
     for step in range(2):  # and all can go on
         optimizer.zero_grad()
-        model(*batch(rank, step)).backward()
         if phase == "step" and transport == "gloo":  # but not after one rank has stepped and the other has not
-            with pytest.raises(PlanMismatch, match=r"in different steps \(rank 0: step 2; rank 1: step 3\)"):
-                optimizer.step()
+            with pytest.raises(StateError, match=r"have finished different numbers of steps \(rank 0: 1; rank 1: 2\)"):
+                model(*batch(rank, step))
             break
+        model(*batch(rank, step)).backward()
         optimizer.step()
     engine.close()
 

@@ -8,9 +8,9 @@ carries a tag made of (generation, key, operation). Gloo keeps the messages of o
 sends), so the n-th operation of a key meets the n-th of the same key without a sequence number. Gloo takes tags of 31 bits and keeps no
 state per tag (3000 tags cost what one does)::
 
-    bit 30: ours | 29..26: generation | 25..2: key | 1..0: operation
+    bit 30: ours | 29..22: generation | 21..2: key | 1..0: operation
 
-Windows' keys are numbered in the order of their (collective) making. Another key is hashed into the upper half of the 24 bits; two that
+Windows' keys are numbered in the order of their (collective) making. Another key is hashed into the upper half of the 20 bits; two that
 meet there are refused with ConfigError. The generation grows with every `abandon`, so that what was left under way meets nothing later.
 
 Cost: one message per slice that is not empty; tensors on an accelerator are staged through one host copy each way.
@@ -38,15 +38,16 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
+from zeroshard.comm.notices import Notices
 from zeroshard.errors import ConfigError, PeerLostError
 
-__all__ = ["ALL_GATHER", "CONTROL", "LOOSE_GATHER", "REDUCE_SCATTER", "Circle", "GlooPeers", "Transfer", "connect"]
+__all__ = ["ALL_GATHER", "CONTROL", "LOOSE_GATHER", "REDUCE_SCATTER", "Circle", "GlooPeers", "Transfer", "connect", "notices_of"]
 
 ALL_GATHER, REDUCE_SCATTER, CONTROL, LOOSE_GATHER = 0, 1, 2, 3
 
-_KEY_BITS = 24
+_KEY_BITS = 20
 _HASHED = 1 << (_KEY_BITS - 1)
-_GENERATIONS = 16
+_GENERATIONS = 256  # a receive that was left behind must not meet a message of as many generations later
 _INLINE = 248  # payload bytes that travel with the length in one message
 _FOREVER = timedelta(days=20)  # fits gloo's 31 bits of milliseconds
 _PROBE_S = 0.05
@@ -215,8 +216,16 @@ def connect(circle: Circle, *, stall_timeout_s: float) -> Any:
     What comes back is a bare ProcessGroupGloo under the circle's name in the job's store, not registered with torch.distributed: new_group
     would have every rank of the job take part, or reuse the store entries of a destroyed group of the same ranks (tried).
     """
-    store = distributed_c10d.PrefixStore(f"zeroshard/{circle.name}", distributed_c10d._get_default_store())
-    return dist.ProcessGroupGloo(store, circle.rank, circle.size, timedelta(seconds=stall_timeout_s))
+    return dist.ProcessGroupGloo(_store_of(circle), circle.rank, circle.size, timedelta(seconds=stall_timeout_s))
+
+
+def notices_of(circle: Circle) -> Notices:
+    """Return the notes that the ranks of `circle` leave each other in the job's store."""
+    return Notices(distributed_c10d.PrefixStore("given up", _store_of(circle)), circle.rank, circle.size)
+
+
+def _store_of(circle: Circle) -> distributed_c10d.PrefixStore:
+    return distributed_c10d.PrefixStore(f"zeroshard/{circle.name}", distributed_c10d._get_default_store())
 
 
 class GlooPeers:
@@ -292,6 +301,10 @@ class GlooPeers:
         """Leave `transfers` behind: what is sent from now on meets nothing sent before. All ranks must call it."""
         self._abandoned.extend(transfers)
         self._generation = (self._generation + 1) % _GENERATIONS
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Run a blocking `job` in another thread."""
+        self._waiters.run(job)
 
     def close(self) -> None:
         """End the threads and, once nothing is under way, the connections."""

@@ -21,7 +21,7 @@ from zeroshard.comm.links import MAX_TAIL, Kind, Links, Message
 from zeroshard.comm.parts import Contribution, Meetings
 from zeroshard.errors import PlanMismatch, StallError, StateError
 
-__all__ = ["IDLE_S", "Mailroom", "WindowMemory"]
+__all__ = ["IDLE_S", "Mailroom", "WindowMemory", "given_up"]
 
 IDLE_S = 0.0002  # a rank that waits for a slot and hears nothing for so long is stuck ([Note: relief])
 _POLL_S = 0.002  # how often to look after what cannot wake us
@@ -197,7 +197,7 @@ class Mailroom:
         """Raise StateError when one of `peers` has forgotten what we wait for."""
         ahead = [self.links.members[peer] for peer in peers if self.abandons[peer] > self.links.generation]
         if ahead:
-            raise StateError(f"{what}: rank(s) {ahead} gave up this step after an exception and wait in engine.reset(): call it here too")
+            raise given_up(ahead, what)
 
     def _require_same_call(self, awaited: Sequence[int], call: str) -> None:
         """Raise PlanMismatch where a peer is in our exchange with another call, or one of the ranks `awaited` in an exchange that we have not begun."""
@@ -231,3 +231,8 @@ class Mailroom:
             if memory.fd is not None:
                 os.close(memory.fd)
         self.memory.clear()
+
+
+def given_up(ranks: Sequence[int], what: str) -> StateError:
+    """Return the error of a rank that waits for `what` while others wait in ``engine.reset()``."""
+    return StateError(f"{what}: rank(s) {list(ranks)} gave up this step after an exception and wait in engine.reset(): call it here too")

@@ -197,10 +197,13 @@ class NcclTransport:
 
     def check_peers(self, what: str) -> None: ...
 
-    def abandon(self) -> None:
+    def give_up(self) -> None:
         left, self._under_way = self._under_way, []
         for work in left:  # a collective that was enqueued cannot be recalled; every rank enqueued the same ones
             work.forget()
+
+    def abandon(self) -> None:
+        self.give_up()
         self.exchange(b"", "engine.reset()")
 
     def close(self) -> None:

@@ -27,8 +27,9 @@ from zeroshard.comm.codec import Codec
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.gloo_peers import GlooPeers, Transfer
 from zeroshard.comm.links import Kind, Links
-from zeroshard.comm.mailroom import Mailroom
+from zeroshard.comm.mailroom import Mailroom, given_up
 from zeroshard.comm.mesh import Axes
+from zeroshard.comm.notices import Notices
 from zeroshard.comm.rendezvous import Neighbours
 from zeroshard.comm.transport import GradBuffer, Traffic, Work
 from zeroshard.comm.windows import GatherWork, PairedWindow, make_window
@@ -50,6 +51,7 @@ class PairedTransport:
         neighbours: Neighbours,
         *,
         connections: Any,
+        notices: Notices | None = None,
         node_size: int | None = None,
         stall_timeout_s: float = 300.0,
         pool_bytes: int | None = None,
@@ -76,6 +78,8 @@ class PairedTransport:
         links = Links(neighbours.sockets, members=self.members, stall_timeout_s=stall_timeout_s)
         self.mail = Mailroom(rank, links, self.near, self.collectives.meetings, self.collectives.slots.release)
         self.messages = GlooPeers(connections, rank, members=self.members, wake=links.wake, wait=self._wait_transfer)
+        self._notices = notices if self.far else None
+        self._has_given_up = False
         self._gathers: list[GatherWork] = []
         serving.register(self)
 
@@ -163,11 +167,16 @@ class PairedTransport:
         call: str | None = None,
     ) -> None:
         """Serve the peers, those of every transport of this process, until `ready()`; see Mailroom.wait_until."""
-        others = serving.others(self)
+        others, notices = serving.others(self), self._notices
+        if notices is not None:
+            notices.begin_wait()
 
         def progress() -> None:
             self.progress()
             serving.serve(others)
+            ahead = () if notices is None else notices.ahead(self.mail.links.generation, self.messages.run)
+            if ahead and not ready():
+                raise given_up([self.members[rank] for rank in ahead], what)
 
         options: dict[str, Any] = {"idle": idle, "stall_timeout_s": self.stall_timeout_s, "patient": not others, "call": call}
         self.mail.wait_until(ready, what, progress=progress, near=near, far=far, **options)
@@ -246,22 +255,35 @@ class PairedTransport:
         part.copy_(self.mail.slot_of(source, slot)[:num_bytes])
         self.mail.tell(Kind.ACK, slot, to=[source])
 
-    def abandon(self) -> None:
+    def give_up(self) -> None:
+        if self._has_given_up:
+            return
+        self._has_given_up = True
         transfers = [work.transfer for work in self._gathers if work.transfer is not None]
         self.messages.abandon([*transfers, *self.collectives.forget()])
         self._gathers, self._num_writes = [], 0
         self.mail.forget()
         for window in self.windows.values():
             window.epoch = 0
-        generation = self.mail.links.generation
         self.mail.tell(Kind.ABANDON)
+        if self._notices is not None:
+            self._notices.give_up(self.mail.links.generation)
+
+    def abandon(self) -> None:
+        self.give_up()
+        self._has_given_up = False
+        generation, stall_timeout_s = self.mail.links.generation, self.stall_timeout_s
 
         def missing() -> set[int]:
             return {peer for peer in self.near if self.mail.abandons[peer] < generation}
 
-        self.wait_until(lambda: not missing(), "meeting the other ranks after an error", near=missing)
-        if self.far:
-            self.messages.exchange(b"", self.far, "meeting the other ranks after an error")
+        self.stall_timeout_s *= 2  # the others may wait for us until they stall, and come then
+        try:
+            self.wait_until(lambda: not missing(), "meeting the other ranks after an error", near=missing)
+            if self.far:
+                self.messages.exchange(b"", self.far, "meeting the other ranks after an error")
+        finally:
+            self.stall_timeout_s = stall_timeout_s
         self.collectives.slots.forget()
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import logging
 from functools import partial
 from typing import Any
 
-from zeroshard.comm.gloo_peers import Circle, connect
+from zeroshard.comm.gloo_peers import Circle, connect, notices_of
 from zeroshard.comm.paired import PairedTransport
 from zeroshard.comm.rendezvous import Neighbours, meet_neighbours
 from zeroshard.errors import ConfigError
@@ -24,7 +24,8 @@ def make_gloo(circle: Circle, *, stall_timeout_s: float, **options: Any) -> Pair
     """Return a transport that sends messages to every rank of `circle`. Options are PairedTransport's."""
     connections = connect(circle, stall_timeout_s=max(stall_timeout_s, _MEETING_S))
     alone = Neighbours([[rank] for rank in range(circle.size)])
-    return PairedTransport(circle.rank, circle.size, alone, connections=connections, members=circle.members, stall_timeout_s=stall_timeout_s, **options)
+    options |= {"connections": connections, "notices": notices_of(circle), "members": circle.members, "stall_timeout_s": stall_timeout_s}
+    return PairedTransport(circle.rank, circle.size, alone, **options)
 
 
 def make_paired(
@@ -51,4 +52,5 @@ def make_paired(
             raise ConfigError(f"{text}: make it possible, or choose transport 'gloo'")
         if rank == 0:
             _logger.warning("%s: using gloo sockets between them, which is slower", text)
-    return PairedTransport(rank, size, neighbours, connections=connections, members=circle.members, stall_timeout_s=stall_timeout_s, **options)
+    options |= {"connections": connections, "notices": notices_of(circle), "members": circle.members, "stall_timeout_s": stall_timeout_s}
+    return PairedTransport(rank, size, neighbours, **options)

@@ -162,8 +162,11 @@ class Transport(Protocol):
     def check_peers(self, what: str) -> None:
         """Raise PeerLostError, saying that it was during `what`, where another rank is known to have ended. Never blocks."""
 
+    def give_up(self) -> None:
+        """After an exception: forget everything under way, and tell the other ranks, whose waits for this one raise StateError. Never blocks."""
+
     def abandon(self) -> None:
-        """After an exception on all ranks: forget everything under way, meet the other ranks, and be usable again. Collective."""
+        """`give_up`, meet the other ranks, which must come, too, and be usable again. Collective."""
 
     def close(self) -> None:
         """Release threads, sockets and memory. Idempotent."""

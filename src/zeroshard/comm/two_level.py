@@ -259,10 +259,15 @@ class TwoLevelTransport:
         for transport in (self._inside, self._between, self._flat):
             transport.check_peers(what)
 
-    def abandon(self) -> None:
+    def give_up(self) -> None:
         left, self._under_way = self._under_way, []
         for chain in left:
             chain.abandon()
+        for transport in (self._inside, self._between, self._flat):
+            transport.give_up()
+
+    def abandon(self) -> None:
+        self.give_up()  # in all three, before this rank waits in one of them
         for transport in (self._inside, self._between, self._flat):
             transport.abandon()
 

@@ -47,9 +47,9 @@ class Digest:
         ordered = [entry for entry in self._log if not entry.startswith("~")]
         return ordered + sorted(entry[1:] for entry in self._log if entry.startswith("~"))
 
-    def advance(self) -> None:
-        """Start the next step."""
-        self.step += 1
+    def advance(self, step: int | None = None) -> None:
+        """Start the next step, or that numbered `step`."""
+        self.step = self.step + 1 if step is None else step
         self._ordered = self._unordered = 0
         self._log.clear()
 

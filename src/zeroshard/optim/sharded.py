@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -29,8 +30,9 @@ from zeroshard.optim.pieces import OwnedPiece
 from zeroshard.optim.sealed import SealedGrad
 from zeroshard.optim.streamed import Streamed, Tile
 
-__all__ = ["ShardedOptimizer", "StepHooks", "check_parameters"]
+__all__ = ["INTERRUPTED", "ShardedOptimizer", "StepHooks", "check_parameters"]
 
+INTERRUPTED = "the last optimizer.step() did not finish: call engine.reset() on every rank after an exception"
 _STATE_KEY = "zeroshard"
 
 
@@ -87,7 +89,10 @@ class ShardedOptimizer:
         self._world = world
         self._empty: list[nn.Parameter | None] = []
         self._handles: list[Any] = []
+        self.taken = 0  # steps that the user's optimizer has finished on this rank
         self._prepared = False
+        self._broken = False  # the streamed part of the step has raised
+        self._in_closure = False
         self._held: list[object] = []  # the resting gradients, while no sealed gradient holds them: in a step
         self._begin: Any = None  # when the device's own part of the step began
         self._late = False  # a late step has ended and is not in the weights yet
@@ -166,6 +171,19 @@ class ShardedOptimizer:
         except StorageError as error:
             return error
         return None
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a step has begun and not ended: an exception has ended it, or it is under way now."""
+        return self._prepared and not self._in_closure
+
+    def abandon(self) -> None:
+        """After an exception in a step: no step is under way, and the pieces have no gradient. What the step has written stays."""
+        with suppress(Exception):  # whoever has joined it before was told
+            self.join()
+        self._prepared = self._broken = self._in_closure = False
+        self._held, self._error = [], None
+        self.clear()
 
     def park(self) -> None:
         """Put real numbers in the optimizer's state to rest where they belong."""
@@ -300,13 +318,19 @@ class ShardedOptimizer:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_entries()
+        if self._broken:
+            raise StateError(INTERRUPTED)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
         if closure is None:
             self._prepare()
             return None
 
         def closed() -> Any:
-            loss = closure()
+            self._in_closure = True
+            try:
+                loss = closure()
+            finally:
+                self._in_closure = False
             self._prepare()
             return loss
 
@@ -336,8 +360,10 @@ class ShardedOptimizer:
         if self._prepared:
             return
         take = self._hooks.before_step()
+        self._prepared = self._broken = True  # until the streamed part has begun
         self._held = [piece.holds() for piece in self.pieces()]
         self._start_streamed(take)
+        self._broken = False
         for piece in self.pieces():
             grad = piece.grad() if take and not piece.streamed else None
             if grad is not None and grad.dtype is not piece.tensor.dtype:
@@ -346,7 +372,6 @@ class ShardedOptimizer:
         for empty in self._empty:
             if empty is not None:
                 empty.grad = None
-        self._prepared = True
         self._begin = self._clock()
 
     def _clock(self) -> Any:
@@ -386,6 +411,7 @@ class ShardedOptimizer:
         if not self._prepared:  # the closure was never called: nothing was stepped
             return
         self._prepared = False
+        self.taken += 1
         if self.streamed is not None and self.streamed.timed:
             self._device_s = self._since(self._begin)
         error, self._error = self._error, None

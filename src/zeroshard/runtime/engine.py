@@ -29,7 +29,7 @@ from zeroshard.core.split import splits
 from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardError
 from zeroshard.optim.pieces import OwnedPiece
 from zeroshard.optim.scaler import LossScaler
-from zeroshard.optim.sharded import ShardedOptimizer, check_parameters
+from zeroshard.optim.sharded import INTERRUPTED, ShardedOptimizer, check_parameters
 from zeroshard.optim.streamed import StateAtRest, Tile
 from zeroshard.runtime.asleep import Sleep
 from zeroshard.runtime.backward import Backward
@@ -41,6 +41,7 @@ from zeroshard.runtime.forked import refuse_in_children
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.join import Join
 from zeroshard.runtime.owned import own
+from zeroshard.runtime.recovery import Recovery
 from zeroshard.runtime.recut import recut
 from zeroshard.runtime.replicas import compare_replicas
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, memory_report
@@ -79,12 +80,13 @@ class Engine:
         self._finalizer = Finalizer(self._backward, context.transport, self._digest, self._scaler, self._faults)
         inputs = None if context.dtypes.as_given or context.precision.weight_is_master else context.precision.compute
         self._hooks = Hooks(module, plans, self._weights, self._backward, input_dtype=inputs)
-        self._hooks.check = self._faults.check
+        self._hooks.check = self._check_forward
         if context.tiering.stores and (context.policy.weights_leave_the_device or context.transport.size == 1):
             self._hooks.agree = self._agree_on_faults  # elsewhere ranks may run forwards that the others do not
         self._whole = Whole(module, self._weights, self._hooks, self._finalizer, context.transport, self._faults)
         self._whole.join_step = self._join_step
         self._rest = Rest(self._weights, transport=context.transport, streams=context.streams, faults=self._faults)
+        self._recovery = Recovery(self._weights, self._rest, self._faults, self._digest, context.transport)
         if context.broadcast_buffers:
             self._hooks.broadcast = context.transport.broadcast
         self._sharded: ShardedOptimizer | None = None
@@ -270,6 +272,7 @@ class Engine:
             compare_replicas(self._weights.units, self._sharded, self._context.transport)
         self._faults.agree()  # before anything is written
         self._rest.before_writing()
+        self._recovery.in_step = True
         return result.finite
 
     def after_step(self, error: StorageError | None = None) -> None:
@@ -282,6 +285,7 @@ class Engine:
         self._finalizer.after_step()
         with self._faults.noted(lost=True):
             self._rebalance()
+        self._recovery.in_step = False
 
     def _agree_on_faults(self) -> None:
         """At the end of a forward: tell the ranks what has gone wrong, in a step too that goes on while this forward runs."""
@@ -466,9 +470,13 @@ class Engine:
 
     def begin_load(self) -> None:
         """Called before a load: no step is under way, and whether what rests is lost is known on every rank. Collective."""
-        self._join_step()
+        self._weights.check_awake()
+        self._end_step()
         with suppress(StorageError):
             self._faults.agree()
+            if self._recovery.meet(self._sharded, "zs.load()"):
+                self._backward.abandon()
+                self._finalizer.abandon()
 
     def restored(self, scaler: Mapping[str, float]) -> None:
         """Called when another state has been loaded: gradients are dropped, and `scaler` is taken over in fp16."""
@@ -559,13 +567,25 @@ class Engine:
     # ------------------------------------------------------------------ recovery and the end
 
     def reset(self) -> None:
-        """After an exception in forward or backward, on every rank: units at rest, no gradient, ready for the next forward."""
+        """After an exception in forward, backward or step, on every rank: units at rest, no gradient, ready for the next forward.
+
+        A step that ended by an exception goes no further: parameters may have taken part of it. Where ranks have finished different numbers of
+        steps, forwards and steps are refused until zs.load(). Collective.
+        """
         self._check_open()
+        self._end_step()
         self._context.transport.abandon()
         self._weights.abandon()
         self._backward.abandon()
         self._finalizer.abandon()
         self._faults.reset()
+        self._recovery.meet(self._sharded, "engine.reset()")
+
+    def _end_step(self) -> None:
+        """Return when no step is under way, whatever it ended by."""
+        with suppress(Exception), self._faults.noted(lost=True):
+            if self._sharded is not None:
+                self._sharded.join()
 
     def close(self) -> None:
         """Give back a plain module, in the dtypes it came with (trained parameters with their masters' numbers), and a plain optimizer.
@@ -605,6 +625,11 @@ class Engine:
     def refuse(self, why: str) -> None:
         """Raise StateError with `why` at every later use; see forked.py."""
         self._weights.refusal = why
+
+    def _check_forward(self) -> None:
+        self._faults.check()
+        if self._sharded is not None and self._sharded.is_interrupted:
+            raise StateError(INTERRUPTED)
 
     def _check_open(self) -> None:
         if self._weights.refusal is not None:

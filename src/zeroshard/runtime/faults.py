@@ -33,6 +33,7 @@ class Faults:
         self.refusal: str | None = None  # why forwards and steps are refused, on every rank
         self.is_lost = False  # on some rank what rests is not whole: told, and so known on every rank
         self.is_suspect = False  # something has failed since the last repair: files may be damaged
+        self._since = "a tier failed"
         self._transport = transport
         self._active = active  # some state rests on another tier
         self._error: StorageError | None = None  # the first, not yet told
@@ -81,7 +82,12 @@ class Faults:
     def check(self, *, passes: bool = True) -> None:
         """Raise StateError, the same on every rank, where forwards and steps are refused (`passes` off: only where what rests is lost)."""
         if self.refusal is not None and (passes or self.is_lost):
-            raise StateError(f"refused since a tier failed: {self.refusal}")
+            raise StateError(f"refused since {self._since}: {self.refusal}")
+
+    def lose(self, since: str, reason: str) -> None:
+        """What rests is not whole `since` something, as every rank knows: only a load of everything helps."""
+        if not self.is_lost:
+            self._since, self.refusal, self.is_lost = since, f"{reason}; {_LOAD}", True
 
     def reset(self) -> None:
         """The pass in which something failed is given up; what is lost stays lost."""
@@ -92,5 +98,5 @@ class Faults:
 
     def repaired(self) -> None:
         """Everything that rests has been written anew."""
-        self.refusal, self.is_lost, self.is_suspect = None, False, False
+        self.refusal, self.is_lost, self.is_suspect, self._since = None, False, False, "a tier failed"
         self._error, self._loses = None, False
