@@ -68,6 +68,28 @@ def test_inside_no_sync_rows_are_equal_within_each_class(transport: str) -> None
             assert not any(differences.values()), differences
 
 
+def _accumulated(rank: int, world: int) -> dict[str, list[str]]:
+    """Accumulate inside no_sync where a node is all ranks, and where it is one; return what differs from zero3 or zero1."""
+    options = {"micro_batches": 3, "no_sync": True, "clip": 0.1}
+    tiers = {"device": None, "host": zs.Offload(grad="host", optimizer="host", fraction=0.4)}
+    runs = {row: train(rank, row, 3, **options) for row in ("zero1", "zero3")}
+    out = {}
+    for row in MESH_ROWS:
+        for tier, offload in tiers.items():
+            run = train(rank, row, 3, offload=offload, **options)
+            out[f"{row}, one node, {tier}"] = run.differs_from(runs["zero3"])
+    for row in ("mics", "hfsdp"):  # of nodes of one rank, each keeps the sum of its own micro-batches, as zero1 does
+        for tier, offload in tiers.items():
+            run = train(rank, row, 3, comm=zs.Comm(node_size=1), offload=offload, **options)
+            out[f"{row}, nodes of one rank, {tier}"] = run.differs_from(runs["zero1"])
+    return out
+
+
+def test_gradients_accumulate_inside_no_sync_on_one_node_and_on_nodes_of_one_rank() -> None:
+    for differences in run_ranks(2, _accumulated, timeout=90):
+        assert not any(differences.values()), differences
+
+
 def _recomputed(rank: int, world: int, row: str) -> list[list[str]]:
     """Train with recomputed blocks, and with two forwards before each backward; return what differs from zero3."""
     comm = zs.Comm(transport="gloo", node_size=2)

@@ -187,7 +187,7 @@ class Backward:
         for segment in unit.trainable:
             path = segment.grad
             assert path is not None
-            if path.cells.grad.is_partial and not self.sync and not path.sums_nodes:
+            if path.sums_micro_batches and not self.sync:
                 continue
             self._reduce(unit, segment, sync=self.sync)
         self._transport.progress()

@@ -287,9 +287,10 @@ def _gradient_path(plan: _SegmentPlan, splits: Splits, flat: FlatBuffer, context
 
     def partial() -> Shelf:
         """Return memory for a sum that no reduce between nodes has taken yet: of the whole segment, or (of one node's ranks) of a column."""
-        start, stop = plan.layout.span(plan.rank, plan.layout.scope(cell))
+        scope = plan.layout.scope(cell)
+        start, stop = plan.layout.span(plan.rank, scope)
         numel = stop - start
-        if store is None or numel < plan.layout.numel:  # a sum of a node's ranks: the transport adds to it
+        if store is None or scope is Scope.COLUMN:  # a sum of a node's ranks: the transport adds to it
             return Shelf(context.pages.empty(numel, precision.accumulate, context.device))
         return Shelf(None, store.slab(f"{plan.key} partial gradient", numel, precision.accumulate))
 

@@ -82,7 +82,9 @@ class GradientPath:
         (low, high), (first, _) = flat.own_span, flat.stepped
         self._own = (low - first, high - first)
         self.members = flat.layout.members(transport.rank, flat.layout.scope(cells.optim))  # ranks whose sums come here
-        self.sums_nodes = cells.grad.is_partial and flat.layout.scope(cells.grad) is Scope.COLUMN
+        partial = flat.layout.scope(cells.grad) if cells.grad.is_partial else None  # OWN: one node's sum is the sum of all ranks
+        self.sums_micro_batches = partial is Scope.WHOLE  # inside no_sync they are added here, before the ranks
+        self.sums_nodes = partial is Scope.COLUMN
 
     @property
     def key(self) -> str:
@@ -143,7 +145,7 @@ class GradientPath:
     def add(self, index: int, grad: torch.Tensor, *, sync: bool, make_room: Callable[[int], None]) -> None:
         """Take in the gradient of parameter `index`; `make_room(num_bytes)` is called before a buffer is borrowed."""
         self.used[index] = True
-        if not self.sums_nodes and (self._has_partial or (self.cells.grad.is_partial and not sync)):
+        if self.sums_micro_batches and (self._has_partial or not sync):
             self._add_partial(index, grad)
             return
         if self._buffer is None:
