@@ -178,6 +178,7 @@ class TieredResting:
         for start in range(0, total.numel(), _BLOCK):
             part = total[start : start + _BLOCK]
             with self.shelf.borrowed(own[0] + start, own[0] + start + part.numel(), write=True) as there:
+                part = part.to(there.device)  # a block of the part that rests on the device is lent there
                 for target, more in zip(chunks(there), chunks(part), strict=True):
                     if target.dtype is torch.float32:
                         target.add_(more)

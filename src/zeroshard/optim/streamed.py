@@ -319,6 +319,8 @@ class Streamed:
             opened = [self._optimizer.state[owned.tensor] for _, owned, _ in tile.pieces]
             with segment.master.borrowed(tile.start, tile.stop, write=True) as master:
                 self._step(job.device, tile, used, master, opened, resting.fetch(tile.start, tile.stop))
+                if not job.late:
+                    self._sent = segment.bring(tile.start, tile.stop, master, True)
             return
         from_rest = segment.can_bring_from_rest(tile.start, tile.stop)
         with _on_host(resting, tile) as grad, self.bound(tile, write=True) as (master, opened):

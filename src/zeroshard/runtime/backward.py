@@ -1,13 +1,15 @@
 """What happens while autograd runs: which gradients came, when a unit is complete, when the backward is over.
 
-A unit's gradients are handed over (``GradientPath.reduce``) when the last of its trainable parameters has one. Whatever is incomplete then
-(a module that ran in part, or not at all, on this rank) is handed over when the backward of the unit's inputs is done, or at the end.
+A unit's gradients are handed over (``GradientPath.reduce``) when every trainable parameter has one, or when the backward of the unit's
+inputs is done and autograd will bring no more of them (a module that ran in part), or else at the end of the pass (one that did not run).
 
 [Note: nested backwards] Reentrant checkpointing runs a backward inside a backward. Each autograd graph task that touches us is pushed on a
-stack and popped by its final callback; only the outermost one ends the pass.
+stack and popped by its final callback; only the outermost one ends the pass. A parameter may get a gradient in each task, so a unit that is
+still to be recomputed, or that also ran outside the checkpoint, waits for those.
 
-Invariant: outside ``no_sync`` every trainable segment is reduced at least once per backward, on every rank, so two-sided reduces meet also
-when a unit ran on some ranks only (the others contribute zeros).
+Invariant: outside ``no_sync`` every trainable segment is reduced exactly once per backward, on every rank, however often its unit ran there:
+reduces meet by number, and a rank on which it did not run contributes zeros. A gradient that comes after its unit was handed over stays in
+the segment's buffer and goes with the next reduce; the ranks agree about what is left before a step (finalize.py).
 """
 
 from __future__ import annotations
@@ -53,9 +55,11 @@ class Backward:
         self._transport = transport
         self._streams = streams
         self._tasks: list[int] = []
+        self._nested = False  # a backward has run inside this one
         self._flights: dict[str, GradientPath] = {}  # reduces under way, oldest first
         self._landing: list[GradientPath] = []  # whose sums go to another tier, oldest first
         self._reduced: set[int] = set()  # units handed over in this backward
+        self._brings = False  # gradients have come in this backward: one by torch.autograd.grad brings none
         self._seals: dict[int, SealedGrad] = {}
         self._trainable = [unit for unit in weights.units if unit.trainable]
         self._all_paths = [path for unit in self._trainable for path in self._paths(unit)]
@@ -73,6 +77,7 @@ class Backward:
             raise StateError("a backward hook ran outside a backward")
         if not self._tasks:
             self._begin()
+        self._nested = bool(self._tasks) or self._nested
         self._tasks.append(task)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._leave(task))
 
@@ -95,8 +100,8 @@ class Backward:
     def after_inputs(self, unit: Unit) -> None:
         """The gradients of `unit`'s inputs are there: whatever did not get one by now gets none in this backward."""
         if unit.in_backward and self._tasks:
-            if unit.pending and unit.arrived:
-                self._hand_over(unit)
+            if unit.arrived:
+                self._hand_over_complete(unit)
             self._weights.after_backward(unit)
 
     def take(self, place: tuple[int, int], index: int, parameter: torch.Tensor) -> None:
@@ -117,14 +122,18 @@ class Backward:
         with torch.no_grad():
             segment.grad.add(index, grad, sync=self.sync, make_room=self.make_room)
         del grad
-        if id(parameter) not in unit.arrived:
-            unit.arrived.add(id(parameter))
-            unit.pending -= 1
+        self._brings = True
+        self._count(unit, parameter)
         if unit.pending <= 0:
-            if unit.index not in self._reduced:  # else this comes late (a nested backward): all of it goes at the end, at once
-                self._hand_over(unit)
+            self._hand_over_complete(unit)
             if not unit.has_frozen:
                 self._weights.after_backward(unit)
+
+    def _count(self, unit: Unit, parameter: torch.Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        unit.in_parts = unit.in_parts or (self._nested and any(other != task for other in unit.arrived.values()))
+        unit.pending -= id(parameter) not in unit.arrived
+        unit.arrived[id(parameter)] = task
 
     def cover(self, place: tuple[int, int], index: int, parameter: torch.Tensor) -> None:
         """Somebody else's hook runs after ours: let it find a sealed gradient instead of none."""
@@ -134,11 +143,11 @@ class Backward:
     def make_room(self, num_bytes: int) -> None:
         """Wait for reduces under way, oldest first, until `num_bytes` fit the budget.
 
-        One-sided transports bound the gradient buffers by their own pool. To wait for a sum there could be to wait for ever: ranks may run
-        their units in different order, each with the part that the other lacks still to come.
+        Where ranks may run their units in different order, the transport bounds the gradient buffers by its own pool: to wait for a sum could
+        be to wait for ever, each rank with the part that the other lacks still to come.
         """
         budget = self._weights.budget_bytes
-        if not budget or self._meter.live + num_bytes <= budget or self._transport.one_sided:
+        if not budget or self._meter.live + num_bytes <= budget or not self._weights.ordered:
             return
         for key, path in list(self._flights.items()):
             path.finish()
@@ -172,15 +181,31 @@ class Backward:
         self.changed = True
         self.has_gradient = True
         self._reduced.clear()
+        self._brings = self._nested = False
         self._weights.begin("backward")
         with torch._C.DisableTorchFunctionSubclass():  # released parameters are asked for what they answer anyway
             for unit in self._trainable:
                 unit.arrived.clear()
+                unit.in_parts = False
                 unit.pending = 0
                 for segment in unit.trainable:
                     for parameter in segment.parameters:
                         parameter.grad = None
                         unit.pending += parameter.requires_grad
+
+    def _hand_over_complete(self, unit: Unit) -> None:
+        """Hand `unit` over, once in this pass, unless gradients of it are still to come."""
+        if unit.index not in self._reduced and not self._may_get_more(unit):
+            self._hand_over(unit)
+
+    def _may_get_more(self, unit: Unit) -> bool:
+        if unit.recomputations > 0 or (len(self._tasks) > 1 and unit.forwards > 0):  # see [Note: nested backwards]
+            return True
+        if unit.pending <= 0 and not unit.in_parts:
+            return False
+        task = torch._C._current_graph_task_id()
+        parameters = [parameter for segment in unit.trainable for parameter in segment.parameters]
+        return any(_gets_gradient(parameter) for parameter in parameters if unit.arrived.get(id(parameter)) != task)
 
     def _hand_over(self, unit: Unit) -> None:
         unit.pending = 0
@@ -191,11 +216,11 @@ class Backward:
                 continue
             self._reduce(unit, segment, sync=self.sync)
         self._transport.progress()
-        if self._transport.one_sided:  # elsewhere what is over must not depend on timing
+        if self._weights.ordered:  # what is over decides what is prefetched: the same on every rank, whatever the timing
+            self._land_oldest()
+        else:
             for path in self.paths():
                 path.finish(block=False)
-        else:
-            self._land_oldest()
         self._bound_landing()
 
     def _land_oldest(self) -> None:
@@ -222,7 +247,7 @@ class Backward:
         if path.sums_nodes and not sync:
             path.reduce_inside()
         else:
-            path.reduce(make_room=self.make_room)
+            path.reduce(make_room=self.make_room, with_earlier=self._brings)
         self._flights.pop(path.key, None)
         self._flights[path.key] = path
         if path.tiered:
@@ -233,6 +258,7 @@ class Backward:
         """Take part in a backward of the other ranks, without one of our own: gather what they gather, contribute zeros."""
         before, self.sync, self.scaling = (self.sync, self.scaling), sync, scaled
         self._begin()
+        self._brings = True
         for unit in self._weights.shadow("backward"):
             self._hand_over(unit)  # at once, as they do: they may wait for our part before they gather on
         self._end()
@@ -245,8 +271,7 @@ class Backward:
 
     def _end(self) -> None:
         for unit in reversed(self._trainable):
-            late = any(segment.grad is not None and segment.grad.has_local for segment in unit.trainable)
-            if late or unit.index not in self._reduced:
+            if unit.index not in self._reduced:
                 self._hand_over(unit)
         for unit in self._weights.units:
             if unit.in_backward:
@@ -255,12 +280,18 @@ class Backward:
         self._weights.let_go(also_for_backward=True)
         self.seal()
 
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients rest here that no reduce over all ranks has taken."""
+        return any(path.has_local or path.has_node_sum for path in self._all_paths)
+
     def flush(self) -> None:
-        """Reduce the partial sums that still rest here (every backward was inside ``no_sync``)."""
-        if any(path.has_local or path.has_node_sum for path in self._all_paths):
-            for unit in reversed(self._trainable):
-                for segment in unit.trainable:
-                    self._reduce(unit, segment, sync=True)
+        """Reduce everything once more: some rank `has_unreduced` gradients (every backward was inside ``no_sync``, or some came late)."""
+        self._brings = True
+        for unit in reversed(self._trainable):
+            for segment in unit.trainable:
+                self._reduce(unit, segment, sync=True)
+        self.seal()
 
     @staticmethod
     def _paths(unit: Unit) -> list[GradientPath]:
@@ -364,3 +395,12 @@ class Backward:
     def paths(self) -> Sequence[GradientPath]:
         """Return every trainable segment's gradient path, in unit order."""
         return self._all_paths
+
+
+def _gets_gradient(parameter: torch.Tensor) -> bool:
+    """Whether the graph task that is running accumulates a gradient in `parameter`, or has done so."""
+    if not parameter.requires_grad:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    return bool(torch._C._will_engine_execute_node(node))

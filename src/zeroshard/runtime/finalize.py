@@ -3,11 +3,15 @@
     wait for the reduces . divide . gather the averages (rows that step everything everywhere)
     . exchange once: digest, decisions (decisions.py), used parameters, overflow
 
+and all of it again after one more reduce where any rank says that gradients rest there which none has taken: every backward ran inside
+``no_sync``, or a gradient came after its unit was handed over.
+
 ZeRO, section 5.2, leaves the norm to a reduction over partitions; here every rank sends the fp64 sums of squares of its pieces and all add
 them in rank order, so that the result is the same number on every rank and in every row. Division by the number of ranks comes after the
 sum. A step with a number that is not finite is skipped on every rank, its masters and moments untouched.
 
-Invariant: idempotent until the next backward. Cost: one small exchange per step, one more for a norm.
+Invariant: idempotent until the next backward. Cost: one small exchange per step, one more for a norm, one more after steps whose backwards
+all ran inside ``no_sync``.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from zeroshard.runtime.faults import Faults
 __all__ = ["Finalized", "Finalizer"]
 
 _log = logging.getLogger("zeroshard")
-_HEAD = struct.Struct("<QQIBB")  # digest, digest of the decisions, micro-batches, anything used, overflow
+_HEAD = struct.Struct("<QQI?")  # digest, digest of the decisions, micro-batches, unreduced
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,30 @@ class Finalized:
     """What the ranks agreed on."""
 
     finite: bool
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What one rank says about its gradients."""
+
+    digest: int  # of what it has asked of the others
+    decisions: int  # digest of what it has decided
+    micro_batches: int
+    used: int  # a bit per trainable parameter: whether it has a gradient
+    unreduced: bool  # gradients rest there that no reduce over all ranks has taken
+    bad: str  # the first segment whose average is not finite, or ""
+
+    def pack(self, width: int) -> bytes:
+        """Return it as bytes, `used` in `width` of them."""
+        head = _HEAD.pack(self.digest, self.decisions, self.micro_batches, self.unreduced)
+        return head + self.used.to_bytes(width, "little") + self.bad.encode()
+
+    @classmethod
+    def unpack(cls, payload: bytes, width: int) -> _Answer:
+        digest, decisions, micro_batches, unreduced = _HEAD.unpack_from(payload)
+        stop = _HEAD.size + width
+        used = int.from_bytes(payload[_HEAD.size : stop], "little")
+        return cls(digest, decisions, micro_batches, used, unreduced, payload[stop:].decode())
 
 
 class Finalizer:
@@ -74,20 +102,42 @@ class Finalizer:
         backward.collect_dropped()
         if self._result is not None and not backward.changed:
             return self._result
-        backward.flush()
+        answers = self._average_and_compare()
+        if any(answer.unreduced for answer in answers):
+            backward.flush()
+            answers = self._average_and_compare()
+        finite = self._unite(answers)
+        backward.changed = False
+        self._result = Finalized(finite)
+        return self._result
+
+    def _average_and_compare(self) -> list[_Answer]:
+        """Average what has been reduced; return what every rank says about it. Raises PlanMismatch when the ranks did different things."""
+        backward, bad = self._backward, ""
+        unreduced = backward.has_unreduced
         scale = self._loss_scale()
-        bad: str | None = None
-        paths = backward.paths()
         backward.finish()
-        for path in paths:
+        for path in backward.paths():
             if not path.average(scale):
                 bad = bad or path.key
         backward.gather_averages()
         self._faults.agree()  # a gradient that could not be read is NaN: that is no bad step
-        finite = self._agree(bad)
-        backward.changed = False
-        self._result = Finalized(finite)
-        return self._result
+        return self._compare(unreduced, bad)
+
+    def _compare(self, unreduced: bool, bad: str) -> list[_Answer]:
+        """Exchange answers, of whose digests and decisions none may differ."""
+        used = [flag for path in self._backward.paths() for flag in path.used]
+        bits = sum(1 << index for index, flag in enumerate(used) if flag)
+        decisions = self._backward.decisions
+        mine = _Answer(self._digest.value(), decisions.digest(), decisions.micro_batches, bits, unreduced, bad)
+        width = (len(used) + 7) // 8
+        payloads = self._transport.exchange(mine.pack(width), "optimizer.step() or clip_grad_norm_()")
+        answers = [_Answer.unpack(payload, width) for payload in payloads]
+        known = {answer.micro_batches for answer in answers} - {UNKNOWN}
+        if len({(answer.digest, answer.decisions) for answer in answers}) > 1 or len(known) > 1:
+            self._refuse()
+        decisions.compared()
+        return answers
 
     def _loss_scale(self) -> float:
         if self._scaler is None or not self._backward.has_gradient:
@@ -96,34 +146,21 @@ class Finalizer:
             raise StateError("precision 'fp16' needs a scaled loss: call engine.backward(loss) instead of loss.backward()")
         return self._scaler.scale
 
-    def _agree(self, bad: str | None) -> bool:
-        """Compare digests, unite the used parameters, and return whether every rank's gradients are finite."""
-        paths = self._backward.paths()
-        mine = [flag for path in paths for flag in path.used]
-        bits = sum(1 << index for index, flag in enumerate(mine) if flag)
-        width = (len(mine) + 7) // 8
-        decisions = self._backward.decisions
-        head = _HEAD.pack(self._digest.value(), decisions.digest(), decisions.micro_batches, bits != 0, bad is not None)
-        payload = head + bits.to_bytes(width, "little") + (bad or "").encode()
-        answers = self._transport.exchange(payload, "optimizer.step() or clip_grad_norm_()")
-        heads = [_HEAD.unpack_from(answer) for answer in answers]
-        known = {head[2] for head in heads} - {UNKNOWN}
-        if len({head[:2] for head in heads}) > 1 or len(known) > 1:
-            self._refuse()
-        decisions.compared()
-        if not any(head[3] for head in heads):
-            raise StateError("optimizer.step() without a gradient on any rank: call loss.backward() first (and zero_grad() before it, not after)")
+    def _unite(self, answers: Sequence[_Answer]) -> bool:
+        """Unite the used parameters, and return whether every rank's gradients are finite. Raises StateError when no rank has a gradient."""
         united = 0
         for answer in answers:
-            united |= int.from_bytes(answer[_HEAD.size : _HEAD.size + width], "little")
+            united |= answer.used
+        if not united:
+            raise StateError("optimizer.step() without a gradient on any rank: call loss.backward() first (and zero_grad() before it, not after)")
         position = 0
-        for path in paths:
+        for path in self._backward.paths():
             for index in range(len(path.used)):
                 path.used[index] = bool(united >> position & 1)
                 position += 1
-        if united != bits:
+        if united != answers[self._transport.rank].used:
             self._backward.seal()  # those that only other ranks used: None there would say that the user cleared them
-        culprits = [answer[_HEAD.size + width :].decode() for answer, head in zip(answers, heads, strict=True) if head[4]]
+        culprits = [answer.bad for answer in answers if answer.bad]
         self._count_bad(culprits)
         return not culprits
 

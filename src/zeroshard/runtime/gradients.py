@@ -82,9 +82,9 @@ class GradientPath:
         (low, high), (first, _) = flat.own_span, flat.stepped
         self._own = (low - first, high - first)
         self.members = flat.layout.members(transport.rank, flat.layout.scope(cells.optim))  # ranks whose sums come here
-        partial = flat.layout.scope(cells.grad) if cells.grad.is_partial else None  # OWN: one node's sum is the sum of all ranks
-        self.sums_micro_batches = partial is Scope.WHOLE  # inside no_sync they are added here, before the ranks
-        self.sums_nodes = partial is Scope.COLUMN
+        scope = flat.layout.scope(cells.grad) if cells.grad.is_partial else None  # OWN: one node's sum is the sum of all ranks
+        self.sums_micro_batches = scope is Scope.WHOLE  # inside no_sync they are added here, before the ranks
+        self.sums_nodes = scope is Scope.COLUMN
 
     @property
     def key(self) -> str:
@@ -213,10 +213,13 @@ class GradientPath:
     def _has_partial(self) -> bool:
         return self._partial is not None or self._partial_lost
 
-    def reduce(self, *, make_room: Callable[[int], None]) -> None:
-        """Hand what is here to the transport (nothing here: contribute zeros); the sum is added to the resting gradient."""
+    def reduce(self, *, make_room: Callable[[int], None], with_earlier: bool = True) -> None:
+        """Hand what is here to the transport (nothing here: contribute zeros); the sum is added to the resting gradient.
+
+        Without `with_earlier`, sums of earlier micro-batches stay here for the next reduce.
+        """
         self.finish()
-        if self._has_partial and not self.sums_nodes:
+        if with_earlier and self._has_partial and not self.sums_nodes:
             if self._buffer is None:
                 self._borrow(make_room)
             for index, seen in enumerate(self._partial_seen):
@@ -237,20 +240,20 @@ class GradientPath:
             if self._buffer is not None:
                 self._streams.read(self._buffer_name)
             self._streams.write(f"{self.key}.resting" if self._sum is None else f"{self.key}.sum")
-            work = self._start_reduce(out, accumulate=accumulate)
+            work = self._start_reduce(out, accumulate=accumulate, with_earlier=with_earlier)
             if self.flat.full.device.type != "cpu":
                 work.wait()  # enqueues
                 self._land(fresh)
             event = self._streams.mark("reduce")
         self._take_off(work, event, fresh=fresh)
 
-    def _start_reduce(self, out: torch.Tensor, *, accumulate: bool) -> Work:
+    def _start_reduce(self, out: torch.Tensor, *, accumulate: bool, with_earlier: bool) -> Work:
         buffer, options = self._encoded(), self._wire(accumulate)
         if not self.sums_nodes:
             return self._transport.reduce(self.key, buffer, self.flat.layout.ranges, out, **options)
-        partial, self._partial = self._partial, None
-        held = None if partial is None else partial.whole
-        if held is not None:
+        held = None
+        if with_earlier and self._partial is not None:
+            held, self._partial = self._partial.whole, None
             self._streams.read(f"{self.key}.partial")
             self._flight_frees.append(f"{self.key}.partial")
         return mesh_of(self._transport).reduce(self.key, buffer, self.flat.layout.ranges, out, partial=held, **options)

@@ -28,6 +28,7 @@ from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.casts import cast, explain, install_casts
 from zeroshard.runtime.cut import UnitPlan
 from zeroshard.runtime.guards import compiled_whole, guard, is_traced
+from zeroshard.runtime.recomputed import count_recomputations, is_checkpointed
 from zeroshard.runtime.released import release_class, restore_class
 from zeroshard.runtime.trees import tensors_in
 from zeroshard.runtime.unit import Segment, Unit, UnitState
@@ -156,6 +157,7 @@ class Hooks:
                 self._backward.tell("forward")
                 self._weights.begin("forward")
                 self._weights.enter()
+                self._weights.evaluates = not (torch.is_grad_enabled() or is_checkpointed())
                 if self.broadcast is not None:
                     for buffer in model.buffers():
                         self.broadcast(buffer)
@@ -167,6 +169,7 @@ class Hooks:
             if torch._C._current_graph_task_id() < 0:
                 self._weights.end_pass()
                 self._weights.leave()
+                self._weights.evaluates = False
             self._bare.leave()
 
         self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
@@ -214,6 +217,8 @@ class Hooks:
             for unit in units:
                 unit.depth += 1
                 weights.need(unit, "backward" if in_backward else "forward")
+            if in_backward == torch.is_grad_enabled() and not weights.evaluates:
+                count_recomputations(units, ends_one=in_backward)
             if ends and torch.is_grad_enabled():
                 self._watch_inputs(ends, args, kwargs)
 
@@ -256,6 +261,9 @@ class Hooks:
         backward = self._backward
         num_inputs = len(inputs)
         waiting: dict[int, int] = {}  # graph task -> inputs still without a gradient
+        is_first = torch._C._current_graph_task_id() < 0  # not recomputed
+        for unit in units:
+            unit.forwards += is_first
 
         def arrived(grad: torch.Tensor) -> None:
             task = torch._C._current_graph_task_id()
@@ -263,6 +271,7 @@ class Hooks:
             if not waiting[task]:
                 del waiting[task]
                 for unit in units:
+                    unit.forwards = max(0, unit.forwards - is_first)
                     backward.after_inputs(unit)
 
         for tensor in inputs:  # not torch's multi-grad hook, whose closure holds the graph that holds it

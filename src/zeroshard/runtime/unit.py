@@ -155,13 +155,16 @@ class Segment:
     def publish(self, *, everything: bool = True) -> None:
         """Cast the master into the weights at rest and let the peers read them.
 
-        A step leaves out (`everything` False) what rests on another tier: it has brought those weights back itself.
+        A step leaves out (`everything` False) what was stepped in tiles: each has brought its weights itself, or still will.
         """
         master = self.master
         if master is not None and not self.master_is_weight:
-            stop = master.numel if everything else master.split
+            in_tiles = self.grad is not None and self.grad.tiered
+            spans = [] if in_tiles and not everything else [(self.aliased, master.split)]
+            if everything:
+                spans += tiles(master.split, master.numel, _TILE)
             with self._noting():
-                for start, end in [(self.aliased, master.split), *tiles(master.split, stop, _TILE)]:
+                for start, end in spans:
                     if start < end:
                         with master.borrowed(start, end, write=False) as numbers:
                             self._bring(start, end, numbers)
@@ -191,7 +194,7 @@ class Segment:
 
     def bring(self, start: int, stop: int, master: torch.Tensor, stays: bool) -> list[Work]:
         """Start casting stepped masters (do they stay as they are meanwhile?) into the weights; `settle` waits for it."""
-        if self.master_is_weight:
+        if stop <= self.aliased:
             return []
         source = master.to(self.flat.dtype, copy=not stays)
         return self._sent(self.weight.write(start, stop, source), source)
@@ -317,8 +320,11 @@ class Unit:
         self.depth = 0  # forwards of its modules under way
         self.spans_one_module = spans_one_module  # one module's forward is all that needs it
         self.in_backward = False
-        self.arrived: set[int] = set()  # parameters whose gradient has come in this backward
+        self.arrived: dict[int, int] = {}  # parameters whose gradient has come in this backward, by id, and the last graph task that brought it
+        self.in_parts = False  # several graph tasks have brought gradients in this backward
         self.pending = 0  # trainable parameters whose gradient has not come in this backward
+        self.forwards = 0  # of its module, outside a backward, whose own backward has not come
+        self.recomputations = 0  # forwards of its modules to come in a backward: they ran inside reentrant checkpoints
         self._flight: Flight | None = None
         self._strict = strict
 
@@ -428,7 +434,12 @@ class Unit:
                 segment.flat.release()
         self.depth = 0
         self.pending = 0
-        self.arrived = set()
+        self.arrived = {}
+        self.forget_forwards()
+
+    def forget_forwards(self) -> None:
+        """No backward of an earlier forward can follow."""
+        self.forwards = self.recomputations = 0
 
     @contextmanager
     def writable(self) -> Iterator[list[torch.Tensor]]:

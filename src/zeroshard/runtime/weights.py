@@ -46,7 +46,7 @@ class Weights:
         self._streams = streams
         self._meter = meter
         self._digest = digest
-        self._ordered = ordered  # two-sided transport: gathers fold in order
+        self.ordered = ordered  # gathers need every rank: all gather the same units in the same order, and fold so
         self._order: Order[int] = Order()
         self._sizes = {unit.index: unit.full_bytes for unit in units}
         self._idle: Unit | None = None  # forward over, kept until another unit is needed
@@ -55,6 +55,7 @@ class Weights:
         self.exact = 0  # gathered() contexts, which show what rests
         self.asleep = False  # between offload_states() and reload_states()
         self.refusal: str | None = None  # why nothing may be used here: in a forked child
+        self.evaluates = False  # the forward of the model under way runs without gradients
         self.running = 0  # forwards under way, of the model or of any module that needs a unit
         self._held: dict[int, tuple[Unit, bool]] = {}  # used outside their modules; whether a backward may follow
 
@@ -121,7 +122,7 @@ class Weights:
         for other in self._prefetched.values():
             other.push()
         if unit.full_bytes:
-            if self._ordered:  # prefetched in one order and run in another: the ranks' next gathers will differ
+            if self.ordered:  # prefetched in one order and run in another: the ranks' next gathers will differ
                 first = unit.segments[0].flat
                 self._digest.fold(phase, unit.name, dtype_name(first.dtype), first.layout.numel, ordered=True)
             self._prefetch(unit, phase)
@@ -130,7 +131,7 @@ class Weights:
         """Start gathering `unit`, a collective on two-sided transports."""
         for segment in unit.segments:
             flat = segment.flat
-            if self._ordered and not flat.is_local:
+            if self.ordered and not flat.is_local:
                 self._digest.fold("gather", unit.name, dtype_name(flat.dtype), flat.layout.numel, ordered=True)
         if self.trace is not None:
             self.trace("gather", unit.name)
@@ -238,6 +239,7 @@ class Weights:
         self.let_go(also_for_backward=True)
         stale = [unit for unit in self.units if unit.cells.optim.is_sharded and not unit.cells.weight.is_sharded]
         for unit in self.units:
+            unit.forget_forwards()
             for segment in unit.segments:
                 segment.flat.forget_column()
             if unit.state is UnitState.FULL and unit.depth == 0 and unit.cells.optim.is_sharded:
@@ -254,7 +256,7 @@ class Weights:
         The order is that of the last pass (before any: of definition). One-sided transports need nothing of us and yield nothing.
         """
         self.begin(phase)
-        if self._ordered:
+        if self.ordered:
             in_order = [unit.index for unit in self.units] if phase == "forward" else [unit.index for unit in reversed(self.units)]
             for index in self._order.trace(phase) or in_order:
                 unit = self.units[index]
@@ -270,6 +272,7 @@ class Weights:
         self._prefetched.clear()
         self._held.clear()
         self.running = self.pinned = self.exact = 0
+        self.evaluates = False
         for unit in self.units:
             unit.abandon()
             unit.in_backward = False

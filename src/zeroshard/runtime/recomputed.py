@@ -1,0 +1,43 @@
+"""Forwards that torch's reentrant checkpoint will run again inside the backward: how many of a unit's are still to come.
+
+A reentrant checkpoint runs its forward without gradients, runs it again in backward, and then runs a backward of its own, in which each
+parameter gets a gradient. So a unit inside several such checkpoints gets several gradients in one backward, and only the last one completes
+it. Each forward of a module inside ``CheckpointFunction.forward`` counts one up, each forward with gradients inside a backward one down.
+
+Invariant: the count is never below zero; a step resets it. Cost: nothing where gradients are on. What it does not do: know the reentrant
+checkpoints of other libraries; a gradient that comes late for that reason is reduced before the step (backward.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from torch.utils.checkpoint import CheckpointFunction
+
+from zeroshard.runtime.unit import Unit
+
+__all__ = ["count_recomputations", "is_checkpointed"]
+
+_FORWARD = CheckpointFunction.forward.__code__
+
+
+def count_recomputations(units: Sequence[Unit], *, ends_one: bool) -> None:
+    """Count the forward of a module of `units` that is about to run: with gradients inside a backward (`ends_one`), or without outside of it."""
+    if ends_one:
+        for unit in units:
+            unit.recomputations = max(0, unit.recomputations - 1)
+    elif is_checkpointed():
+        for unit in units:
+            unit.recomputations += 1
+
+
+def is_checkpointed() -> bool:
+    """Whether this runs inside the forward of a reentrant checkpoint."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _FORWARD:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,214 @@
+"""Ranks that run a unit a different number of times, and units whose gradients come in several parts: one reduce per backward, DDP's bits."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard as zs
+from tests.engine.cases import Backward, ByHand, Case, seeded, train_case
+from tests.engine.common import ROWS, batch, two_groups
+from tests.harness import run_ranks
+
+WIDTH = 16
+STEPS = 4
+
+
+class Halves(nn.Module):
+    """Two layers, of which each call runs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, half: str) -> torch.Tensor:
+        return torch.tanh((self.a if half == "a" else self.b)(x))
+
+
+class Route(nn.Module):
+    """Runs the blocks and halves that it is told to, some of them inside a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, WIDTH)
+        self.blocks = nn.ModuleList(Halves() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 37)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, route: list[tuple[int, str, str]]) -> torch.Tensor:
+        h = self.embed(x)
+        for index, half, how in route:
+            block = self.blocks[index]
+            h = block(h, half) if how == "plain" else _CHECKPOINTS[how](block, h, half)
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+
+class _ForeignCheckpoint(torch.autograd.Function):
+    """A reentrant checkpoint as other libraries write their own: nothing tells that its forward is run again."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, half: str, h: torch.Tensor) -> torch.Tensor:
+        ctx.call = block, half
+        ctx.save_for_backward(h)
+        with torch.no_grad():
+            return block(h, half)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        block, half = ctx.call
+        h = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = block(h, half)
+        torch.autograd.backward(out, grad)
+        return None, None, h.grad
+
+
+_CHECKPOINTS: dict[str, Any] = {
+    "reentrant": lambda block, h, half: checkpoint(block, h, half, use_reentrant=True),
+    "recomputed": lambda block, h, half: checkpoint(block, h, half, use_reentrant=False),
+    "foreign": lambda block, h, half: _ForeignCheckpoint.apply(block, half, h),
+}
+
+
+def _runs(routes: Any) -> Any:
+    """Return what a step does: the forward along `routes` of this rank, and its backward."""
+
+    def run(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
+        options = routes[rank]
+        loss = module(*batch(rank, step), options[step % len(options)])
+        backward(loss)
+        return [loss.detach()]
+
+    return run
+
+
+def _plain(*calls: str) -> list[tuple[int, str, str]]:
+    return [(int(call[0]), call[1], "plain") for call in calls]
+
+
+def _checkpointed(how: str, *calls: str) -> list[tuple[int, str, str]]:
+    return [(int(call[0]), call[1], how) for call in calls]
+
+
+_TWICE = [_plain("0a", "0b", "1a", "2a")], [_plain("0a", "1a", "2a")]
+_RANDOM = tuple(
+    [_plain(*(f"{rolls.randrange(3)}{rolls.choice('ab')}" for _ in range(rolls.randint(0, 7)))) for _ in range(STEPS)]
+    for rolls in (random.Random(3), random.Random(4))
+)
+_RECOMPUTED_TWICE = ([_checkpointed("reentrant", "0a", "1a", "0a", "0b")],) * 2
+_RECOMPUTED_UNEVENLY = (
+    [_checkpointed("reentrant", "0a", "0a", "1b"), _checkpointed("recomputed", "0b", "0a")],
+    [_plain("0b") + _checkpointed("reentrant", "0a", "2a"), _checkpointed("reentrant", "1a", "0b", "0a")],
+)
+_INSIDE_AND_OUTSIDE = ([_plain("0a", "1a") + _checkpointed("reentrant", "0a", "1b", "0b")],) * 2
+
+ROUTES = {
+    "one rank calls a unit twice": _TWICE,
+    "random routes": _RANDOM,
+    "a weight is recomputed twice": _RECOMPUTED_TWICE,
+    "ranks recompute different calls": _RECOMPUTED_UNEVENLY,
+    "a unit runs inside a checkpoint and outside": _INSIDE_AND_OUTSIDE,
+}
+CUTS: dict[str, Any] = {"auto": None, "halves": [Halves], "layers": [nn.Linear, nn.Embedding]}
+
+
+def _compare(rank: int, world: int, name: str) -> dict[str, list[str]]:
+    """Train along `routes` in every row; return what differs from data parallel training by hand."""
+    routes = ROUTES[name]
+    case = Case(seeded(Route), _runs(routes), ddp=None)
+    reference = train_case(rank, "reference", case, STEPS)
+    out = {}
+    for row in ROWS:
+        for cut, units in CUTS.items():
+            if cut == "auto" or row == "zero3":
+                run = train_case(rank, row, case, STEPS, units=units, comm=zs.Comm(transport="shared_memory"))
+                out[f"{row}, {cut}"] = run.differs_from(reference)
+    for row in ROWS if routes[0] is routes[1] else ("ddp", "zero1", "zero2"):
+        run = train_case(rank, row, case, STEPS, comm=zs.Comm(transport="gloo"))
+        out[f"{row} on gloo"] = run.differs_from(reference)
+    return out
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_a_unit_that_runs_unevenly_trains_to_the_bits_of_data_parallel_training(name: str) -> None:
+    for differences in run_ranks(2, _compare, name, timeout=90):
+        assert not any(differences.values()), differences
+
+
+def _held_back(rank: int, world: int) -> dict[str, list[str]]:
+    """Take all backwards inside no_sync, along different routes; return what differs from data parallel training by hand."""
+    routes = ([_plain("0a"), _plain("1b", "0b"), []], [_plain("2a", "2b"), [], _plain("1a")])[rank]
+    out, states = {}, {}
+    for kind in ("by hand", *ROWS):
+        model = seeded(Route)()
+        optimizer = two_groups(model)
+        engine = None if kind == "by hand" else zs.shard(model, optimizer, policy=kind, stall_timeout_s=20)
+        hand = ByHand(model)
+        for step, route in enumerate(routes):
+            loss = model(*batch(rank, step), route)
+            with contextlib.nullcontext() if engine is None else engine.no_sync():
+                hand.backward(loss) if engine is None else loss.backward()
+            if engine is None:
+                hand.finish()
+            optimizer.step()
+            optimizer.zero_grad()
+        states[kind] = dict(model.state_dict()) if engine is None else engine.full_state_dict(rank0_only=False)
+        out[kind] = [name for name, value in states[kind].items() if not torch.equal(value, states["by hand"][name])]
+        if engine is not None:
+            engine.close()
+    return out
+
+
+def test_gradients_of_different_units_wait_inside_no_sync_for_the_step() -> None:
+    for differences in run_ranks(2, _held_back, timeout=60):
+        assert not any(differences.values()), differences
+
+
+def _looked_at(rank: int, world: int, row: str) -> list[str]:
+    """Accumulate inside no_sync, with and without a look at gradients by torch.autograd.grad in between; return what differs."""
+    states = []
+    for looks in (False, True):
+        model = seeded(Route)()
+        optimizer = two_groups(model)
+        engine = zs.shard(model, optimizer, policy=row, stall_timeout_s=20)
+        for step in range(STEPS):
+            with engine.no_sync():
+                for micro in range(2):
+                    model(*batch(rank, 3 * step + micro), _plain("0a", "1b")).backward()
+            if looks:
+                x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).requires_grad_()
+                torch.autograd.grad(model.blocks[0](x, "a").sum(), x)
+            model(*batch(rank, 3 * step + 2), _plain("0a", "2b")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(engine.full_state_dict(rank0_only=False))
+        engine.close()
+    return [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
+
+
+@pytest.mark.parametrize("row", ["zero1", "zero3"])
+def test_a_look_at_gradients_between_micro_batches_changes_no_bit(row: str) -> None:
+    assert run_ranks(2, _looked_at, row, timeout=60) == [[], []]
+
+
+def _late(rank: int, world: int) -> dict[str, float]:
+    """Recompute a unit several times, and differently often per rank, in a way that cannot be foreseen; return the largest errors."""
+    routes = ([_checkpointed("foreign", "0a", "1a", "0a", "0a")], [_checkpointed("foreign", "0a", "2b")])
+    case = Case(seeded(Route), _runs(routes), ddp=None)
+    reference = train_case(rank, "reference", case, STEPS)
+    out = {}
+    for row in ROWS:
+        run = train_case(rank, row, case, STEPS, units=CUTS["halves"], comm=zs.Comm(transport="shared_memory"))
+        out[row] = max(float((value - reference.state[name]).abs().max()) for name, value in run.state.items())
+    return out
+
+
+def test_gradients_that_come_late_are_in_the_step_whichever_rank_has_them() -> None:
+    for errors in run_ranks(2, _late, timeout=60):
+        assert max(errors.values()) < 1e-6, errors
