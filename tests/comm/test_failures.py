@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 
 import pytest
 
@@ -77,7 +78,10 @@ def test_nothing_is_left_after_kill_9() -> None:
     before = _files()
     results = spawn_ranks(2, failures.kill_yourself_with_memory_mapped, SHM2, timeout=30)
     assert [result.exitcode for result in results] == [-9, -9]
-    assert not _files() - before
+    left, deadline = _files() - before, time.monotonic() + 60
+    while (left := left & _files()) and time.monotonic() < deadline:
+        time.sleep(0.1)  # tests that run beside this one have files of their own for a while
+    assert not left
     names = {name.strip("\0") for result in results for name in result.stdout.split() if "zeroshard-" in name}
     assert names
     with open("/proc/net/unix") as sockets:

@@ -29,7 +29,7 @@ def test_all_rows_give_the_same_bits_after_200_steps(world: int, fused: bool) ->
         assert not any(differences.values()), differences
 
 
-@pytest.mark.parametrize(("world", "steps"), [pytest.param(2, 40, marks=pytest.mark.slow), (4, 10)])
+@pytest.mark.parametrize(("world", "steps"), [pytest.param(2, 40, marks=pytest.mark.slow), (4, 5), pytest.param(4, 20, marks=pytest.mark.slow)])
 def test_sockets_give_the_same_bits(world: int, steps: int) -> None:
     for differences in run_ranks(world, _rows, "gloo", True, steps, timeout=110):
         assert not any(differences.values()), differences
@@ -80,16 +80,17 @@ def test_clipping_and_precision_keep_the_rows_equal(world: int, precision: str) 
         assert max(norms[0]) > 0.05
 
 
-def _accumulated(rank: int, world: int, no_sync: bool, precision: str) -> dict[str, Run]:
+def _accumulated(rank: int, world: int, no_sync: bool, precision: str, steps: int) -> dict[str, Run]:
     kinds = [*ROWS, "torch-ddp"] if precision == "fp32" else ROWS
     options = {} if precision == "fp32" else {"precision": precision}
-    return {kind: train(rank, kind, 10, micro_batches=3, no_sync=no_sync, **({} if kind == "torch-ddp" else options)) for kind in kinds}
+    return {kind: train(rank, kind, steps, micro_batches=3, no_sync=no_sync, **({} if kind == "torch-ddp" else options)) for kind in kinds}
 
 
+@pytest.mark.parametrize("steps", [4, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("no_sync", [True, False], ids=["no_sync", "every-backward"])
-def test_accumulated_micro_batches_add_up_in_the_classes_the_design_names(no_sync: bool, precision: str) -> None:
-    for runs in run_ranks(2, _accumulated, no_sync, precision, timeout=100):
+def test_accumulated_micro_batches_add_up_in_the_classes_the_design_names(no_sync: bool, precision: str, steps: int) -> None:
+    for runs in run_ranks(2, _accumulated, no_sync, precision, steps, timeout=100):
         first = ["ddp", "zero1"] + (["torch-ddp"] if precision == "fp32" and no_sync else [])
         classes = [first, ["zero2", "zero3", "zero3-keep"]] if no_sync else [list(ROWS)]
         for members in classes:
@@ -109,12 +110,13 @@ OPTIMIZERS = {
 }
 
 
-def _optimizers(rank: int, world: int, name: str) -> dict[str, list[str]]:
-    runs = {kind: train(rank, kind, 60, optimizer=OPTIMIZERS[name]) for kind in ("zero1", "zero3", "torch-ddp")}
+def _optimizers(rank: int, world: int, name: str, steps: int) -> dict[str, list[str]]:
+    runs = {kind: train(rank, kind, steps, optimizer=OPTIMIZERS[name]) for kind in ("zero1", "zero3", "torch-ddp")}
     return {kind: run.differs_from(runs["torch-ddp"]) for kind, run in runs.items()}
 
 
+@pytest.mark.parametrize("steps", [15, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_other_elementwise_optimizers_give_ddps_bits(name: str) -> None:
-    for differences in run_ranks(2, _optimizers, name, timeout=100):
+def test_other_elementwise_optimizers_give_ddps_bits(name: str, steps: int) -> None:
+    for differences in run_ranks(2, _optimizers, name, steps, timeout=100):
         assert not any(differences.values()), differences
