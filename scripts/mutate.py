@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FAULTS = Path(__file__).with_name("mutations.toml")
 COPIED = ("src", "tests", "examples", "scripts", "docs", "pyproject.toml", "README.md", "CHANGELOG.md", "Makefile")
 PYTEST = ("-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=short", "-o", "skip_budget=99")
-NOTHING_COLLECTED = 5
+NOT_RUN = (4, 5)  # exit codes of pytest: the tests are not there, none is chosen
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Tree:
             code, shown = self.pytest(fault.tests, timeout_s)
         finally:
             path.write_text(text, encoding="utf-8")
-        found = code not in (0, NOTHING_COLLECTED)
+        found = code not in (0, *NOT_RUN)
         by = _who(shown) if found else "(no test is chosen)" if code else ""
         return Result(fault.name, fault.file, found, by, round(time.monotonic() - begin, 1))
 
