@@ -35,6 +35,7 @@ from zeroshard.runtime.cut import UnitPlan, cut_units, named_parameters_once
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.guards import OWNED
+from zeroshard.runtime.overlap import check_overlap
 from zeroshard.runtime.replicas import digest_of
 from zeroshard.runtime.streams import make_streams
 from zeroshard.runtime.tiering import Tiering
@@ -227,15 +228,21 @@ def _group_of(mesh: Any) -> dist.ProcessGroup | None:
 
 
 def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, group: dist.ProcessGroup | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module: give shard() one module that holds all the others")
     if model.__dict__.get(OWNED):
         raise ConfigError(f"{type(model).__name__} is sharded already: call engine.close() first")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ConfigError("the model is wrapped in DistributedDataParallel: give shard() the module inside (model.module)")
+    if isinstance(model, nn.DataParallel):
+        raise ConfigError("the model is wrapped in DataParallel: give shard() the module inside (model.module), on one rank per device")
     parameters = named_parameters_once(model)
     if not parameters:
         raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to shard")
     devices: dict[torch.device, str] = {}
     for name, parameter in parameters.items():
+        if nn.parameter.is_lazy(parameter):
+            raise ConfigError(f"parameter {name!r} belongs to a lazy module and has no shape yet: run the model once on some inputs before shard()")
         devices.setdefault(parameter.device, name)
         if parameter.layout is not torch.strided:
             raise ConfigError(f"parameter {name!r} is sparse, which cannot be sharded: use a dense one")
@@ -246,7 +253,15 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, grou
     if len(devices) > 1:
         shown = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise ConfigError(f"the parameters are on {len(devices)} devices ({shown}): move the model to one device before shard()")
+    if any(device.type == "meta" for device in devices):
+        raise ConfigError("the model is on the meta device and has no values: build it inside zeroshard.deferred_init() instead")
+    check_overlap(model)
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise ConfigError(
+                f"module {name or 'itself'!r} is traced or scripted (torch.jit), so that no hook of Python's runs in it: give shard() the module that "
+                "it was made from"
+            )
         if module.__dict__.get(OWNED):
             raise ConfigError(f"submodule {name!r} is sharded already: shard the whole model once, from the outside")
         if module._compiled_call_impl is not None:

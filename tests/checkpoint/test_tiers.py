@@ -219,14 +219,14 @@ def test_a_background_saver_copies_from_the_host_and_writes_from_disk_in_the_for
 
 
 def _state_dicts(rank: int, world: int, row: str, names: list[str], swap: Path) -> dict[str, list[str]]:
-    """Take optimizer.state_dict() and the model's on each tier, give them to new ones on the next, and train on."""
+    """Take the optimizer's state_dict() of every rank and the model's on each tier, give them to new ones on the next, and train on."""
     out = {}
     reference = Layout("device", row, world).made(swap)
     reference.train(rank, range(CUT + MORE))
     for name, other in itertools.pairwise([*names, names[0]]):
         run = Layout(name, row, world).made(swap)
         run.train(rank, range(CUT))
-        weights, states = run.state(), run.optimizer.state_dict()
+        weights, states = run.state(), run.engine.optimizer_part()
         numbers = [value for state in states["state"].values() for value in state.values() if isinstance(value, torch.Tensor)]
         out[f"{name} nan"] = ["nan" for value in numbers if bool(value.isnan().any())]
         run.close()

@@ -317,7 +317,12 @@ def _optimizer_state(rank: int, world: int, row: str) -> None:
     model, optimizer, engine = _made(row)
     for step in range(2):
         _step(model, optimizer, rank, step)
-    saved, weights = pickle.loads(pickle.dumps(optimizer.state_dict())), engine.full_state_dict(rank0_only=False)
+    if row == "ddp":
+        assert optimizer.state_dict()["zeroshard"] == engine.optimizer_part()["zeroshard"]  # every rank holds all of it
+    else:
+        with pytest.raises(StateError, match=r"optimizer.state_dict\(\): .*zeroshard.save\(\).*engine.optimizer_part\(\)"):
+            optimizer.state_dict()
+    saved, weights = pickle.loads(pickle.dumps(engine.optimizer_part())), engine.full_state_dict(rank0_only=False)
     label = saved["zeroshard"]
     assert (label["rank"], label["world"]) == (rank, world)
     assert [len(group) for group in label["pieces"]] == [

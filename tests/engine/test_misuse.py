@@ -460,3 +460,145 @@ def _writes_while_gathered(rank: int, world: int, row: str) -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_writing_to_a_gathered_parameter_is_kept_or_an_error(row: str) -> None:
     run_ranks(2, _writes_while_gathered, row)
+
+
+# ---------------------------------------------------------------------------------------------------------------- modules that are not plain
+
+
+def test_something_that_is_not_a_module() -> None:
+    for thing, kind in (([make_model()], "list"), (make_model().parameters(), "generator"), (make_model().forward, "method")):
+        _refused(f"model is a {kind}, not a torch.nn.Module", thing)  # type: ignore[arg-type]
+
+
+def test_a_model_without_values() -> None:
+    with torch.device("meta"):
+        model = make_model()
+    _refused(r"on the meta device and has no values: .*deferred_init\(\)", model)
+
+
+def test_a_lazy_module() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(4))
+    _refused(r"parameter '1.weight' belongs to a lazy module .*run the model once", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(2, 3))
+    zs.shard(model).close()
+
+
+def test_a_traced_or_scripted_module() -> None:
+    for make in (torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 3))):
+        _refused("module '0' is traced or scripted", nn.Sequential(make(nn.Linear(3, 3)), nn.Linear(3, 3)))
+        zs.shard(nn.Sequential(make(nn.ReLU()), nn.Linear(3, 3))).close()
+
+
+def test_a_model_wrapped_in_data_parallel() -> None:
+    _refused(r"wrapped in DataParallel: .*model.module", nn.DataParallel(nn.Linear(3, 3)))
+
+
+def _wraps(rank: int, world: int, row: str) -> None:
+    model = make_model()
+    engine = zs.shard(model, two_groups(model), policy=row)
+    for wrap in (DistributedDataParallel, lambda model: model._replicate_for_data_parallel()):
+        with pytest.raises(StateError, match="Net is sharded and cannot be wrapped in DistributedDataParallel or DataParallel"):
+            wrap(model)
+    engine.close()
+    DistributedDataParallel(model)
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_ddp_and_data_parallel_around_a_sharded_model(row: str) -> None:
+    run_ranks(2, _wraps, row)
+
+
+# ---------------------------------------------------------------------------------------------------------------- one memory
+
+
+def test_two_parameters_over_one_memory_are_refused_by_name() -> None:
+    for view in (lambda weight: weight, lambda weight: weight.t(), lambda weight: weight[1:]):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight = nn.Parameter(view(model[0].weight.data))
+        _refused("parameter '1.weight' lies in the memory of parameter '0.weight', .*use one nn.Parameter in both places", model)
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.register_buffer("table", model[0].weight.detach()[2])
+    _refused("buffer 'table' lies in the memory of parameter '0.weight'", model)
+    with zs.deferred_init():
+        model = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 200))
+        model[1].weight = nn.Parameter(model[0].weight.data.t())
+    _refused("parameter '1.weight' lies in the memory of parameter '0.weight'", model)
+
+
+def test_parameters_that_lie_side_by_side_in_one_memory_are_not_tied() -> None:
+    flat = torch.arange(24.0)
+    model = nn.Module()
+    model.columns = nn.ParameterList([flat[:16].view(4, 4)[:, :2], flat[:16].view(4, 4)[:, 2:]])
+    model.rest = nn.Parameter(flat[16:])
+    model.tied = model.rest
+    zs.shard(model).close()
+    assert torch.equal(model.columns[1], torch.arange(16.0).view(4, 4)[:, 2:]) and model.tied is model.rest
+    frozen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    frozen[1].weight = nn.Parameter(frozen[0].weight.data)
+    zs.shard(frozen.requires_grad_(False)).close()
+
+
+# ---------------------------------------------------------------------------------------------------------------- models that change afterwards
+
+
+def _append(model: nn.Module) -> None:
+    model.blocks.append(nn.LayerNorm(19))
+
+
+def _replace_module(model: nn.Module) -> None:
+    model.head = nn.Linear(19, 37, bias=False)
+
+
+def _replace_parameter(model: nn.Module) -> None:
+    model.head.weight = nn.Parameter(torch.zeros(37, 19))
+
+
+def _adapt(model: nn.Module) -> None:
+    model.head.register_parameter("lora", nn.Parameter(torch.zeros(3)))
+
+
+def _take_out(model: nn.Module) -> None:
+    model.head = nn.Identity()
+
+
+def _changes(rank: int, world: int, row: str) -> None:
+    for change, name in (
+        (_append, "'blocks.4.weight' came into the model after shard"),
+        (_replace_module, "'head.weight' came into the model after shard"),
+        (_replace_parameter, "'head.weight' came into the model after shard"),
+        (_adapt, "'head.lora' came into the model after shard"),
+        (_take_out, "'head.weight' was taken out of the model after shard"),
+    ):
+        model = make_model()
+        optimizer = two_groups(model)
+        engine = zs.shard(model, optimizer, policy=row)
+        model(*batch(rank, 0)).backward()
+        change(model)
+        with pytest.raises(StateError, match=f"parameter {name}.*engine.close") as caught:
+            optimizer.step()
+        assert "\n" not in str(caught.value)
+        engine.reset()
+        engine.close()
+    model = make_model()
+    optimizer = two_groups(model)
+    engine = zs.shard(model, optimizer, policy=row)
+    model.head.register_parameter("shift", nn.Parameter(torch.zeros(3), requires_grad=False))
+    for step in range(2):
+        model(*batch(rank, step)).backward()
+        optimizer.step()  # a frozen parameter that came later is nobody's to train
+    engine.close()
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_a_model_that_changed_after_shard_is_refused_by_name_at_the_next_step(row: str) -> None:
+    run_ranks(2, _changes, row)
+
+
+def test_stepping_an_optimizer_made_after_shard_names_attach() -> None:
+    for stage in (1, 3):
+        model = make_model()
+        zs.shard(model, stage=stage)
+        model(*batch(0, 0)).backward()
+        for make in (torch.optim.AdamW, torch.optim.SGD):
+            with pytest.raises(StateError, match=r"engine.attach\("):
+                make(model.parameters()).step()

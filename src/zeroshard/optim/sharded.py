@@ -80,6 +80,8 @@ class ShardedOptimizer:
         self.groups: list[list[OwnedPiece]] = []
         self.parameters: list[list[nn.Parameter]] = []  # per group, the model's own
         self.sealed = False
+        self.is_part = False  # whether other ranks hold states that this one does not
+        self._may_show = False  # inside part()
         self.streamed: Streamed | None = None
         self._runner: StepRunner | None = None
         self._device = torch.device("cpu")
@@ -134,6 +136,7 @@ class ShardedOptimizer:
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
+            optimizer.register_state_dict_pre_hook(self._refuse_state),
             optimizer.register_state_dict_post_hook(self._label_state),
             optimizer.register_load_state_dict_pre_hook(self._check_state),
             optimizer.register_load_state_dict_post_hook(lambda _: self.park()),
@@ -423,6 +426,21 @@ class ShardedOptimizer:
         self.seal()
         self._held = []
         self._hooks.after_step(error)
+
+    def part(self) -> dict[str, Any]:
+        """Return this rank's ``state_dict()``, labelled with the rank that it belongs to."""
+        self._may_show = True
+        try:
+            return self.optimizer.state_dict()
+        finally:
+            self._may_show = False
+
+    def _refuse_state(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.is_part and not self._may_show:
+            raise StateError(
+                "optimizer.state_dict(): the optimizer's state is sharded, and this rank's part alone would lose the rest. Save and load with "
+                "zeroshard.save() and zeroshard.load(), or keep every rank's own engine.optimizer_part()"
+            )
 
     def _label_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if self.streamed is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,6 +47,7 @@ from zeroshard.runtime.recut import recut
 from zeroshard.runtime.replicas import compare_replicas
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, memory_report
 from zeroshard.runtime.rest import Rest, RestingPiece
+from zeroshard.runtime.watch import Watch
 from zeroshard.runtime.weights import Weights
 from zeroshard.runtime.whole import Whole
 
@@ -89,6 +91,7 @@ class Engine:
         self._recovery = Recovery(self._weights, self._rest, self._faults, self._digest, context.transport)
         if context.broadcast_buffers:
             self._hooks.broadcast = context.transport.broadcast
+        self._watch = Watch(module, (p for unit in self._weights.units for s in unit.segments for p in s.parameters))
         self._sharded: ShardedOptimizer | None = None
         self._owned: dict[str, tuple[list[OwnedPiece], list[Tile]]] = {}  # by segment
         self._balance: Balance | None = None
@@ -155,7 +158,9 @@ class Engine:
             for segment in unit.trainable:
                 self._owned[segment.key] = own(segment, unit.cells, self._context)
         pieces, tiles = self._pieces_and_tiles()
-        sharded = ShardedOptimizer(optimizer, self, rank=self._context.transport.rank, world=self._context.transport.size)
+        transport = self._context.transport
+        sharded = ShardedOptimizer(optimizer, self, rank=transport.rank, world=transport.size)
+        sharded.is_part = transport.size > 1 and any(unit.cells.optim.is_sharded for unit in self._weights.units)
         with self._faults.noted(lost=True):
             sharded.attach(
                 pieces,
@@ -177,6 +182,16 @@ class Engine:
         if self._context.tiering.automatic and sharded.streamed is not None:
             sharded.streamed.timed = True
             self._balance = Balance(self._context.tiering.fractions["optimizer"], self._context.tiering.least)
+
+    def optimizer_part(self) -> dict[str, Any]:
+        """Return this rank's part of the optimizer's ``state_dict()``, for ``load_state_dict()`` on the same rank of as many ranks.
+
+        It is no checkpoint by itself: `zeroshard.save` writes one, which loads on any number of ranks.
+        """
+        self._check_open()
+        if self._sharded is None:
+            raise StateError("no optimizer is attached: give it to shard() or engine.attach()")
+        return self._sharded.part()
 
     def _pieces_and_tiles(self) -> tuple[dict[int, list[OwnedPiece]], list[Tile]]:
         """Return the pieces that this rank steps by id of their parameter, and the tiles that hold those off the device."""
@@ -264,6 +279,7 @@ class Engine:
         if self.refuse_steps is not None:
             raise StateError(self.refuse_steps)
         self._weights.check_awake()
+        self._watch.check()
         if self._context.clip_norm is not None and not self._finalizer.clipped:
             self._finalizer.clip(self._context.clip_norm)
         result = self._finalizer.before_step()

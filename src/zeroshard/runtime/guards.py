@@ -3,6 +3,7 @@
     to, half, cpu, ...   refused where they would change a parameter (buffers follow)
     deepcopy, pickle     refused: a copy would hold released parameters
     compile              refused: it would compile the hooks that gather weights
+    DDP, DataParallel    refused around the model: they would average gradients twice, or copy released parameters
 
 Invariant: the entries say that the module is sharded (``OWNED``) and go with the engine's ``close()``. Cost: none.
 """
@@ -24,7 +25,9 @@ OWNED = "_zeroshard_engine"  # in the instance dictionary of a model that an eng
 
 def guard(model: nn.Module) -> list[Any]:
     """Mark `model` as sharded and refuse what must not be done to it and its submodules; return handles with ``remove()``."""
-    handles = [_Attribute(model, OWNED, True)]
+    wrap = _Unwrappable(type(model).__name__)
+    handles = [_Attribute(model, OWNED, True), _Attribute(model, "_ddp_params_and_buffers_to_ignore", wrap)]
+    handles.append(_Attribute(model, "_replicate_for_data_parallel", wrap.refuse))
     for prefix, module in model.named_modules():
         if next(module.parameters(), None) is None:
             continue
@@ -45,6 +48,22 @@ class _Attribute:
 
     def remove(self) -> None:
         self._module.__dict__.pop(self._name, None)
+
+
+class _Unwrappable:
+    """Raises where DistributedDataParallel or DataParallel look at the model that they are to wrap."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def refuse(self) -> Any:
+        raise StateError(
+            f"{self._name} is sharded and cannot be wrapped in DistributedDataParallel or DataParallel: the engine averages its gradients already; "
+            "use the model as it is"
+        )
+
+    def __iter__(self) -> Any:
+        return self.refuse()
 
 
 def _refusing_copies(name: str) -> Callable[[Any], Any]:

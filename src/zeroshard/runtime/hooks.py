@@ -32,7 +32,7 @@ from zeroshard.runtime.recomputed import count_recomputations, is_checkpointed
 from zeroshard.runtime.released import release_class, restore_class
 from zeroshard.runtime.trees import tensors_in
 from zeroshard.runtime.unit import Segment, Unit, UnitState
-from zeroshard.runtime.weights import Phase, Weights
+from zeroshard.runtime.weights import Phase, Weights, in_transform
 
 __all__ = ["Hooks"]
 
@@ -219,13 +219,13 @@ class Hooks:
                 weights.need(unit, "backward" if in_backward else "forward")
             if in_backward == torch.is_grad_enabled() and not weights.evaluates:
                 count_recomputations(units, ends_one=in_backward)
-            if ends and torch.is_grad_enabled():
+            if ends and torch.is_grad_enabled() and not in_transform():
                 self._watch_inputs(ends, args, kwargs)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if weights.nothing_to_do or torch.compiler.is_compiling():
                 return
-            if output is not None and torch.is_grad_enabled():
+            if output is not None and torch.is_grad_enabled() and not in_transform():
                 self.watch_outputs(units, output)
             in_backward = torch._C._current_graph_task_id() >= 0
             for unit in units:
@@ -294,8 +294,9 @@ class Hooks:
             return
         training = torch.is_grad_enabled() and operation != ".data"  # .data is how code looks, or writes
         if not (in_backward or self._weights.running or training):
+            late = "" if self._backward.optimizer is not None else "; an optimizer made after shard() needs engine.attach(optimizer)"
             raise StateError(
-                f"parameter {name!r} rests sharded and cannot be read here ({operation}): read it inside engine.gathered(), on every rank"
+                f"parameter {name!r} rests sharded and cannot be read here ({operation}): read it inside engine.gathered(), on every rank{late}"
             )
         self._weights.hold(unit, phase, until_backward=in_backward or torch.is_grad_enabled())
 

@@ -13,9 +13,11 @@ collectives meet. Cost: one dictionary look-up per unit that is there already.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zeroshard.buffer import Lanes, Meter, Trimmer
 from zeroshard.core.digest import Digest
@@ -24,7 +26,7 @@ from zeroshard.core.precision import dtype_name
 from zeroshard.errors import StateError
 from zeroshard.runtime.unit import Unit, UnitState
 
-__all__ = ["Phase", "Weights"]
+__all__ = ["Phase", "Weights", "in_transform"]
 
 Phase = Literal["forward", "backward"]
 
@@ -108,12 +110,14 @@ class Weights:
         self.release_idle()
         if unit.state is UnitState.FULL:
             return
+        _refuse_transforms(unit)
         if unit.state is UnitState.RESTING:
             self.check_awake()
             self._make_room(unit, phase)
             self.start(unit)
         self._prefetched.pop(unit.index, None)
-        unit.finish_gather()
+        with temporarily_clear_interpreter_stack() if in_transform() else nullcontext():  # our copies are not the transform's to follow
+            unit.finish_gather()
         for segment in unit.segments:
             self._streams.read(segment.key)
         if self.trace is not None:
@@ -276,3 +280,17 @@ class Weights:
         for unit in self.units:
             unit.abandon()
             unit.in_backward = False
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func is at work (vmap, grad, jvp, ...): gradients inside are its own, and no pass of ours."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _refuse_transforms(unit: Unit) -> None:
+    """Raise StateError where a gather would run inside a transform of torch.func, which cannot follow memory that comes and goes."""
+    if unit.cells.weight.is_sharded and (in_transform() or torch.autograd.forward_ad._current_level >= 0):
+        raise StateError(
+            f"unit {unit.name!r} would be gathered inside a transform (torch.vmap, torch.func.grad, jvp, forward-mode AD), which cannot follow "
+            "memory that is released: run the transform inside engine.gathered(), on every rank"
+        )
