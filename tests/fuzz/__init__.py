@@ -1,0 +1,1 @@
+"""Random programs against data parallel training by hand; ``docs/design/fuzzing.md`` explains it."""

@@ -1,0 +1,207 @@
+"""A random program as data: the model, its training steps, and the options of ``shard()``.
+
+Every field has a neutral default, so that a program prints as its differences from the plainest
+one, and a shrinker removes a feature by setting its field back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from zeroshard.core.placement import Tier
+from zeroshard.core.policy import row
+
+__all__ = ["CODED_ROWS", "Layer", "Micro", "Program", "Step", "describe", "repair", "tiers_allowed"]
+
+CODED_ROWS = ("zero3", "hpz")  # whose weights rest sharded over all ranks, so that a codec takes them
+CHECKPOINTABLE = ("linear", "block", "gate", "norm", "nest", "table", "fork")
+LENDING = ("linear", "gate", "block")  # kinds of layers with a parameter that others can use
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One module between the first and the last; its input and output have the same shape."""
+
+    kind: str = "linear"  # linear, block, gate, norm, batchnorm, nest, table, position, fork
+    checkpoint: str = ""  # "reentrant" or "saved" (use_reentrant=False)
+    same_as: int | None = None  # the layer before it whose weight (or module) this one is
+    same_module: bool = False
+    borrows: int | None = None  # the layer whose weight is used after this one, outside its module
+    container: str = ""  # "tuple", "dict" or "dataclass": how the output leaves the module
+    hook: str = ""  # "module" (scales the output) or "tensor" (scales the output's gradient)
+    frozen: bool = False
+    dropout: bool = False
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One micro-batch: forwards, then one or more backwards."""
+
+    forwards: int = 1
+    no_sync: bool = False
+    backward: str = "once"  # "twice" (retain_graph), or "each" forward's loss on its own
+    before: str = ""  # "grad" (autograd.grad) or "penalty" (the same with create_graph)
+    penalty: str = ""  # "square" (p.square()) or "float" (p.float()) over all parameters
+    evaluate: str = ""  # "no_grad" or "inference", between forward and backward
+    zero_part: bool = False  # clear the gradients of some parameters after the backward
+    routes: tuple[tuple[int, ...], ...] = ()  # per rank: which layers run, in which order
+    halves: tuple[str, ...] = ()  # per rank: which halves of forks run, "l", "r" or "lr"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the optimizer."""
+
+    micros: tuple[Micro, ...] = (Micro(),)
+    clip: float | None = None
+    zero: str = "none"  # "zeros" (set_to_none=False), "model", "keep" (not at all)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model, its training, and how it is sharded."""
+
+    seed: int
+    world: int = 2
+    node_size: int | None = None
+    row: str = "zero3"
+    transport: str = "shared_memory"
+    precision: str = "fp32"
+    weight_tier: str = "device"
+    grad_tier: str = "device"
+    optimizer_tier: str = "device"
+    fraction: float = 1.0
+    units: str = "default"  # "leaves", "root", "random"
+    strict: bool = False
+    verify_every: int | None = None
+    prefetch_bytes: int | None = None
+    weight_codec: str | None = None
+    grad_codec: str | None = None
+    optimizer: str = "adamw"
+    groups: bool = False  # matrices in one param group, the rest in another
+    schedule: bool = False
+    width: int = 5
+    tokens: bool = False  # integer inputs through an embedding
+    tied_ends: bool = False  # the last linear has the embedding's weight
+    returns: str = ""  # "parameter", "view": what the model returns beside its output
+    parameter_hooks: bool = False
+    input_grad: bool = False
+    layers: tuple[Layer, ...] = (Layer(),)
+    steps: tuple[Step, ...] = (Step(), Step())
+
+    @property
+    def micros(self) -> list[Micro]:
+        """Every micro-batch of every step."""
+        return [micro for step in self.steps for micro in step.micros]
+
+    @property
+    def coded(self) -> bool:
+        """Whether anything travels encoded, so that only closeness is promised."""
+        return self.weight_codec is not None or self.grad_codec is not None
+
+    @property
+    def branches(self) -> bool:
+        """Whether some rank runs other layers, or halves of layers, than another."""
+        forks = any(layer.kind == "fork" for layer in self.layers)
+        return any(len(set(m.routes)) > 1 or (forks and len(set(m.halves)) > 1) for m in self.micros)
+
+    @property
+    def gathers_in_step(self) -> bool:
+        """Whether every rank must take part in every gather of a weight (docs/STATUS.md, Known)."""
+        if self.world == 1 or not row(self.row).default.weight.is_sharded:
+            return False
+        apart = self.node_size is not None and self.node_size < self.world
+        return self.transport == "gloo" or self.weight_tier != "device" or self.weight_codec is not None or apart
+
+
+def tiers_allowed(name: str, weight: str, grad: str, optimizer: str) -> bool:
+    """Return whether the row called `name` may rest on these tiers."""
+    try:
+        row(name).tiered(Tier(weight), Tier(grad), Tier(optimizer))
+    except ValueError:
+        return False
+    return True
+
+
+def repair(program: Program) -> Program:
+    """Return `program` without what torch itself, or the table of rows, has no meaning for."""
+    program = replace(program, layers=_repaired_layers(program.layers))
+    if not tiers_allowed(program.row, program.weight_tier, program.grad_tier, program.optimizer_tier):
+        program = replace(program, weight_tier="device", grad_tier="device", optimizer_tier="device")
+    if program.weight_tier == program.grad_tier == program.optimizer_tier == "device":
+        program = replace(program, fraction=1.0)
+    if program.row not in CODED_ROWS:
+        program = replace(program, weight_codec=None)
+    if program.world == 1:
+        program = replace(program, node_size=None, weight_codec=None, grad_codec=None)
+    if program.coded and program.optimizer not in ("sgd", "adamw"):
+        program = replace(program, optimizer="adamw")  # others make small errors of a gradient large
+    if program.node_size is not None and program.world % program.node_size:
+        program = replace(program, node_size=None)
+    if not program.tokens:
+        program = replace(program, tied_ends=False)
+    reentrant = any(layer.checkpoint == "reentrant" for layer in program.layers)
+    steps = tuple(_repaired_step(step, program, reentrant) for step in program.steps)
+    return replace(program, steps=steps)
+
+
+def _repaired_layers(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    out: list[Layer] = []
+    for index, layer in enumerate(layers):
+        other = layer.same_as
+        if other is not None and (not 0 <= other < index or layers[other].kind != layer.kind or layers[other].same_as is not None):
+            other = None
+        lender = layer.borrows
+        if lender is not None and (not 0 <= lender < len(layers) or layers[lender].kind not in LENDING):
+            lender = None
+        checkpoint = layer.checkpoint if layer.kind in CHECKPOINTABLE else ""
+        container = "" if checkpoint == "reentrant" or layer.kind == "position" else layer.container
+        hook = "" if layer.hook == "module" and (container or layer.kind == "position") else layer.hook
+        same = layer.same_module and other is not None
+        out.append(replace(layer, same_as=other, same_module=same, borrows=lender, checkpoint=checkpoint, container=container, hook=hook))
+    return tuple(out)
+
+
+def _repaired_step(step: Step, program: Program, reentrant: bool) -> Step:
+    micros = []
+    for micro in step.micros:
+        if program.precision == "fp16" and micro.backward == "twice":  # engine.backward(loss) has no retain_graph
+            micro = replace(micro, backward="once")
+        if reentrant or program.tokens or program.precision == "fp16" or not program.input_grad:
+            micro = replace(micro, before="")  # autograd.grad needs an input, and refuses reentrant checkpoints
+        if reentrant and micro.backward == "twice":
+            micro = replace(micro, backward="once")
+        if micro.backward == "each" and micro.forwards == 1:
+            micro = replace(micro, backward="once")
+        if micro.routes:
+            known = [tuple(i for i in route if i < len(program.layers)) for route in micro.routes]
+            known += [known[0]] * (program.world - len(known))
+            micro = replace(micro, routes=tuple(known[: program.world]))
+        if micro.halves:
+            micro = replace(micro, halves=tuple((micro.halves * program.world)[: program.world]))
+        micros.append(micro)
+    zero = step.zero
+    if zero == "keep" and (program.world == 3 or program.precision == "fp16"):
+        zero = "none"  # the average is multiplied back, which is exact for powers of two
+    return replace(step, micros=tuple(micros), zero=zero)
+
+
+def _differences(value: Any) -> dict[str, Any]:
+    default = type(value)(0) if isinstance(value, Program) else type(value)()
+    return {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != getattr(default, f.name)}
+
+
+def _line(value: Any) -> str:
+    shown = {name: item for name, item in _differences(value).items() if name not in ("layers", "steps", "micros")}
+    return ", ".join(f"{name}={item!r}" for name, item in shown.items())
+
+
+def describe(program: Program) -> str:
+    """Return the program as text: what differs from the plainest program, a line per part."""
+    lines = [f"Program({_line(program)})"]
+    lines += [f"  layer {index}: Layer({_line(layer)})" for index, layer in enumerate(program.layers)]
+    for index, step in enumerate(program.steps):
+        lines.append(f"  step {index}: Step({_line(step)})")
+        lines += [f"    Micro({_line(micro)})" for micro in step.micros]
+    return "\n".join(lines)

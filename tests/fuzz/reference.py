@@ -1,0 +1,193 @@
+"""Data parallel training by hand: plain replicas, and sums over ranks in the canonical order.
+
+Each backward leaves one gradient per parameter and rank, in the parameter's dtype. All are summed
+in fp32, the ranks of a node in local order and then the nodes in node order; the sum is added to
+the total, and the total is divided by the number of ranks (and the loss scale) once, at the step.
+Inside ``no_sync`` the rows differ in what is added first (DESIGN.md, section 1, Exactness):
+
+    ddp, zero1      this rank's micro-batches, in fp32; then rounded to the wire dtype and summed over ranks
+    mics, hfsdp     the ranks of a node; then micro-batches; then nodes
+    the others      the ranks; then micro-batches
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.fuzz.optimizers import make_optimizer
+from tests.fuzz.program import Program
+
+__all__ = ["DTYPES", "ByHand"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BEFORE_RANKS = ("ddp", "zero1")
+BETWEEN = ("mics", "hfsdp")
+
+
+def _to_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the parameters, those of batch norms and all buffers excepted."""
+    for module in model.modules():
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
+
+
+class ByHand:
+    """Trains a plain model; the same methods as ``Sharded``."""
+
+    def __init__(self, model: nn.Module, program: Program, rank: int) -> None:
+        self.model, self.program, self.rank = model, program, rank
+        self.parameters = dict(model.named_parameters())
+        self.masters = {name: nn.Parameter(p.detach().float().clone(), p.requires_grad) for name, p in self.parameters.items()}
+        self.optimizer = make_optimizer(program, self.masters)
+        _to_compute_dtype(model, DTYPES[program.precision])
+        self.scale = 2.0**16 if program.precision == "fp16" else 1.0
+        self.sync = True
+        self.partial: dict[str, torch.Tensor] = {}  # of this rank
+        self.node_partials: dict[str, list[torch.Tensor]] = {}  # of every node
+        self.totals: dict[str, torch.Tensor] = {}
+        self.divided = False
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.sync = False
+        yield
+        self.sync = True
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        self._reopen()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        loss = loss.float() * self.scale if self.scale != 1.0 else loss
+        loss.backward(retain_graph=retain_graph)
+        grads = {name: p.grad.detach() for name, p in self.parameters.items() if p.grad is not None}
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        if self.program.row in BEFORE_RANKS and (self.partial or not self.sync):
+            for name, grad in grads.items():
+                self.partial[name] = self.partial[name] + grad.float() if name in self.partial else grad.float()
+            if self.sync:
+                self._reduce_partial()
+        elif self.program.row in BETWEEN:
+            self._reduce_between(grads)
+        else:
+            self._add(self._over_nodes(self._over_ranks(grads)))
+
+    def _reduce_partial(self) -> None:
+        """Round what this rank has added up to the wire dtype, and add the sum over ranks."""
+        grads = {name: part.to(self.parameters[name].dtype) for name, part in self.partial.items()}
+        self.partial = {}
+        self._add(self._over_nodes(self._over_ranks(grads)))
+
+    def _reduce_between(self, grads: dict[str, torch.Tensor]) -> None:
+        for name, sums in self._over_ranks(grads).items():
+            held = self.node_partials.get(name)
+            self.node_partials[name] = sums if held is None else [h + s for h, s in zip(held, sums, strict=True)]
+        if self.sync:
+            self._reduce_nodes()
+
+    def _reduce_nodes(self) -> None:
+        sums, self.node_partials = self.node_partials, {}
+        self._add(self._over_nodes(sums))
+
+    def _over_ranks(self, grads: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+        """Return the fp32 sum of each node's ranks, of every parameter that has a gradient on any rank."""
+        answers: list[dict[str, torch.Tensor]] = [{} for _ in range(self.program.world)]
+        if self.program.world == 1:
+            answers = [grads]
+        else:
+            dist.all_gather_object(answers, grads)
+        out = {}
+        for name, parameter in self.parameters.items():
+            if any(name in answer for answer in answers):
+                zeros = torch.zeros(parameter.shape)
+                each = [answer[name].float() if name in answer else zeros for answer in answers]
+                size = self.program.node_size or self.program.world
+                out[name] = [_summed(each[start : start + size]) for start in range(0, len(each), size)]
+        return out
+
+    @staticmethod
+    def _over_nodes(sums: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {name: _summed(nodes) for name, nodes in sums.items()}
+
+    def _add(self, sums: dict[str, torch.Tensor]) -> None:
+        for name, total in sums.items():
+            self.totals[name] = self.totals[name] + total if name in self.totals else total.clone()
+
+    def _divide(self) -> None:
+        if self._any(self.partial):  # every backward was inside no_sync
+            self._reduce_partial()
+        if self.node_partials:
+            self._reduce_nodes()
+        if not self.divided:
+            for total in self.totals.values():
+                total.div_(self.program.world * self.scale)
+        self.divided = True
+
+    def _any(self, held: object) -> bool:
+        if self.program.row not in BEFORE_RANKS or self.program.world == 1:
+            return bool(held)
+        answers: list[bool] = [False] * self.program.world
+        dist.all_gather_object(answers, bool(held))
+        return any(answers)
+
+    def _reopen(self) -> None:
+        """More is added to an average: make it the sum again."""
+        if self.divided:
+            for total in self.totals.values():
+                total.mul_(self.program.world * self.scale)
+        self.divided = False
+
+    def clip(self, max_norm: float) -> float:
+        self._divide()
+        squares = [total.double().square().sum() for total in self.totals.values()]
+        norm = torch.stack(squares).sum().sqrt().float()
+        coefficient = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        if coefficient < 1.0:
+            for total in self.totals.values():
+                total.mul_(coefficient)
+        return float(norm)
+
+    def step(self) -> None:
+        self._divide()
+        finite = all(bool(torch.isfinite(total).all()) for total in self.totals.values())
+        if finite:
+            for name, master in self.masters.items():
+                master.grad = self.totals.get(name)
+            self.optimizer.step()
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    if parameter.requires_grad:
+                        parameter.copy_(self.masters[name])
+        elif self.program.precision == "fp16":
+            self.scale = max(self.scale / 2, 1.0)
+
+    def zero_grad(self, kind: str) -> None:
+        if kind == "zeros":
+            for total in self.totals.values():
+                total.zero_()
+        elif kind != "keep":
+            self.totals = {}
+            self.divided = False
+
+    def zero_part(self, names: list[str]) -> None:
+        for name in names:
+            self.totals.pop(name, None)
+            self.partial.pop(name, None)
+            self.node_partials.pop(name, None)
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """Return the state: masters where there are any, else the model's own numbers."""
+        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+
+def _summed(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

@@ -1,0 +1,381 @@
+"""Runs a program twice on every rank, by hand and sharded, and says how it came out."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import random
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard as zs
+from tests.fuzz.model import FEATURES, ROWS_IN_BATCH, VOCABULARY, FuzzNet
+from tests.fuzz.optimizers import make_optimizer
+from tests.fuzz.program import Micro, Program, describe
+from tests.fuzz.reference import DTYPES, ByHand
+from tests.harness import RankError, run_ranks
+from zeroshard.errors import ZeroshardError
+
+__all__ = ["Outcome", "command", "run_program"]
+
+STALL_S = 12.0
+SHORT_STALL_S = 3.0  # where a stall may be the right answer
+TIMEOUT_S = 40.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`kind`: same, refused, differs, error, crash, hang, or impossible (torch itself cannot run it)."""
+
+    kind: str
+    detail: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        return self.kind in ("same", "refused")
+
+
+class Trainer(Protocol):
+    """What a program's loop needs; `ByHand` and `Sharded` have it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]: ...
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None: ...
+    def clip(self, max_norm: float) -> float: ...
+    def step(self) -> None: ...
+    def zero_grad(self, kind: str) -> None: ...
+    def zero_part(self, names: list[str]) -> None: ...
+    def finish(self) -> dict[str, torch.Tensor]: ...
+
+
+class Sharded:
+    """Trains the same model through zeroshard."""
+
+    def __init__(self, model: nn.Module, program: Program, path: str) -> None:
+        self.model, self.program = model, program
+        self.optimizer = make_optimizer(program, dict(model.named_parameters()))
+        self.engine = zs.shard(model, self.optimizer, **_options(program, path))
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return self.engine.no_sync()
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        if retain_graph:
+            loss.backward(retain_graph=True)
+        else:
+            self.engine.backward(loss)
+
+    def clip(self, max_norm: float) -> float:
+        return float(self.engine.clip_grad_norm_(max_norm))
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def zero_grad(self, kind: str) -> None:
+        if kind == "model":
+            self.model.zero_grad()
+        elif kind != "keep":
+            self.optimizer.zero_grad(set_to_none=kind != "zeros")
+
+    def zero_part(self, names: list[str]) -> None:
+        parameters = dict(self.model.named_parameters())
+        for name in names:
+            parameters[name].grad = None
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        state = self.engine.full_state_dict(rank0_only=False)
+        self.engine.close()
+        return state
+
+
+def _options(program: Program, path: str) -> dict[str, Any]:
+    tiers = (program.weight_tier, program.grad_tier, program.optimizer_tier)
+    comm = zs.Comm.model_validate(
+        {
+            "transport": program.transport if program.world > 1 else "auto",
+            "node_size": program.node_size,
+            "weight_codec": program.weight_codec,
+            "grad_codec": program.grad_codec,
+        }
+    )
+    stall = SHORT_STALL_S if _may_refuse(program) else STALL_S
+    options: dict[str, Any] = {"policy": program.row, "precision": program.precision, "comm": comm, "stall_timeout_s": stall}
+    if set(tiers) != {"device"}:
+        disk = {"disk_path": path} if "disk" in tiers else {}
+        weight, grad, optimizer = tiers
+        options["offload"] = zs.Offload.model_validate(
+            {"weight": weight, "grad": grad, "optimizer": optimizer, "fraction": program.fraction, **disk}
+        )
+    for name in ("strict", "verify_every", "prefetch_bytes"):
+        if getattr(program, name) is not None:
+            options[name] = getattr(program, name)
+    if program.units != "default":
+        options["units"] = functools.partial(_is_unit, program)
+    return options
+
+
+def _is_unit(program: Program, name: str, module: nn.Module) -> bool:
+    if program.units == "root":
+        return not name
+    if program.units == "leaves":
+        return any(True for _ in module.parameters(recurse=False))
+    return any(True for _ in module.parameters()) and random.Random(f"{program.seed} {name}").random() < 0.4
+
+
+def _may_refuse(program: Program) -> tuple[str, ...]:
+    """Return the errors that are a right answer to this program; see docs/STATUS.md, Known."""
+    if program.branches and program.gathers_in_step:
+        return ("StallError", "PlanMismatch")
+    return ()
+
+
+# ---------------------------------------------------------------------------------------------------------------- the loop
+
+
+def _inputs(program: Program, rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100_000 * program.seed + 100 * number + rank)
+    dtype = DTYPES[program.precision]
+    if program.tokens:
+        shape = (ROWS_IN_BATCH,)
+        return torch.randint(0, VOCABULARY, shape, generator=generator), torch.randint(0, VOCABULARY, shape, generator=generator)
+    x = torch.randn(ROWS_IN_BATCH, FEATURES, generator=generator).to(dtype)
+    return x.requires_grad_(program.input_grad), torch.randn(ROWS_IN_BATCH, FEATURES, generator=generator)
+
+
+class _Loop:
+    """A program's steps on one rank; `numbers` is everything that it computes on the way."""
+
+    def __init__(self, program: Program, rank: int, trainer: Trainer) -> None:
+        self.program, self.rank, self.trainer = program, rank, trainer
+        self.numbers: list[float] = []
+        self._count = 0
+
+    def run(self) -> None:
+        program, trainer = self.program, self.trainer
+        scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1, 0.7) if program.schedule else None
+        for step in program.steps:
+            for micro in step.micros:
+                self._micro(micro)
+            if step.clip is not None:
+                self.numbers.append(trainer.clip(step.clip))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # an fp16 step that is skipped leaves the scheduler ahead
+                trainer.step()
+                if scheduler is not None:
+                    scheduler.step()
+            trainer.zero_grad(step.zero)
+
+    def _micro(self, micro: Micro) -> None:
+        trainer = self.trainer
+        with trainer.no_sync() if micro.no_sync else contextlib.nullcontext():
+            pairs = [self._forward(micro) for _ in range(micro.forwards)]
+            losses = [loss for loss, _ in pairs]
+            if micro.before:
+                losses[-1] = self._before(micro, *pairs[-1])
+            if micro.penalty:
+                losses[-1] = losses[-1] + 1e-2 * self._penalty(micro.penalty)
+            if micro.evaluate:
+                self._evaluate(micro)
+            self._backward(micro, losses)
+        self.numbers += [loss.item() for loss in losses]
+        if micro.zero_part:
+            names = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+            trainer.zero_part(names[1 :: 1 + self._count % 3])
+
+    def _forward(self, micro: Micro, number: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        program, model = self.program, self.trainer.model
+        assert isinstance(model, nn.Module)
+        number = self._count if number is None else number
+        self._count += 1
+        x, target = _inputs(program, self.rank, number)
+        torch.manual_seed(1000 * number + self.rank)  # of dropout
+        if micro.halves:
+            for module in model.modules():
+                if hasattr(module, "halves"):
+                    module.halves = micro.halves[self.rank]
+        route = micro.routes[self.rank] if micro.routes else tuple(range(len(program.layers)))
+        out, extra = model(x, route)
+        if extra is not None:
+            out = out * extra.mean()
+        if program.tokens:
+            return nn.functional.cross_entropy(out.float(), target), x
+        return (out.float() - target).square().mean(), x
+
+    def _before(self, micro: Micro, loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Differentiate by the input first; a penalty goes into the loss."""
+        if micro.before == "grad":
+            (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+            self.numbers.append(grad.double().sum().item())
+            return loss
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + (grad.float().norm() - 1.0).square()
+
+    def _penalty(self, kind: str) -> torch.Tensor:
+        parameters = [p for p in self.trainer.model.parameters() if p.requires_grad]
+        if kind == "float":
+            return torch.stack([p.float().pow(2).sum() for p in parameters]).sum()
+        return torch.stack([p.square().sum().float() for p in parameters]).sum()
+
+    def _evaluate(self, micro: Micro) -> None:
+        model = self.trainer.model
+        model.eval()
+        with torch.inference_mode() if micro.evaluate == "inference" else torch.no_grad():
+            loss, _ = self._forward(micro, 90 + self._count % 7)
+            self.numbers.append(loss.item())
+        model.train()
+
+    def _backward(self, micro: Micro, losses: list[torch.Tensor]) -> None:
+        trainer = self.trainer
+        if micro.backward == "each":
+            for loss in reversed(losses):
+                trainer.backward(loss)
+            return
+        loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+        if micro.backward == "twice":
+            trainer.backward(loss, retain_graph=True)
+            trainer.backward(loss * 0.5)
+        else:
+            trainer.backward(loss)
+
+
+def _model(program: Program) -> FuzzNet:
+    torch.manual_seed(program.seed)
+    model = FuzzNet(program)
+    if program.parameter_hooks:
+        for parameter in list(model.parameters())[:: 1 + program.seed % 3]:
+            if parameter.requires_grad:
+                parameter.register_hook(lambda grad: grad * 0.5)
+    return model
+
+
+# ---------------------------------------------------------------------------------------------------------------- one rank
+
+
+@dataclass
+class _Result:
+    numbers: list[float]
+    state: dict[str, torch.Tensor]
+
+
+def _by_hand(program: Program, rank: int) -> _Result:
+    trainer = ByHand(_model(program), program, rank)
+    loop = _Loop(program, rank, trainer)
+    loop.run()
+    return _Result(loop.numbers, trainer.finish())
+
+
+def _sharded(program: Program, rank: int, path: str) -> _Result:
+    trainer = Sharded(_model(program), program, path)
+    loop = _Loop(program, rank, trainer)
+    loop.run()
+    return _Result(loop.numbers, trainer.finish())
+
+
+def _first_difference(program: Program, mine: _Result, right: _Result) -> str:
+    """Return where the two differ, "" where they do not."""
+    if len(mine.numbers) != len(right.numbers):
+        return f"{len(mine.numbers)} numbers instead of {len(right.numbers)}"
+    for name, value in right.state.items():
+        got = mine.state[name].to(value.dtype) if value.is_floating_point() else mine.state[name]
+        if program.coded:
+            if not _is_near(got, value):
+                return f"{name} is far from the run without codecs"
+        elif not torch.equal(torch.nan_to_num(got), torch.nan_to_num(value)) or not torch.equal(got.isnan(), value.isnan()):
+            index = int((got != value).flatten().nonzero()[0])
+            pair = got.flatten()[index].item(), value.flatten()[index].item()
+            return f"{name}[{index}] is {pair[0]!r} instead of {pair[1]!r} (row {program.row})"
+    for index, (got_number, number) in enumerate(zip(mine.numbers, right.numbers, strict=True)):
+        if got_number != number and number == number and not program.coded:
+            return f"number {index} is {got_number!r} instead of {number!r}, all weights the same"
+    return ""
+
+
+def _is_near(got: torch.Tensor, value: torch.Tensor) -> bool:
+    if not value.is_floating_point():
+        return torch.equal(got, value)
+    return bool((got.float() - value.float()).abs().max() <= 0.05 + 0.1 * value.float().abs().max()) if value.numel() else True
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def run_on_rank(rank: int, world: int, program: Program, path: str) -> tuple[str, str]:
+    """Run one program on this rank; return kind and detail."""
+    torch.manual_seed(0)
+    with _quiet():
+        try:
+            right = _by_hand(program, rank)
+        except Exception as error:
+            return "impossible", f"{type(error).__name__}: {error}"
+        if not all(torch.isfinite(v).all() for v in right.state.values() if v.is_floating_point()):
+            return "impossible", "the reference is not finite"
+        try:
+            mine = _sharded(program, rank, path)
+        except ZeroshardError as error:
+            text = f"{type(error).__name__}: {error}"
+            del error
+            gc.collect()
+            _meet(world)
+            return "refused", text
+    difference = _first_difference(program, mine, right)
+    return ("differs", difference) if difference else ("same", "")
+
+
+def _meet(world: int) -> None:
+    """After a refusal: the next program needs ranks that are in step."""
+    if world > 1:
+        dist.monitored_barrier(timeout=timedelta(seconds=STALL_S + 5))
+
+
+# ---------------------------------------------------------------------------------------------------------------- all ranks
+
+
+def command(program: Program) -> str:
+    return f"python -m tests.fuzz {program.seed}"
+
+
+def run_program(program: Program, path: str) -> Outcome:
+    """Run `program` on its ranks and judge it; `path` is a directory for what rests on disk."""
+    try:
+        answers = run_ranks(program.world, run_on_rank, program, path, timeout=TIMEOUT_S)
+    except RankError as error:
+        return _judge_failure(error)
+    kinds = {kind for kind, _ in answers}
+    detail = "; ".join(sorted({f"{kind} {text}".strip() for kind, text in answers}))
+    if kinds == {"same"}:
+        return Outcome("same")
+    if "impossible" in kinds:
+        return Outcome("impossible", detail)
+    if kinds == {"refused"}:
+        classes = {text.split(":")[0] for _, text in answers}
+        right = len(classes) == 1 and classes <= set(_may_refuse(program)) and all("\n" not in text for _, text in answers)
+        return Outcome("refused" if right else "error", detail)
+    return Outcome("differs" if "differs" in kinds else "error", detail)
+
+
+def _judge_failure(error: RankError) -> Outcome:
+    names = {failure.type_name for failure in error.errors.values()}
+    detail = f"rank {error.rank}: {error.type_name}: {error.message}"
+    if "ProcessDied" in names:
+        died = next(f for f in error.errors.values() if f.type_name == "ProcessDied")
+        return Outcome("crash", f"rank {died.rank}: {died.message}")
+    return Outcome("hang" if names == {"Timeout"} else "error", detail)
+
+
+def report(program: Program, outcome: Outcome) -> str:
+    """Return what a person needs to see of an outcome."""
+    return f"{outcome.kind}: {outcome.detail}\n{command(program)}\n{describe(program)}"

@@ -1,0 +1,69 @@
+"""Random programs train to the bits of data parallel training by hand; see docs/design/fuzzing.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.draw import draw
+from tests.fuzz.program import Layer, Micro, Program, Step, describe, repair
+from tests.fuzz.runner import command, report, run_program
+from tests.fuzz.shrink import shrink
+
+CHUNK = 25
+QUICK = 300
+SLOW = 3000
+
+
+def _failures(first: int, path: Path) -> list[str]:
+    failures = []
+    for seed in range(first, first + CHUNK):
+        program = draw(seed)
+        outcome = run_program(program, str(path))
+        if not outcome.is_good:
+            failures.append(report(program, outcome))
+    return failures
+
+
+@pytest.mark.parametrize("first", range(0, QUICK, CHUNK))
+def test_random_programs_train_to_the_bits_of_the_reference(first: int, tmp_path: Path) -> None:
+    failures = _failures(first, tmp_path)
+    assert not failures, "\n\n".join(failures)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(QUICK, SLOW, CHUNK))
+def test_more_random_programs_train_to_the_bits_of_the_reference(first: int, tmp_path: Path) -> None:
+    failures = _failures(first, tmp_path)
+    assert not failures, "\n\n".join(failures)
+
+
+def test_a_seed_draws_one_program_and_describes_it() -> None:
+    programs = [draw(seed) for seed in range(200)]
+    assert programs == [draw(seed) for seed in range(200)]
+    assert len(set(programs)) == 200
+    assert all(repair(program) == program for program in programs), "drawn programs are in order"
+    assert command(programs[7]) == "python -m tests.fuzz 7"
+    assert describe(Program(7)).splitlines()[0] == "Program(seed=7)"
+
+
+def test_the_shrinker_keeps_only_what_the_failure_needs() -> None:
+    layers = (Layer("block", dropout=True), Layer("norm"), Layer("gate", borrows=1), Layer("nest"))
+    steps = (Step((Micro(no_sync=True), Micro(forwards=2)), clip=0.1), Step())
+    program = repair(Program(7, world=3, row="hpz", precision="bf16", width=13, layers=layers, steps=steps))
+
+    def fails(smaller: Program) -> bool:
+        return any(layer.kind == "gate" for layer in smaller.layers) and any(micro.no_sync for micro in smaller.micros)
+
+    smallest = shrink(program, fails)
+    assert smallest == Program(7, world=1, row="hpz", optimizer="sgd", width=3, layers=(Layer("gate"),), steps=(Step((Micro(no_sync=True),)),))
+
+
+def test_a_wrong_number_is_told_with_its_place_and_the_command_that_replays_it(tmp_path: Path) -> None:
+    program = Program(7, optimizer="sgd", layers=(Layer("wrong"),))
+    outcome = run_program(program, str(tmp_path))
+    assert outcome.kind == "differs", outcome
+    assert re.match(r"differs [a-z.]+\[\d+\] is \S+ instead of \S+ \(row zero3\)", outcome.detail), outcome
+    assert report(program, outcome).splitlines()[1] == "python -m tests.fuzz 7"
