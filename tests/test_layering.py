@@ -39,6 +39,7 @@ STRANGERS = {("comm", "tier"), ("tier", "comm")}  # they meet in buffer.py
 ONLY = {"planner": {"core", "errors"}, "integrations": {"zeroshard"}}  # whose imports are named one by one
 
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
+PICKLING_CALLS = {f"{what}_object" for what in ("all_gather", "gather")} | {f"{what}_object_list" for what in ("broadcast", "scatter", "send", "recv")}
 MODULE_HOOKS = {
     "register_forward_hook",
     "register_forward_pre_hook",
@@ -135,6 +136,17 @@ def test_nothing_is_pickled() -> None:
     assert [
         f"{name}: {module}" for name, tree in TREES.items() for module in _imports(tree, name) if module.split(".")[0] in PICKLING
     ] == []
+
+
+def test_no_object_travels_through_a_process_group() -> None:
+    """torch.distributed pickles objects, and a peer's pickle runs what the peer chose."""
+    called = [
+        f"{name}: {node.attr}"
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in PICKLING_CALLS
+    ]
+    assert called == []
 
 
 def test_every_module_says_what_it_is_and_what_it_offers() -> None:

@@ -23,6 +23,7 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.comm.select import make_transport
 from zeroshard.comm.transport import Transport
 from zeroshard.config import Config, build_config
+from zeroshard.core.launched import meeting_file
 from zeroshard.core.placement import Tier
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.errors import ConfigError, StorageError, ZeroshardError
@@ -53,14 +54,21 @@ def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -
     """Join the process group that torchrun (or ``zeroshard run``) describes in the environment.
 
     Does nothing for a single process (no ``RANK`` in the environment) or where a group exists already. With CUDA each rank takes the
-    device of its ``LOCAL_RANK``; the backend is then nccl for CUDA and gloo for CPU tensors, else gloo.
+    device of its ``LOCAL_RANK``; the backend is then nccl for CUDA and gloo for CPU tensors, else gloo. Ranks that ``zeroshard run`` has
+    started on one host meet in a file that only this user can read.
     """
     if dist.is_initialized() or "RANK" not in os.environ:
         return
     if torch.cuda.is_available() and int(os.environ.get("LOCAL_RANK", 0)) < torch.cuda.device_count():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         backend = backend or "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend or "gloo", timeout=timedelta(seconds=timeout_s))
+    timeout, path = timedelta(seconds=timeout_s), meeting_file()
+    if path is None:
+        dist.init_process_group(backend or "gloo", timeout=timeout)
+        return
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(path, size)  # type: ignore[attr-defined]
+    dist.init_process_group(backend or "gloo", timeout=timeout, store=store, rank=rank, world_size=size)
 
 
 def shard(

@@ -59,6 +59,14 @@ def test_torchruns_options_pass_in_every_spelling(argv: list[str]) -> None:
 
 def test_without_a_place_for_the_job_it_stands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _parse(SCRIPT).standalone
+    assert _parse("--nnodes=1", "--node-rank=0", SCRIPT).standalone
+    assert _parse("--master-addr=127.0.0.1", SCRIPT).standalone
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    assert (_parse(f"--master-port={port}", SCRIPT).standalone, _parse(f"--master-port={port}", SCRIPT).port) == (True, port)
+    assert not _parse("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", SCRIPT).standalone
+    assert not _parse("--nnodes=1", "--node-rank=1", SCRIPT).standalone
     monkeypatch.setenv("PET_NNODES", "2")  # torchrun reads its defaults from such variables
     assert not _parse(SCRIPT).standalone
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -120,6 +122,40 @@ def test_arguments_and_environment_reach_every_rank_as_they_are(launch: Launch, 
     assert [path.name for path in tmp_path.iterdir() if path.name != "0"] == []  # nothing left in the temporary folder
 
 
+def _listening(pid: int) -> set[str]:
+    """Addresses at which a process listens: IPv4 in hexadecimal as the kernel shows them, "IPv6 ..." for others."""
+    sockets = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            sockets.add(os.readlink(descriptor))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(("IPv6 " if table == "tcp6" else "") + fields[1].split(":")[0])
+    return found
+
+
+@pytest.mark.parametrize("options", [(), ("--max-restarts=1",), ("--nnodes=1",)], ids=["plain", "restarts", "named"])
+@pytest.mark.parametrize("join", ["dist.init_process_group('gloo')", "zs.init_distributed()"], ids=["torch", "ours"])
+def test_on_one_host_nothing_listens_beyond_loopback(launch: Launch, join: str, options: tuple[str, ...]) -> None:
+    text = "import torch, torch.distributed as dist, zeroshard as zs\n" + join + "\ndist.barrier()\n(here / f'deep-{rank}').touch()\n"
+    job = launch(HELLO + text + WAIT, "--nproc", "2", *options)
+    pids = job.ranks(2)
+    job.wait_for("deep-0")
+    job.wait_for("deep-1")
+    assert set().union(*map(_listening, [job.process.pid, *pids])) == {"0100007F"}
+
+
+def test_ranks_that_start_again_meet_again(launch: Launch) -> None:
+    meet = "import zeroshard as zs, torch, torch.distributed as dist\nfor _ in range(2):\n    zs.init_distributed()\n    dist.barrier()\n"
+    again = "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and rank == 1:\n    raise ValueError('first try')\n"
+    job = launch(HELLO + meet + "    dist.destroy_process_group()\n" + again + "print('met')\n", "--nproc", "2", "--max-restarts=1")
+    code, stdout, stderr = job.end()
+    assert (code, stdout.count("met")) in ((0, 2), (0, 3)), stderr
+
+
 def test_threads_that_the_user_chose_stay(launch: Launch) -> None:
     job = launch("import os; print(os.environ['OMP_NUM_THREADS'])", "--nproc", "1", env={"OMP_NUM_THREADS": "7"})
     assert job.end()[:2] == (0, "7\n")
@@ -160,6 +196,106 @@ def test_ranks_that_ignore_the_request_to_end_are_gone_when_the_grace_is_over(la
     assert code == 1
     assert "rank 0 failed first" in stderr
     assert not any(map(_running, pids))
+
+
+TRAIN = """
+import torch, zeroshard as zs
+torch.set_num_threads(1)
+zs.init_distributed()
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+engine = zs.shard(model, optimizer, stage=3, stall_timeout_s=60, comm=zs.Comm(transport=os.environ.get("TR", "auto")))
+def train(num_steps):
+    for _ in range(num_steps):
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+CHILD = """
+import subprocess
+child = subprocess.Popen(["sleep", "600"])
+(here / f"child-{rank}.part").write_text(str(child.pid))
+(here / f"child-{rank}.part").rename(here / f"child-{rank}")
+"""
+STUCK = "def stuck():\n    (here / f'deep-{rank}').touch()\n    time.sleep(600)\n"
+
+
+@pytest.mark.parametrize(
+    ("how", "transport"),
+    [
+        ("sys.exit(0)", "auto"),
+        pytest.param("sys.exit(0)", "gloo", marks=pytest.mark.slow),
+        ("os._exit(0)", "gloo"),
+        pytest.param("os._exit(0)", "auto", marks=pytest.mark.slow),
+        pytest.param("pass", "auto", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_whose_script_ends_before_the_others_is_named_with_the_remedy(launch: Launch, how: str, transport: str) -> None:
+    job = launch(HELLO + TRAIN + f"train(5 + 5 * (rank == 0))\nif rank == 1:\n    {how}\nelse:\n    train(5)\n", "--nproc", "2", env={"TR": transport})
+    code, _, stderr = job.end()
+    assert code == 71, stderr
+    last = stderr.splitlines()[-1]
+    assert last.startswith("zeroshard run: rank 1 left first, ") and "engine.join()" in last, stderr
+    assert "rank 0 waited for rank 1:\nTraceback" in stderr and "PeerLostError" in stderr and "train(" in stderr, stderr
+    assert "SIGTERM" not in stderr and "failed first" not in stderr, stderr
+
+
+def test_a_save_on_one_rank_alone_shows_where_it_waited_and_who_had_left(launch: Launch) -> None:
+    job = launch(HELLO + TRAIN + "train(2)\nif rank == 0:\n    zs.save(str(here / 'run'), engine, step=2)\n", "--nproc", "2")
+    code, _, stderr = job.end()
+    assert code == 71, stderr
+    assert "zs.save(str(here / 'run'), engine, step=2)" in stderr and "exchange of zs.save()" in stderr, stderr
+    assert stderr.splitlines()[-1].startswith("zeroshard run: rank 1 left first, "), stderr
+
+
+def test_an_interrupt_of_one_rank_is_told(launch: Launch) -> None:
+    job = launch(HELLO + STUCK + "stuck()\n", "--nproc", "2")
+    pids = job.ranks(2)
+    job.wait_for("deep-1")
+    os.kill(pids[1], signal.SIGINT)
+    code, _, stderr = job.end(timeout=30)
+    assert code == 128 + signal.SIGINT
+    assert "rank 1 failed first" in stderr and stderr.splitlines()[-1] == "KeyboardInterrupt", stderr
+
+
+def test_when_all_ranks_hang_the_job_ends_with_the_stacks_of_every_rank(launch: Launch) -> None:
+    job = launch(HELLO + STUCK + "stuck()\n", "--nproc", "2", "--stall-timeout=1.5")
+    code, _, stderr = job.end(timeout=60)
+    assert code == 71
+    assert stderr.splitlines()[-1].startswith("zeroshard run: no rank has made progress for "), stderr
+    for rank in range(2):
+        assert re.search(rf"rank {rank}:\n(Thread|Current thread)[^\n]*\n(  File [^\n]*\n)*  File [^\n]*script.py\", line \d+ in stuck", stderr), stderr
+
+
+def test_a_rank_that_gave_up_waiting_is_told_with_the_stacks_of_the_others(launch: Launch) -> None:
+    raising = "from zeroshard.errors import StallError\n    while not (here / 'deep-1').exists():\n        pass\n    raise StallError('x did not come')"
+    job = launch(HELLO + STUCK + f"if rank == 0:\n    {raising}\nstuck()\n", "--nproc", "2")
+    code, _, stderr = job.end(timeout=60)
+    assert code == 71
+    assert "rank 1 was here when rank 0 gave up:\n" in stderr and "in stuck" in stderr, stderr
+    assert stderr.splitlines()[-1] == "zeroshard.errors.StallError: x did not come"
+
+
+def test_what_a_failing_rank_has_started_ends_with_it(launch: Launch) -> None:
+    job = launch(HELLO + CHILD + "if rank == 1:\n    raise ValueError\n" + WAIT, "--nproc", "2")
+    assert job.end(timeout=60)[0] == 1
+    children = [int((job.directory / f"child-{rank}").read_text()) for rank in range(2) if (job.directory / f"child-{rank}").exists()]
+    assert children
+    _wait_until(lambda: not any(map(_running, children)), 5)
+
+
+def test_when_the_launcher_is_killed_nothing_is_left_of_the_job(launch: Launch, tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    job = launch(HELLO + CHILD + "(here / f'deep-{rank}').touch()\n" + WAIT, "--nproc", "2", env={"TMPDIR": str(temporary)})
+    pids = job.ranks(2)
+    job.wait_for("deep-0")
+    job.wait_for("deep-1")
+    children = [int((job.directory / f"child-{rank}").read_text()) for rank in range(2)]
+    assert [path.name.startswith("zeroshard-run-") for path in temporary.iterdir()] == [True]
+    job.process.kill()
+    _wait_until(lambda: not any(map(_running, [*pids, *children])) and not list(temporary.iterdir()), 10)
 
 
 MOMENTS = {

@@ -46,7 +46,7 @@ def test_a_rank_that_lost_a_peer_is_not_to_blame() -> None:
 
 @pytest.mark.parametrize(
     ("status", "code"),
-    [(1, 1), (5, 1), (2, 1), (3, 3), (70, 70), (71, 71), (72, 72), (73, 73), (74, 74), (75, 75), (-9, 137), (-11, 139), (None, 1)],
+    [(0, 71), (1, 1), (5, 1), (2, 1), (3, 3), (70, 70), (71, 71), (72, 72), (73, 73), (74, 74), (75, 75), (-9, 137), (-11, 139), (None, 1)],
 )
 def test_exit_codes_are_those_of_the_contract(status: int | None, code: int) -> None:
     assert exit_code_of(Failure(0, 10, at=0.0, status=status)) == code
@@ -132,6 +132,21 @@ def test_a_clean_end_is_no_failure_and_disturbs_nobody(ranks: _Ranks) -> None:
     assert other.wait(timeout=5) == 0
     ranks.supervisor.stop()
     assert ranks.supervisor.failures({}) == []
+
+
+def test_a_rank_that_left_is_to_blame_for_what_lost_it_and_for_nothing_else(ranks: _Ranks) -> None:
+    left = ranks.start(1, "import time; time.sleep(60)")  # still tearing down when the others end
+    other = ranks.start(0, "import time; time.sleep(60)")
+    ranks.announce({"pid": left.pid, "left_at": 1.0})
+    for consequence, blamed in ((True, [(1, 0), (0, 71)]), (False, [(0, 71)])):
+        report = {"at": 2.0, "message": "PeerLostError: no", "traceback": "Traceback ...", "exit_code": 71, "consequence": consequence}
+        (ranks.directory / f"failure-{other.pid}.json").write_text(json.dumps(report))
+        ranks.announce({"pid": other.pid, "failed_at": 2.0})
+        other.wait(timeout=5)
+        left.wait(timeout=5)
+        found = ranks.supervisor.failures({left.pid: -signal.SIGTERM, other.pid: 71})
+        assert [(failure.rank, failure.status) for failure in found] == blamed
+    ranks.supervisor.stop()
 
 
 def test_a_new_generation_reports_the_old_one_and_starts_with_a_clean_slate(ranks: _Ranks) -> None:

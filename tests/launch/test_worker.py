@@ -60,8 +60,9 @@ def test_a_script_sees_what_python_shows_it(tmp_path: Path) -> None:
     plain = json.loads(subprocess.run([sys.executable, script, "a b", "--x"], capture_output=True, text=True, check=True).stdout)
     assert json.loads(ended.stdout) == plain
     assert plain["doc"] == "A script."
-    (started,) = ended.events
+    started, left = ended.events
     assert (started["rank"], started["restart_count"], ended.failure) == (3, 0, None)
+    assert left.keys() == {"pid", "left_at"} and left["pid"] == started["pid"]
 
 
 def test_a_module_sees_what_python_m_shows_it(tmp_path: Path) -> None:

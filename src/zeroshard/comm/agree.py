@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
+from zeroshard.comm.plain import gather_bytes
 from zeroshard.comm.transport import Transport
 from zeroshard.core.digest import first_difference, holders
 from zeroshard.errors import PlanMismatch, ZeroshardError
@@ -35,10 +36,8 @@ def agree(
         if error is not None:
             raise error
         return
-    mine = _packed(report, error)
-    theirs = [mine] * group.size()
-    dist.all_gather_object(theirs, mine, group=group)
-    _settle(theirs, error, "Build the same model with the same options on every rank (same seed), or use sync_from=0", refusal)
+    answers = gather_bytes(group, _packed(report, error).encode())
+    _settle([answer.decode() for answer in answers], error, "Build the same model with the same options on every rank (same seed), or use sync_from=0", refusal)
 
 
 def compare(transport: Transport, report: Mapping[str, str], *, call: str, error: ZeroshardError | None = None, remedy: str = "") -> None:

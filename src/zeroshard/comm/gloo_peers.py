@@ -39,6 +39,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
 from zeroshard.comm.notices import Notices
+from zeroshard.comm.plain import gather_bytes
 from zeroshard.errors import ConfigError, PeerLostError
 
 __all__ = ["ALL_GATHER", "CONTROL", "LOOSE_GATHER", "REDUCE_SCATTER", "Circle", "GlooPeers", "Transfer", "connect", "notices_of"]
@@ -201,9 +202,8 @@ class Circle:
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Circle:
         """Return the circle of all ranks of `group`. Collective."""
-        name = [secrets.token_hex(16)]
-        dist.broadcast_object_list(name, group=group, group_src=0)
-        return cls(name[0], group.rank(), group.size(), tuple(range(group.size())))
+        name = gather_bytes(group, secrets.token_bytes(16))[0].hex()
+        return cls(name, group.rank(), group.size(), tuple(range(group.size())))
 
     def part(self, ranks: Sequence[int]) -> Circle:
         """Return the circle of some of our `ranks`, this one among them."""

@@ -55,10 +55,16 @@ REFUSED = {
     "--run-path": "each rank always gets an interpreter of its own, in which the script runs",
     "--start-method": "it only matters for functions, and scripts are always started as fresh processes",
 }
-OWN_VALUES = ("--nproc", "--nproc-per-node")
+OWN_VALUES = ("--nproc", "--nproc-per-node", "--stall-timeout")
 OWN_FLAGS = ("--debug", "--help", "-h")
 NPROC_WORDS = ("auto", "cpu", "gpu", "xpu")
 PLACES_THE_JOB = ("--nnodes", "--node-rank", "--master-addr", "--master-port", "--rdzv-backend", "--rdzv-endpoint")
+ONE_HOST = {  # what says nothing else than the default
+    "--nnodes": ("1", "1:1"),
+    "--node-rank": ("0",),
+    "--master-addr": ("127.0.0.1", "localhost"),
+    "--rdzv-backend": ("static",),
+}
 
 EXAMPLE = "example:\n  zeroshard run --nproc 2 examples/train_gpt.py --steps 100"
 
@@ -83,8 +89,10 @@ class RunOptions:
     kind: str = "script"
     nproc: str | None = None
     torchrun: list[str] = field(default_factory=list)
-    standalone: bool = True
+    standalone: bool = True  # all ranks are on this host
+    port: int = 0  # where they meet then, 0: a free one
     grace_s: float = DEFAULT_GRACE_S
+    stall_s: float | None = None  # end the job when no rank has made progress for so long; None: say it, and go on
     debug: bool = False
 
 
@@ -96,6 +104,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.add_argument(
         "--nproc", "--nproc-per-node", metavar="N", help="ranks here: a number, auto, cpu or gpu (default: one per GPU, else 1)"
+    )
+    parser.add_argument(
+        "--stall-timeout",
+        metavar="SECONDS",
+        help="end the job, with the stacks of every rank, when no rank has made progress (a forward, a step) for so long; 0: never look "
+        "(default: show the stacks after 600 s, and go on)",
     )
     parser.add_argument("--debug", action="store_true", help="show the log of torch's launcher and our own tracebacks")
     group = parser.add_argument_group("torchrun options")
@@ -121,18 +135,22 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
         raise UsageError("--module and --no-python exclude each other")
     kind = "module" if given.module else "command" if given.no_python else "script"
     _check_target(kind, rest[0])
-    named = [name for name in PLACES_THE_JOB if getattr(given, _dest(name)) is not None or _from_environment(name) is not None]
+    places = {name: getattr(given, _dest(name)) or _from_environment(name) for name in PLACES_THE_JOB}
+    named = [name for name, value in places.items() if value is not None]
     if given.standalone and named:
         raise UsageError(f"--standalone and {named[0]} exclude each other")
     _check_port(given)
+    one_host = all(value is None or value in ONE_HOST.get(name, ()) for name, value in places.items() if name != "--master-port")
     return RunOptions(
         script=rest[0],
         args=rest[1:],
         kind=kind,
         nproc=given.nproc,
         torchrun=_for_torchrun(options),
-        standalone=not named,
-        grace_s=_grace(given.shutdown_timeout),
+        standalone=one_host,
+        port=_port(places["--master-port"]) if one_host else 0,
+        grace_s=_seconds("--shutdown-timeout", given.shutdown_timeout, DEFAULT_GRACE_S),
+        stall_s=None if given.stall_timeout is None else _seconds("--stall-timeout", given.stall_timeout, 0.0),
         debug=given.debug,
     )
 
@@ -201,14 +219,14 @@ def _check_nproc(nproc: str | None) -> None:
         raise UsageError(f"--nproc must be a number of at least 1, or one of {', '.join(NPROC_WORDS)}, not {nproc!r}")
 
 
-def _grace(text: str | None) -> float:
+def _seconds(name: str, text: str | None, default: float) -> float:
     try:
-        grace_s = float(DEFAULT_GRACE_S if text is None else text)
+        seconds = float(default if text is None else text)
     except ValueError:
-        grace_s = -1.0
-    if not 0 <= grace_s < 1e6:
-        raise UsageError(f"--shutdown-timeout must be a number of seconds, not {text!r}")
-    return grace_s
+        seconds = -1.0
+    if not 0 <= seconds < 1e6:
+        raise UsageError(f"{name} must be a number of seconds, not {text!r}")
+    return seconds
 
 
 def _check_target(kind: str, target: str) -> None:
@@ -223,16 +241,24 @@ def _check_target(kind: str, target: str) -> None:
             raise UsageError(f"module {target!r} not found")
 
 
+def _port(text: str | None) -> int:
+    """Return the port number that `text` is; 0 where none is given."""
+    if text is None:
+        return 0
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise UsageError(f"--master-port must be a port number, not {text!r}")
+    return int(text)
+
+
 def _check_port(given: argparse.Namespace) -> None:
     """A port that the user pinned and that is taken is told now, not after the rendezvous' timeout."""
     if given.master_port is None or given.node_rank not in (None, "0") or given.rdzv_backend not in (None, "static"):
         return
-    if not given.master_port.isdecimal() or not 0 < int(given.master_port) < 65536:
-        raise UsageError(f"--master-port must be a port number, not {given.master_port!r}")
+    port = _port(given.master_port)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", int(given.master_port)))
+            probe.bind(("", port))
         except OSError as error:
             raise UsageError(
                 f"--master-port {given.master_port} cannot be used: {error.strerror}; leave it out to get a free one"

@@ -8,25 +8,30 @@ A signal to the launcher is passed on to the ranks, which then have ``SIGNAL_GRA
 Where they say what came of it by an exit code of the contract (75: saved, queue me again), that is the job's, too; else it is 128 + signal.
 A second Ctrl-C ends them at once.
 
-On one node everything is bound to loopback, as far as torch lets us choose (its TCP store listens on every interface).
+On one host everything is bound to loopback, and nothing is unpickled (``one_host.py``). Several hosts use torch's rendezvous (SECURITY.md).
 
-What it does not do yet: hostfiles, Slurm, stall detection from outside.
+What it does not do yet: hostfiles, Slurm.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
+import shutil
 import signal
 import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from zeroshard.launch import worker
+from zeroshard.launch.leftovers import Janitor
 from zeroshard.launch.options import RunOptions, UsageError
-from zeroshard.launch.supervisor import CONTRACT_EXIT_CODES, EXIT_PREEMPTED, Failure, Supervisor, exit_code_of
+from zeroshard.launch.supervisor import CONTRACT_EXIT_CODES, EXIT_PREEMPTED, EXIT_STALL, Failure, Supervisor, exit_code_of
 
 __all__ = ["launch", "leave"]
 
@@ -36,16 +41,28 @@ SIGNAL_GRACE_S = 30  # what torchrun gives, and Slurm and Kubernetes give torchr
 def launch(options: RunOptions) -> int:
     """Run the script on every rank and return the exit code of the job (DESIGN: 0, 1, 2, 3, 70 to 75, 128 + signal)."""
     begin = time.monotonic()
-    import torch.distributed.run as torchrun
+    with _private_directory() as directory:
+        import torch.distributed.run as torchrun
 
-    if not options.debug:
-        _silence_torch_launcher()
-    with tempfile.TemporaryDirectory(prefix="zeroshard-run-") as directory:
+        if not options.debug:
+            _silence_torch_launcher()
         arguments = _torchrun_arguments(torchrun, options, directory)
         _set_environment(options, directory, num_ranks=int(arguments.nproc_per_node), restarts=arguments.max_restarts > 0)
-        supervisor = Supervisor(directory, options.grace_s, on_restart=_report_restart)
+        supervisor = Supervisor(directory, options.grace_s, on_restart=_report_restart, on_stall=_report_stall, stall_s=options.stall_s)
         supervisor.start()
         return _run(torchrun, arguments, supervisor, begin)
+
+
+@contextmanager
+def _private_directory() -> Iterator[str]:
+    """A directory that only this user may look into, removed at the end, also where this process is killed."""
+    directory = tempfile.mkdtemp(prefix="zeroshard-run-")
+    janitor = Janitor(directory)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        janitor.close()
 
 
 def leave(exit_code: int) -> NoReturn:
@@ -77,6 +94,8 @@ def _run(torchrun: Any, arguments: Any, supervisor: Supervisor, begin: float) ->
     if ended_by is not None and not (failures and failures[0].status in CONTRACT_EXIT_CODES):
         _say(f"ended by {ended_by.name}")
         return 128 + ended_by
+    if supervisor.stalled:
+        return EXIT_STALL
     if not failures:
         return 0
     _report(failures, begin)
@@ -86,10 +105,6 @@ def _run(torchrun: Any, arguments: Any, supervisor: Supervisor, begin: float) ->
 def _torchrun_arguments(torchrun: Any, options: RunOptions, directory: str) -> Any:
     """torchrun's namespace for this job. The script's arguments never pass through its parser."""
     line = [*options.torchrun]
-    if options.standalone:
-        line += ["--standalone"]
-        if not any(option.startswith("--local-addr") for option in options.torchrun):
-            line += ["--local-addr", "127.0.0.1"]
     if options.nproc is not None or "PET_NPROC_PER_NODE" not in os.environ:
         line += ["--nproc-per-node", options.nproc or _default_nproc()]
     if "--log-dir" not in "".join(options.torchrun):
@@ -100,9 +115,20 @@ def _torchrun_arguments(torchrun: Any, options: RunOptions, directory: str) -> A
         torchrun.parse_min_max_nnodes(arguments.nnodes)
     except (ValueError, RuntimeError) as error:
         raise UsageError(str(error)) from None
+    if options.standalone:
+        _place_on_this_host(arguments, options.port)
     # torch replaces ${local_rank} and halves every $$ in the arguments; doubled dollars come out as they went in.
     arguments.training_script_args = [argument.replace("$", "$$") for argument in (options.kind, options.script, *options.args)]
     return arguments
+
+
+def _place_on_this_host(arguments: Any, port: int) -> None:
+    from zeroshard.launch import one_host
+
+    one_host.register()
+    arguments.standalone, arguments.nnodes = False, "1"
+    arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id = one_host.BACKEND, f"{one_host.LOOPBACK}:{port}", secrets.token_hex(8)
+    arguments.local_addr = arguments.local_addr or one_host.LOOPBACK
 
 
 def _default_nproc() -> str:
@@ -117,8 +143,9 @@ def _set_environment(options: RunOptions, directory: str, *, num_ranks: int, res
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(max(round(options.grace_s), SIGNAL_GRACE_S)))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // num_ranks, 1)))
     if options.standalone:
+        os.environ[worker.MEETING] = os.path.join(directory, "meeting")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if restarts:  # else ranks that start again find the addresses of those before them in the agent's store, and cannot connect
+    elif restarts:  # else ranks that start again find the addresses of those before them in the agent's store, and cannot connect
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
@@ -139,16 +166,44 @@ def _report_restart(failures: list[Failure]) -> None:
         _say(f"starting again after rank {failure.rank} failed: {failure.how}\n{failure.traceback or failure.message}")
 
 
+def _report_stall(seconds: float, stacks: dict[int, str], ends: bool) -> None:
+    """Say where every rank is, and whether the job ends for it."""
+    shown = [f"rank {rank}:\n{stack or 'shows no stacks: it is stopped, or waits in the kernel'}" for rank, stack in sorted(stacks.items())]
+    what = "ended, exit code 71" if ends else "going on; --stall-timeout SECONDS ends such a job"
+    _say("\n".join([*shown, f"zeroshard run: no rank has made progress for {seconds:.0f} s, its ranks are shown above: {what}"]))
+
+
 def _report(failures: list[Failure], begin: float) -> None:
     """Other failures that have something to say, a line each; then the first one, whole, last."""
     first, *others = failures
     for failure in others:
-        if not failure.silent:
+        if failure.stacks:
+            _say(f"rank {failure.rank} was here when rank {first.rank} gave up:\n{failure.stacks}")
+        if not failure.silent and not (first.left and failure.traceback):
             line = textwrap.shorten(failure.message or failure.how, 160, placeholder=" ...")
-            _say(f"rank {failure.rank} failed too, {failure.at - first.at:+.2f} s after the first: {line}")
+            _say(f"rank {failure.rank} failed too, {abs(failure.at - first.at):.2f} s {_before_or_after(failure, first)} the first: {line}")
+    if first.left:
+        _report_leaver(first, others, begin)
+        return
     if first.status == EXIT_PREEMPTED:
         _say(f"preempted {first.at - begin:.2f} s after the start: exit code {EXIT_PREEMPTED}, please queue it again")
         return
     hint = " (often the kernel, out of memory)" if first.status == -signal.SIGKILL else ""
     block = f"rank {first.rank} failed first, {first.at - begin:.2f} s after the start: {first.how}{hint}"
     _say("\n".join(filter(None, [block, (first.traceback or first.message).rstrip()])))
+
+
+def _before_or_after(failure: Failure, first: Failure) -> str:
+    return "before" if failure.at < first.at else "after"  # the first one counts earlier than it was seen, see supervisor.py
+
+
+def _report_leaver(first: Failure, others: list[Failure], begin: float) -> None:
+    """The script of one rank ended well while the others went on: where they waited for it, and what may be meant."""
+    for failure in others:
+        if failure.traceback:
+            _say(f"rank {failure.rank} waited for rank {first.rank}:\n{failure.traceback.rstrip()}")
+    _say(
+        f"rank {first.rank} left first, {first.at - begin:.2f} s after the start: its script ended with exit code 0 while other ranks waited for it. "
+        "Where one rank has fewer batches than another, put the loop into `with engine.join():`; make the calls that all ranks take part in, "
+        "zs.save() too, on all ranks"
+    )

@@ -11,10 +11,13 @@ launcher woke up for it:
 - a rank that ended with an exit code and no word counts ``SILENT_LEAD_S`` earlier, for the same reason;
 - a rank that says itself that it failed because a peer was lost, or that we ended, counts ``CONSEQUENCE_LAG_S`` later.
 
+A rank whose script ends well while others wait for it is to blame before those that lost it (exit code 71). Ranks that a stall ends, and ranks of
+which none has shown a heartbeat for `stall_s` seconds, are asked for their stacks first (``pulse.py``).
+
 A rank that ends with exit code 75 (preempted) has not failed: its peers may still be saving, and are left to the agent's longer patience. When
 Ctrl-C comes twice, there is no patience.
 
-No torch here, and no signal is sent before a rank has failed or Ctrl-C has come twice.
+No torch here, and no signal that ends anything is sent before a rank has failed, the job has stalled, or Ctrl-C has come twice.
 """
 
 from __future__ import annotations
@@ -30,15 +33,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeroshard.launch.leftovers import end_sessions
+from zeroshard.launch.pulse import Pulse, stacks_of
+
 __all__ = ["CONTRACT_EXIT_CODES", "EXIT_PREEMPTED", "Failure", "Supervisor", "blame_order", "exit_code_of"]
 
 SIGNAL_LEAD_S = 1.0
 SILENT_LEAD_S = 0.05
 CONSEQUENCE_LAG_S = 1.0
+STALL_S = 600.0
 EXIT_PREEMPTED = 75
+EXIT_STALL = 71
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 CONTRACT_EXIT_CODES = frozenset({3, 70, 71, 72, 73, 74, EXIT_PREEMPTED})
 # A peer's broken connection may end in SIGABRT (a C++ thread that throws); SIGTERM and SIGINT are what launchers send.
+ENDED_BY_LAUNCHERS = frozenset({-signal.SIGTERM, -signal.SIGKILL})
 SIGNALS_OF_A_CONSEQUENCE = frozenset({signal.SIGABRT, signal.SIGTERM, signal.SIGINT})
 
 
@@ -53,6 +62,13 @@ class Failure:
     message: str = ""
     traceback: str = ""
     consequence: bool = False
+    stalled: bool = False  # it gave up waiting for others
+    stacks: str = ""  # where it was when another rank gave up
+
+    @property
+    def left(self) -> bool:
+        """Whether its script ended well, while others waited for this rank."""
+        return self.status == 0
 
     @property
     def silent(self) -> bool:
@@ -92,9 +108,11 @@ def blame_order(failures: list[Failure]) -> list[Failure]:
 
 
 def exit_code_of(failure: Failure) -> int:
-    """What the launcher ends with: 128 + signal, a code of the contract as it is, 1 for every other failure of the user's script."""
+    """What the launcher ends with: 71 for a rank that left, 128 + signal, a code of the contract as it is, 1 for every other failure of the user's script."""
     if failure.status is None:
         return 1
+    if failure.left:
+        return EXIT_STALL
     if failure.status < 0:
         return 128 - failure.status
     return failure.status if failure.status in CONTRACT_EXIT_CODES | {EXIT_INTERRUPTED} else 1
@@ -108,11 +126,15 @@ class _Watched:
     generation: int
     pid: int
     pidfd: int
+    pulse: Pulse
+    begun_at: float
     end_by: float | None = None
     ended_by_us: bool = False
     ended_at: float | None = None
     failed_at: float | None = None
+    left_at: float | None = None  # its script has ended well
     status: int | None = None
+    stacks: str = ""
 
     @property
     def alive(self) -> bool:
@@ -122,13 +144,28 @@ class _Watched:
 class Supervisor:
     """A thread that watches the ranks announced in ``directory``; when one fails, the rest have ``grace_s`` seconds to end.
 
-    ``on_restart`` is called, in the thread, with the failures of a generation when the agent has started the next.
+    ``on_restart`` is called, in the thread, with the failures of a generation when the agent has started the next. When no rank has shown a
+    heartbeat for ``stall_s`` seconds, ``on_stall`` is called with the seconds, each rank's stacks and True, and the job is ended. Without
+    ``stall_s`` it is called with False after `STALL_S`, where every rank has shown one before (a script may do without an engine).
     """
 
-    def __init__(self, directory: str, grace_s: float, on_restart: Callable[[list[Failure]], None]) -> None:
+    def __init__(
+        self,
+        directory: str,
+        grace_s: float,
+        on_restart: Callable[[list[Failure]], None],
+        *,
+        stall_s: float | None = None,
+        on_stall: Callable[[float, dict[int, str], bool], None] = lambda seconds, stacks, ends: None,
+    ) -> None:
         self.directory = Path(directory)
         self.grace_s = grace_s
+        self.stalled = False  # and ended for it
         self._on_restart = on_restart
+        self._ends_a_stall = stall_s is not None
+        self._stall_s = STALL_S if stall_s is None else stall_s  # 0: never look
+        self._on_stall = on_stall
+        self._stall_told: float | None = None  # the last heartbeat before it
         self._watched: dict[int, _Watched] = {}  # by process id
         self._generation = 0
         self._restart_count = 0
@@ -160,6 +197,7 @@ class Supervisor:
         for watched in self._watched.values():
             self._kill(watched)
             os.close(watched.pidfd)
+        self._end_children(self._generation)
         self._selector.close()
         signal.set_wakeup_fd(self._wakeup_before)
         for fd in (self._fifo, self._signals, self._signals_in):
@@ -176,9 +214,28 @@ class Supervisor:
         failures = []
         for watched in self._watched.values():
             status = statuses.get(watched.pid, watched.status)
-            if watched.generation == generation and (status not in (None, 0) or watched.failed_at is not None):
+            ended = status not in (None, 0) and not (watched.left_at is not None and status in ENDED_BY_LAUNCHERS)
+            if watched.generation == generation and (ended or watched.failed_at is not None):
                 failures.append(self._describe(watched, status))
-        return blame_order(failures)
+        failures = blame_order(failures)
+        if failures and (failures[0].consequence or failures[0].stalled):
+            failures = [*self._leavers(generation, statuses), *failures]
+        return failures
+
+    def _leavers(self, generation: int, statuses: dict[int, int]) -> list[Failure]:
+        """The ranks whose scripts have ended well, the first one first."""
+        left = []
+        for watched in self._watched.values():
+            at = watched.ended_at if watched.left_at is None else watched.left_at
+            well = watched.left_at is not None or statuses.get(watched.pid, watched.status) == 0
+            if watched.generation == generation and watched.failed_at is None and well and at is not None:
+                left.append(Failure(watched.rank, watched.pid, at, status=0))
+        return sorted(left, key=lambda failure: failure.at)
+
+    def _end_children(self, generation: int) -> None:
+        """End what the ranks of a failed generation have started: it would outlive them."""
+        if self._failures_of(generation, {}):
+            end_sessions([watched.pid for watched in self._watched.values() if watched.generation == generation])
 
     def knows(self, pid: int) -> bool:
         """Whether the process announced itself."""
@@ -197,6 +254,8 @@ class Supervisor:
             message=str(said.get("message", "")),
             traceback=str(said.get("traceback", "")),
             consequence=bool(said.get("consequence", watched.ended_by_us and watched.failed_at is None)),
+            stalled=bool(said.get("stalled", False)),
+            stacks=watched.stacks,
         )
 
     def _said(self, pid: int) -> dict[str, object]:
@@ -218,23 +277,53 @@ class Supervisor:
             for watched in self._watched.values():
                 if watched.end_by is not None and watched.end_by <= time.monotonic():
                     self._kill(watched)
+            self._look_for_a_stall()
 
     def _patience(self) -> float | None:
         pending = [watched.end_by for watched in self._watched.values() if watched.alive and watched.end_by is not None]
-        return max(min(pending) - time.monotonic(), 0.01) if pending else None
+        patience = [max(min(pending) - time.monotonic(), 0.01)] if pending else []
+        return min([*patience, *([min(self._stall_s / 4, 5.0)] if self._stall_s else [])], default=None)
+
+    def _look_for_a_stall(self) -> None:
+        """Tell it, once, when no rank has shown a heartbeat for too long."""
+        ranks = [watched for watched in self._watched.values() if watched.generation == self._generation and watched.alive]
+        if not self._stall_s or self.stalled or not ranks or any(watched.end_by is not None for watched in ranks):
+            return
+        beats = [watched.pulse.last_beat() for watched in ranks]
+        last = max(beat or watched.begun_at for beat, watched in zip(beats, ranks, strict=True))
+        if time.monotonic() - last <= self._stall_s or last == self._stall_told or not (all(beats) or self._ends_a_stall):
+            return
+        self._stall_told = last
+        self._ask_for_stacks(ranks)
+        self._on_stall(time.monotonic() - last, {watched.rank: watched.stacks for watched in ranks}, self._ends_a_stall)
+        self.stalled = self._ends_a_stall
+        if self.stalled:
+            for watched in ranks:
+                watched.end_by = time.monotonic()
+
+    def _ask_for_stacks(self, ranks: list[_Watched]) -> None:
+        for watched, stacks in zip(ranks, stacks_of([watched.pulse for watched in ranks]), strict=True):
+            watched.stacks = stacks
 
     def _read_events(self) -> None:
         self._unread += os.read(self._fifo, 1 << 16)
         *lines, self._unread = self._unread.split(b"\n")
         for line in filter(None, lines):
             event = json.loads(line)
-            if "failed_at" in event:
-                if (failed := self._watched.get(event["pid"])) is not None:
-                    failed.failed_at = event["failed_at"]
-                    if self._said(failed.pid).get("exit_code") != EXIT_PREEMPTED:
-                        self._start_grace(failed.generation)
-            else:
-                self._add(event["rank"], event["restart_count"], event["pid"])
+            watched = self._watched.get(event["pid"])
+            if "rank" in event:
+                self._add(event["rank"], event["restart_count"], event["pid"], shows=bool(event.get("shows")))
+            elif watched is not None and "left_at" in event:
+                watched.left_at = event["left_at"]
+            elif watched is not None:
+                watched.failed_at = event["failed_at"]
+                self._note_failure(watched, self._said(watched.pid))
+
+    def _note_failure(self, failed: _Watched, said: dict[str, object]) -> None:
+        if said.get("stalled"):
+            self._ask_for_stacks([w for w in self._watched.values() if w.alive and w is not failed and w.generation == failed.generation])
+        if said.get("exit_code") != EXIT_PREEMPTED:
+            self._start_grace(failed.generation)
 
     def _read_signals(self) -> None:
         self._interrupts += os.read(self._signals, 1 << 10).count(signal.SIGINT)
@@ -242,15 +331,18 @@ class Supervisor:
             for watched in self._watched.values():
                 watched.end_by = time.monotonic()
 
-    def _add(self, rank: int, restart_count: int, pid: int) -> None:
+    def _add(self, rank: int, restart_count: int, pid: int, *, shows: bool) -> None:
         # A group that changed its members starts again with the same count, and then a rank comes twice.
         again = any(watched.rank == rank and watched.generation == self._generation for watched in self._watched.values())
         if again or restart_count > self._restart_count:
             self._on_restart(self._failures_of(self._generation, {}))
+            self._end_children(self._generation)
             self._generation += 1
         self._restart_count = restart_count
         with contextlib.suppress(ProcessLookupError):  # dead and reaped already: the agent's exit code is all there is
-            watched = _Watched(rank, self._generation, pid, os.pidfd_open(pid))
+            pidfd = os.pidfd_open(pid)
+            pulse = Pulse(self.directory, pid, pidfd, shows=shows)
+            watched = _Watched(rank, self._generation, pid, pidfd, pulse, begun_at=time.monotonic())
             self._watched = {**self._watched, pid: watched}  # other threads iterate over the old one
             self._selector.register(watched.pidfd, selectors.EVENT_READ, watched)
 

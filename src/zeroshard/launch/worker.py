@@ -5,9 +5,13 @@ Started by ``zeroshard run`` as ``python -u worker.py script|module|command TARG
 1. asks the kernel to end this process when the launcher dies (also by SIGKILL): ranks never outlive their launcher;
 2. announces itself on the launcher's FIFO, so that the launcher can watch the process;
 3. runs the target as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``;
-4. on an uncaught exception writes rank, time and traceback to a file, announces that too, and ends with the exception's exit code.
+4. on an uncaught exception writes rank, time and traceback to a file, announces that too, and ends with the exception's exit code;
+5. announces the end of a script that ends well, too: the others may still wait for this rank.
 
-Invariant: a failure is written down *before* anything is torn down, so its time is earlier than that of every failure it causes in
+Beside that it keeps a file with the time of the rank's last heartbeat (``core/launched.py``), and writes the stacks of all threads to another
+when the launcher sends `STACKS_SIGNAL`.
+
+Invariant: an end is announced *before* anything is torn down, so its time is earlier than that of every failure it causes in
 another rank. Standard library only, and no import of zeroshard: it must cost nothing and shadow nothing of the user's.
 
 What it does not do: catch signals, print the traceback (the launcher does, last), or touch the process group.
@@ -22,42 +26,94 @@ import ctypes
 import faulthandler
 import importlib.machinery
 import json
+import mmap
 import os
 import runpy
 import signal
+import struct
 import sys
 import time
 import traceback
 import types
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import NoReturn, TextIO
 
-__all__ = ["main"]
+__all__ = ["beat", "main", "meeting_file"]
 
 DIRECTORY = "ZEROSHARD_RUN_DIRECTORY"
 LAUNCHER_PID = "ZEROSHARD_RUN_PID"
+MEETING = "ZEROSHARD_RUN_MEETING"
+MODULE = "zeroshard_launched"  # as core/launched.py looks for it
 PR_SET_PDEATHSIG = 1
+STACKS_SIGNAL = signal.SIGRTMIN + 9  # no user's, no library's that we know of
+TIME = struct.Struct("<d")  # CLOCK_MONOTONIC; 0: no heartbeat yet
 
 
 def main(argv: list[str]) -> None:
     """Run ``argv`` = [kind, target, *args]; returns when the target did, and ends the process when it failed."""
     directory, launcher = os.environ.pop(DIRECTORY), int(os.environ.pop(LAUNCHER_PID))
     _die_with(launcher)
-    _announce(directory, {"pid": os.getpid(), "rank": _env_int("RANK"), "restart_count": _env_int("TORCHELASTIC_RESTART_COUNT")})
+    _Launched.meeting = os.environ.pop(MEETING, None)
     kind, target, *args = argv
+    shows = _show(directory, stacks=kind != "command")
+    hello = {"pid": os.getpid(), "rank": _env_int("RANK"), "restart_count": _env_int("TORCHELASTIC_RESTART_COUNT"), "shows": int(shows)}
+    _announce(directory, hello)
     if kind == "command":
         os.execvp(target, [target, *args])  # keeps the process id and the wish to die with the launcher
+    sys.modules[MODULE] = sys.modules[__name__]
     faulthandler.enable()
     try:
         _run_script(target, args) if kind == "script" else _run_module(target, args)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
     except SystemExit as error:
         if error.code not in (None, 0):
             message = error.code if isinstance(error.code, str) else ""
             _write_failure(directory, {"message": message, "traceback": "", "exit_code": error.code if isinstance(error.code, int) else 1})
+        else:
+            _announce(directory, {"pid": os.getpid(), "left_at": time.monotonic()})
         raise
     except BaseException as error:
         _leave(_fail(directory, error))
+    _announce(directory, {"pid": os.getpid(), "left_at": time.monotonic()})
+
+
+class _Launched:
+    """What this rank knows of its launcher, for core/launched.py."""
+
+    meeting: str | None = None
+    num_meetings = 0
+    heart: mmap.mmap | None = None
+    stacks: TextIO | None = None
+
+
+def meeting_file() -> str | None:
+    """See core/launched.py."""
+    if _Launched.meeting is None:
+        return None
+    _Launched.num_meetings += 1
+    return f"{_Launched.meeting}-{_env_int('TORCHELASTIC_RESTART_COUNT')}-{_Launched.num_meetings}"
+
+
+def beat() -> None:
+    """Note that the program has made progress."""
+    if _Launched.heart is not None:
+        TIME.pack_into(_Launched.heart, 0, time.monotonic())
+
+
+def _show(directory: str, *, stacks: bool) -> bool:
+    """Make the files through which the launcher sees this rank (pulse.py); return whether it will show its stacks."""
+    prefix = os.path.join(directory, f"rank-{os.getpid()}")
+    try:
+        with open(f"{prefix}.heart", "w+b") as file:
+            file.write(TIME.pack(0.0))
+            file.flush()
+            _Launched.heart = mmap.mmap(file.fileno(), TIME.size)
+        _Launched.stacks = open(f"{prefix}.stacks", "w", encoding="utf-8")  # noqa: SIM115 (the handler keeps its descriptor)
+    except OSError:
+        return False
+    if not stacks:
+        return False
+    faulthandler.register(STACKS_SIGNAL, _Launched.stacks, all_threads=True)
+    return True
 
 
 def _die_with(launcher: int) -> None:
@@ -70,7 +126,7 @@ def _env_int(name: str) -> int:
     return int(os.environ.get(name, "0"))
 
 
-def _announce(directory: str, message: dict[str, int | float]) -> None:
+def _announce(directory: str, message: Mapping[str, int | float]) -> None:
     line = json.dumps(message).encode() + b"\n"  # far below PIPE_BUF, so one write is one line
     with contextlib.suppress(OSError):  # a launcher that is gone takes this process with it
         fifo = os.open(os.path.join(directory, "events"), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -110,18 +166,22 @@ def _fail(directory: str, error: BaseException) -> int:
         frames = frames.tb_next  # what stands between the interpreter and the script says nothing to the user
     zeroshard_errors = sys.modules.get("zeroshard.errors")
     ours = zeroshard_errors is not None and isinstance(error, zeroshard_errors.ZeroshardError)
-    exit_code = int(getattr(error, "exit_code", 1)) if ours else 1
+    exit_code = int(getattr(error, "exit_code", 1)) if ours else 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     message = "".join(traceback.format_exception_only(type(error), error)).strip()
     text = "".join(traceback.format_exception(type(error), error, frames))
     known = _write_failure(
         directory,
-        {"message": message, "traceback": text, "exit_code": exit_code, "consequence": type(error).__name__ == "PeerLostError"},
+        {"message": message, "traceback": text, "exit_code": exit_code, "consequence": _lost_a_peer(error), "stalled": type(error).__name__ == "StallError"},
     )
     if not known:
         sys.stderr.write(text)
     elif sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith("torch."):
         sys.excepthook(type(error), error, frames)  # the user's own; torch's only prints what the launcher will
     return exit_code
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    return type(error).__name__ == "PeerLostError" or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
 def _leave(exit_code: int) -> NoReturn:

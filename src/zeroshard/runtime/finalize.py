@@ -26,6 +26,7 @@ import torch
 
 from zeroshard.comm.transport import Transport
 from zeroshard.core.digest import Digest, first_difference, holders
+from zeroshard.core.launched import heartbeat
 from zeroshard.errors import PlanMismatch, StateError
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
@@ -85,6 +86,7 @@ class Finalizer:
         self._bad_steps = bad_steps
         self._bad_in_a_row = 0
         self._result: Finalized | None = None
+        self._beat = heartbeat()
 
     @property
     def pending(self) -> bool:
@@ -264,6 +266,7 @@ class Finalizer:
         self._result = None
         self.clipped = False
         self._backward.changed = False
+        self._beat()
 
     def abandon(self) -> None:
         """After an exception: nothing is agreed."""

@@ -1,0 +1,59 @@
+"""How a rank is, seen from outside: the time of its last heartbeat, and the stacks of its threads on request.
+
+Both are files in the launcher's directory, which ``worker.py`` makes. A rank that is stopped or sits in the kernel does not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from zeroshard.launch.worker import STACKS_SIGNAL, TIME
+
+__all__ = ["Pulse", "stacks_of"]
+
+_ANSWER_S = 0.3
+_NUM_LINES = 60
+
+
+class Pulse:
+    """The files of one rank; `shows` is whether it has made them."""
+
+    def __init__(self, directory: Path, pid: int, pidfd: int, *, shows: bool) -> None:
+        self._prefix = directory / f"rank-{pid}"
+        self._pidfd = pidfd
+        self._shows = shows
+
+    def last_beat(self) -> float | None:
+        """Return the CLOCK_MONOTONIC seconds of the last heartbeat, None before the first."""
+        with contextlib.suppress(OSError):
+            data = Path(f"{self._prefix}.heart").read_bytes()
+            if len(data) == TIME.size:
+                return float(TIME.unpack(data)[0]) or None
+        return None
+
+    def ask(self) -> int:
+        """Have the rank write its stacks; return where in its file they will begin."""
+        with contextlib.suppress(OSError):
+            before = Path(f"{self._prefix}.stacks").stat().st_size
+            if self._shows:
+                signal.pidfd_send_signal(self._pidfd, STACKS_SIGNAL)
+            return before
+        return 0
+
+    def answer(self, begin: int) -> str:
+        """Return what was written since `begin`, cut to 60 lines."""
+        with contextlib.suppress(OSError):
+            lines = Path(f"{self._prefix}.stacks").read_bytes()[begin:].decode(errors="replace").splitlines()
+            return "\n".join(lines[:_NUM_LINES] + [f"... {len(lines) - _NUM_LINES} more lines"] * (len(lines) > _NUM_LINES))
+        return ""
+
+
+def stacks_of(pulses: Sequence[Pulse]) -> list[str]:
+    """Return the stacks of several ranks, "" for one that does not answer within 0.3 s."""
+    begins = [pulse.ask() for pulse in pulses]
+    time.sleep(_ANSWER_S if pulses else 0.0)
+    return [pulse.answer(begin) for pulse, begin in zip(pulses, begins, strict=True)]
