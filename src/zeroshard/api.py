@@ -141,6 +141,7 @@ def shard(
 
     prepare(model.buffers())
     faults = Faults(transport, active=bool(tiering.stores))
+    faults.in_shard = True
     context = Context(
         policy=policy,
         precision=precision,
@@ -173,6 +174,7 @@ def shard(
         except StorageError:
             engine.close()
             raise
+    faults.in_shard = False
     return engine
 
 

@@ -23,7 +23,7 @@ from tests.checkpoint.common import Training, make
 from tests.checkpoint.test_manifest import sealed
 from zeroshard import CheckpointError
 from zeroshard.checkpoint.manifest import ITEMSIZE, Manifest, digest, num_chunks
-from zeroshard.checkpoint.steps import MANIFEST
+from zeroshard.checkpoint.steps import MANIFEST, open_regular
 
 STEP, FILE = "step-0000000001", "rank-00000-of-00001.safetensors"
 MAX_GROWTH = 50 << 20
@@ -198,6 +198,18 @@ def _pipe(name: str) -> Callable[[Path], None]:
         os.mkfifo(folder / STEP / name)
 
     return change
+
+
+def test_what_is_no_file_is_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening a device may already act on it, and a pipe tells its writer."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/null")
+    flags, real = [], os.open
+    monkeypatch.setattr(os, "open", lambda path, flag, *rest: flags.append(flag) or real(path, flag, *rest))  # type: ignore[func-returns-value]
+    for path in (tmp_path / "pipe", tmp_path / "link", Path("/dev/null")):
+        with pytest.raises(CheckpointError, match=f"{path} cannot be read: it is"):
+            open_regular(path)
+    assert len(flags) == 3 and all(flag & os.O_PATH and flag & os.O_NOFOLLOW for flag in flags)
 
 
 def _directory(name: str) -> Callable[[Path], None]:

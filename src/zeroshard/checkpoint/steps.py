@@ -57,16 +57,23 @@ def list_steps(directory: Path) -> dict[int, Path]:
 
 
 def open_regular(path: Path) -> int:
-    """Open a file to read and return its descriptor; raises CheckpointError for one that is not there, a symbolic link, a pipe or a device."""
+    """Open a file to read and return its descriptor; raises CheckpointError for one that is not there, a symbolic link, a pipe or a device.
+
+    What lies there is looked at through a descriptor that opens nothing (O_PATH): opening a device may already act on it.
+    """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would be waited for
+        found = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            mode = os.fstat(found).st_mode
+            if stat.S_ISLNK(mode):
+                raise CheckpointError(f"{path} cannot be read: it is a symbolic link, which is not followed")
+            if not stat.S_ISREG(mode):
+                raise CheckpointError(f"{path} cannot be read: it is not a file")
+            return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)  # the same file, whatever has the name by now
+        finally:
+            os.close(found)
     except OSError as error:
-        what = "it is a symbolic link, which is not followed" if error.errno == errno.ELOOP else error.strerror
-        raise CheckpointError(f"{path} cannot be read: {what}") from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise CheckpointError(f"{path} cannot be read: it is not a file")
-    return fd
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -23,6 +23,8 @@ from zeroshard.errors import StateError, StorageError
 __all__ = ["Faults"]
 
 _RESET = "call engine.reset() on every rank, which drops the gradients, and go on with the next batch"
+_UNTOUCHED = "shard() has failed on every rank, and the model is as it was"
+_ANEW = "shard() has failed on every rank: build the model and the optimizer anew"
 _LOAD = "what rests is half old and half new: load a checkpoint with zs.load()"
 
 
@@ -31,6 +33,7 @@ class Faults:
 
     def __init__(self, transport: Transport, *, active: bool = True) -> None:
         self.refusal: str | None = None  # why forwards and steps are refused, on every rank
+        self.in_shard = False  # there is no engine yet
         self.is_lost = False  # on some rank what rests is not whole: told, and so known on every rank
         self.is_suspect = False  # something has failed since the last repair: files may be damaged
         self._since = "a tier failed"
@@ -76,8 +79,12 @@ class Faults:
         self.is_suspect = True
         self.is_lost = self.is_lost or any(answer.startswith(b"!") for answer in answers)
         first = next(iter(told))
-        self.refusal = f"rank {first}: {told[first]}; {_LOAD if self.is_lost else _RESET}"
-        raise StorageError(self.refusal if own is None else f"{own}; {_LOAD if self.is_lost else _RESET}")
+        if self.in_shard:
+            remedy = _ANEW if self.is_lost else _UNTOUCHED
+        else:
+            remedy = _LOAD if self.is_lost else _RESET
+        self.refusal = f"rank {first}: {told[first]}; {remedy}"
+        raise StorageError(self.refusal if own is None else f"{own}; {remedy}")
 
     def check(self, *, passes: bool = True) -> None:
         """Raise StateError, the same on every rank, where forwards and steps are refused (`passes` off: only where what rests is lost)."""
