@@ -25,9 +25,10 @@ def test_family_trains_to_ddps_bits_at_every_stage(name: str) -> None:
         assert not any(differences.values()), differences
 
 
+@pytest.mark.parametrize("steps", [3, pytest.param(STEPS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_family_trains_in_bf16_to_the_bits_of_ddp_over_fp32_parameters(name: str) -> None:
-    for differences in run_ranks(2, compare, name, STEPS, (3,), None, "auto", "bf16", timeout=100):
+def test_family_trains_in_bf16_to_the_bits_of_ddp_over_fp32_parameters(name: str, steps: int) -> None:
+    for differences in run_ranks(2, compare, name, steps, (3,), None, "auto", "bf16", timeout=100):
         assert not any(differences.values()), differences
 
 
