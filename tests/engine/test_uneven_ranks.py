@@ -15,6 +15,7 @@ import zeroshard as zs
 from tests.engine.cases import Backward, ByHand, Case, seeded, train_case
 from tests.engine.common import ROWS, batch, two_groups
 from tests.harness import run_ranks
+from zeroshard.errors import PlanMismatch
 
 WIDTH = 16
 STEPS = 4
@@ -212,3 +213,31 @@ def _late(rank: int, world: int) -> dict[str, float]:
 def test_gradients_that_come_late_are_in_the_step_whichever_rank_has_them() -> None:
     for errors in run_ranks(2, _late, timeout=60):
         assert max(errors.values()) < 1e-6, errors
+
+
+def _verified(rank: int, world: int, row: str) -> str:
+    """Compare replicated state in every step, along different routes; flip a bit of a unit that only the other rank runs."""
+    model = seeded(Route)()
+    optimizer = two_groups(model)
+    engine = zs.shard(model, optimizer, policy=row, verify_every=1, units=CUTS["halves"], stall_timeout_s=20)
+    routes = [_plain("0a", "2b"), _plain("1a")][rank]
+    for step in range(3):
+        model(*batch(rank, step), routes).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    unit = next(unit for unit in engine._weights.units if unit.name == "blocks.1")
+    loss = model(*batch(rank, 3), routes)
+    if rank == 1:
+        unit.segments[0].flat.full[5] += 1.0
+    loss.backward()
+    try:
+        optimizer.step()
+    except PlanMismatch as error:
+        return str(error)
+    return "nothing noticed"
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1"])
+def test_comparing_replicas_compares_every_unit_on_ranks_that_run_different_ones(row: str) -> None:
+    for told in run_ranks(2, _verified, row, timeout=60):
+        assert "about 'weights of unit blocks.1'" in told and "memory was corrupted" in told, told

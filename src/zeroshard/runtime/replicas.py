@@ -41,7 +41,9 @@ def compare_replicas(units: Sequence[Unit], optimizer: ShardedOptimizer | None, 
     """Raise PlanMismatch, on every rank, naming the first unit whose replicated weights or optimizer state differ; collective."""
     named: dict[str, str] = {}
     for unit in units:
-        if not unit.cells.weight.is_sharded and unit.state is UnitState.FULL:
+        if not unit.cells.weight.is_sharded:
+            if unit.state is UnitState.GATHERING:  # published, and not used since on this rank
+                unit.finish_gather()
             named[f"weights of unit {unit.name}"] = digest_of(*(segment.flat.full for segment in unit.segments))
     if optimizer is not None and units and not units[0].cells.optim.is_sharded:
         named |= _state_digests(optimizer)
