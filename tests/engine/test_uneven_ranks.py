@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from tests.engine.cases import Backward, ByHand, Case, seeded, train_case
+from tests.engine.cases import Backward, ByHand, Case, seeded, simple, train_case
 from tests.engine.common import ROWS, batch, two_groups
 from tests.harness import run_ranks
 from zeroshard.errors import PlanMismatch
@@ -139,6 +139,59 @@ def _compare(rank: int, world: int, name: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", ROUTES)
 def test_a_unit_that_runs_unevenly_trains_to_the_bits_of_data_parallel_training(name: str) -> None:
     for differences in run_ranks(2, _compare, name, timeout=90):
+        assert not any(differences.values()), differences
+
+
+class Scaled(nn.Module):
+    """A layer, and a scale of its own that is used after it: no hook but the block's own gathers it for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * torch.tanh(self.layer(x))
+
+
+class BackToBack(nn.Module):
+    """Runs one block three times in a row: each output is the next call's input."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, WIDTH)
+        self.block = Scaled()
+        self.head = nn.Linear(WIDTH, 37)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        h = checkpoint(self._run, h, use_reentrant=True) if self.reentrant else self._run(h)
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+    def _run(self, h: torch.Tensor) -> torch.Tensor:
+        return self.block(self.block(self.block(h)))  # type: ignore[no-any-return]
+
+
+def _holds_parameters(name: str, module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def _back_to_back(rank: int, world: int, reentrant: bool) -> dict[str, list[str]]:
+    """Train with every module its own unit; return what differs from data parallel training by hand."""
+    case = Case(seeded(BackToBack, reentrant), simple, ddp=None)
+    reference = train_case(rank, "reference", case, STEPS)
+    out = {}
+    for row in (*ROWS, "hpz"):
+        for transport in ("shared_memory", "gloo"):
+            run = train_case(rank, row, case, STEPS, units=_holds_parameters, comm=zs.Comm(transport=transport))
+            out[f"{row} on {transport}"] = run.differs_from(reference)
+    return out
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_block_that_runs_on_its_own_output_has_its_weights_in_every_backward(reentrant: bool) -> None:
+    for differences in run_ranks(2, _back_to_back, reentrant, timeout=60):
         assert not any(differences.values()), differences
 
 

@@ -102,7 +102,8 @@ class Backward:
         if unit.in_backward and self._tasks:
             if unit.arrived:
                 self._hand_over_complete(unit)
-            self._weights.after_backward(unit)
+            if not unit.forwards:  # an earlier forward's output is this one's input: its backward needs the weights now
+                self._weights.after_backward(unit)
 
     def take(self, place: tuple[int, int], index: int, parameter: torch.Tensor) -> None:
         """Autograd has finished the gradient of parameter `index` in the segment at `place` (unit, segment)."""

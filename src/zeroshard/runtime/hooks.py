@@ -28,7 +28,7 @@ from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.casts import cast, explain, install_casts
 from zeroshard.runtime.cut import UnitPlan
 from zeroshard.runtime.guards import compiled_whole, guard, is_traced
-from zeroshard.runtime.recomputed import count_recomputations, is_checkpointed
+from zeroshard.runtime.recomputed import count_recomputations, is_checkpointed, is_recomputed
 from zeroshard.runtime.released import release_class, restore_class
 from zeroshard.runtime.trees import tensors_in
 from zeroshard.runtime.unit import Segment, Unit, UnitState
@@ -261,9 +261,9 @@ class Hooks:
         backward = self._backward
         num_inputs = len(inputs)
         waiting: dict[int, int] = {}  # graph task -> inputs still without a gradient
-        is_first = torch._C._current_graph_task_id() < 0  # not recomputed
+        counts = torch._C._current_graph_task_id() < 0 or is_recomputed()  # else nothing comes here: the first forward's hooks run
         for unit in units:
-            unit.forwards += is_first
+            unit.forwards += counts
 
         def arrived(grad: torch.Tensor) -> None:
             task = torch._C._current_graph_task_id()
@@ -271,7 +271,7 @@ class Hooks:
             if not waiting[task]:
                 del waiting[task]
                 for unit in units:
-                    unit.forwards = max(0, unit.forwards - is_first)
+                    unit.forwards = max(0, unit.forwards - counts)
                     backward.after_inputs(unit)
 
         for tensor in inputs:  # not torch's multi-grad hook, whose closure holds the graph that holds it

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from types import FrameType
+from types import CodeType, FrameType
 
 from torch.utils.checkpoint import CheckpointFunction
 
 from zeroshard.runtime.unit import Unit
 
-__all__ = ["count_recomputations", "is_checkpointed"]
-
-_FORWARD = CheckpointFunction.forward.__code__
+__all__ = ["count_recomputations", "is_checkpointed", "is_recomputed"]
 
 
 def count_recomputations(units: Sequence[Unit], *, ends_one: bool) -> None:
@@ -35,9 +33,18 @@ def count_recomputations(units: Sequence[Unit], *, ends_one: bool) -> None:
 
 def is_checkpointed() -> bool:
     """Whether this runs inside the forward of a reentrant checkpoint."""
-    frame: FrameType | None = sys._getframe()
+    return _runs_inside(CheckpointFunction.forward.__code__)
+
+
+def is_recomputed() -> bool:
+    """Whether this runs inside the backward of a reentrant checkpoint."""
+    return _runs_inside(CheckpointFunction.backward.__code__)
+
+
+def _runs_inside(code: CodeType) -> bool:
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if frame.f_code is _FORWARD:
+        if frame.f_code is code:
             return True
         frame = frame.f_back
     return False

@@ -323,7 +323,7 @@ class Unit:
         self.arrived: dict[int, int] = {}  # parameters whose gradient has come in this backward, by id, and the last graph task that brought it
         self.in_parts = False  # several graph tasks have brought gradients in this backward
         self.pending = 0  # trainable parameters whose gradient has not come in this backward
-        self.forwards = 0  # of its module, outside a backward, whose own backward has not come
+        self.forwards = 0  # of its module, whose backward is not over
         self.recomputations = 0  # forwards of its modules to come in a backward: they ran inside reentrant checkpoints
         self._flight: Flight | None = None
         self._strict = strict
