@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
 
+State = dict[str, torch.Tensor]
+
 ROWS = ("ddp", "zero1", "zero2", "zero3", "zero3-keep")
 TRANSPORTS = ("shared_memory", "gloo")
 VOCABULARY = 37
@@ -91,11 +93,34 @@ class Run:
     losses: list[float]
     state: dict[str, torch.Tensor]
     extra: dict[str, Any] = field(default_factory=dict)
+    row: str = "this run"
 
     def differs_from(self, other: Run) -> list[str]:
-        """Return the names of parameters that differ in any bit, and "losses" where those differ."""
-        names = [name for name, value in self.state.items() if not torch.equal(value, other.state[name])]
-        return names + (["losses"] if self.losses != other.losses else [])
+        """Return a line per parameter that differs in any bit (see `differences`), and one for the losses where those differ."""
+        lines = differences(self.state, other.state, self.row, other.row)
+        steps = [step for step, pair in enumerate(zip(self.losses, other.losses, strict=False)) if pair[0] != pair[1]]
+        if self.losses == other.losses:
+            return lines
+        if not steps:
+            return [*lines, f"{len(self.losses)} losses in {self.row} against {len(other.losses)} in {other.row}"]
+        first = steps[0]
+        return [*lines, f"losses[{first}]: {self.losses[first]!r} in {self.row} against {other.losses[first]!r} in {other.row}"]
+
+
+def differences(ours: State, expected: State, row: str = "this run", other: str = "the reference") -> list[str]:
+    """Return a line per tensor that differs in any element: its name, the first index, both values with their rows, and how many differ."""
+    lines = [f"{name} is only in {row if name in ours else other}" for name in sorted(ours.keys() ^ expected.keys())]
+    for name in [name for name in ours if name in expected]:
+        mine, theirs = ours[name], expected[name]
+        if torch.equal(mine, theirs):
+            continue
+        if mine.shape != theirs.shape:
+            lines.append(f"{name}: shape {tuple(mine.shape)} in {row} against {tuple(theirs.shape)} in {other}")
+            continue
+        wrong = (mine != theirs).nonzero().tolist()
+        values = f"{mine[tuple(wrong[0])].item()!r} in {row} against {theirs[tuple(wrong[0])].item()!r} in {other}"
+        lines.append(f"{name}{wrong[0]}: {values} ({len(wrong)} of {mine.numel()} elements differ)")
+    return lines
 
 
 def train(
@@ -134,8 +159,8 @@ def train(
         tied.zero_grad()
     extra: dict[str, Any] = {"norms": norms}
     if engine is None:
-        return Run(losses, {k: v.clone() for k, v in inner.state_dict().items()}, extra)
+        return Run(losses, {k: v.clone() for k, v in inner.state_dict().items()}, extra, kind)
     extra |= {"memory": engine.memory(), "traffic": engine.traffic(), "units": engine.units}
     state = engine.full_state_dict(rank0_only=False)
     engine.close()
-    return Run(losses, state, extra)
+    return Run(losses, state, extra, kind)

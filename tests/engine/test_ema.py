@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zeroshard as zs
-from tests.engine.common import ROWS, TRANSPORTS, batch, make_model, two_groups
+from tests.engine.common import ROWS, TRANSPORTS, batch, differences, make_model, two_groups
 from tests.harness import run_ranks
 from zeroshard import ConfigError, StateError
 
@@ -51,9 +51,9 @@ def _same_as_torch(rank: int, world: int, transport: str) -> None:
         assert ours == losses, (row, ours, losses)
         with ema.swapped():
             state = engine.full_state_dict(rank0_only=False)
-        assert all(torch.equal(state[name], value) for name, value in averages.items()), row
+        assert not (found := differences(state, averages, row, "torch's averages")), found
         state = engine.full_state_dict(rank0_only=False)
-        assert all(torch.equal(state[name], value) for name, value in trained.items()), row
+        assert not (found := differences(state, trained, row, "torch's model")), found
         whole = 4 * sum(p.numel() for p in model.parameters())
         assert ema.bytes < (whole if row == "ddp" else whole / 2) * 1.2
         engine.close()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from tests.engine.common import ROWS, TRANSPORTS, Net, Run, batch, make_model, train, two_groups
+from tests.engine.common import ROWS, TRANSPORTS, Net, Run, batch, differences, make_model, train, two_groups
 from tests.harness import run_ranks, spawn_ranks
 from zeroshard.errors import PeerLostError, PlanMismatch, StallError, StateError
 
@@ -111,7 +111,8 @@ def _recover(rank: int, world: int, transport: str, where: Callable[[Net, int], 
             optimizer.zero_grad()
         state = engine.full_state_dict(rank0_only=False)
         engine.close()
-        assert Run(losses, state).differs_from(expected) == [], (row, where.__name__)
+        found = Run(losses, state, row=row).differs_from(expected)
+        assert not found, found
 
 
 def _reference(rank: int, model: Net, steps: list[int]) -> Run:
@@ -124,7 +125,7 @@ def _reference(rank: int, model: Net, steps: list[int]) -> Run:
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    return Run(losses, {name: value.clone() for name, value in model.state_dict().items()})
+    return Run(losses, {name: value.clone() for name, value in model.state_dict().items()}, row="torch-ddp")
 
 
 @pytest.mark.parametrize(
@@ -427,7 +428,7 @@ def _always_bad(rank: int, world: int, precision: str) -> None:
             assert scales == [max(65536.0 / 2 ** (step + 1), 1.0) for step in range(allowed)]
         engine.reset()
         after = engine.full_state_dict(rank0_only=False)
-        assert all(torch.equal(before[name], after[name]) for name in before), row
+        assert not (found := differences(after, before, row, "before")), found
         engine.close()
 
 
@@ -457,8 +458,8 @@ def _skipped_like_never(rank: int, world: int) -> list[list[str]]:
 
 
 def test_a_skipped_step_leaves_no_trace() -> None:
-    for differences in run_ranks(2, _skipped_like_never):
-        assert not any(differences), differences
+    for found in run_ranks(2, _skipped_like_never):
+        assert not any(found), found
 
 
 def test_clipping_a_gradient_that_is_not_finite_returns_a_norm_that_is_not_finite_and_the_step_is_skipped() -> None:

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
-from tests.engine.common import ROWS, TRANSPORTS, batch, make_model, two_groups
+from tests.engine.common import ROWS, TRANSPORTS, batch, differences, make_model, two_groups
 from tests.harness import run_ranks
 from zeroshard import ConfigError, PlanMismatch
 
@@ -52,7 +52,7 @@ def _same_as_ddp(rank: int, world: int, transport: str, steps: list[int]) -> Non
     expected = _train(rank, "torch-ddp", transport, steps)
     for row in ROWS:
         ours = _train(rank, row, transport, steps)
-        assert all(torch.equal(ours[name], value) for name, value in expected.items()), row
+        assert not (found := differences(ours, expected, row, "torch-ddp")), found
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -65,7 +65,7 @@ def _same_rows(rank: int, world: int, transport: str, options: dict[str, Any]) -
     first = _train(rank, "zero2", transport, [1, 4, 2, 3], **options)
     for row in ("zero3", "zero3-keep"):
         ours = _train(rank, row, transport, [1, 4, 2, 3], **options)
-        assert all(torch.equal(ours[name], value) for name, value in first.items()), row
+        assert not (found := differences(ours, first, row, "zero2")), found
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.engine.common import ROWS, TRANSPORTS, Net, Run, batch, make_model, two_groups
+from tests.engine.common import ROWS, TRANSPORTS, Net, Run, batch, differences, make_model, two_groups
 from tests.harness import run_ranks
 from zeroshard.errors import CheckpointError, StallError, StateError
 
@@ -133,13 +133,14 @@ def _half(rank: int, world: int, directory: str) -> None:
         with engine.gathered():
             weights = {name: value.detach().clone() for name, value in model.named_parameters()}
         whole = engine.full_state_dict(rank0_only=False)
-        assert all(torch.equal(value, whole[name]) for name, value in weights.items()), row
+        assert not (found := differences(weights, whole, row, "the masters")), found
         _step(rank, 5, model, optimizer)  # and it trains
         with _fails(optimizer, 3):
             _step(rank, 1, model, optimizer)
         zs.load(f"{directory}/{row}", engine)  # also without reset()
         losses += [_step(rank, step, model, optimizer) for step in (1, 2)]
-        assert Run(losses, engine.full_state_dict(rank0_only=False)).differs_from(expected) == [], row
+        found = Run(losses, engine.full_state_dict(rank0_only=False), row=row).differs_from(expected)
+        assert not found, found
         engine.close()
 
 
