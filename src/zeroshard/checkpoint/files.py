@@ -14,12 +14,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from zeroshard.checkpoint.steps import sync_directory
+from zeroshard.checkpoint.steps import make_directory, require_space, sync_directory
 from zeroshard.errors import CheckpointError, ConfigError
 
 __all__ = ["published", "write_new"]
 
-_SLACK_BYTES = 1 << 20  # for an index and the directory
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -34,11 +33,8 @@ def published(out: Path, num_bytes: int) -> Iterator[Path]:
         raise ConfigError(f"{out} is not empty: name a directory that does not exist yet, or remove what is there")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise ConfigError(f"{out} exists: name a path that does not, or remove it")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    stat = os.statvfs(out.parent)
-    free = stat.f_bavail * stat.f_frsize
-    if num_bytes + _SLACK_BYTES > free:
-        raise CheckpointError(f"no space for {out}: it needs {num_bytes} bytes, and {free} are free")
+    make_directory(out.parent)
+    require_space(out.parent, num_bytes, str(out))
     working = out.parent / f".exporting-{out.name}-{secrets.token_hex(4)}"
     try:
         yield working

@@ -32,7 +32,17 @@ from zeroshard.checkpoint.intake import MODEL_KEYS, OPTIMIZER_KEYS, STEP_KEYS, I
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.pretrained import weight_files
 from zeroshard.checkpoint.shards import write_shard
-from zeroshard.checkpoint.steps import MANIFEST, commit, list_steps, lock, remove_leftovers, working_path
+from zeroshard.checkpoint.steps import (
+    MANIFEST,
+    check_alone,
+    commit,
+    list_steps,
+    lock,
+    make_directory,
+    remember_steps,
+    remove_leftovers,
+    working_path,
+)
 from zeroshard.core.precision import PRECISIONS
 from zeroshard.errors import CheckpointError, ConfigError
 
@@ -94,8 +104,9 @@ def recognise(source: Path) -> str:
 
 
 def _write(intake: Intake, directory: Path, step: int, format: str) -> tuple[Path, int]:
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     with lock(directory):
+        check_alone(directory)
         remove_leftovers(directory)
         if step in list_steps(directory):
             raise ConfigError(f"{directory} already holds step {step}: choose another with --step, or another directory")
@@ -118,7 +129,9 @@ def _write(intake: Intake, directory: Path, step: int, format: str) -> tuple[Pat
             text = manifest.dump()
             Manifest.parse(text, "what was imported")
             write_new(working / MANIFEST, len(text), [text])
-            return commit(working, directory, step), manifest.total_bytes()
+            path = commit(working, directory, step)
+            remember_steps(directory)
+            return path, manifest.total_bytes()
         except BaseException:
             shutil.rmtree(working, ignore_errors=True)
             raise

@@ -85,7 +85,7 @@ def collect(engine: Engine, states: Mapping[str, Stateful], extra: Any) -> RankP
             raise CheckpointError(f"states: the name {name!r} cannot be used (no '|' or '@', and not {', '.join(_RESERVED)})")
     _collect_pieces(engine, averages, part)
     _collect_groups(engine, part)
-    values: dict[str, Any] = {name: state.state_dict() for name, state in states.items() if name not in averages}
+    values: dict[str, Any] = {name: _state_dict(name, state) for name, state in states.items() if name not in averages}
     values |= {RNG: generators(), EXTRA: extra, SCALER: engine.scaler_state()}
     part.encoded = {name: _encoded(name, value) for name, value in values.items()}
     part.encoded |= {f"{BUFFER}{name}": (None, {f"{BUFFER}{name}": tensor}) for name, tensor in buffers_of(engine).items()}
@@ -93,6 +93,13 @@ def collect(engine: Engine, states: Mapping[str, Stateful], extra: Any) -> RankP
         for key, tensor in tensors.items():
             dtype_code(tensor.dtype, key)  # raises
     return part
+
+
+def _state_dict(name: str, state: Stateful) -> dict[str, Any]:
+    try:
+        return state.state_dict()
+    except Exception as odd:
+        raise CheckpointError(f"states[{name!r}] gives no state_dict(): {type(odd).__name__}: {odd}") from odd
 
 
 def divide(engine: Engine, part: RankPart) -> None:

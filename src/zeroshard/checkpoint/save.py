@@ -2,8 +2,8 @@
 
     collect (ranks agree on what each writes) . make the hidden directory . [copy] . each rank writes its file . rank 0 writes the manifest, renames
 
-Every collective runs in the caller's thread. Writing does not: ranks leave their parts of the manifest as files in the hidden directory, and rank 0
-commits once all are there, so that nothing has to be agreed on in the background.
+Every collective runs in the caller's thread. Writing does not: the other ranks leave their parts of the manifest as files in the hidden directory, and
+rank 0 commits once all are there, so that nothing has to be agreed on in the background. No rank waits for what it writes itself.
 
 Invariant: either the step is visible and complete, or it is not there and the earlier ones are as they were. An error on any rank is
 CheckpointError on every rank: at once, or (in the background) at the next call.
@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,8 +32,20 @@ from zeroshard.buffer import PagePool
 from zeroshard.checkpoint.manifest import Manifest, ParameterEntry, ShardEntry, TensorEntry
 from zeroshard.checkpoint.pieces import RankPart, Stateful, collect, divide, parameters_of
 from zeroshard.checkpoint.shards import Stored, opened, shard_bytes, write_shard
-from zeroshard.checkpoint.steps import MANIFEST, commit, lock, prune, remove_leftovers, step_path, working_path
-from zeroshard.errors import CheckpointError, ConfigError, PeerLostError, StorageError
+from zeroshard.checkpoint.steps import (
+    MANIFEST,
+    check_alone,
+    commit,
+    lock,
+    make_directory,
+    prune,
+    remember_steps,
+    remove_leftovers,
+    require_space,
+    step_path,
+    working_path,
+)
+from zeroshard.errors import CheckpointError, ConfigError, PeerLostError, PlanMismatch, StorageError
 from zeroshard.runtime.engine import Engine
 
 __all__ = ["Saver", "save", "settle"]
@@ -42,7 +54,6 @@ _log = logging.getLogger("zeroshard")
 _POLL_S = 0.005
 _LOOK_S = 0.5  # how often a rank that waits for its own writer looks whether the others are alive
 _HURRY_S = 2.0  # how long a program that ends waits for the other ranks' files: less than a launcher's grace
-_SLACK_BYTES = 1 << 20  # for the manifest and the directory
 
 
 def save(
@@ -103,6 +114,7 @@ class Saver:
         self._timeout_s = timeout_s  # how long rank 0 waits for the other ranks' files
         self._pages = PagePool()
         self._staging: dict[str, torch.Tensor] = {}
+        self._job: _Job | None = None  # the save that is under way in the background
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._hurry = threading.Event()  # something has gone wrong: other ranks may never come
@@ -113,39 +125,48 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if kind is None:
             self.close()
-        elif self._writer is not None:
+        else:
             self._hurry.set()
-            self._writer.join()  # the ranks may be anywhere: nothing collective
+            self._join_writer()  # the ranks may be anywhere: nothing collective
 
     def save(self, step: int, *, extra: Any = None) -> Path:
         """Save `step`; return the path that it has, or will have once it is written."""
         self.wait()
-        if type(step) is not int or step < 0:
-            raise ConfigError(f"step={step!r} is not a number of steps")
+        self._agree_on(step)
         job = self._prepare(step, extra)
         if self._background:
-            job.part.stored = self._copied(job.part.stored)
-            self._writer = threading.Thread(target=self._run, args=(job,), name="zeroshard-save")
-            self._writer.start()
+            self._begin(job)
         else:
             self._run(job)
             self._settle_run()
         return step_path(self.directory, step)
 
     def wait(self) -> None:
-        """Return when no save is under way; raise CheckpointError where the last one failed, on any rank. Collective."""
-        if self._writer is None:
+        """Return when no save is under way; raise CheckpointError where the last one failed, on any rank. Collective.
+
+        Ranks first tell each other whether their files are written: then rank 0 need not wait for what will never come.
+        """
+        job = self._job
+        if job is None:
             return
-        while self._writer.is_alive():
-            self._writer.join(_LOOK_S)
-            try:
+        try:
+            while not job.tried.wait(_LOOK_S):
                 self._engine.check_peers("a save in the background")
-            except PeerLostError:
-                self._hurry.set()
-                self._writer.join()
-                raise
-        self._writer = None
+            job.told = _first(self._engine, job.failure, "zs.save()")
+            while self._writer is not None and self._writer.is_alive():
+                self._writer.join(_LOOK_S)
+                self._engine.check_peers("a save in the background")
+        except PeerLostError:
+            self._hurry.set()
+            self._join_writer()
+            raise
+        self._join_writer()
         self._settle_run()
+
+    def _join_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+        self._job = self._writer = None
 
     def close(self) -> None:
         """Wait for the save under way, and let go of the staging memory. Collective."""
@@ -156,6 +177,29 @@ class Saver:
             self._pages.clear()
 
     # ------------------------------------------------------------------ together
+
+    def _agree_on(self, step: int) -> None:
+        """Raise PlanMismatch where the ranks save different steps, ConfigError for what is no number of steps."""
+        steps = [answer.decode() for answer in self._engine.exchange(repr(step).encode(), "zs.save()")]
+        if len(set(steps)) > 1:
+            said = ", ".join(f"rank {rank} step={text}" for rank, text in enumerate(steps))
+            raise PlanMismatch(f"zs.save() is called with different steps: {said}. Give every rank the same step")
+        if type(step) is not int or step < 0:
+            raise ConfigError(f"step={step!r} is not a number of steps")
+
+    def _begin(self, job: _Job) -> None:
+        """Write `job` in the background from a copy; where there is no memory for the copy, that is what the other ranks will hear of."""
+        try:
+            job.part.stored = self._copied(job.part.stored)
+        except Exception as error:
+            job.failure = CheckpointError(f"step {job.step} cannot be copied to be written in the background: {type(error).__name__}: {error}")
+        self._job = job
+        self._writer = threading.Thread(target=self._run, args=(job,), name="zeroshard-save")
+        try:
+            self._writer.start()
+        except RuntimeError:  # no thread is to be had
+            self._writer = None
+            self._run(job)
 
     def _settle_run(self) -> None:
         failure, self._failure = self._failure, None
@@ -173,44 +217,37 @@ class Saver:
             part = collect(engine, self._states, extra)
         except CheckpointError as refused:
             error = refused
+        except Exception as odd:
+            error = CheckpointError(f"step {step} cannot be collected: {type(odd).__name__}: {odd}")
         settle(engine, error, "zs.save()")
         divide(engine, part)
         metadata = {"format": "zeroshard", "rank": str(engine.rank), "step": str(step)}
         sizes = [int(answer) for answer in engine.exchange(str(shard_bytes(part.stored, metadata)).encode(), "zs.save()")]
-        nonce, stack = b"", ExitStack()
-        if engine.rank == 0:
-            try:
-                nonce = self._open(step, sum(sizes), stack).encode()
-            except CheckpointError as refused:
-                error = refused
-        try:
+        nonce = ""
+        with ExitStack() as stack:
+            if engine.rank == 0:
+                try:
+                    nonce = self._open(step, sum(sizes), stack)
+                except CheckpointError as refused:
+                    error = refused
             settle(engine, error, "zs.save()")
-        except CheckpointError:
-            stack.close()
-            raise
-        nonce = engine.exchange(nonce, "zs.save()")[0]
-        return _Job(step, part, metadata, working_path(self.directory, step, nonce.decode()), stack, parameters_of(engine))
+            nonce = engine.exchange(nonce.encode(), "zs.save()")[0].decode()
+            return _Job(step, part, metadata, working_path(self.directory, step, nonce), stack.pop_all(), parameters_of(engine))
 
     def _open(self, step: int, num_bytes: int, stack: ExitStack) -> str:
         """On rank 0: take the lock, remove leftovers, see that there is space, make the hidden directory; return its nonce."""
         nonce = secrets.token_hex(4)
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(lock(self.directory))
-            remove_leftovers(self.directory)
-            stat = os.statvfs(self.directory)
-            free = stat.f_bavail * stat.f_frsize
-            if num_bytes + _SLACK_BYTES > free:
-                raise CheckpointError(
-                    f"no space for step {step} in {self.directory}: it needs {num_bytes} bytes, and {free} are free; what was there before is untouched"
-                )
-            working_path(self.directory, step, nonce).mkdir()
-        except OSError as error:
-            stack.close()
-            raise CheckpointError(f"{self.directory} cannot be written: {error.strerror}") from error
-        except CheckpointError:
-            stack.close()
-            raise
+        with ExitStack() as held:
+            try:
+                make_directory(self.directory)
+                held.enter_context(lock(self.directory))
+                check_alone(self.directory)
+                remove_leftovers(self.directory)
+                require_space(self.directory, num_bytes, f"step {step} in {self.directory}")
+                working_path(self.directory, step, nonce).mkdir()
+            except OSError as error:
+                raise CheckpointError(f"{self.directory} cannot be written: {error.strerror}") from error
+            stack.push(held.pop_all())
         return nonce
 
     def _copied(self, stored: list[Stored]) -> list[Stored]:
@@ -232,37 +269,50 @@ class Saver:
 
     def _run(self, job: _Job) -> None:
         """Write this rank's file; on rank 0 commit when all are there. Keeps the failure for `_settle_run`."""
-        with job.stack:
-            try:
+        try:
+            with job.stack:
                 self._write_or_tell(job)
                 if self._engine.rank == 0:
-                    self._commit(job)
-            except Exception as error:
-                self._failure = error if isinstance(error, CheckpointError) else CheckpointError(f"step {job.step}: {type(error).__name__}: {error}")
-                if self._engine.rank == 0:
-                    shutil.rmtree(job.path, ignore_errors=True)
+                    try:
+                        self._commit(job)
+                    finally:
+                        remember_steps(self.directory)
+        except Exception as error:
+            failure = error if isinstance(error, CheckpointError) else CheckpointError(f"step {job.step}: {type(error).__name__}: {error}")
+            self._failure = CheckpointError(f"step {job.step} is complete, but {failure}") if job.visible else failure
+            if self._engine.rank == 0:
+                shutil.rmtree(job.path, ignore_errors=True)
+        finally:
+            job.tried.set()
 
     def _write_or_tell(self, job: _Job) -> None:
         """Write our file; where that fails, tell the others: in the foreground they raise here too, in the background rank 0 finds a note."""
-        failure: Exception | None = None
-        try:
-            self._write(job)
-        except Exception as error:
-            failure = error
+        if job.failure is None:
+            try:
+                job.index = self._write(job)
+            except Exception as error:
+                job.failure = error
+        job.tried.set()
         if not self._background:
-            settle(self._engine, failure, "zs.save()")
-        elif failure is not None:
+            settle(self._engine, job.failure, "zs.save()")
+        elif job.failure is not None:
             with suppress(OSError):
                 self._shard(job).unlink()  # on a full disk the note needs its space
-            with suppress(OSError):
-                _leave(job.path / f"rank-{self._engine.rank}.failed", str(failure))
             if self._engine.rank == 0:
                 with suppress(CheckpointError, OSError):
                     self._gather(job)
-            raise failure
+            else:
+                with suppress(OSError):
+                    _leave(job.path / f"rank-{self._engine.rank}.failed", str(job.failure))
+            raise job.failure
 
-    def _write(self, job: _Job) -> None:
+    def _write(self, job: _Job) -> dict[str, Any]:
+        """Write our file, and leave what the manifest says of it for rank 0; return that."""
         rank = self._engine.rank
+        if not job.path.is_dir():
+            raise CheckpointError(
+                f"{job.path} is not there, though rank 0 has made it: is {self.directory} on storage that all ranks share, and was nothing removed?"
+            )
         file, tensors = write_shard(self._shard(job), rank, job.part.stored, job.metadata)
         index = {
             "file": asdict(file),
@@ -270,20 +320,22 @@ class Saver:
             "states": job.part.states,
             "scalars": job.part.scalars,
         }
-        try:
-            _leave(job.path / f"rank-{rank}.json", json.dumps(index))
-        except OSError as error:
-            raise CheckpointError(f"{job.path} cannot be written: {error.strerror}") from error
+        if rank > 0:
+            try:
+                _leave(job.path / f"rank-{rank}.json", json.dumps(index))
+            except OSError as error:
+                raise CheckpointError(f"{job.path} cannot be written: {error.strerror}") from error
+        return index
 
     def _shard(self, job: _Job) -> Path:
         return job.path / f"rank-{self._engine.rank:05d}-of-{self._engine.world:05d}.safetensors"
 
     def _gather(self, job: _Job) -> list[dict[str, Any]]:
-        """Wait for every rank's part; raise what one said only when no rank writes any more: the directory goes then, and who still wrote would say that."""
-        indices, failure = [], None
-        for rank in range(self._engine.world):
+        """Wait for every other rank's part; raise what one said only when no rank writes any more: the directory goes then, and who still wrote would say that."""
+        indices, failure = [job.index], None
+        for rank in range(1, self._engine.world):
             try:
-                indices.append(self._await(job.path, rank))
+                indices.append(self._await(job, rank))
             except CheckpointError as error:
                 failure = failure or error
         if failure is not None:
@@ -295,25 +347,33 @@ class Saver:
         indices = self._gather(job)
         manifest = self._manifest(job, indices)
         try:
-            for rank in range(self._engine.world):
+            for rank in range(1, self._engine.world):
                 (job.path / f"rank-{rank}.json").unlink()
             _leave(job.path / MANIFEST, manifest.dump())
         except OSError as error:
             raise CheckpointError(f"{job.path / MANIFEST} cannot be written: {error.strerror}") from error
         commit(job.path, self.directory, job.step)
+        job.visible = True
         prune(self.directory, keep_last=self._keep_last, keep_every=self._keep_every, written=job.step)
 
-    def _await(self, path: Path, rank: int) -> dict[str, Any]:
-        deadline, hurried = time.monotonic() + self._timeout_s, False
+    def _await(self, job: _Job, rank: int) -> dict[str, Any]:
+        """On rank 0: return what another rank has left once its file is written; raise CheckpointError with what it says, or where it will never come."""
+        path, deadline, hurried = job.path, time.monotonic() + self._timeout_s, False
         while True:
             try:
                 index: dict[str, Any] = json.loads((path / f"rank-{rank}.json").read_text())
                 return index
             except FileNotFoundError:
                 pass
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
             failed = path / f"rank-{rank}.failed"
             if failed.exists():
                 raise CheckpointError(f"rank {rank}: {failed.read_text()}")
+            if job.told is not None:
+                raise CheckpointError(job.told)
+            if not path.is_dir():
+                raise CheckpointError(f"{path} was removed while the ranks wrote to it")
             if (self._hurry.is_set() or not threading.main_thread().is_alive()) and not hurried:
                 hurried, deadline = True, min(deadline, time.monotonic() + _HURRY_S)
             if time.monotonic() > deadline:
@@ -355,6 +415,11 @@ class _Job:
     path: Path
     stack: ExitStack  # holds the lock, on rank 0
     parameters: dict[str, ParameterEntry]
+    index: dict[str, Any] = field(default_factory=dict)  # what the manifest will say of this rank's file, once that is written
+    failure: Exception | None = None  # why this rank's file could not be written
+    tried: threading.Event = field(default_factory=threading.Event)  # this rank's file is written, or never will be
+    told: str | None = None  # what another rank said of why its file will never come
+    visible: bool = False  # on rank 0: the step has its name
 
 
 def _leave(path: Path, content: str | bytes) -> None:
@@ -369,9 +434,14 @@ def _leave(path: Path, content: str | bytes) -> None:
 
 def settle(engine: Engine, error: Exception | None, call: str) -> None:
     """Raise CheckpointError on every rank where one has an `error`: its own, or the first of the others'. Collective."""
-    answers = engine.exchange(b"" if error is None else f"rank {engine.rank}: {error}".encode(), call)
+    first = _first(engine, error, call)
     if error is not None:
         raise error
-    first = next((answer for answer in answers if answer), None)
     if first is not None:
-        raise CheckpointError(first.decode())
+        raise CheckpointError(first)
+
+
+def _first(engine: Engine, error: Exception | None, call: str) -> str | None:
+    """Return the `error` of the first rank that has one, and which rank that is. Collective."""
+    answers = engine.exchange(b"" if error is None else f"rank {engine.rank}: {error}".encode(), call)
+    return next((answer.decode() for answer in answers if answer), None)

@@ -15,18 +15,19 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from zeroshard.checkpoint.manifest import MAX_BYTES, SHARD_NAME, Manifest
 from zeroshard.errors import CheckpointError
 
 __all__ = [
-    "MANIFEST", "STEP_NAME", "check_files", "commit", "list_steps", "lock", "open_regular", "prune", "read_manifest", "remove_leftovers", "step_path",
-    "sync_directory", "working_path",
+    "MANIFEST", "SLACK_BYTES", "STEP_NAME", "check_alone", "check_files", "commit", "list_steps", "lock", "make_directory", "open_regular", "prune",
+    "read_manifest", "remember_steps", "remove_leftovers", "require_space", "step_path", "sync_directory", "working_path",
 ]  # fmt: skip
 
 MANIFEST = "manifest.json"
+SLACK_BYTES = 1 << 20  # that must be free beyond the files of pieces: for the manifest or index, and the directory
 STEP_NAME = re.compile(r"step-(\d{10,19})")
 _LEFTOVER = re.compile(r"\.(saving|removing)-.*")
 _REPLACED = re.compile(r"\.replaced-step-(\d{10,19})")
@@ -115,30 +116,95 @@ def working_path(directory: Path, step: int, nonce: str) -> Path:
 
 @contextmanager
 def lock(directory: Path) -> Iterator[None]:
-    """Hold the right to write in `directory`; raises CheckpointError naming who has it."""
+    """Be the only process that may write in `directory`; raises CheckpointError naming who has it, and where the lock cannot be taken or let go."""
     path = directory / ".lock"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be written: {error.strerror}") from error
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(fd, 200, 0).decode(errors="replace") or "another process"
-            raise CheckpointError(f"{directory} is being written by {holder}: give each job a directory of its own") from error
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be locked: {error.strerror}") from error
-        with suppress(OSError):  # a full disk: the lock holds without a name
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
-        try:
-            yield
-        finally:
-            os.ftruncate(fd, 0)
-            fcntl.flock(fd, fcntl.LOCK_UN)  # also where a fork of ours still has the file open
-    finally:
-        os.close(fd)
+        _take_lock(fd, path)
+        yield
+    except BaseException:  # this error is the one to tell
+        with suppress(OSError):
+            _let_go(fd)
+        raise
+    try:
+        _let_go(fd)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be let go: {error.strerror}") from error
+
+
+def _take_lock(fd: int, path: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = "another process"
+        with suppress(OSError):
+            holder = os.pread(fd, 200, 0).decode(errors="replace") or holder
+        raise CheckpointError(f"{path.parent} is being written by {holder}: give each job a directory of its own") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be locked: {error.strerror}") from error
+    with suppress(OSError):  # a full disk: the lock holds without a name
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+
+
+def _let_go(fd: int) -> None:
+    """Give the lock up and close its file, whatever goes wrong on the way; raises the first OSError."""
+    with ExitStack() as stack:
+        stack.callback(os.close, fd)
+        stack.callback(fcntl.flock, fd, fcntl.LOCK_UN)  # also where a fork of ours still has the file open
+        os.ftruncate(fd, 0)
+
+
+_left: dict[str, dict[int, tuple[int, int]]] = {}  # by directory: the steps that lay there after this process last wrote there
+
+
+def remember_steps(directory: Path) -> None:
+    """Note which steps lie in `directory` now that this process has written there; the caller holds the lock."""
+    name = os.path.realpath(directory)
+    _left.pop(name, None)  # where they cannot be listed, nothing is known
+    _left[name] = _identities(directory)
+
+
+def check_alone(directory: Path) -> None:
+    """Raise CheckpointError where another job has written a step since this process last wrote there: once for each; the caller holds the lock."""
+    before = _left.get(os.path.realpath(directory))
+    if before is None:
+        return
+    now = _identities(directory)
+    foreign = [step for step, identity in now.items() if before.get(step) != identity]
+    remember_steps(directory)
+    if foreign:
+        others = f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else ""
+        raise CheckpointError(
+            f"step {foreign[0]}{others} in {directory} was written by another job since this one last saved there: give each job a directory of its own"
+        )
+
+
+def _identities(directory: Path) -> dict[int, tuple[int, int]]:
+    out = {}
+    for step, path in list_steps(directory).items():
+        with suppress(OSError):
+            status = os.stat(path, follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode):
+                out[step] = (status.st_dev, status.st_ino)
+    return out
+
+
+def make_directory(path: Path) -> None:
+    """Make `path` and its parents where they are missing, each on disk before this returns."""
+    missing = []
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    for directory in reversed(missing):
+        directory.mkdir(exist_ok=True)
+        with suppress(PermissionError):  # a parent that may be written and not read
+            sync_directory(directory.parent)
+    if not missing:
+        path.mkdir(exist_ok=True)  # raises where it is no directory
 
 
 def commit(working: Path, directory: Path, step: int) -> Path:
@@ -185,6 +251,15 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def require_space(directory: Path, num_bytes: int, what: str) -> None:
+    """Raise CheckpointError where `directory` lacks space for `num_bytes` of `what`, and for the small files beside it."""
+    space = os.statvfs(directory)
+    free = space.f_bavail * space.f_frsize
+    if num_bytes + SLACK_BYTES > free:
+        needs = f"it needs {num_bytes + SLACK_BYTES} bytes ({num_bytes} and {SLACK_BYTES} for the manifest and the directory)"
+        raise CheckpointError(f"no space for {what}: {needs}, and {free} are free; what was there before is untouched")
 
 
 def remove_leftovers(directory: Path) -> None:
