@@ -9,6 +9,7 @@ verified. A tier that fails while it is written to (StorageError on every rank) 
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -26,8 +27,9 @@ from zeroshard.checkpoint.shards import DTYPES, OpenShards
 from zeroshard.checkpoint.steps import MANIFEST, check_files, list_steps, read_manifest
 from zeroshard.checkpoint.values import decode
 from zeroshard.core.placement import Tier
-from zeroshard.errors import CheckpointError, StorageError
+from zeroshard.errors import CheckpointError, ConfigError, StorageError
 from zeroshard.optim.pieces import OwnedPiece
+from zeroshard.optim.trial import fitted_state, state_after_trial
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, RestingPiece
 from zeroshard.runtime.unit import flatten
@@ -72,8 +74,9 @@ def load(
     what does not fit (missing, unexpected and reshaped parameters, param groups, states) is left out and named in ``Restored.skipped``. With
     ``fallback="previous"`` a damaged step is passed over for the one before it. `verify` off reads without comparing hashes.
 
-    Raises CheckpointError on every rank; nothing has been changed then. StorageError, where a tier of the engine fails on any rank, says that the
-    state is half loaded. A load also ends what a tier's failure has brought about: forwards and steps go on again, and bit for bit.
+    Raises CheckpointError on every rank; nothing has been changed then. (Where the ``load_state_dict()`` of one of `states` refuses, all of them are
+    put back to what their ``state_dict()`` gave before; one that does not take that either is named.) StorageError, where a tier of the engine
+    fails on any rank, says that the state is half loaded. A load also ends what a tier's failure has brought about: forwards and steps go on again, and bit for bit.
     """
     directory = Path(directory)
     engine.begin_load()
@@ -165,6 +168,7 @@ class _Reading:
         self._copies: list[tuple[torch.Tensor | RestingPiece, Callable[[], torch.Tensor]]] = []  # (to, from): masters, weights, averages
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._optimizer_states: dict[int, Callable[[], dict[str, Any]]] = {}  # by id of the piece
+        self._trials: dict[int, dict[str, Any]] = {}  # by id of the piece: the state that the optimizer would keep of it, of a few elements
         self._values: dict[str, Any] = {}
         self._there = self._match()
         self._groups = self._match_groups()
@@ -232,11 +236,16 @@ class _Reading:
         """Read and verify everything that this rank needs."""
         self._read_pieces()
         if self._groups is not None:
+            self._check_options(self._groups)
             self._read_optimizer()
         self._read_buffers()
         for name in self.manifest.states:
             if name in self._states or name in (RNG, EXTRA, SCALER):
                 self._read_state(name)
+        try:
+            self._engine.check_restored(self._values.get(SCALER, {}))
+        except (ConfigError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: the loss scaler does not take what was saved: {error}") from error
 
     def bytes_read(self) -> int:
         return self._shards.bytes_read
@@ -270,6 +279,23 @@ class _Reading:
         self._trimmer.passed(self._shards.bytes_read - self._trimmed)
         self._trimmed = self._shards.bytes_read
 
+    def _check_options(self, groups: list[dict[str, Any]]) -> None:
+        """Raise CheckpointError for saved options with which the optimizer cannot step."""
+        optimizer, device = self._engine.optimizer, torch.device("cpu")
+        assert optimizer is not None
+        for index, (mine, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+            options = {key: value for key, value in mine.items() if key not in ("params", "param_names")} | saved
+            device = next((piece.device for piece in mine["params"]), device)
+            dtype = next((piece.dtype for piece in mine["params"]), torch.float32)
+            try:
+                trial = state_after_trial(optimizer, options, dtype, device)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{self.path}: {type(optimizer).__name__} cannot step with the options of param group {index} there: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            self._trials.update({id(piece): trial for piece in mine["params"]})
+
     def _read_optimizer(self) -> None:
         kinds: dict[str, list[str]] = {}
         for name, kind in self._pieces:
@@ -289,7 +315,10 @@ class _Reading:
         for kind in kinds:
             tensor = self._range(name, kind, owned.stride, owned.piece.start, owned.piece.stop)
             state[kind.removeprefix(STATE)] = tensor.to(owned.tensor.device)
-        return state
+        try:
+            return fitted_state(state, self._trials.get(id(owned.tensor), {}))
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: the optimizer cannot go on from the state of parameter {name!r}: {error}") from error
 
     def _read_buffers(self) -> None:
         rank = self._engine.rank if self._engine.world == self.manifest.world else 0
@@ -355,17 +384,8 @@ class _Reading:
 
     def apply(self) -> None:
         """Take everything over. Collective; every rank has read and verified what it needs."""
-        engine, error, before = self._engine, None, generators()
-        try:
-            for name, value in self._values.items():
-                if name in self._states:
-                    self._states[name].load_state_dict(value)
-                elif name == RNG:
-                    restore_generators(value)
-        except Exception as refused:
-            restore_generators(before)
-            error = CheckpointError(f"states[{name!r}] does not take what was saved: {type(refused).__name__}: {refused}")
-        settle(engine, error, "zs.load()")
+        engine = self._engine
+        self._load_states()
         engine.restored(self._values.get(SCALER, {}))
         with torch.no_grad(), engine.repairing(everything=not self.misfits):
             with engine.rewriting():
@@ -383,6 +403,30 @@ class _Reading:
             if engine.optimizer is not None and self._groups is not None:
                 self._apply_optimizer(engine.optimizer, self._groups)
         self.extra = self._values.get(EXTRA)
+
+    def _load_states(self) -> None:
+        """Load the user's states and the generators; put all of them back, on every rank, where one of them refuses on any rank. Collective."""
+        error: CheckpointError | None = None
+        numbers = generators()
+        before = {name: _state_before(self._states[name]) for name in self._values if name in self._states}
+        loaded: list[str] = []
+        try:
+            for name, value in self._values.items():
+                loaded.append(name)
+                if name in self._states:
+                    self._states[name].load_state_dict(value)
+                elif name == RNG:
+                    restore_generators(value)
+        except Exception as refused:
+            error = CheckpointError(f"states[{name!r}] does not take what was saved: {type(refused).__name__}: {refused}")
+        try:
+            settle(self._engine, error, "zs.load()")
+        except CheckpointError as told:
+            stuck = [name for name in loaded if name in before and not _put_back(self._states[name], before[name])]
+            restore_generators(numbers)
+            if stuck:
+                raise CheckpointError(f"{told}; {', '.join(f'states[{name!r}]' for name in stuck)} could not be put back, the rest is as it was") from error
+            raise
 
     def _apply_optimizer(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
         def take_over(owned: OwnedPiece) -> None:
@@ -407,6 +451,25 @@ def _too_late() -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise StorageError(str(error)) from None
+
+
+def _state_before(state: Stateful) -> Any:
+    """Return a copy of a state, or None where it gives none."""
+    try:
+        return copy.deepcopy(state.state_dict())
+    except Exception:
+        return None
+
+
+def _put_back(state: Stateful, before: Any) -> bool:
+    """Load `before` into a state again; return whether it was taken."""
+    if before is None:
+        return False
+    try:
+        state.load_state_dict(before)
+    except Exception:
+        return False
+    return True
 
 
 def _itself(value: _T) -> _T:

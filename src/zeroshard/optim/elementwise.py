@@ -22,7 +22,7 @@ from torch import nn
 
 from zeroshard.errors import ConfigError
 
-__all__ = ["ELEMENTWISE", "check_elementwise", "shard_state", "unhooked_step"]
+__all__ = ["ELEMENTWISE", "bare_copy", "check_elementwise", "shard_state", "unhooked_step"]
 
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
@@ -173,7 +173,7 @@ class _Run:
         model = group["params"][0] if group["params"] else None
         device = model.device if model is not None and not model.is_meta else torch.device("cpu")
         self.param = nn.Parameter(torch.zeros(shape, device=device))
-        self.optimizer = _copy(optimizer)
+        self.optimizer = bare_copy(optimizer)
         self.optimizer.param_groups = [_probe_group(group, self.param)]
         self.optimizer.state = defaultdict(dict)
         if model is not None and optimizer.state.get(model):
@@ -190,7 +190,7 @@ class _Run:
         return self.param.detach().reshape(-1)
 
 
-def _copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return a copy without state, groups and hooks, which reaches nothing of the user's.
 
     By hand: copy.copy() would keep the three attributes of ``Optimizer.__getstate__`` and lose a subclass's own. Attributes are copied

@@ -494,6 +494,15 @@ class Engine:
                 self._backward.abandon()
                 self._finalizer.abandon()
 
+    def check_restored(self, scaler: Mapping[str, object]) -> None:
+        """Raise ConfigError for what `restored` could not take over."""
+        numbers = dict(scaler)
+        late = numbers.pop(_DELAYED, 0)
+        if type(late) is not int or late < 0:
+            raise ConfigError(f"{_DELAYED} is {late!r}, not a number of steps")
+        if self._scaler is not None and numbers:
+            LossScaler().load_state_dict(numbers)
+
     def restored(self, scaler: Mapping[str, float]) -> None:
         """Called when another state has been loaded: gradients are dropped, and `scaler` is taken over in fp16."""
         self._backward.abandon()
