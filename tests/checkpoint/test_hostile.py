@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+import zeroshard as zs
 from tests.checkpoint.common import Training, make
 from tests.checkpoint.test_manifest import sealed
 from zeroshard import CheckpointError
@@ -338,6 +339,39 @@ def test_other_bytes_under_right_hashes_are_numbers_and_nothing_else(monkeypatch
         except CheckpointError as error:
             assert str(folder) in str(error)
     assert not payload.exists()
+
+
+DENSE = {
+    "empty lists": "[], ",
+    "empty objects": "{}, ",
+    "objects": '{"a": 1}, ',
+    "short texts": '"ab", ',
+    "small numbers": "1, ",
+    "nested": "[[[]]], ",
+}
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_a_manifest_of_many_small_values_is_refused_before_it_takes_memory(monkeypatch: pytest.MonkeyPatch, folder: Path, kind: str) -> None:
+    """Read in full, 20 MB of empty lists would take 400 MB, and a manifest may have 512 MB."""
+    path = folder / STEP / MANIFEST
+    item = DENSE[kind]
+    text = path.read_bytes().replace(b'"states": {', b'"states": {\n  "many": {"same": [' + item.encode() * ((60 << 20) // len(item)) + b"0]},", 1)
+    body = text[: text.rindex(b'\n "hash"')]
+    data = body + f'\n "hash": "{digest(body)}"\n}}\n'.encode()
+    del text, body
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _memory("VmRSS")
+    with pytest.raises(CheckpointError, match=r"there holds more values than a save writes: reading its \d+ bytes would take \d+ of memory"):
+        Manifest.parse(data, "there")
+    assert _memory("VmHWM") - before < MAX_GROWTH
+
+
+def test_states_of_more_small_values_than_are_read_again_are_not_saved(training: Training, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeroshard.checkpoint.manifest._most_bytes", lambda text: 8 * len(text) + (1 << 20))
+    with pytest.raises(CheckpointError, match="too many small values for a manifest: keep them in tensors"):
+        zs.save(folder, training.engine, step=7, extra=[[]] * 100_000)
+    assert zs.save(folder, training.engine, step=7, extra=[[]] * 100).name == "step-0000000007"
 
 
 # ---------------------------------------------------------------------------------------------------------------- saving beside what is hostile

@@ -317,9 +317,12 @@ def test_a_directory_that_another_job_saves_to_in_turn_is_noticed(tmp_path: Path
     training.save(tmp_path, 1)
     training.save(tmp_path, 2)
     subprocess.run([sys.executable, "-c", OTHER, tmp_path, str(step)], check=True, timeout=60)
-    with pytest.raises(CheckpointError, match=rf"step {step} in {tmp_path} was written by another job since this one last saved there: give each job"):
+    with pytest.raises(CheckpointError, match=rf"step {step} in {tmp_path} was written by another job since this one last saved or loaded there: give each job"):
         training.save(tmp_path, 4)
     training.save(tmp_path, 4)  # it was told
+    subprocess.run([sys.executable, "-c", OTHER, tmp_path, "5"], check=True, timeout=60)
+    training.load(tmp_path, step=4)
+    training.save(tmp_path, 6)  # whoever loads has seen what is there
     training.engine.close()
 
 

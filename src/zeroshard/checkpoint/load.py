@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from zeroshard.checkpoint.manifest import BUFFER, STATE, VALUE, Manifest, Tensor
 from zeroshard.checkpoint.pieces import EXTRA, RNG, SCALER, Stateful, buffers_of, generators, parameters_of, restore_generators
 from zeroshard.checkpoint.save import settle
 from zeroshard.checkpoint.shards import DTYPES, OpenShards
-from zeroshard.checkpoint.steps import MANIFEST, check_files, list_steps, read_manifest
+from zeroshard.checkpoint.steps import MANIFEST, check_files, list_steps, read_manifest, remember_steps
 from zeroshard.checkpoint.values import decode
 from zeroshard.core.placement import Tier
 from zeroshard.errors import CheckpointError, ConfigError, StorageError
@@ -141,6 +141,9 @@ def _load_step(directory: Path, step: int, engine: Engine, states: dict[str, Sta
             raise CheckpointError(f"the ranks see different checkpoints under {directory}: is it on storage that all ranks share?")
         assert reading is not None
         reading.apply()
+        if engine.rank == 0:
+            with suppress(CheckpointError):
+                remember_steps(directory)  # what another job has written is known here now
         return Restored(step, reading.path, reading.extra, reading.misfits + reading.skipped, bytes_read=reading.bytes_read())
 
 

@@ -158,18 +158,18 @@ def _let_go(fd: int) -> None:
         os.ftruncate(fd, 0)
 
 
-_left: dict[str, dict[int, tuple[int, int]]] = {}  # by directory: the steps that lay there after this process last wrote there
+_left: dict[str, dict[int, tuple[int, int]]] = {}  # by directory: the steps that lay there when this process last wrote or loaded there
 
 
 def remember_steps(directory: Path) -> None:
-    """Note which steps lie in `directory` now that this process has written there; the caller holds the lock."""
+    """Note which steps lie in `directory` now that this process has written or loaded there."""
     name = os.path.realpath(directory)
     _left.pop(name, None)  # where they cannot be listed, nothing is known
     _left[name] = _identities(directory)
 
 
 def check_alone(directory: Path) -> None:
-    """Raise CheckpointError where another job has written a step since this process last wrote there: once for each; the caller holds the lock."""
+    """Raise CheckpointError where another job has written a step since this process last wrote or loaded there: once for each; the caller holds the lock."""
     before = _left.get(os.path.realpath(directory))
     if before is None:
         return
@@ -179,7 +179,7 @@ def check_alone(directory: Path) -> None:
     if foreign:
         others = f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else ""
         raise CheckpointError(
-            f"step {foreign[0]}{others} in {directory} was written by another job since this one last saved there: give each job a directory of its own"
+            f"step {foreign[0]}{others} in {directory} was written by another job since this one last saved or loaded there: give each job a directory of its own"
         )
 
 
