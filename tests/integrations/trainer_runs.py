@@ -19,6 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import zeroshard as zs
 from zeroshard.integrations.transformers import ZeroTrainer
 
+# A schedule that changes at every step, and does not know how many there will be: a run of three steps is the first half of one of six.
+_WARMUP: dict[str, Any] = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 9}
+
 Data = list[dict[str, torch.Tensor]]
 
 
@@ -98,7 +101,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if sys.argv[2] == "resume":
         zero = {"stage": 1, "precision": "bf16"}
-        print(json.dumps(_train(folder, "on one rank", zero, resume=True, lr_scheduler_type="constant")))
+        print(json.dumps(_train(folder, "on one rank", zero, resume=True, **_WARMUP)))
         return
     runs = {"plain": _train(folder, "plain")}
     for stage in (1, 2, 3):
@@ -107,11 +110,11 @@ def main() -> None:
     runs["whole bf16"] = _train(folder, "whole bf16", deepspeed)
     half = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}, "gradient_clipping": "auto"}
     runs["fp16"] = _train(folder, "fp16", half, steps=12)
-    _train(folder, "halves", deepspeed, steps=3, lr_scheduler_type="constant")
+    _train(folder, "halves", deepspeed, steps=3, **_WARMUP)
     if os.environ["RANK"] == "0":
         shutil.copytree(folder / "halves", folder / "on one rank")
-    runs["constant"] = _train(folder, "constant", deepspeed, lr_scheduler_type="constant")
-    runs["halves"] = _train(folder, "halves", deepspeed, resume=True, lr_scheduler_type="constant")
+    runs["constant"] = _train(folder, "constant", deepspeed, **_WARMUP)
+    runs["halves"] = _train(folder, "halves", deepspeed, resume=True, **_WARMUP)
     refused = _refusals(folder)
     if os.environ["RANK"] == "0":
         weights = {name: load_file(folder / name / "final" / "model.safetensors") for name in runs}

@@ -160,6 +160,20 @@ def test_a_new_generation_reports_the_old_one_and_starts_with_a_clean_slate(rank
     assert ranks.supervisor.failures({}) == []
 
 
+def test_a_rank_that_comes_twice_with_the_same_restart_count_begins_a_new_generation(ranks: _Ranks) -> None:
+    """A group that changed its members starts again without counting; its old failures are reported, and end none of the new ranks."""
+    ended = ranks.start(0, "raise SystemExit(4)", restart_count=2)
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # seen, not reaped
+    time.sleep(0.3)
+    again = ranks.start(0, "import time; time.sleep(0.8)", restart_count=2)
+    other = ranks.start(1, "import time; time.sleep(0.8)", restart_count=2)
+    (first, second) = ranks.restarted  # type: ignore[attr-defined]
+    assert [failure.status for failure in second] == [4] and first == [], "with the first rank a generation begins, too: it counts from 0"
+    assert (again.wait(timeout=5), other.wait(timeout=5)) == (0, 0)
+    ranks.supervisor.stop()
+    assert ranks.supervisor.failures({}) == []
+
+
 def test_what_is_left_at_the_end_is_ended(ranks: _Ranks) -> None:
     process = ranks.start(0, "import time; time.sleep(60)")
     ranks.supervisor.stop(grace_s=0.1)
