@@ -175,7 +175,7 @@ def _parsed_bytes(text: bytes) -> int:
 
 def _most_bytes(text: bytes) -> int:
     """Return how much memory the values of a manifest may take: tables of tensors take six times their text, and states may be denser."""
-    return 8 * len(text) + (256 << 20)
+    return 8 * len(text) + (128 << 20)
 
 
 def _parse(text: bytes, where: str) -> Manifest:
