@@ -6,8 +6,6 @@ import errno
 import fcntl
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -301,13 +299,11 @@ def test_different_steps_on_different_ranks_are_named(tmp_path: Path) -> None:
         assert "different steps: rank 0 step=5, rank 1 step=6" in text
 
 
-OTHER = """
-import sys, torch, zeroshard as zs
-torch.manual_seed(0)
-model = torch.nn.Linear(2, 2)
-engine = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
-zs.save(sys.argv[1], engine, step=int(sys.argv[2]))
-"""
+def _other_job(rank: int, world: int, folder: Path, step: int) -> None:
+    training = make("zero2")
+    training.load(folder)
+    training.save(folder, step)
+    training.engine.close()
 
 
 @pytest.mark.parametrize("step", [1, 3], ids=["over a step", "between steps"])
@@ -316,11 +312,11 @@ def test_a_directory_that_another_job_saves_to_in_turn_is_noticed(tmp_path: Path
     training.step(0, 0)
     training.save(tmp_path, 1)
     training.save(tmp_path, 2)
-    subprocess.run([sys.executable, "-c", OTHER, tmp_path, str(step)], check=True, timeout=60)
+    run_ranks(1, _other_job, tmp_path, step)
     with pytest.raises(CheckpointError, match=rf"step {step} in {tmp_path} was written by another job since this one last saved or loaded there: give each job"):
         training.save(tmp_path, 4)
     training.save(tmp_path, 4)  # it was told
-    subprocess.run([sys.executable, "-c", OTHER, tmp_path, "5"], check=True, timeout=60)
+    run_ranks(1, _other_job, tmp_path, 5)
     training.load(tmp_path, step=4)
     training.save(tmp_path, 6)  # whoever loads has seen what is there
     training.engine.close()
