@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import signal
 import statistics
 import sysconfig
@@ -357,11 +358,13 @@ def train(args: argparse.Namespace, stage: int, text: Tensor, held_out: Tensor, 
                 engine.reset_traffic()
                 now = across_ranks(losses[-1], process_mb())
                 speed = tokens_per_step / statistics.median(seconds)
-                status = f"  val {validation:.3f}  {speed:5.0f} tok/s  {now[:, 1].max():.0f} MB/rank"
-                progress.update(task, status=status)
+                status = f"  val {validation:.3f}  {speed:5.0f} tok/s"
+                if not args.compare:  # there the process keeps pages of the stages before: the table counts what each one holds
+                    status += f"  {now[:, 1].max():.0f} MB/rank"
+                progress.update(task, status=status, loss=float(now[:, 0].mean()))
                 if not console.is_terminal:
                     console.print(f"{name}  step {step + 1:4d}/{args.steps}  loss {now[:, 0].mean():.3f}{status}")
-            progress.update(task, advance=1, loss=losses[-1])
+            progress.update(task, advance=1)
     if not losses:  # resumed where nothing was left to do
         validation = validate(model, held_out, device)
     sample = model.generate(b"def ", args.sample).decode(errors="replace")  # every rank, in step: each forward gathers the weights
@@ -424,8 +427,16 @@ def verdict(args: argparse.Namespace, results: list[Result]) -> str:
     return f"The losses {which} are {said} over {args.steps} steps. Largest difference from stage 0: {apart:.1g}"
 
 
+class OneVoice(argparse.ArgumentParser):
+    """A parser that is run on every rank, and speaks on the first."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            super()._print_message(message, file)
+
+
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a small GPT on Python's standard library, sharded with ZeRO.")
+    parser = OneVoice(description="Train a small GPT on Python's standard library, sharded with ZeRO.")
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage; 0 is plain data parallel (default: 3)")
     parser.add_argument("--config", metavar="FILE", help="JSON of zeroshard's options (policy, comm, offload, ...), in place of --stage")
     parser.add_argument("--compare", action="store_true", help="train with stages 0, 1, 2 and 3, one after another")

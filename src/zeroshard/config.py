@@ -32,6 +32,12 @@ TierName = Literal["device", "host", "disk"]
 class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
 
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise ConfigError(_one_line(error, section={"Comm": "comm", "Offload": "offload"}.get(type(self).__name__, ""))) from None
+
     @field_validator("*", mode="before")
     @classmethod
     def _of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
@@ -125,6 +131,13 @@ class Offload(_Strict):
     delayed_update: int | None = Field(default=None, ge=0)
     verify: bool = False
     link: Any = Field(default=None, exclude=True, repr=False)  # what copies to and from the host go through, for tests: zeroshard.tier.link.Paced
+
+    @field_validator("weight", "grad", "optimizer", mode="before")
+    @classmethod
+    def _known_tier(cls, tier: Any, info: ValidationInfo) -> Any:
+        if tier not in get_args(TierName):
+            raise ValueError(f"offload.{info.field_name}={tier!r} is not a tier: 'device', 'host' (the memory of the CPU) or 'disk' (NVMe)")
+        return tier
 
     @field_validator("fraction")
     @classmethod
@@ -509,15 +522,16 @@ def build_config(source: Config | dict[str, Any] | str | Path | None, **override
         raise ConfigError(_one_line(error)) from None
 
 
-def _one_line(error: ValidationError) -> str:
+def _one_line(error: ValidationError, section: str = "") -> str:
     first = max(error.errors(), key=lambda one: len(one["loc"]))  # of the kinds that a key may have, the one that fits best
-    where = ".".join(str(part) for part in first["loc"])
+    place = (*filter(None, [section]), *first["loc"])
+    where = ".".join(map(str, place))
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "finite_number":
         message = f"{first['input']!r} is not a finite number"
     if first["type"] == "extra_forbidden":
         sections: dict[str, type[BaseModel]] = {"comm": Comm, "offload": Offload}
-        section = sections.get(str(first["loc"][0]))
-        choices = list(section.model_fields) if section is not None else []
-        return f"{where!r} is not a key of {first['loc'][0]}{nearest(str(first['loc'][-1]), choices)}"
+        model = sections.get(str(place[0]))
+        choices = list(model.model_fields) if model is not None else []
+        return f"{where!r} is not a key of {place[0]}{nearest(str(place[-1]), choices)}"
     return message if not where or where.split(".")[0] in message else f"{where}: {message}"

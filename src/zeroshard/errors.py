@@ -35,7 +35,7 @@ class ConfigError(ZeroshardError, ValueError):
 class StateError(ZeroshardError, RuntimeError):
     """A call came at a time when it cannot be answered rightly (a released parameter, a sealed gradient, stale weights)."""
 
-    exit_code = 70
+    exit_code = 1
 
 
 class PlanMismatch(ZeroshardError, RuntimeError):

@@ -313,7 +313,7 @@ def test_errors_are_one_line_and_their_code_says_which(saved: Path, tmp_path: Pa
         (3, "is not empty", ["export", saved, saved, "--to", "hf"]),
         (3, "no checkpoint that is known", ["import", tmp_path / "empty", tmp_path / "x"]),
         (73, "holds no checkpoint", ["show", tmp_path / "empty"]),
-        (73, "holds no step 5; it has 1, 2, 30", ["verify", saved, "--step", 5]),
+        (2, "holds no step 5; it has 1, 2, 30", ["verify", saved, "--step", 5]),
         (73, "cannot be read as safetensors", ["import", tmp_path / "x.safetensors", tmp_path / "x"]),
         (73, "neither model.safetensors nor", ["import", tmp_path / "empty", tmp_path / "x", "--from", "hf"]),
         (74, "No such file or directory", ["show", tmp_path / "nowhere"]),

@@ -163,6 +163,8 @@ def test_optimizers_whose_step_is_not_elementwise(make: Callable[[nn.Module], An
         ({"comm": zs.Comm(weight_codec="int9")}, "comm.weight_codec: codec .int9. is not one of"),
         ({"comm": zs.Comm(transport="gloo")}, "'gloo' needs torch.distributed: call zeroshard.init_distributed"),
         ({"offload": {"optimizer": "disk"}}, "offload.optimizer='disk' needs offload.disk_path"),
+        ({"offload": {"optimizer": "cpu"}}, r"offload.optimizer='cpu' is not a tier: 'device', 'host' .* or 'disk' \(NVMe\)"),
+        ({"offload": {"weight": "nvme"}}, "offload.weight='nvme' is not a tier"),
         ({"offload": {"optimiser": "host"}}, "'offload.optimiser' is not a key of offload; did you mean 'optimizer'"),
         ({"offload": zs.Offload(fraction=0.5)}, "offload.fraction has no effect"),
         ({"units": ["blocks.9"]}, "units: 'blocks.9' matches no module of Net"),
@@ -602,3 +604,31 @@ def test_stepping_an_optimizer_made_after_shard_names_attach() -> None:
         for make in (torch.optim.AdamW, torch.optim.SGD):
             with pytest.raises(StateError, match=r"engine.attach\("):
                 make(model.parameters()).step()
+
+
+def test_configurations_that_are_built_by_hand_are_refused_in_one_line_too() -> None:
+    for make, message in (
+        (lambda: zs.Offload(optimizer="cpu"), "offload.optimizer='cpu' is not a tier: 'device', 'host' .* or 'disk'"),
+        (lambda: zs.Offload(optimiser="host"), "'offload.optimiser' is not a key of offload; did you mean 'optimizer'"),
+        (lambda: zs.Comm(transport="mpi"), "comm.transport: Input should be"),
+        (lambda: zs.Config(stage=7), "stage=7 does not exist"),
+        (lambda: zs.Config(offload={"weight": "nvme"}), "offload.weight='nvme' is not a tier"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            make()
+        assert "\n" not in str(caught.value)
+
+
+def test_arguments_of_save_and_load_that_are_no_such_thing_are_named(tmp_path: Path) -> None:
+    model = make_model()
+    engine = zs.shard(model)
+    for call, message in (
+        (lambda: zs.save(engine, tmp_path, step=0), r"engine is a PosixPath, not the zeroshard.Engine .*\(directory comes first, then engine\)"),
+        (lambda: zs.load(tmp_path, model), "engine is a Net, not the zeroshard.Engine"),
+        (lambda: zs.save(3, engine, step=0), "directory is a int, not a path"),
+        (lambda: zs.save(tmp_path, engine, step=0, states={"lr": 3}), r"states\['lr'\] is a int, which has no state_dict\(\) .*extra="),
+        (lambda: zs.load(tmp_path, engine, states=[3]), "states is a list, not a dict"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            call()
+    engine.close()

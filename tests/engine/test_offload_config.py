@@ -43,7 +43,7 @@ def refused(stage: Any = 2, **offload: Any) -> str:
         ({"optimiser": "host"}, "'offload.optimiser' is not a key of offload; did you mean 'optimizer'?"),
         ({**HOST, "diskpath": "/swap"}, "did you mean 'disk_path'?"),
         ({**HOST, "delay_update": 3}, "did you mean 'delayed_update'?"),
-        ({"optimizer": "cpu"}, "offload.optimizer: Input should be 'device', 'host' or 'disk'"),
+        ({"optimizer": "cpu"}, "offload.optimizer='cpu' is not a tier: 'device', 'host' (the memory of the CPU) or 'disk' (NVMe)"),
         ({**HOST, "staging_bytes": 10}, "offload.staging_bytes"),
         ({**HOST, "delayed_update": -1}, "offload.delayed_update"),
     ],

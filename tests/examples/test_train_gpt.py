@@ -249,3 +249,14 @@ def test_a_second_ctrl_c_interrupts(example: ModuleType) -> None:
     with again, pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_usage_error_is_said_by_one_rank() -> None:
+    said = []
+    for rank in ("0", "1"):
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), "--save-every", "0"], env={**os.environ, "RANK": rank}, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 2
+        said.append(done.stderr)
+    assert "--save-every" in said[0] and said[1] == ""

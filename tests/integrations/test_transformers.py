@@ -78,3 +78,36 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one_at_another_stage(results: dict
     assert run["policy"] == "zero1" and len(run["losses"]) == 6
     assert run["losses"][:3] == results["runs"]["constant"]["losses"][:3]  # the Trainer's log of the steps before
     assert all(loss == loss for loss in run["losses"])
+
+
+def test_what_the_training_loop_holds_answers_for_the_model() -> None:
+    """TRL's trainers ask it for ``is_gradient_checkpointing``, ``config`` and methods of the model's."""
+    import torch
+
+    import zeroshard as zs
+    from zeroshard.integrations.transformers import _Wrapped
+
+    class Model(torch.nn.Linear):
+        is_gradient_checkpointing = False
+
+        def generate(self) -> str:
+            return "text"
+
+    model = Model(2, 2)
+    engine = zs.shard(model)
+    wrapped = _Wrapped(model, engine)
+    assert wrapped.is_gradient_checkpointing is False and wrapped.generate() == "text" and wrapped.module is model
+    with pytest.raises(AttributeError, match="config"):
+        wrapped.config  # noqa: B018
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed"])
+def test_arguments_that_shard_another_way_are_refused_by_name(name: str) -> None:
+    from types import SimpleNamespace
+
+    import zeroshard as zs
+    from zeroshard.integrations.transformers import _settled
+
+    with pytest.raises(zs.ConfigError, match=rf"args.{name} has no effect under ZeroTrainer"):
+        _settled(zs.Config(), SimpleNamespace(fp16=False, bf16=False, **{name: "full_shard"}))

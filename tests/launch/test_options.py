@@ -125,3 +125,11 @@ def test_a_module_is_looked_up_without_running_it(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     assert _parse("-m", "explosive").kind == "module"
     assert "explosive" not in sys.modules
+
+
+def test_an_option_of_ours_after_the_script_goes_to_the_script_and_is_hinted_at(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _parse(SCRIPT, "--steps", "3").args == ["--steps", "3"] and capsys.readouterr().err == ""
+    for late in (["--nproc", "2"], ["--nproc=2"], ["--nproc-per-node", "2"]):
+        assert _parse(SCRIPT, *late).args == late
+        said = capsys.readouterr().err
+        assert "options of zeroshard run come before the script" in said and said.count("\n") == 1

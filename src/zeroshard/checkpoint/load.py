@@ -21,7 +21,17 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from zeroshard.checkpoint.manifest import BUFFER, STATE, VALUE, Manifest, TensorEntry, digest
-from zeroshard.checkpoint.pieces import EXTRA, RNG, SCALER, Stateful, buffers_of, generators, parameters_of, restore_generators
+from zeroshard.checkpoint.pieces import (
+    EXTRA,
+    RNG,
+    SCALER,
+    Stateful,
+    buffers_of,
+    check_arguments,
+    generators,
+    parameters_of,
+    restore_generators,
+)
 from zeroshard.checkpoint.save import settle
 from zeroshard.checkpoint.shards import DTYPES, OpenShards
 from zeroshard.checkpoint.steps import MANIFEST, check_files, list_steps, read_manifest, remember_steps
@@ -78,6 +88,7 @@ def load(
     put back to what their ``state_dict()`` gave before; one that does not take that either is named.) StorageError, where a tier of the engine
     fails on any rank, says that the state is half loaded. A load also ends what a tier's failure has brought about: forwards and steps go on again, and bit for bit.
     """
+    check_arguments(directory, engine, states)
     directory = Path(directory)
     engine.begin_load()
     candidates = _candidates(directory, engine, step)

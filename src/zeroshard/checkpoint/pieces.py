@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from zeroshard.checkpoint.manifest import BUFFER, STATE, VALUE, ParameterEntry, 
 from zeroshard.checkpoint.shards import Lent, Stored, as_bytes, dtype_code
 from zeroshard.checkpoint.values import encode
 from zeroshard.core.layout import Range
-from zeroshard.errors import CheckpointError
+from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.optim.pieces import OwnedPiece
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine
@@ -60,6 +61,20 @@ def parameters_of(engine: Engine) -> dict[str, ParameterEntry]:
         stride, trained = layouts[id(parameter)]
         out[first] = ParameterEntry(tuple(parameter.shape), stride, trained, tuple(names[id(parameter)][1:]))
     return out
+
+
+def check_arguments(directory: object, engine: object, states: object) -> None:
+    """Raise ConfigError, naming the argument, for what cannot be a directory, an engine or states."""
+    if not isinstance(engine, Engine):
+        swapped = " (directory comes first, then engine)" if isinstance(directory, Engine) else ""
+        raise ConfigError(f"engine is a {type(engine).__name__}, not the zeroshard.Engine that shard() returned{swapped}")
+    if not isinstance(directory, (str, Path)):
+        raise ConfigError(f"directory is a {type(directory).__name__}, not a path")
+    if not isinstance(states, Mapping | None):
+        raise ConfigError(f"states is a {type(states).__name__}, not a dict of objects by name")
+    for name, state in (states or {}).items():
+        if not (hasattr(state, "state_dict") and hasattr(state, "load_state_dict")) and not isinstance(state, EMA):
+            raise ConfigError(f"states[{name!r}] is a {type(state).__name__}, which has no state_dict() and load_state_dict(): give plain values as extra=")
 
 
 def buffers_of(engine: Engine) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ import torch
 from zeroshard._version import __version__
 from zeroshard.buffer import PagePool
 from zeroshard.checkpoint.manifest import Manifest, ParameterEntry, ShardEntry, TensorEntry
-from zeroshard.checkpoint.pieces import RankPart, Stateful, collect, divide, parameters_of
+from zeroshard.checkpoint.pieces import RankPart, Stateful, check_arguments, collect, divide, parameters_of
 from zeroshard.checkpoint.shards import Stored, opened, shard_bytes, write_shard
 from zeroshard.checkpoint.steps import (
     MANIFEST,
@@ -99,6 +99,7 @@ class Saver:
         background: bool = True,
         timeout_s: float = 600.0,
     ) -> None:
+        check_arguments(directory, engine, states)
         for name, number in (("keep_last", keep_last), ("keep_every", keep_every)):
             if number is not None and number < 1:
                 raise ConfigError(f"{name}={number}: at least one step stays")

@@ -28,7 +28,7 @@ _OURS = "zeroshard"  # the directory of our checkpoint within the Trainer's
 
 
 class _Wrapped(nn.Module):
-    """What the training loop calls: the sharded model, with the engine's ``no_sync``."""
+    """What the training loop calls: the sharded model, with the engine's ``no_sync``; it answers for the model's own attributes, too."""
 
     def __init__(self, model: nn.Module, engine: zs.Engine) -> None:
         super().__init__()
@@ -37,6 +37,12 @@ class _Wrapped(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)  # config, is_gradient_checkpointing, generate, ...: TRL asks for them
 
 
 class _Steps:
@@ -124,6 +130,9 @@ def _settled(config: zs.Config, args: Any) -> zs.Config:
     """Return `config` with what it leaves open taken from the TrainingArguments; raise ConfigError where they contradict each other."""
     if args.fp16:
         raise zs.ConfigError("args.fp16 brings a GradScaler of its own: leave it out, and say precision='fp16' in the configuration")
+    for name in ("fsdp", "deepspeed"):
+        if getattr(args, name, None):
+            raise zs.ConfigError(f"args.{name} has no effect under ZeroTrainer, which shards the model itself: leave it out, and say how in zero=")
     given = config.model_fields_set
     if args.bf16 and "precision" in given and config.precision != "bf16":
         raise zs.ConfigError(f"args.bf16 is on, but the configuration says precision={config.precision!r}: make them agree, or leave one out")

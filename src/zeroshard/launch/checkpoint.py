@@ -130,7 +130,7 @@ def _choose(source: Path, step: int | None) -> Path:
     if not steps:
         raise CheckpointError(f"{source} holds no checkpoint")
     if step is not None and step not in steps:
-        raise CheckpointError(f"{source} holds no step {step}; it has {_numbers(list(steps))}")
+        raise UsageError(f"{source} holds no step {step}; it has {_numbers(list(steps))}")
     return steps[max(steps) if step is None else step]
 
 
@@ -285,6 +285,8 @@ def _export(arguments: argparse.Namespace) -> int:
         )
     else:
         print(f"{arguments.out}: step {manifest.step} of {path.parent}, {num_bytes} bytes in {len(files)} file(s)")
+        if arguments.to == "hf":
+            print("config.json is not among them, since a checkpoint does not hold it: copy the model's beside the weights for from_pretrained()")
     return 0
 
 

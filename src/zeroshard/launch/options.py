@@ -130,6 +130,7 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
     given = parser.parse_args(_canonical(options))  # also answers --help
     if not rest:
         raise UsageError("no script given")
+    _hint_at_order(rest)
     _check_nproc(given.nproc)
     if given.module and given.no_python:
         raise UsageError("--module and --no-python exclude each other")
@@ -153,6 +154,13 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
         stall_s=None if given.stall_timeout is None else _seconds("--stall-timeout", given.stall_timeout, 0.0),
         debug=given.debug,
     )
+
+
+def _hint_at_order(rest: list[str]) -> None:
+    """Say so where an option of ours stands after the script: it may be the script's own, so it is no error."""
+    late = next((token for token in rest[1:] if token.partition("=")[0] in OWN_VALUES), None)
+    if late is not None:
+        sys.stderr.write(f"zeroshard run: {late} comes after {rest[0]} and goes to it; options of zeroshard run come before the script\n")
 
 
 def _dest(name: str) -> str:
