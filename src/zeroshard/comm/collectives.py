@@ -232,7 +232,7 @@ class PartsWork:
     def wait(self) -> None:
         if not self._pending.done:
             far = set if self._transfer is None else self._transfer.awaited
-            self._transport.wait_until(lambda: self._pending.done, self._what, near=self._missing, far=far, call=f"the {self._what}")
+            self._transport.wait_until(lambda: self._pending.done, self._what, near=self._missing, far=far, call=f"the {self._what}", transfer=self._transfer)
 
     def done(self) -> bool:
         if not self._pending.done:

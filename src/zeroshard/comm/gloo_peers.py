@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import queue
 import secrets
+import struct
 import threading
 import time
 import weakref
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,11 +46,13 @@ from zeroshard.errors import ConfigError, PeerLostError
 __all__ = ["ALL_GATHER", "CONTROL", "LOOSE_GATHER", "REDUCE_SCATTER", "Circle", "GlooPeers", "Transfer", "connect", "notices_of"]
 
 ALL_GATHER, REDUCE_SCATTER, CONTROL, LOOSE_GATHER = 0, 1, 2, 3
+BROADCAST = ALL_GATHER  # of key 0
 
 _KEY_BITS = 20
 _HASHED = 1 << (_KEY_BITS - 1)
 _GENERATIONS = 256  # a receive that was left behind must not meet a message of as many generations later
-_INLINE = 248  # payload bytes that travel with the length in one message
+_HEAD = struct.Struct("<QQ")  # bytes of the payload, messages sent to this peer before
+_INLINE = 256 - _HEAD.size  # payload bytes that travel with the head in one message
 _FOREVER = timedelta(days=20)  # fits gloo's 31 bits of milliseconds
 _PROBE_S = 0.05
 
@@ -115,24 +118,26 @@ class Transfer:
         self.error: PeerLostError | None = None
         self._waiters = waiters
         self._wake = wake
-        self._todo: deque[tuple[int, Any]] = deque()  # (peer, dist.Work) that no thread waits for yet
+        self._todo: deque[tuple[int, Any, bool]] = deque()  # (peer, dist.Work, whether it receives) that no thread waits for yet
         self._unfinished: list[int] = []  # peers, once per message
+        self._receiving: list[int] = []  # of these, the messages that come from them
+        self.on_receive: Callable[[int], None] = lambda peer: None
         self._lock = threading.Lock()
         self._alive: list[torch.Tensor] = []  # gloo reads and writes these until the works are done
         self._arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []  # (device tensor, host copy)
 
     def send(self, connections: Any, peer: int, tensor: torch.Tensor, tag: int) -> None:
         host = tensor if tensor.device.type == "cpu" else tensor.cpu()
-        self._add(peer, host, connections.send, tag)
+        self._add(peer, host, connections.send, tag, receives=False)
 
     def receive(self, connections: Any, peer: int, tensor: torch.Tensor, tag: int) -> None:
         host = tensor
         if tensor.device.type != "cpu":
             host = torch.empty(tensor.shape, dtype=tensor.dtype)
             self._arrivals.append((tensor, host))
-        self._add(peer, host, connections.recv, tag)
+        self._add(peer, host, connections.recv, tag, receives=True)
 
-    def _add(self, peer: int, host: torch.Tensor, call: Any, tag: int) -> None:
+    def _add(self, peer: int, host: torch.Tensor, call: Any, tag: int, *, receives: bool) -> None:
         try:
             work = call([host], peer, tag)
         except RuntimeError as error:
@@ -140,7 +145,8 @@ class Transfer:
             return
         self._alive.append(host)
         self._unfinished.append(peer)
-        self._todo.append((peer, work))
+        self._receiving += [peer] * receives
+        self._todo.append((peer, work, receives))
 
     def start(self) -> None:
         """Have a thread wait for what was added."""
@@ -150,7 +156,7 @@ class Transfer:
     def _serve(self) -> None:
         while True:
             try:
-                peer, work = self._todo.popleft()
+                peer, work, receives = self._todo.popleft()
             except IndexError:
                 return
             error = None
@@ -160,6 +166,9 @@ class Transfer:
                 error = _lost(self.what, self._members[peer], failure)
             with self._lock:
                 self._unfinished.remove(peer)
+                if receives and error is None:
+                    self._receiving.remove(peer)
+                    self.on_receive(peer)
                 self.error = self.error or error
                 if not self._unfinished or self.error:
                     self._wake()
@@ -174,6 +183,11 @@ class Transfer:
             self._waiters.run(self._serve)
         time.sleep(_PROBE_S)
         return set(self._unfinished)
+
+    def senders(self) -> set[int]:
+        """Return the ranks whose messages have not come, as far as is known; takes no time."""
+        with self._lock:
+            return set(self._receiving)
 
     def land(self) -> None:
         """Finish a transfer that is `done`: raise what went wrong, move staged arrivals to their device."""
@@ -231,11 +245,11 @@ def _store_of(circle: Circle) -> distributed_c10d.PrefixStore:
 class GlooPeers:
     """Tags, transfers and small exchanges over `connections` (see `connect`; None where there is no peer to reach).
 
-    `wake` is called by another thread when a transfer ends; `wait` blocks until a transfer is done and lands it.
+    `wake` is called by another thread when a transfer ends; `wait` blocks until all of some transfers are done and lands them.
     """
 
     def __init__(
-        self, connections: Any, rank: int, *, members: Sequence[int], wake: Callable[[], None], wait: Callable[[Transfer], None]
+        self, connections: Any, rank: int, *, members: Sequence[int], wake: Callable[[], None], wait: Callable[[Sequence[Transfer]], None]
     ) -> None:
         self._connections = connections
         self._members = members
@@ -247,6 +261,10 @@ class GlooPeers:
         self._key_ids: dict[str, int] = {}
         self._hashed: dict[int, str] = {}
         self._abandoned: list[Transfer] = []  # gloo may still write into their tensors
+        self._heads: dict[int, tuple[Transfer, torch.Tensor]] = {}  # of the next exchange, by peer, where we listen for it
+        self._sent: Counter[int] = Counter()  # messages to each peer in this generation, exchanges aside
+        self._received: Counter[int] = Counter()
+        self._lock = threading.Lock()
 
     def register(self, key: str) -> None:
         """Number `key`; collective, in the same order on every rank."""
@@ -270,6 +288,9 @@ class GlooPeers:
     def post(self, what: str, tag: int, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> Transfer:
         """Start sending and receiving contiguous tensors to and from peers. Empty ones are left out, on both sides."""
         transfer = Transfer(what, self._waiters, self._wake, self._members)
+        if tag != self._tag(0, CONTROL):
+            transfer.on_receive = self._count_received
+            self._sent.update(peer for peer, tensor in sends.items() if tensor.numel())
         for peer, tensor in receives.items():
             if tensor.numel():
                 transfer.receive(self._connections, peer, tensor, tag)
@@ -279,27 +300,52 @@ class GlooPeers:
         transfer.start()
         return transfer
 
+    def _count_received(self, peer: int) -> None:
+        with self._lock:
+            self._received[peer] += 1
+
     def exchange(self, payload: bytes, peers: Sequence[int], what: str) -> dict[int, bytes]:
         """Give `payload` to `peers` and return theirs; `what` is its name in errors. Blocking; a second round where a payload exceeds 248 bytes."""
         tag = self._tag(0, CONTROL)
-        whole = torch.frombuffer(bytearray(len(payload).to_bytes(8, "little") + payload), dtype=torch.uint8)
-        head = torch.zeros(8 + _INLINE, dtype=torch.uint8)
-        head[: whole.numel()] = whole[: head.numel()]
-        heads = {peer: torch.empty_like(head) for peer in peers}
-        self._wait(self.post(what, tag, dict.fromkeys(peers, head), heads))
-        sizes = {peer: int.from_bytes(_to_bytes(heads[peer][:8]), "little") for peer in peers}
+        listening, self._heads = self._heads, {}
+        heads = {peer: torch.empty(_HEAD.size + _INLINE, dtype=torch.uint8) for peer in peers if peer not in listening}
+        transfer = self.post(what, tag, {peer: self._head(payload, peer) for peer in peers}, heads)
+        self._wait([transfer, *(waiting for waiting, _ in listening.values())])
+        heads |= {peer: head for peer, (_, head) in listening.items()}
+        sizes = {peer: _HEAD.unpack(_to_bytes(heads[peer][: _HEAD.size]))[0] for peer in peers}
         rests = {peer: torch.empty(max(sizes[peer] - _INLINE, 0), dtype=torch.uint8) for peer in peers}
-        self._wait(self.post(what, tag, dict.fromkeys(peers, whole[head.numel() :]), rests))
-        return {peer: _to_bytes(torch.cat([heads[peer][8:], rests[peer]]))[: sizes[peer]] for peer in peers}
+        rest = torch.frombuffer(bytearray(payload[_INLINE:]), dtype=torch.uint8) if len(payload) > _INLINE else torch.empty(0, dtype=torch.uint8)
+        self._wait([self.post(what, tag, dict.fromkeys(peers, rest), rests)])
+        return {peer: _to_bytes(torch.cat([heads[peer][_HEAD.size :], rests[peer]]))[: sizes[peer]] for peer in peers}
+
+    def _head(self, payload: bytes, peer: int) -> torch.Tensor:
+        head = _HEAD.pack(len(payload), self._sent[peer]) + payload[:_INLINE]
+        return torch.frombuffer(bytearray(head.ljust(_HEAD.size + _INLINE, b"\0")), dtype=torch.uint8)
+
+    def listen(self, peers: Sequence[int], what: str) -> set[int]:
+        """Be ready for the next exchange; return the `peers` that have begun it and have nothing else on its way to us.
+
+        What we await of those, beside that exchange, will not come before we take part in it.
+        """
+        for peer in peers:
+            if peer not in self._heads:
+                head = torch.empty(_HEAD.size + _INLINE, dtype=torch.uint8)
+                self._heads[peer] = self.post(what, self._tag(0, CONTROL), {}, {peer: head}), head
+        begun = {peer: head for peer, (transfer, head) in self._heads.items() if transfer.done() and transfer.error is None}
+        with self._lock:
+            return {peer for peer, head in begun.items() if _HEAD.unpack(_to_bytes(head[: _HEAD.size]))[1] == self._received[peer]}
 
     def broadcast(self, tensor: torch.Tensor, source: int, peers: Sequence[int]) -> None:
         """Send the contiguous `tensor` to `peers` (on the source), or receive it from `source`. Blocking."""
-        tag, own = self._tag(0, CONTROL), self._rank == source
-        self._wait(self.post("broadcast", tag, dict.fromkeys(peers, tensor) if own else {}, {} if own else {source: tensor}))
+        tag, own = self._tag(0, BROADCAST), self._rank == source
+        self._wait([self.post("broadcast", tag, dict.fromkeys(peers, tensor) if own else {}, {} if own else {source: tensor})])
 
     def abandon(self, transfers: Sequence[Transfer]) -> None:
         """Leave `transfers` behind: what is sent from now on meets nothing sent before. All ranks must call it."""
-        self._abandoned.extend(transfers)
+        self._abandoned.extend([*transfers, *(transfer for transfer, _ in self._heads.values())])
+        self._heads = {}
+        with self._lock:
+            self._sent, self._received = Counter(), Counter()
         self._generation = (self._generation + 1) % _GENERATIONS
 
     def run(self, job: Callable[[], None]) -> None:

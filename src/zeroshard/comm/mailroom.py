@@ -26,6 +26,7 @@ __all__ = ["IDLE_S", "Mailroom", "WindowMemory", "given_up"]
 IDLE_S = 0.0002  # a rank that waits for a slot and hears nothing for so long is stuck ([Note: relief])
 _POLL_S = 0.002  # how often to look after what cannot wake us
 _PATIENT_S = 0.1
+_LISTEN_AFTER_S = 1.0  # when a wait begins to ask whether it can ever end
 
 
 @dataclass
@@ -154,13 +155,14 @@ class Mailroom:
         stall_timeout_s: float,
         patient: bool = True,
         call: str | None = None,
+        listen: Callable[[], None] | None = None,
     ) -> None:
         """Return when `ready()`; until then call `progress`, serve the peers and relieve those that are stuck.
 
         `near` and `far` name the ranks awaited; `far` may be slow and is asked only for the error. `idle` is called when nothing was heard
-        for `IDLE_S`; not `patient`: look again every 2 ms, since `progress` serves others than those who can wake us. `call` names this
-        wait where nothing but a call of the near ranks' programs can end it. Raises StallError, PeerLostError, PlanMismatch where one of them
-        waits for us in another call, and StateError where an awaited near rank has abandoned this generation.
+        for `IDLE_S`; not `patient`: look again every 2 ms, since `progress` serves others than those who can wake us. `call` names this wait
+        where nothing but a call of the near ranks' programs can end it; `listen`, called from the first second on, may raise. Raises StallError,
+        PeerLostError, PlanMismatch where an awaited rank waits for us in another call, and StateError where one has abandoned this generation.
         """
         deadline = time.monotonic() + stall_timeout_s
         patience_s = IDLE_S
@@ -180,6 +182,8 @@ class Mailroom:
                     f"{what}: rank(s) {names} did not come within {stall_timeout_s:g} s; see what they are doing, or raise stall_timeout_s "
                     f"if they are only slow"
                 )
+            if listen is not None and now > deadline - stall_timeout_s + _LISTEN_AFTER_S:
+                listen()
             self.relieve_stuck()
             if self.collect(min(patience_s, deadline - now + 0.001)):
                 patience_s = IDLE_S

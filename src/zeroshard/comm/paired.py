@@ -77,7 +77,7 @@ class PairedTransport:
         self.members = tuple(range(size)) if members is None else tuple(members)
         links = Links(neighbours.sockets, members=self.members, stall_timeout_s=stall_timeout_s)
         self.mail = Mailroom(rank, links, self.near, self.collectives.meetings, self.collectives.slots.release)
-        self.messages = GlooPeers(connections, rank, members=self.members, wake=links.wake, wait=self._wait_transfer)
+        self.messages = GlooPeers(connections, rank, members=self.members, wake=links.wake, wait=self._wait_transfers)
         self._notices = notices if self.far else None
         self._has_given_up = False
         self._gathers: list[GatherWork] = []
@@ -165,11 +165,21 @@ class PairedTransport:
         far: Callable[[], set[int]] = set,
         idle: Callable[[], None] | None = None,
         call: str | None = None,
+        transfer: Transfer | None = None,
     ) -> None:
-        """Serve the peers, those of every transport of this process, until `ready()`; see Mailroom.wait_until."""
+        """Serve the peers, those of every transport of this process, until `ready()`; see Mailroom.wait_until.
+
+        `transfer` is what this waits for from far ranks, in `call`.
+        """
         others, notices = serving.others(self), self._notices
         if notices is not None:
             notices.begin_wait()
+
+        def listen() -> None:
+            """Join the exchange of a far rank that waits there for us while we wait for it: under our own call, which ends both."""
+            if transfer is not None and transfer.senders() & self.messages.listen(self.far, "the next exchange"):
+                assert call is not None
+                self.exchange_quietly(b"", call)
 
         def progress() -> None:
             self.progress()
@@ -179,6 +189,7 @@ class PairedTransport:
                 raise given_up([self.members[rank] for rank in ahead], what)
 
         options: dict[str, Any] = {"idle": idle, "stall_timeout_s": self.stall_timeout_s, "patient": not others, "call": call}
+        options["listen"] = None if transfer is None else listen
         self.mail.wait_until(ready, what, progress=progress, near=near, far=far, **options)
 
     @property
@@ -189,9 +200,16 @@ class PairedTransport:
         self.progress()
         self.mail.relieve_stuck()
 
-    def _wait_transfer(self, transfer: Transfer) -> None:
-        self.wait_until(transfer.done, transfer.what, far=transfer.awaited)
-        transfer.land()
+    def _wait_transfers(self, transfers: Sequence[Transfer]) -> None:
+        def ready() -> bool:
+            return all(transfer.done() for transfer in transfers) or any(transfer.error for transfer in transfers)
+
+        def awaited() -> set[int]:
+            return set().union(*(transfer.awaited() for transfer in transfers))
+
+        self.wait_until(ready, transfers[0].what, far=awaited)
+        for transfer in sorted(transfers, key=lambda transfer: transfer.error is None):
+            transfer.land()
 
     # ------------------------------------------------------------------------------------------------ small things
 

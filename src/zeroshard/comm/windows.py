@@ -136,6 +136,7 @@ class GatherWork:
                 call=f"the gather of {self._window.key}",
                 near=lambda: set() if self._near_done else self._unpublished(),
                 far=lambda: set() if self.transfer is None else self.transfer.awaited(),
+                transfer=self.transfer,
             )
 
     def done(self) -> bool:
