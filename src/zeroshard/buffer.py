@@ -6,7 +6,12 @@ or out. At rest only this rank's slice (``local``) holds memory; the full buffer
 [Note: storage, not objects] Gathering resizes the same storage again instead of making a new tensor. Whatever autograd saved in forward
 (the parameter, or a view of it such as ``weight.t()``) refers to that storage, so it is valid again in backward, however often the buffer
 was released in between. Such a view must not be read while it is released: torch raises in some places and crashes in others. Parameters
-themselves are guarded (runtime/released.py); a view taken by the user is valid as long as its unit stays gathered.
+themselves are guarded (runtime/released.py).
+
+[Note: views that leave] A view of a parameter that leaves its module (``return self.position[:n]``) may be read, and saved by autograd, while the
+unit is released. Release therefore leaves the storage to such views and makes another one for the next gather: the memory lives as long as
+anything refers to it, and holds the numbers from before the next step. Without gradients autograd saves nothing, so any reference that is not
+ours is a view that has left; with gradients the views are looked for in what a module returns (runtime/hooks.py), and `leave` is called.
 
 Where the transport maps the peers' memory (or there is no peer) the full buffer *is* the resting shards: gathering moves nothing. Weights that
 rest on another tier have no window: each rank reads its own slice alone into its place in the full buffer (ZeRO-Infinity, section 6.1, bandwidth-
@@ -292,6 +297,11 @@ def _raise(error: StorageError, *, lost: bool = False) -> None:
     raise error
 
 
+def _autograd_may_save() -> bool:
+    """Whether references to the weights may be autograd's own: in a backward, or a forward with gradients."""
+    return torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0
+
+
 class FlatBuffer:
     """The weights of one segment."""
 
@@ -342,11 +352,28 @@ class FlatBuffer:
         self.weight = self._part(self.stepped)  # those that follow from its masters
         full = None if self.window is None else self.window.full
         self._owns_full = full is None
-        self.full = torch.empty(layout.numel, dtype=dtype, device=device) if full is None else full
-        self.views = [self._view_of(self.full, i, strides[i]) for i in range(len(layout.slots))]
+        self._has_left = False  # whether a view of the full buffer is known to be used elsewhere
         self.strides = tuple(strides)
-        if self._owns_full:
+        self._make_full(full)
+
+    def _make_full(self, full: torch.Tensor | None) -> None:
+        """Make the full buffer, or take `full`, and the views of it."""
+        self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self._device) if full is None else full
+        self.views = self.views_of(self.full)
+        if full is None:
             self.full.untyped_storage().resize_(0)
+            self._own_references = self._references()
+
+    def _references(self) -> int:
+        """Return how many tensors and storage objects refer to the full buffer's memory."""
+        return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata)
+
+    def leave(self, address: int) -> bool:
+        """Leave the gathered memory, at the next release, to a tensor at `address`; return whether it lies in there."""
+        if not self._owns_full or not 0 <= address - self.full.data_ptr() < self.full_bytes:
+            return False
+        self._has_left = True
+        return True
 
     @staticmethod
     def _length(span: Range) -> int:
@@ -558,7 +585,12 @@ class FlatBuffer:
         if self._owns_full:
             self._streams.free(self.key)
             self._meter.remove(self.full_bytes)
-            self.full.untyped_storage().resize_(0)
+            if self._has_left or (not _autograd_may_save() and self._references() > self._own_references):
+                self._has_left = False
+                with torch.inference_mode(False):  # else only another inference could write to it
+                    self._make_full(None)  # see [Note: views that leave]
+            else:
+                self.full.untyped_storage().resize_(0)
 
     def forget_column(self) -> None:
         """Let go of the column that was kept for a backward."""

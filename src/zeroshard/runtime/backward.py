@@ -30,7 +30,7 @@ from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.decisions import UNKNOWN, Decisions
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.unit import Segment, Unit
-from zeroshard.runtime.weights import Weights
+from zeroshard.runtime.weights import Until, Weights
 
 __all__ = ["Backward"]
 
@@ -54,8 +54,12 @@ class Backward:
         self._digest = digest
         self._transport = transport
         self._streams = streams
+        self.traced_steps = 0  # steps still to come whose forwards are watched for weights that their backward reads while they are released
+        self.read_released: str | None = None  # the first parameter that was
         self._tasks: list[int] = []
         self._nested = False  # a backward has run inside this one
+        self._entered: dict[int, list[Unit]] = {}  # by graph task: units at whose outputs a gradient has arrived
+        self._finished: dict[int, Unit] = {}  # whose gradients have all come; released when the backward goes on to another unit
         self._flights: dict[str, GradientPath] = {}  # reduces under way, oldest first
         self._landing: list[GradientPath] = []  # whose sums go to another tier, oldest first
         self._reduced: set[int] = set()  # units handed over in this backward
@@ -79,6 +83,7 @@ class Backward:
             self._begin()
         self._nested = bool(self._tasks) or self._nested
         self._tasks.append(task)
+        self._entered[task] = []
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._leave(task))
 
     def tell(self, what: str, argument: Any = None) -> None:
@@ -95,15 +100,37 @@ class Backward:
         self.enter()
         self._weights.check_epoch(unit, epoch)
         unit.in_backward = True
-        self._weights.need(unit, "backward")
+        self._entered[torch._C._current_graph_task_id()].append(unit)
+        self._release_finished(unit)
+        if torch.is_grad_enabled():  # create_graph=True: another backward may go through this one
+            self._weights.hold(unit, "backward", Until.STEP)
+        else:
+            self._weights.need(unit, "backward")
 
-    def after_inputs(self, unit: Unit) -> None:
-        """The gradients of `unit`'s inputs are there: whatever did not get one by now gets none in this backward."""
+    def _release_finished(self, follows: Unit) -> None:
+        """The backward has come to unit `follows`: release the others whose gradients have all come.
+
+        Not when they come: autograd hands a gradient over before it runs the other nodes of the module, which may read ``weight.detach()``.
+        It runs the nodes that were made last first, so all nodes of a unit have run when it comes to another unit, but for units around others.
+        """
+        self._finished.pop(follows.index, None)
+        for unit in list(self._finished.values()):
+            if not unit.holds_others:
+                self._weights.after_backward(self._finished.pop(unit.index))
+
+    def after_inputs(self, unit: Unit, *, before_others: bool = False) -> None:
+        """The gradients of `unit`'s inputs are there: whatever did not get one by now gets none in this backward.
+
+        `before_others`: other nodes of the unit may still have to run.
+        """
         if unit.in_backward and self._tasks:
             if unit.arrived:
                 self._hand_over_complete(unit)
-            if not unit.forwards:  # an earlier forward's output is this one's input: its backward needs the weights now
-                self._weights.after_backward(unit)
+            if before_others or unit.forwards:  # an earlier forward's output may be this one's input: its backward needs the weights now
+                self._finished[unit.index] = unit
+                return
+            self._finished.pop(unit.index, None)
+            self._weights.after_backward(unit)
 
     def take(self, place: tuple[int, int], index: int, parameter: torch.Tensor) -> None:
         """Autograd has finished the gradient of parameter `index` in the segment at `place` (unit, segment)."""
@@ -128,7 +155,7 @@ class Backward:
         if unit.pending <= 0:
             self._hand_over_complete(unit)
             if not unit.has_frozen:
-                self._weights.after_backward(unit)
+                self._finished[unit.index] = unit
 
     def _count(self, unit: Unit, parameter: torch.Tensor) -> None:
         task = torch._C._current_graph_task_id()
@@ -267,8 +294,13 @@ class Backward:
 
     def _leave(self, task: int) -> None:
         self._tasks.remove(task)
+        entered = self._entered.pop(task)
         if not self._tasks:
             self._end()
+            return
+        for unit in entered:  # reentrant checkpointing: that part is over
+            if self._finished.pop(unit.index, None) is not None:
+                self._weights.after_backward(unit)
 
     def _end(self) -> None:
         for unit in reversed(self._trainable):
@@ -277,8 +309,9 @@ class Backward:
         for unit in self._weights.units:
             if unit.in_backward:
                 self._weights.after_backward(unit)
+        self._finished.clear()
         self._weights.end_pass()
-        self._weights.let_go(also_for_backward=True)
+        self._weights.let_go(Until.BACKWARD_ENDS)
         self.seal()
 
     @property
@@ -375,6 +408,7 @@ class Backward:
         self.has_gradient = False
         self.changed = True
         self.scaled = None
+        self.read_released = None
         self.decisions.micro_batches = 0
         if self.optimizer is not None:
             self.optimizer.clear()
@@ -382,6 +416,8 @@ class Backward:
     def abandon(self) -> None:
         """After an exception: no backward is running and no gradient rests."""
         self._tasks.clear()
+        self._entered.clear()
+        self._finished.clear()
         self._flights.clear()
         self._landing.clear()
         self._reduced.clear()

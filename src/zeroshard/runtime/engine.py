@@ -48,7 +48,7 @@ from zeroshard.runtime.replicas import compare_replicas
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, memory_report
 from zeroshard.runtime.rest import Rest, RestingPiece
 from zeroshard.runtime.watch import Watch
-from zeroshard.runtime.weights import Weights
+from zeroshard.runtime.weights import Until, Weights
 from zeroshard.runtime.whole import Whole
 
 __all__ = ["Engine", "RestingPiece"]
@@ -625,7 +625,7 @@ class Engine:
         self.reload_states()
         self._backward.abandon()
         self._join_step()
-        self._weights.let_go(also_for_backward=True)
+        self._weights.let_go(Until.STEP)
         self._whole.give_back()
         self._hooks.remove()
         if self._sharded is not None:

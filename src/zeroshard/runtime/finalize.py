@@ -37,6 +37,7 @@ __all__ = ["Finalized", "Finalizer"]
 
 _log = logging.getLogger("zeroshard")
 _HEAD = struct.Struct("<QQI?")  # digest, digest of the decisions, micro-batches, unreduced
+_TRACED_STEPS = 20  # after one that had to be skipped: what is computed rarely (a penalty every 16 steps) is to come again
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class Finalizer:
 
         Raises StorageError where a rank could not read or write one.
         Raises StateError when no rank has a gradient, PlanMismatch when the ranks did different things, and StateError naming a parameter
-        after three steps in a row without finite gradients (with fp16: once its scale can fall no further).
+        after three steps in a row without finite gradients (with fp16: once its scale can fall no further), earlier where a released
+        parameter was read.
         """
         backward = self._backward
         backward.collect_dropped()
@@ -122,6 +124,7 @@ class Finalizer:
         for path in backward.paths():
             if not path.average(scale):
                 bad = bad or path.key
+        bad = bad or backward.read_released or ""
         backward.gather_averages()
         self._faults.agree()  # a gradient that could not be read is NaN: that is no bad step
         return self._compare(unreduced, bad)
@@ -199,10 +202,17 @@ class Finalizer:
             return
         self.skipped += 1
         self._bad_in_a_row += 1
-        name = self._name_bad() or culprits[0]
+        bad, released = self._name_bad()
+        name = bad or culprits[0]
+        self._backward.traced_steps = _TRACED_STEPS
         scale_may_fall = self._scaler is not None and not self._scaler.at_floor
         if scale_may_fall:
             return
+        if released:
+            raise StateError(
+                f"{self._bad_in_a_row} steps in a row had gradients that are not finite, first in parameter {name!r}, because a backward reads "
+                f"parameter {released!r} while it is released: a result of its module leaves it unseen; let its forward() return that result"
+            )
         if self._transport.rank == 0:
             _log.warning("step %d skipped: the gradient of %s is not finite", self._digest.step, name)
         if self._bad_in_a_row >= self._bad_steps:
@@ -211,16 +221,15 @@ class Finalizer:
                 "rate, clip with engine.clip_grad_norm_(), or look for a division by zero in the model"
             )
 
-    def _name_bad(self) -> str | None:
-        """Return the first parameter whose averaged gradient is not finite on any rank (collective; only after a bad step)."""
-        own = ""
-        for path in self._backward.paths():
-            bad = path.first_bad()
-            if bad is not None:
-                own = bad
-                break
-        answers = [answer.decode() for answer in self._transport.exchange(own.encode(), "the search for a gradient that is not finite")]
-        return next((answer for answer in answers if answer), None)
+    def _name_bad(self) -> tuple[str, str]:
+        """Return the first parameter whose averaged gradient is not finite on any rank, and the first that was used while it was released.
+
+        Either may be empty. Collective; only after a bad step.
+        """
+        bad = next(filter(None, (path.first_bad() for path in self._backward.paths())), "")
+        own = f"{bad}\n{self._backward.read_released or ''}".encode()
+        answers = [answer.decode().split("\n") for answer in self._transport.exchange(own, "the search for a gradient that is not finite")]
+        return next((name for name, _ in answers if name), ""), next((name for _, name in answers if name), "")
 
     def norm(self) -> torch.Tensor:
         """Return the 2-norm of the averaged gradient over all parameters, 0-d fp32, the same number on every rank."""
@@ -266,6 +275,7 @@ class Finalizer:
         self._result = None
         self.clipped = False
         self._backward.changed = False
+        self._backward.traced_steps = max(0, self._backward.traced_steps - 1)
         self._beat()
 
     def abandon(self) -> None:

@@ -30,11 +30,14 @@ from zeroshard.runtime.cut import UnitPlan
 from zeroshard.runtime.guards import compiled_whole, guard, is_traced
 from zeroshard.runtime.recomputed import count_recomputations, is_checkpointed, is_recomputed
 from zeroshard.runtime.released import release_class, restore_class
-from zeroshard.runtime.trees import tensors_in
+from zeroshard.runtime.trees import tensors_in, tensors_within
 from zeroshard.runtime.unit import Segment, Unit, UnitState
-from zeroshard.runtime.weights import Phase, Weights, in_transform
+from zeroshard.runtime.weights import Phase, Until, Weights, in_transform
 
 __all__ = ["Hooks"]
+
+
+_OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)  # what every module has
 
 
 class _Tie:
@@ -57,6 +60,12 @@ class _Tie:
         hooks, unit = self._hooks(), self._unit()
         if hooks is not None and unit is not None and torch.is_grad_enabled():
             hooks.watch_outputs([unit], result)
+            hooks.hold_parameters(result)  # p.float() is p itself, and what follows is not seen
+
+    def hold(self) -> None:
+        hooks, unit = self._hooks(), self._unit()
+        if hooks is not None and unit is not None:
+            hooks.hold(unit)
 
     def remove(self) -> None:
         parameter = self._parameter()
@@ -111,6 +120,7 @@ class Hooks:
         self._weights = weights
         self._backward = backward
         self._input_dtype = input_dtype
+        self._trace: torch.autograd.graph.saved_tensors_hooks | None = None  # while a forward is watched, after steps that were not finite
         self._handles: list[Any] = []
         self._loads: dict[int, list[Any]] = {}  # load_state_dict under way: per unit its context, its copies, modules still to load
         spans = [(module, unit) for plan, unit in zip(plans, weights.units, strict=True) for _, module in plan.roots]
@@ -123,6 +133,9 @@ class Hooks:
         self._handles += guard(model)
         for module, units in needed.values():
             ends = [unit for unit in units if any(module is root and unit is owner for root, owner in spans)]
+            inside = [unit for part in module.modules() if part is not module and id(part) in needed for unit in needed[id(part)][1]]
+            for unit in units:
+                unit.holds_others = unit.holds_others or any(other is not unit for other in inside)
             self._install_module(module, units, ends)
         casts = {} if input_dtype is None else install_casts(model, input_dtype)
         self._handles += casts.values()
@@ -158,6 +171,9 @@ class Hooks:
                 self._weights.begin("forward")
                 self._weights.enter()
                 self._weights.evaluates = not (torch.is_grad_enabled() or is_checkpointed())
+                if self._backward.traced_steps and torch.is_grad_enabled():
+                    self._trace = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+                    self._trace.__enter__()
                 if self.broadcast is not None:
                     for buffer in model.buffers():
                         self.broadcast(buffer)
@@ -167,6 +183,11 @@ class Hooks:
             if self._input_dtype is not None:
                 explain(sys.exc_info()[1], model, self._input_dtype)
             if torch._C._current_graph_task_id() < 0:
+                if self._trace is not None:
+                    self._trace.__exit__()
+                    self._trace = None
+                if self._weights.running == 1 and not self._weights.nothing_to_do:
+                    self.hold_parameters(output)
                 self._weights.end_pass()
                 self._weights.leave()
                 self._weights.evaluates = False
@@ -179,6 +200,22 @@ class Hooks:
 
         self._handles.append(model.register_forward_hook(after, always_call=True))
         self._handles.append(model.register_forward_hook(agree))  # not after an exception: the other ranks may not be here
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Unit | None, str]:
+        """Note of which unit a tensor is that autograd saves, and of which parameter."""
+        for unit in self._weights.units:
+            if unit.state is UnitState.FULL and unit.cells.weight.is_sharded:
+                name = unit.parameter_at(tensor.data_ptr())
+                if name is not None:
+                    return tensor, unit, name
+        return tensor, None, ""
+
+    def _unpack(self, saved: tuple[torch.Tensor, Unit | None, str]) -> torch.Tensor:
+        tensor, unit, name = saved
+        if unit is None or unit.state is UnitState.FULL:
+            return tensor
+        self._backward.read_released = self._backward.read_released or name
+        return torch.full_like(tensor, float("nan"))
 
     def shadow_forward(self) -> None:
         """Take part in a forward of the other ranks, without one of our own: what their gathers need of us."""
@@ -208,10 +245,14 @@ class Hooks:
     def _install_module(self, module: nn.Module, units: list[Unit], ends: list[Unit]) -> None:
         weights = self._weights
         apart = bool(getattr(type(module), "unit_of_its_own", False))  # a tile: recomputed one at a time, too
+        reads_parameters = bool(module._parameters) and not type(module).__module__.startswith("torch.nn.")  # by code that is not torch's
+        begun: list[int] = []  # of forwards under way, the number of the first autograd node that they can make
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if weights.nothing_to_do or torch.compiler.is_compiling():
                 return  # or inside a compiled forward, around which the unit is gathered
+            if reads_parameters:
+                begun.append(torch._C._autograd._get_sequence_nr())
             in_backward = torch._C._current_graph_task_id() >= 0
             weights.enter()
             for unit in units:
@@ -222,11 +263,15 @@ class Hooks:
             if ends and torch.is_grad_enabled() and not in_transform():
                 self._watch_inputs(ends, args, kwargs)
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if weights.nothing_to_do or torch.compiler.is_compiling():
                 return
+            first = begun.pop() if begun else 0
             if output is not None and torch.is_grad_enabled() and not in_transform():
                 self.watch_outputs(units, output)
+                if reads_parameters:
+                    elsewhere = (args, kwargs, [value for name, value in vars(module).items() if name not in _OWN_ATTRIBUTES])
+                    self.watch_outputs(units, elsewhere, since=first)
             in_backward = torch._C._current_graph_task_id() >= 0
             for unit in units:
                 unit.depth = max(0, unit.depth - 1)
@@ -235,30 +280,36 @@ class Hooks:
                         unit.in_backward = True  # recomputed: its own backward follows
                     else:
                         weights.after_forward(unit)
+            if weights.running == 1 and not in_backward:
+                self.hold_parameters(output)
             weights.leave()
 
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-        self._handles.append(module.register_forward_hook(after, always_call=True))
+        self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
-    def watch_outputs(self, units: Sequence[Unit], output: Any) -> None:
-        """Have `units` gathered when a gradient arrives at a tensor of `output`."""
+    def watch_outputs(self, units: Sequence[Unit], output: Any, *, since: int = 0) -> None:
+        """Have `units` gathered when a gradient arrives at a tensor of `output` that autograd has made `since`; leave views their memory."""
         epoch, backward = self._weights.epoch, self._backward
+        may_be_views = [unit for unit in units if unit.gives_memory_back]
 
         def arrived(grad: torch.Tensor) -> None:
             for unit in units:
                 backward.before_unit(unit, epoch)
 
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                node = tensor.grad_fn  # held: torch 2.13 crashes in register_hook on a view whose base was written to, otherwise
+        for tensor in tensors_within(output):
+            for unit in may_be_views:
+                unit.leave_views(tensor)
+            node = tensor.grad_fn  # held: torch 2.13 crashes in register_hook on a view whose base was written to, otherwise
+            if node is not None and (not since or node._sequence_nr() >= since):  # a leaf needs no weights, and would keep the hook
                 tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
-                del node
+            del node
 
     def _watch_inputs(self, units: list[Unit], args: Any, kwargs: Any) -> None:
-        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad and not isinstance(tensor, nn.Parameter)]
         if not inputs:
             return
         backward = self._backward
+        on_leaves: list[Any] = []  # hooks that would stay for ever; autograd hands gradients of leaves over before it runs the other nodes
         num_inputs = len(inputs)
         waiting: dict[int, int] = {}  # graph task -> inputs still without a gradient
         counts = torch._C._current_graph_task_id() < 0 or is_recomputed()  # else nothing comes here: the first forward's hooks run
@@ -266,16 +317,22 @@ class Hooks:
             unit.forwards += counts
 
         def arrived(grad: torch.Tensor) -> None:
+            if grad.grad_fn is not None:  # create_graph=True
+                self.watch_outputs(units, grad)
             task = torch._C._current_graph_task_id()
             waiting[task] = waiting.get(task, num_inputs) - 1
             if not waiting[task]:
                 del waiting[task]
                 for unit in units:
                     unit.forwards = max(0, unit.forwards - counts)
-                    backward.after_inputs(unit)
+                    backward.after_inputs(unit, before_others=bool(on_leaves))
+                for hook in on_leaves:
+                    hook.remove()
 
         for tensor in inputs:  # not torch's multi-grad hook, whose closure holds the graph that holds it
-            tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+            hook = tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+            if tensor.grad_fn is None:
+                on_leaves.append(hook)
 
     # ------------------------------------------------------------------ parameters
 
@@ -298,7 +355,18 @@ class Hooks:
             raise StateError(
                 f"parameter {name!r} rests sharded and cannot be read here ({operation}): read it inside engine.gathered(), on every rank{late}"
             )
-        self._weights.hold(unit, phase, until_backward=in_backward or torch.is_grad_enabled())
+        self._weights.hold(unit, phase, Until.BACKWARD_ENDS if in_backward or torch.is_grad_enabled() else Until.FORWARD_ENDS)
+
+    def hold_parameters(self, output: Any) -> None:
+        """Keep the units of parameters in `output`, which has left the model, until the next step: they may be used anywhere, on one rank alone."""
+        for tensor in tensors_within(output):
+            if isinstance(tensor, nn.Parameter) and hasattr(tensor, "_zeroshard"):
+                tensor._zeroshard.hold()
+
+    def hold(self, unit: Unit) -> None:
+        """Keep `unit` gathered until the next step."""
+        if unit.cells.weight.is_sharded:
+            self._weights.hold(unit, "forward", Until.STEP)
 
     def _install_parameters(self, unit: Unit, segment: Segment) -> None:
         backward = weakref.ref(self._backward)  # [Note: weak hooks] what hangs on a tensor is invisible to the garbage collector

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
-__all__ = ["tensors_in"]
+__all__ = ["tensors_in", "tensors_within"]
+
+_MOST_OBJECTS = 1000  # that `tensors_within` looks into: an object may lead to all there is
+_ATOMS = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, torch.Size, nn.Module)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -23,3 +28,43 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif hasattr(value, "__dataclass_fields__"):
         for name in value.__dataclass_fields__:
             yield from tensors_in(getattr(value, name, None))
+
+
+def tensors_within(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor that `tensors_in` finds, and those in attributes of objects of any class (torch's distributions), in sets and closures.
+
+    Modules are not looked into. Each object is visited once, and not more than a thousand of them.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    waiting, seen = [value], set[int]()
+    while waiting and len(seen) < _MOST_OBJECTS:
+        item = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif not isinstance(item, _ATOMS) and id(item) not in seen:
+            seen.add(id(item))
+            waiting.extend(_parts_of(item))
+
+
+def _parts_of(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return list(value)
+    if callable(value) and getattr(value, "__closure__", None):
+        return [cell.cell_contents for cell in value.__closure__ if _is_filled(cell)]
+    parts = list(getattr(value, "__dict__", {}).values())
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        parts += [getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots) if not name.startswith("__")]
+    return parts
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 (raises where the variable is not set yet)
+    except ValueError:
+        return False
+    return True

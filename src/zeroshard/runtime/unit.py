@@ -319,6 +319,8 @@ class Unit:
         self.state = UnitState.FULL
         self.depth = 0  # forwards of its modules under way
         self.spans_one_module = spans_one_module  # one module's forward is all that needs it
+        self.holds_others = False  # other units' modules lie inside its own, so that its backward goes on around theirs
+        self.dozing = False
         self.in_backward = False
         self.arrived: dict[int, int] = {}  # parameters whose gradient has come in this backward, by id, and the last graph task that brought it
         self.in_parts = False  # several graph tasks have brought gradients in this backward
@@ -335,6 +337,11 @@ class Unit:
     def full_bytes(self) -> int:
         """Bytes that gathering this unit takes beyond what rests."""
         return sum(segment.flat.full_bytes for segment in self.segments)
+
+    @cached_property
+    def gives_memory_back(self) -> bool:
+        """Whether gathering takes memory that a release gives back."""
+        return self.full_bytes > 0
 
     @property
     def nominal_bytes(self) -> int:
@@ -392,6 +399,7 @@ class Unit:
     def release(self, *, for_backward: bool | None = False) -> None:
         """Give the gathered memory back (replicated rows keep theirs, and only unpoint the parameters); see FlatBuffer.release."""
         self._move(UnitState.RESTING)
+        self.dozing = False
         name = None
         for segment in self.segments:
             keeps_writes = segment.flat.replicated and (segment.master is None or segment.master_is_weight)
@@ -401,14 +409,32 @@ class Unit:
         if name is not None:
             raise _lost(name, "while it was gathered for computing")
 
+    def leave_views(self, tensor: torch.Tensor) -> None:
+        """Where `tensor` is a view of the gathered weights, let it keep their memory; see [Note: views that leave] in buffer.py."""
+        if self.gives_memory_back and not isinstance(tensor, nn.Parameter):  # those are guarded themselves
+            address = tensor.data_ptr()
+            for segment in self.segments:
+                segment.flat.leave(address)
+
+    def parameter_at(self, address: int) -> str | None:
+        """Return the name of the parameter whose gathered memory holds `address`, if any."""
+        for segment in self.segments:
+            place = (address - segment.flat.full.data_ptr()) // segment.flat.dtype.itemsize
+            for name, slot in zip(segment.names, segment.flat.layout.slots, strict=True):
+                if slot.offset <= place < slot.stop:
+                    return name
+        return None
+
     def doze(self) -> None:
         """Let the parameters of a FULL unit that no module is using answer as released ones: another use of them must be noticed."""
+        self.dozing = True
         for segment in self.segments:
             for parameter in segment.parameters:
                 release_class(parameter)
 
     def wake(self) -> None:
         """End `doze`."""
+        self.dozing = False
         for segment in self.segments:
             for parameter in segment.parameters:
                 restore_class(parameter)
@@ -426,6 +452,7 @@ class Unit:
             self._flight.abandon()  # a tier may still be reading into memory that is about to go
         self._flight = None
         self.state = UnitState.RESTING
+        self.dozing = False
         for segment in self.segments:
             segment.heal()
             segment.detach()

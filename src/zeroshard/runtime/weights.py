@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from enum import IntEnum
 from typing import Literal
 
 import torch
@@ -26,9 +27,17 @@ from zeroshard.core.precision import dtype_name
 from zeroshard.errors import StateError
 from zeroshard.runtime.unit import Unit, UnitState
 
-__all__ = ["Phase", "Weights", "in_transform"]
+__all__ = ["Phase", "Until", "Weights", "in_transform"]
 
 Phase = Literal["forward", "backward"]
+
+
+class Until(IntEnum):
+    """How long a unit is held that is used outside its modules."""
+
+    FORWARD_ENDS = 0
+    BACKWARD_ENDS = 1
+    STEP = 2  # or a load, a writeback, reset(): a graph may refer to the weights that no hook announces
 
 
 class Weights:
@@ -59,7 +68,7 @@ class Weights:
         self.refusal: str | None = None  # why nothing may be used here: in a forked child
         self.evaluates = False  # the forward of the model under way runs without gradients
         self.running = 0  # forwards under way, of the model or of any module that needs a unit
-        self._held: dict[int, tuple[Unit, bool]] = {}  # used outside their modules; whether a backward may follow
+        self._held: dict[int, tuple[Unit, Until]] = {}  # used outside their modules
 
     @property
     def nothing_to_do(self) -> bool:
@@ -76,20 +85,20 @@ class Weights:
         """A forward ends."""
         self.running = max(0, self.running - 1)
         if not self.running and self._held:
-            self.let_go(also_for_backward=False)
+            self.let_go(Until.FORWARD_ENDS)
 
-    def hold(self, unit: Unit, phase: Phase, *, until_backward: bool) -> None:
-        """Gather a unit that is used outside its modules, and keep it to the end of this forward (`until_backward`: of its backward)."""
-        _, before = self._held.get(unit.index, (unit, False))
+    def hold(self, unit: Unit, phase: Phase, until: Until) -> None:
+        """Gather a unit that is used outside its modules, and keep it at least `until` then."""
         if unit.index not in self._held:
             unit.depth += 1
-        self._held[unit.index] = (unit, before or until_backward)
+            self._held[unit.index] = (unit, until)
+        self._held[unit.index] = (unit, max(until, self._held[unit.index][1]))
         self.need(unit, phase)
 
-    def let_go(self, *, also_for_backward: bool) -> None:
-        """Stop holding units that were used outside their modules."""
-        for unit, until_backward in list(self._held.values()):
-            if also_for_backward or not until_backward:
+    def let_go(self, event: Until) -> None:
+        """Stop holding the units that were held until `event`, or less."""
+        for unit, until in list(self._held.values()):
+            if until <= event:
                 del self._held[unit.index]
                 unit.depth = max(0, unit.depth - 1)
                 self.release_unused(unit)
@@ -106,9 +115,10 @@ class Weights:
             raise StateError(self.refusal)
         if self._idle is unit:
             self._idle = None
-            unit.wake()
         self.release_idle()
         if unit.state is UnitState.FULL:
+            if unit.dozing:
+                unit.wake()
             return
         _refuse_transforms(unit)
         if unit.state is UnitState.RESTING:
@@ -181,9 +191,11 @@ class Weights:
     def after_forward(self, unit: Unit) -> None:
         """`unit`'s module has run: release it now if nothing else of it can follow, else when another unit is needed."""
         kept = not unit.cells.between.is_sharded and torch.is_grad_enabled()  # for a backward that may follow
-        if kept or not unit.cells.weight.is_sharded or unit.state is not UnitState.FULL:
+        if not unit.cells.weight.is_sharded or unit.state is not UnitState.FULL:
             return
-        if unit.spans_one_module:
+        if kept:
+            unit.doze()
+        elif unit.spans_one_module:
             self.release(unit, for_backward=torch.is_grad_enabled() or None)
         elif self._idle is not unit:
             self.release_idle()
@@ -240,7 +252,7 @@ class Weights:
     def invalidate(self) -> None:
         """A step, writeback or load has written the shards: replicated copies are stale, and their publish starts."""
         self.epoch += 1
-        self.let_go(also_for_backward=True)
+        self.let_go(Until.STEP)
         stale = [unit for unit in self.units if unit.cells.optim.is_sharded and not unit.cells.weight.is_sharded]
         for unit in self.units:
             unit.forget_forwards()

@@ -1,0 +1,144 @@
+"""A backward through a backward (``create_graph=True``): gradient penalties train as under DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard as zs
+from tests.engine.common import ROWS, TRANSPORTS
+from tests.harness import run_ranks
+from zeroshard import StateError
+from zeroshard.runtime.unit import UnitState
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.recompute = recompute
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(self.norm(x))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = checkpoint(self.inner, x, use_reentrant=False) if self.recompute else self.inner(x)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+
+def _critic(recompute: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block(recompute) for _ in range(3)), nn.Linear(WIDTH, 1))
+
+
+def _penalty(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    between = (x + y).div(2).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
+    return 10 * (gradient.norm(2, 1) - 1).square().mean()
+
+
+def _wasserstein(model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int) -> None:
+    loss = model(x).mean() - model(y).mean()
+    if step % 2:  # lazily
+        loss = loss + _penalty(model, x, y)
+    loss.backward()
+
+
+def _penalty_after_another_backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int) -> None:
+    penalty = _penalty(model, x, y)
+    (model(x).mean() - model(y).mean()).backward()
+    with torch.no_grad():
+        model(x)
+    penalty.backward()
+
+
+def _inner_gradient(model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int) -> None:
+    """The gradient with respect to what lies in the middle of the model (path length regularisation), two orders up."""
+    assert isinstance(model, nn.Sequential)
+    middle = model[1](model[0](x))
+    (gradient,) = torch.autograd.grad(model[4](model[3](model[2](middle))).sum(), middle, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.square().sum(), middle, create_graph=True)
+    (gradient.square().sum() + 1e-2 * second.square().sum()).backward()
+
+
+PROGRAMS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor, int], None]] = {
+    "a lazy penalty": _wasserstein,
+    "another backward in between": _penalty_after_another_backward,
+    "the gradient of an inner tensor": _inner_gradient,
+}
+
+
+def _train(rank: int, row: str, transport: str, program: str, recompute: bool, units: Any) -> dict[str, torch.Tensor]:
+    """Return the weights after four steps; row "plain" adds the ranks' gradients by hand, as DDP does."""
+    model = _critic(recompute)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    comm = zs.Comm.model_validate({"transport": transport})
+    engine = None if row == "plain" else zs.shard(model, optimizer, policy=row, comm=comm, units=units, stall_timeout_s=20)
+    for step in range(4):
+        torch.manual_seed(10 * step + rank)
+        PROGRAMS[program](model, torch.randn(6, WIDTH), torch.randn(6, WIDTH), step)
+        if engine is None:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+        if engine is not None and row == "zero3":
+            assert all(unit.state is UnitState.RESTING for unit in engine._weights.units), "nothing stays gathered after the step"
+    if engine is None:
+        return {name: value.detach().clone() for name, value in model.named_parameters()}
+    assert engine.steps_skipped == 0
+    state = engine.full_state_dict(rank0_only=False)
+    engine.close()
+    return state
+
+
+def _same(rank: int, world: int, transport: str, program: str) -> None:
+    for recompute in (False, True):
+        expected = _train(rank, "plain", transport, program, recompute, None)
+        for row in ROWS:
+            for units in (None, [nn.Linear, Block], [""]) if row.startswith("zero3") else (None,):
+                state = _train(rank, row, transport, program, recompute, units)
+                for name, value in expected.items():  # two backwards are summed over the ranks one by one, in another order
+                    if program == "another backward in between":
+                        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+                    else:
+                        assert torch.equal(state[name], value), (row, units, recompute, name)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_gradient_penalty_trains_as_under_ddp(program: str, transport: str) -> None:
+    run_ranks(2, _same, transport, program)
+
+
+def _stale(rank: int, world: int, transport: str) -> None:
+    model = _critic()
+    optimizer = torch.optim.Adam(model.parameters())
+    engine = zs.shard(model, optimizer, stage=3, comm=zs.Comm.model_validate({"transport": transport}))
+    middle = model[0](torch.randn(6, WIDTH))
+    (gradient,) = torch.autograd.grad(model[4](model[3](model[2](model[1](middle)))).sum(), middle, create_graph=True)
+    model(torch.randn(6, WIDTH)).sum().backward()
+    optimizer.step()
+    with pytest.raises(StateError, match=r"of a forward that ran before the last optimizer\.step"):
+        gradient.sum().backward()
+    engine.reset()
+    engine.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_second_backward_after_the_step_is_an_error(transport: str) -> None:
+    run_ranks(2, _stale, transport)
