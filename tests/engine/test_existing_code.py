@@ -315,6 +315,7 @@ def test_param_groups_changed_after_shard_are_refused_at_the_step() -> None:
 def _optimizer_state(rank: int, world: int, row: str) -> None:
     straight = train(rank, row, 4).state
     model, optimizer, engine = _made(row)
+    optimizer.load_state_dict(optimizer.state_dict())  # Accelerate's prepare() does so, before the first step
     for step in range(2):
         _step(model, optimizer, rank, step)
     if row == "ddp":

@@ -436,7 +436,7 @@ class ShardedOptimizer:
             self._may_show = False
 
     def _refuse_state(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.is_part and not self._may_show:
+        if self.is_part and self.taken and not self._may_show:  # before: nothing to lose, and Accelerate takes the state out and puts it back
             raise StateError(
                 "optimizer.state_dict(): the optimizer's state is sharded, and this rank's part alone would lose the rest. Save and load with "
                 "zeroshard.save() and zeroshard.load(), or keep every rank's own engine.optimizer_part()"
