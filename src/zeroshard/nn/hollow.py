@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.core.storage import storage_of
 from zeroshard.errors import StateError
 from zeroshard.nn.tape import Cell, Entry, Place, fingerprint, replay
 from zeroshard.optim.sealed import ANSWERED, SET_DATA, name_of
@@ -40,7 +41,6 @@ __all__ = [
     "place_of",
     "record_of",
     "settle",
-    "storage_of",
 ]
 
 
@@ -56,15 +56,6 @@ class Record:
 
 
 _RECORDS: weakref.WeakKeyDictionary[torch.UntypedStorage, Record] = weakref.WeakKeyDictionary()
-
-
-def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of a dense tensor, unseen by guards and modes; None where it has none."""
-    with torch._C.DisableTorchFunction():
-        try:
-            return tensor.untyped_storage() if tensor.layout is torch.strided else None
-        except (NotImplementedError, RuntimeError):  # tensors that wrap others
-            return None
 
 
 def record_of(tensor: torch.Tensor) -> Record | None:

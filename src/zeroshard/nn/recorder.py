@@ -28,7 +28,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.buffer import return_freed_memory
-from zeroshard.nn.hollow import Record, fill, fill_storages, hollow_out, inflated, place_of, record_of, storage_of
+from zeroshard.core.storage import storage_of
+from zeroshard.nn.hollow import Record, fill, fill_storages, hollow_out, inflated, place_of, record_of
 from zeroshard.nn.tape import Cell, Constant, Entry, Place, Seeded, generator_state, leaves, map_leaves, replay
 
 __all__ = ["LARGE_BYTES", "PointerReads", "Recorder"]

@@ -16,16 +16,16 @@ Inside ``torch.autocast`` nothing is cast but the inputs of the model: autocast 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.hooks import RemovableHandle
 
 from zeroshard.core.precision import dtype_name
 
-__all__ = ["cast", "explain", "install_casts"]
+__all__ = ["cast", "casting_hooks", "explain"]
 
 _LAYERS: tuple[type[nn.Module], ...] = (
     nn.Linear,
@@ -65,8 +65,8 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, PackedSequence) and value.data.is_floating_point() else value
 
 
-def install_casts(model: nn.Module, dtype: torch.dtype) -> dict[nn.Module, RemovableHandle]:
-    """Let those layers of `model` that take one dtype only take any; return the handle of each one's hook."""
+def casting_hooks(model: nn.Module, dtype: torch.dtype) -> dict[nn.Module, Callable[..., Any]]:
+    """Return, for each layer of `model` that takes one dtype only, a forward pre-hook (with kwargs) that lets it take any."""
     device_type = next(model.parameters()).device.type
 
     def takes_one(module: nn.Module) -> bool:
@@ -83,7 +83,7 @@ def install_casts(model: nn.Module, dtype: torch.dtype) -> dict[nn.Module, Remov
             return None
         return None if torch.is_autocast_enabled(device_type) else (cast(args, dtype), cast(kwargs, dtype))
 
-    return {module: module.register_forward_pre_hook(before, with_kwargs=True) for module in model.modules() if takes_one(module)}
+    return {module: before for module in model.modules() if takes_one(module)}
 
 
 def explain(error: BaseException | None, model: nn.Module, dtype: torch.dtype) -> None:

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.backward import Backward
-from zeroshard.runtime.casts import cast, explain, install_casts
+from zeroshard.runtime.casts import cast, casting_hooks, explain
 from zeroshard.runtime.cut import UnitPlan
 from zeroshard.runtime.guards import compiled_whole, guard, is_traced
 from zeroshard.runtime.recomputed import count_recomputations, is_checkpointed, is_recomputed
@@ -137,7 +137,8 @@ class Hooks:
             for unit in units:
                 unit.holds_others = unit.holds_others or any(other is not unit for other in inside)
             self._install_module(module, units, ends)
-        casts = {} if input_dtype is None else install_casts(model, input_dtype)
+        layers = {} if input_dtype is None else casting_hooks(model, input_dtype)
+        casts = {layer: layer.register_forward_pre_hook(hook, with_kwargs=True) for layer, hook in layers.items()}
         self._handles += casts.values()
         self._bare = _Bare([module for module, _ in needed.values() if module is not model], casts)
         self._install_root(model)  # after the modules: its pre-hook then comes before theirs, its post-hook after

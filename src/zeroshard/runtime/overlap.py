@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from zeroshard.core.storage import storage_of
 from zeroshard.errors import ConfigError
-from zeroshard.nn.hollow import storage_of
 from zeroshard.runtime.cut import named_parameters_once
 
 __all__ = ["check_overlap"]
