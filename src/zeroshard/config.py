@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
 from zeroshard.comm.codec import Codec, codec
 from zeroshard.comm.quantized import Codecs, Feedback
@@ -523,7 +524,11 @@ def build_config(source: Config | dict[str, Any] | str | Path | None, **override
 
 
 def _one_line(error: ValidationError, section: str = "") -> str:
-    first = max(error.errors(), key=lambda one: len(one["loc"]))  # of the kinds that a key may have, the one that fits best
+    def fits(one: ErrorDetails) -> tuple[int, bool]:
+        """Rank the errors of the kinds that a key may have: deeper fits better, and so does a section with an error of its own."""
+        return len(one["loc"]), one["type"] == "value_error"
+
+    first = max(error.errors(), key=fits)
     place = (*filter(None, [section]), *first["loc"])
     where = ".".join(map(str, place))
     message = first["msg"].removeprefix("Value error, ")
