@@ -198,9 +198,9 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "batch norm": _layers(lambda x: replace(x, kind="linear" if x.kind == "batchnorm" else x.kind)),
 }
 
-def _no_early_input(program: Program) -> Program:
-    partial = program.row in ("ddp", "zero1") and any(micro.no_sync for micro in program.micros)
-    return replace(program, input_grad=False) if partial else program
+def _nested_outside_partial_sums(program: Program) -> Program:
+    partial = program.row in ("ddp", "zero1", "mics", "hfsdp") and any(micro.no_sync for micro in program.micros)
+    return SWITCHES["reentrant checkpoint"](program) if partial else program
 
 
 def _calls_once(program: Program) -> Program:
@@ -222,14 +222,11 @@ HELD_BACK: dict[str, Callable[[Program], Program]] = {
     "issue 12, item 2: gradient penalty": SWITCHES["gradient penalty"],
     "issue 12, item 3: returned parameter": SWITCHES["returned parameter"],
     "issue 12, item 3: p.float()": SWITCHES["float penalty"],
-    "issue 12, item 4: no_sync of mics and hfsdp": SWITCHES["no_sync of node sums"],
     "issue 12, item 5: weights on other tiers": SWITCHES["weight tier"],
-    "issue 12, item 6: branches per rank": SWITCHES["branches"],
     "issue 12, item 7: retained graphs": SWITCHES["retained graph"],
     "issue 12, item 7: weights used elsewhere": SWITCHES["borrowed weights"],
     "issue 12, item 12: half precision with gradients off the device": SWITCHES["half gradients away"],
-    "issue 12, item 14: nested backwards are summed apart": SWITCHES["reentrant checkpoint"],
-    "issue 12, item 14: partial sums and the gradient of an input": _no_early_input,
+    "nested backwards inside no_sync: each is added to the partial sum by itself": _nested_outside_partial_sums,
     "issue 12, item 14: a module that is called twice in a row": _calls_once,
     "issue 12, item 14: verify_every": SWITCHES["verify"],
     "a step in the background and zero_grad(set_to_none=False)": _no_zeros_under_way,

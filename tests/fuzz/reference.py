@@ -6,7 +6,7 @@ the total, and the total is divided by the number of ranks (and the loss scale) 
 Inside ``no_sync`` the rows differ in what is added first (DESIGN.md, section 1, Exactness):
 
     ddp, zero1      this rank's micro-batches, in fp32; then rounded to the wire dtype and summed over ranks
-    mics, hfsdp     the ranks of a node; then micro-batches; then nodes
+    mics, hfsdp     the ranks of a node; then micro-batches; then nodes (of one rank: as ddp; one node: as zero3)
     the others      the ranks; then micro-batches
 """
 
@@ -25,8 +25,13 @@ from tests.fuzz.program import Program
 __all__ = ["DTYPES", "ByHand"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BEFORE_RANKS = ("ddp", "zero1")
-BETWEEN = ("mics", "hfsdp")
+
+
+def _adds_first(program: Program) -> str:
+    """Return what is added first inside ``no_sync``: "micro-batches", a "node"'s ranks, or all "ranks"."""
+    if program.row in ("mics", "hfsdp") and program.node_size not in (None, program.world):
+        return "micro-batches" if program.node_size == 1 else "node"
+    return "micro-batches" if program.row in ("ddp", "zero1") else "ranks"
 
 
 def _to_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:
@@ -48,6 +53,7 @@ class ByHand:
         _to_compute_dtype(model, DTYPES[program.precision])
         self.scale = 2.0**16 if program.precision == "fp16" else 1.0
         self.sync = True
+        self.first = _adds_first(program)
         self.partial: dict[str, torch.Tensor] = {}  # of this rank
         self.node_partials: dict[str, list[torch.Tensor]] = {}  # of every node
         self.totals: dict[str, torch.Tensor] = {}
@@ -68,12 +74,12 @@ class ByHand:
         grads = {name: p.grad.detach() for name, p in self.parameters.items() if p.grad is not None}
         for parameter in self.parameters.values():
             parameter.grad = None
-        if self.program.row in BEFORE_RANKS and (self.partial or not self.sync):
+        if self.first == "micro-batches" and (self.partial or not self.sync):
             for name, grad in grads.items():
                 self.partial[name] = self.partial[name] + grad.float() if name in self.partial else grad.float()
             if self.sync:
                 self._reduce_partial()
-        elif self.program.row in BETWEEN:
+        elif self.first == "node":
             self._reduce_between(grads)
         else:
             self._add(self._over_nodes(self._over_ranks(grads)))
@@ -130,7 +136,7 @@ class ByHand:
         self.divided = True
 
     def _any(self, held: object) -> bool:
-        if self.program.row not in BEFORE_RANKS or self.program.world == 1:
+        if self.first != "micro-batches" or self.program.world == 1:
             return bool(held)
         answers: list[bool] = [False] * self.program.world
         dist.all_gather_object(answers, bool(held))
