@@ -198,11 +198,6 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "batch norm": _layers(lambda x: replace(x, kind="linear" if x.kind == "batchnorm" else x.kind)),
 }
 
-def _nested_outside_partial_sums(program: Program) -> Program:
-    partial = program.row in ("ddp", "zero1", "mics", "hfsdp") and any(micro.no_sync for micro in program.micros)
-    return SWITCHES["reentrant checkpoint"](program) if partial else program
-
-
 def _calls_once(program: Program) -> Program:
     def once(micro: Micro) -> Micro:
         return replace(micro, routes=tuple(tuple(dict.fromkeys(route)) for route in micro.routes))
@@ -226,7 +221,7 @@ HELD_BACK: dict[str, Callable[[Program], Program]] = {
     "issue 12, item 7: retained graphs": SWITCHES["retained graph"],
     "issue 12, item 7: weights used elsewhere": SWITCHES["borrowed weights"],
     "issue 12, item 12: half precision with gradients off the device": SWITCHES["half gradients away"],
-    "nested backwards inside no_sync: each is added to the partial sum by itself": _nested_outside_partial_sums,
+    "issue 12, item 14: nested backwards are summed apart": SWITCHES["reentrant checkpoint"],
     "issue 12, item 14: a module that is called twice in a row": _calls_once,
     "issue 12, item 14: verify_every": SWITCHES["verify"],
     "a step in the background and zero_grad(set_to_none=False)": _no_zeros_under_way,
