@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.engine.common import ROWS, Run, batch, make_model, train, two_groups
 from tests.harness import run_ranks
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import row as policy_row
+from zeroshard.optim.streamed import StepJob, Streamed
 
 TIERS = ("device", "host", "disk")
 
@@ -176,3 +178,45 @@ def _kept(rank: int, world: int, path: str) -> dict[str, list[str]]:
 def test_gradients_that_nobody_zeroes_add_up_as_in_plain_training(tmp_path: Any) -> None:
     for differences in run_ranks(2, _kept, str(tmp_path), timeout=60):
         assert not any(differences.values()), differences
+
+
+def _changed_under_way(rank: int, world: int, path: str) -> dict[str, list[str]]:
+    """Change gradients right after a step that reads them only a little later, on a thread of its own."""
+    steps_at_once = Streamed.run
+
+    def late(self: Streamed, job: StepJob) -> None:
+        time.sleep(0.05)
+        steps_at_once(self, job)
+
+    def run(clear: str, **options: Any) -> dict[str, torch.Tensor]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = zs.shard(model, optimizer, policy="zero2", **options)
+        for step in range(3):
+            model(*batch(rank, step)).backward()
+            optimizer.step()
+            if clear == "all":
+                optimizer.zero_grad(set_to_none=False)
+            elif clear == "one":
+                next(model.parameters()).grad = None
+        state = engine.full_state_dict(rank0_only=False)
+        engine.close()
+        return state
+
+    tiers = [("device", "device", "host"), ("device", "host", "host"), ("device", "disk", "disk")]
+    differences: dict[str, list[str]] = {}
+    for clear in ("all", "one", "nothing"):
+        expected = run(clear)
+        Streamed.run = late  # type: ignore[method-assign]
+        try:
+            for resting in tiers:
+                state = run(clear, offload=offload(*resting, path))
+                differences[f"{clear} {resting}"] = [key for key, value in state.items() if not torch.equal(value, expected[key])]
+        finally:
+            Streamed.run = steps_at_once  # type: ignore[method-assign]
+    return differences
+
+
+def test_a_step_under_way_reads_its_gradients_before_they_are_cleared_or_added_to(tmp_path: Any) -> None:
+    (differences,) = run_ranks(1, _changed_under_way, str(tmp_path), timeout=60)
+    assert not any(differences.values()), differences

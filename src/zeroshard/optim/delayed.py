@@ -10,12 +10,15 @@
 
 Late means: the update that the gradients of step t ask for is in the weights from the forward t+2 on. Step t+1 first waits for it.
 
-Invariant: at most one step is under way; whoever reads masters or moments joins it first. An error inside surfaces in `join`.
+Invariant: at most one step is under way; whoever reads masters or moments joins it first, and whoever changes a gradient that it reads
+(``zero_grad(set_to_none=False)``, a backward without ``zero_grad()``) waits for it. An error inside surfaces in `join`.
 """
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,9 +69,17 @@ class StepRunner:
         if self._stream is not None:
             ready = torch.get_device_module(self._device).Event()
             ready.record()  # the weights' last readers come before the first write
-        self._under_way = self._pool.submit(self._run, job, ready)
+        over = threading.Event()
+        for _, resting, _ in job.tiles:
+            resting.lend(partial(self._wait_until, over))
+        self._under_way = self._pool.submit(self._run, job, ready, over)
 
-    def _run(self, job: StepJob, ready: Any) -> None:
+    def _wait_until(self, over: threading.Event) -> None:
+        over.wait()
+        if self._stream is not None:
+            torch.get_device_module(self._device).current_stream(self._device).wait_stream(self._stream)
+
+    def _run(self, job: StepJob, ready: Any, over: threading.Event) -> None:
         segments = [tile.segment for tile, _, _ in job.tiles]
         try:
             if self._stream is None:
@@ -80,6 +91,7 @@ class StepRunner:
         finally:
             for segment in segments:
                 segment.stepped.set()
+            over.set()
 
     def end_of_step(self) -> None:
         """The device's own step is over: wait for the tiles, unless they may go on into what follows."""

@@ -10,7 +10,8 @@ so that a gradient on disk is read once by the step and written once by each red
 
 One that could not be read or written is *lost*: it says so once (runtime/faults.py), reads as NaN from then on, and takes what comes without a word.
 
-Invariant: it is alive as long as a sealed gradient, or a reduce under way, holds it. What it does not do: it knows no rank and sends nothing.
+Invariant: it is alive as long as a sealed gradient, or a reduce under way, holds it, and it is not changed before a step under way has read
+it (`Lent`). What it does not do: it knows no rank and sends nothing.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ class Resting(Protocol):
 
     divided_by: float  # the ranks and the loss scale, once averaged; 0 while it is a sum
 
+    def lend(self, wait: Callable[[], None]) -> None:
+        """Let a step that goes on by itself read it; `wait` returns when the step has done so."""
+
     def reopen(self, own: Range) -> None:
         """Turn an average back into a sum, to which more is added."""
 
@@ -66,16 +70,36 @@ class Resting(Protocol):
         """Return the bytes at rest."""
 
 
-class DeviceResting:
+class Lent:
+    """What a step that goes on by itself may be reading: whoever changes it calls `wait_for_reader` first."""
+
+    __slots__ = ("_wait",)
+
+    def __init__(self) -> None:
+        self._wait: Callable[[], None] | None = None
+
+    def lend(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def wait_for_reader(self) -> None:
+        """Return when the step under way, if there is one, has read the gradient."""
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
+
+
+class DeviceResting(Lent):
     """A gradient that rests on the device."""
 
     __slots__ = ("__weakref__", "divided_by", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
         self.tensor = tensor
         self.divided_by = 0.0
 
     def reopen(self, own: Range) -> None:
+        self.wait_for_reader()
         if self.divided_by:
             self.tensor[slice(*own)].mul_(self.divided_by)
             self.divided_by = 0.0
@@ -92,6 +116,7 @@ class DeviceResting:
         return _finite(mine, total)
 
     def scale(self, factor: float) -> None:
+        self.wait_for_reader()
         self.tensor.mul_(factor)
 
     def squares(self, start: int, stop: int) -> float:
@@ -101,6 +126,7 @@ class DeviceResting:
         return bool(torch.isfinite(self.tensor[start:stop]).all())
 
     def zero(self, start: int, stop: int) -> None:
+        self.wait_for_reader()
         self.tensor[start:stop].zero_()
 
     def fetch(self, start: int, stop: int) -> torch.Tensor:
@@ -110,7 +136,7 @@ class DeviceResting:
         return {Tier.DEVICE: self.tensor.numel() * self.tensor.element_size()}
 
 
-class TieredResting:
+class TieredResting(Lent):
     """A gradient that rests, in part or as a whole, on the host or on disk."""
 
     def __init__(
@@ -123,6 +149,7 @@ class TieredResting:
         device: torch.device,
         note: Callable[[StorageError], None],
     ) -> None:
+        super().__init__()
         self.shelf = shelf
         self.lost: StorageError | None = None
         self._give_back = give_back
@@ -210,6 +237,7 @@ class TieredResting:
             self.settle()
 
     def reopen(self, own: Range) -> None:
+        self.wait_for_reader()
         if not self.divided_by:
             return
         with self._losing():
@@ -252,6 +280,7 @@ class TieredResting:
         return self.is_finite(*own)  # the sum of all numbers may have overflowed by itself
 
     def scale(self, factor: float) -> None:
+        self.wait_for_reader()
         self._pending.append(("mul", factor))
 
     # ------------------------------------------------------------------ who reads it
@@ -295,6 +324,7 @@ class TieredResting:
         return self.lost is None
 
     def zero(self, start: int, stop: int) -> None:
+        self.wait_for_reader()
         with self._losing():
             self.settle()
             for low, high in _blocks(start, stop) if self.lost is None else ():
