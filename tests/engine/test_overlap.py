@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 import zeroshard as zs
 from tests.engine.common import batch, make_model, two_groups
 from tests.harness import run_ranks
+from zeroshard.buffer import PagePool
 
 LAYERS = 4
 
@@ -108,3 +112,29 @@ def test_a_flipped_bit_in_a_replicated_weight_is_found_within_verify_every_steps
         for found in run_ranks(2, _flipped, row):
             assert found.startswith("5 "), found
             assert "blocks.0" in found and "rank 1: weights of unit blocks.0 = " in found
+
+
+def _fresh_memory_differs(rank: int, world: int, row: str, options: dict[str, Any]) -> None:
+    """Train with memory that is full of another number on each rank, replicas compared in every step."""
+    make = PagePool.empty
+
+    def filled(self: PagePool, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return make(self, numel, dtype, device).fill_(rank + 1)
+
+    PagePool.empty = filled  # type: ignore[method-assign]
+    try:
+        model = make_model()
+        optimizer = two_groups(model)
+        engine = zs.shard(model, optimizer, policy=row, precision="bf16", verify_every=1, **options)
+        for step in range(2):
+            model(*batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.close()
+    finally:
+        PagePool.empty = make  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("row", "options"), [("ddp", {}), ("mics", {"comm": zs.Comm(node_size=1)})], ids=["ddp", "mics"])
+def test_replicas_are_alike_whatever_was_in_their_memory_before(row: str, options: dict[str, Any]) -> None:
+    run_ranks(2, _fresh_memory_differs, row, options)

@@ -294,3 +294,37 @@ def _verified(rank: int, world: int, row: str) -> str:
 def test_comparing_replicas_compares_every_unit_on_ranks_that_run_different_ones(row: str) -> None:
     for told in run_ranks(2, _verified, row, timeout=60):
         assert "about 'weights of unit blocks.1'" in told and "memory was corrupted" in told, told
+
+
+class Recomputed(nn.Module):
+    """A layer that is recomputed inside backward, and whose parameters the loss uses, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 37)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = checkpoint(self.norm, self.embed(x), use_reentrant=True)
+        loss = nn.functional.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+        return loss + 0.1 * (self.norm.weight.square().sum() + self.norm.bias.square().sum())
+
+
+def _in_parts(rank: int, world: int) -> dict[str, Any]:
+    """Return the units reduced in a backward whose nested backward adds to gradients that are here already."""
+    model = seeded(Recomputed)()
+    optimizer = two_groups(model)
+    engine = zs.shard(model, optimizer, policy="zero2", units=_holds_parameters, stall_timeout_s=20)
+    reduced: list[str] = []
+    unit = next(unit for unit in engine._weights.units if unit.name == "norm")
+    engine._weights.trace = lambda event, name: reduced.append(name) if event == "reduce" else None
+    model(*batch(rank, 0)).backward()
+    path = unit.trainable[0].grad
+    assert path is not None
+    return {"reduced": reduced, "left": path.has_local}
+
+
+def test_a_unit_that_gets_more_in_a_nested_backward_is_reduced_after_it() -> None:
+    for found in run_ranks(2, _in_parts, timeout=60):
+        assert sorted(found["reduced"]) == ["embed", "head", "norm"] and not found["left"], found

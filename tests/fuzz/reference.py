@@ -1,18 +1,20 @@
 """Data parallel training by hand: plain replicas, and sums over ranks in the canonical order.
 
-Each backward leaves one gradient per parameter and rank, in the parameter's dtype. All are summed
-in fp32, the ranks of a node in local order and then the nodes in node order; the sum is added to
-the total, and the total is divided by the number of ranks (and the loss scale) once, at the step.
+Each backward leaves one gradient per parameter and rank, in the parameter's dtype (a sum in that
+dtype, where nested backwards add to it one after another). All are summed in fp32, the ranks of a
+node in local order and then the nodes in node order; the sum is added to the total, and the total
+is divided by the number of ranks (and the loss scale) once, at the step.
 Inside ``no_sync`` the rows differ in what is added first (DESIGN.md, section 1, Exactness):
 
     ddp, zero1      this rank's micro-batches, in fp32; then rounded to the wire dtype and summed over ranks
-    mics, hfsdp     the ranks of a node; then micro-batches; then nodes (of one rank: as ddp; one node: as zero3)
+    mics, hfsdp     the ranks of a node; then micro-batches; then nodes, unrounded (one node: as zero3)
     the others      the ranks; then micro-batches
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -30,7 +32,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def _adds_first(program: Program) -> str:
     """Return what is added first inside ``no_sync``: "micro-batches", a "node"'s ranks, or all "ranks"."""
     if program.row in ("mics", "hfsdp") and program.node_size not in (None, program.world):
-        return "micro-batches" if program.node_size == 1 else "node"
+        return "node"
     return "micro-batches" if program.row in ("ddp", "zero1") else "ranks"
 
 
@@ -58,6 +60,16 @@ class ByHand:
         self.node_partials: dict[str, list[torch.Tensor]] = {}  # of every node
         self.totals: dict[str, torch.Tensor] = {}
         self.divided = False
+        self.brought: dict[str, list[torch.Tensor]] = {}  # what this backward has added to each parameter's gradient, one after another
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._take, name))
+
+    def _take(self, name: str, parameter: torch.Tensor) -> None:
+        """Take a gradient away from autograd: a reentrant checkpoint adds each use of a weight in a backward of its own."""
+        assert parameter.grad is not None
+        self.brought.setdefault(name, []).append(parameter.grad.detach())
+        parameter.grad = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -67,19 +79,18 @@ class ByHand:
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         self._reopen()
-        for parameter in self.parameters.values():
-            parameter.grad = None
         loss = loss.float() * self.scale if self.scale != 1.0 else loss
         loss.backward(retain_graph=retain_graph)
-        grads = {name: p.grad.detach() for name, p in self.parameters.items() if p.grad is not None}
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        brought, self.brought = self.brought, {}
         if self.first == "micro-batches" and (self.partial or not self.sync):
-            for name, grad in grads.items():
-                self.partial[name] = self.partial[name] + grad.float() if name in self.partial else grad.float()
+            for name, each in brought.items():
+                for grad in each:
+                    self.partial[name] = self.partial[name] + grad.float() if name in self.partial else grad.float()
             if self.sync:
                 self._reduce_partial()
-        elif self.first == "node":
+            return
+        grads = {name: _summed(each) for name, each in brought.items()}
+        if self.first == "node":
             self._reduce_between(grads)
         else:
             self._add(self._over_nodes(self._over_ranks(grads)))

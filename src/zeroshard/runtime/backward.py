@@ -159,7 +159,6 @@ class Backward:
 
     def _count(self, unit: Unit, parameter: torch.Tensor) -> None:
         task = torch._C._current_graph_task_id()
-        unit.in_parts = unit.in_parts or (self._nested and any(other != task for other in unit.arrived.values()))
         unit.pending -= id(parameter) not in unit.arrived
         unit.arrived[id(parameter)] = task
 
@@ -214,7 +213,6 @@ class Backward:
         with torch._C.DisableTorchFunctionSubclass():  # released parameters are asked for what they answer anyway
             for unit in self._trainable:
                 unit.arrived.clear()
-                unit.in_parts = False
                 unit.pending = 0
                 for segment in unit.trainable:
                     for parameter in segment.parameters:
@@ -229,7 +227,7 @@ class Backward:
     def _may_get_more(self, unit: Unit) -> bool:
         if unit.recomputations > 0 or (len(self._tasks) > 1 and unit.forwards > 0):  # see [Note: nested backwards]
             return True
-        if unit.pending <= 0 and not unit.in_parts:
+        if unit.pending <= 0 and not self._nested:
             return False
         task = torch._C._current_graph_task_id()
         parameters = [parameter for segment in unit.trainable for parameter in segment.parameters]

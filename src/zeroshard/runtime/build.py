@@ -247,7 +247,7 @@ def _codec_of(plan: _SegmentPlan, context: Context) -> Codec | None:
 
 
 def make_master(segment: Segment, cells: Cells, context: Context, stores: Mapping[Tier, Store] | None = None) -> None:
-    """Give a trained segment its master, its contents undefined where it is not the weights themselves. `stores`: those of the context."""
+    """Give a trained segment its master, without its numbers where it is not the weights themselves. `stores`: those of the context."""
     segment.make_master(
         dtype=context.precision.master,
         pages=context.pages,

@@ -113,7 +113,7 @@ class Segment:
         return self.flat.layout.pieces_in(self.flat.stepped)
 
     def make_master(self, *, dtype: torch.dtype, pages: PagePool, store: Store | None, link: Link, apart: bool = False) -> None:
-        """Take the weights as master where they have its dtype and lie where it rests; else allocate one, its contents undefined.
+        """Take the weights as master where they have its dtype and lie where it rests; else allocate one, zeros on the device, undefined elsewhere.
 
         The first `split` elements rest on the device, the others in `store`. `apart`: never the weights themselves, which are to lag behind.
         """
@@ -131,7 +131,7 @@ class Segment:
             assert weight.tensor is not None
             near, self.aliased = weight.tensor[:split], split
         else:
-            near, self.aliased = pages.empty(split, dtype, flat.full.device), 0
+            near, self.aliased = pages.empty(split, dtype, flat.full.device).zero_(), 0  # padding is published, too
         self.master = Shelf(near, slab, link=link)
 
     def fill_master(self) -> None:
@@ -323,7 +323,6 @@ class Unit:
         self.dozing = False
         self.in_backward = False
         self.arrived: dict[int, int] = {}  # parameters whose gradient has come in this backward, by id, and the last graph task that brought it
-        self.in_parts = False  # several graph tasks have brought gradients in this backward
         self.pending = 0  # trainable parameters whose gradient has not come in this backward
         self.forwards = 0  # of its module, whose backward is not over
         self.recomputations = 0  # forwards of its modules to come in a backward: they ran inside reentrant checkpoints
