@@ -7,7 +7,7 @@ parameter is touched; afterwards nothing is refused any more.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroshard.buffer import Meter, PagePool
-from zeroshard.comm.agree import agree
+from zeroshard.comm.agree import REMEDY, agree, differing
 from zeroshard.comm.codec import DTYPES as CODED
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.select import make_transport
@@ -99,6 +99,7 @@ def shard(
     group = _group_of(mesh)
     error: ZeroshardError | None = None
     report: dict[str, str] = {}
+    built: dict[str, str] = {}
     try:
         settings = build_config(config, stage=stage, policy=policy, units=units, **overrides)
         settings.refuse_unsupported()
@@ -115,10 +116,16 @@ def shard(
         dtypes = compute_dtypes(model, precision)
         _check_codecs(model, dtypes, settings)
         plans = cut_units(model, settings.units)
-        report = {"sync_from": str(sync_from), **_report(model, optimizer, settings, dtypes, plans, values=sync_from is None)}
+        report = {"sync_from": str(sync_from), **_report(model, optimizer, settings, dtypes, plans)}
+        if sync_from is None:
+            values = _initial_values(model)
+            is_deferred = any(fingerprint_of(parameter) is not None for parameter in model.parameters())
+            report |= {"a deferred model": "yes"} if is_deferred else values
+            built = values if is_deferred else {}
     except ZeroshardError as refused:
         error = refused
     agree(group, report, error=error)
+    differences = differing(group, built) if built else {}  # of a deferred model: told only where no file overwrites them
     device = next(model.parameters()).device
     tiering = _make_tiering(settings, model, group, device)
     policy = settings.resolved_policy()
@@ -142,6 +149,7 @@ def shard(
     prepare(model.buffers())
     faults = Faults(transport, active=bool(tiering.stores))
     faults.in_shard = True
+    faults.differing = _told(model, differences)
     context = Context(
         policy=policy,
         precision=precision,
@@ -336,7 +344,7 @@ def _node_size(settings: Config) -> int | None:
 
 
 def _report(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Config, dtypes: Dtypes, plans: list[UnitPlan], *, values: bool
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Config, dtypes: Dtypes, plans: list[UnitPlan]
 ) -> dict[str, str]:
     """What must be the same on every rank, in the order in which a difference is named."""
     precision = settings.resolved_precision()
@@ -364,11 +372,23 @@ def _report(
         for key, value in group.items():
             if key not in ("params", "param_names"):
                 report[f"optimizer param group {index}: {key}"] = repr(value)
-    if values:
-        for name, parameter in named_parameters_once(model).items():
-            recipe = fingerprint_of(parameter)
-            report[f"initial value of {name}"] = digest_of(parameter) if recipe is None else f"deferred {recipe}"
     return report
+
+
+def _initial_values(model: nn.Module) -> dict[str, str]:
+    """Return a digest of each parameter's values, or of how they will be computed."""
+    values: dict[str, str] = {}
+    for name, parameter in named_parameters_once(model).items():
+        recipe = fingerprint_of(parameter)
+        values[f"initial value of {name}"] = digest_of(parameter) if recipe is None else f"deferred {recipe}"
+    return values
+
+
+def _told(model: nn.Module, differences: Mapping[str, str]) -> dict[int, str]:
+    """Return, by id of each parameter whose values differ between ranks, the message that says so."""
+    remedy = f"{REMEDY}, or give it values with zs.load_pretrained() before its first use"
+    keys = {f"initial value of {name}": id(parameter) for name, parameter in named_parameters_once(model).items()}
+    return {keys[name]: f"the ranks disagree, first about {name!r}: {who}. {remedy}" for name, who in differences.items()}
 
 
 def _prepare(tensors: Iterable[torch.Tensor], transport: Transport, source: int | None) -> None:

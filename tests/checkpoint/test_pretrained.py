@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,7 @@ def _write(directory: Path, state: dict[str, torch.Tensor], files: int) -> None:
 
 
 def _load(rank: int, world: int, directory: str, transport: str, precision: str) -> None:
-    torch.manual_seed(5)
-    wanted = make_model(width=64)
-    expected = {name: value.clone() for name, value in wanted.state_dict().items()}
+    expected = _reseeded(64).state_dict()
     for row in ROWS:
         torch.manual_seed(0)
         model = make_model(width=64)
@@ -73,20 +72,32 @@ def _load(rank: int, world: int, directory: str, transport: str, precision: str)
             model(*batch(rank, step)).backward()
             optimizer.step()
             optimizer.zero_grad()
+        zs.save(f"{directory}/{row}", engine, step=2)
+        saved = engine.full_state_dict(rank0_only=False)
+        with torch.no_grad(), engine.gathered(writeback=True):
+            for parameter in model.parameters():
+                parameter.zero_()
+        zs.load(f"{directory}/{row}", engine)
+        for name, value in engine.full_state_dict(rank0_only=False).items():
+            assert torch.equal(value, saved[name]), (row, name)
         engine.close()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("files", [1, 3])
-def test_every_row_loads_its_own_bytes(files: int, precision: str, transport: str, tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    _write(tmp_path, dict(_reseeded().state_dict()), files)
+def test_every_row_loads_its_own_bytes_of_trained_and_frozen_weights(files: int, precision: str, transport: str, tmp_path: Path) -> None:
+    _write(tmp_path, dict(_reseeded(64).state_dict()), files)
     run_ranks(2, _load, str(tmp_path), transport, precision)
 
 
-def _reseeded() -> nn.Module:
-    return make_model(width=64)
+def _reseeded(width: int) -> nn.Module:
+    """A model with other values than make_model() gives."""
+    model = make_model(width=width)
+    torch.manual_seed(5)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return model
 
 
 def _odd_shapes(rank: int, world: int, directory: str) -> None:
@@ -141,6 +152,50 @@ def test_a_deferred_model_is_filled_from_the_files(tmp_path: Path) -> None:
     for state in (plain.state_dict(), engine.full_state_dict()):
         assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
     engine.close()
+
+
+def _built_by_each_rank(rank: int) -> nn.Module:
+    """A deferred model whose values, large and small, are another rank's nowhere."""
+    with zs.deferred_init():
+        model = make_model(width=160)
+        torch.manual_seed(100 + rank)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+    return model
+
+
+def _other_values(rank: int, world: int, directory: str) -> None:
+    expected = _reseeded(160).state_dict()
+    for row in ROWS:
+        model = _built_by_each_rank(rank)
+        engine = zs.shard(model, two_groups(model), policy=row)
+        with pytest.raises(PlanMismatch, match=r"first about 'initial value of .*load_pretrained\(\) before its first use"):
+            model(*batch(rank, 0))
+        zs.load_pretrained(engine, directory)
+        assert model(*batch(rank, 0)).isfinite()
+        state = engine.full_state_dict(rank0_only=False)
+        assert all(torch.equal(state[name], value) for name, value in expected.items()), row
+        if row == "zero3":
+            zs.save(f"{directory}/saved", engine, step=1)
+        engine.close()
+    model = _built_by_each_rank(rank)
+    engine = zs.shard(model, two_groups(model))
+    zs.load_pretrained(engine, f"{directory}/part", strict=False)
+    save = functools.partial(zs.save, f"{directory}/unsaved", engine, step=1)
+    for refused in (lambda: model(*batch(rank, 0)), engine.full_state_dict, lambda: engine.gathered().__enter__(), save):
+        with pytest.raises(PlanMismatch, match=r"first about 'initial value of head\.weight': rank 0: .*; rank 1: .*same seed"):
+            refused()
+    zs.load(f"{directory}/saved", engine)
+    assert all(torch.equal(engine.full_state_dict(rank0_only=False)[name], value) for name, value in expected.items())
+    engine.close()
+
+
+def test_deferred_values_may_differ_between_ranks_where_files_overwrite_them(tmp_path: Path) -> None:
+    state = dict(_reseeded(160).state_dict())
+    _write(tmp_path, state, 1)
+    (tmp_path / "part").mkdir()
+    _write(tmp_path / "part", {name: value for name, value in state.items() if name != "head.weight"}, 1)
+    run_ranks(2, _other_values, str(tmp_path))
 
 
 def _refused(rank: int, world: int, directory: str) -> None:

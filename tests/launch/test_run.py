@@ -33,6 +33,13 @@ import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 value = torch.ones(4)
 """
+NO_SUCH_STEP = """
+    import torch, zeroshard as zs
+    os.environ["WORLD_SIZE"] = "1"
+    engine = zs.shard(torch.nn.Linear(2, 2))
+    zs.save(here / "saved", engine, step=1)
+    zs.load(here / "saved", engine, step=7)
+"""
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 WAIT = "time.sleep(600)\n"
 
@@ -178,8 +185,13 @@ def test_the_first_failure_is_shown_last_with_its_traceback(launch: Launch) -> N
 
 @pytest.mark.parametrize(
     ("failure", "code"),
-    [("from zeroshard.errors import PlanMismatch; raise PlanMismatch('stage differs')", 72), ("os._exit(9)", 1)],
-    ids=["error of ours", "silent"],
+    [
+        ("from zeroshard.errors import PlanMismatch; raise PlanMismatch('stage differs')", 72),
+        ("import zeroshard as zs; raise zs.StateError('a user may raise it, too')", 1),
+        (NO_SUCH_STEP, 3),
+        ("os._exit(9)", 1),
+    ],
+    ids=["error of ours", "StateError", "a step that is not there", "silent"],
 )
 def test_the_exit_code_is_that_of_the_first_failure(launch: Launch, failure: str, code: int) -> None:
     job = launch(HELLO + f"if rank == 0:\n    {failure}\n" + WAIT, "--nproc", "2")

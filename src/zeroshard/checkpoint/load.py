@@ -116,16 +116,17 @@ def _candidates(directory: Path, engine: Engine, step: int | None) -> list[int]:
     error, steps = None, []
     if engine.rank == 0:
         try:
-            steps = [number for number in list_steps(directory) if step is None or number <= step]
-            if step is not None and step not in steps:
-                raise CheckpointError(f"{directory} holds no step {step}; its newest is {latest_step(directory)}")
+            steps = list(list_steps(directory))
             if not steps:
                 raise CheckpointError(f"{directory} holds no checkpoint")
         except CheckpointError as refused:
             error = refused
     settle(engine, error, "zs.load()")
     answer = engine.exchange(",".join(map(str, steps)).encode(), "zs.load()")[0]
-    return [int(number) for number in answer.decode().split(",")]
+    steps = [int(number) for number in answer.decode().split(",")]
+    if step is not None and step not in steps:
+        raise _NoSuchStep(f"{directory} holds no step {step}; its newest is {steps[-1]}")
+    return [number for number in steps if step is None or number <= step]
 
 
 def _load_step(directory: Path, step: int, engine: Engine, states: dict[str, Stateful], strict: bool, verify: bool) -> Restored:
@@ -156,6 +157,12 @@ def _load_step(directory: Path, step: int, engine: Engine, states: dict[str, Sta
             with suppress(CheckpointError):
                 remember_steps(directory)  # what another job has written is known here now
         return Restored(step, reading.path, reading.extra, reading.misfits + reading.skipped, bytes_read=reading.bytes_read())
+
+
+class _NoSuchStep(CheckpointError):
+    """Nothing is wrong with what is there."""
+
+    exit_code = ConfigError.exit_code
 
 
 class _Misfit(CheckpointError):
@@ -412,6 +419,7 @@ class _Reading:
                         target.write(numbers)
                     del numbers
                     self._forget_memory()
+            engine.overwritten(self._there)
             for buffer, value in self._buffers:
                 buffer.copy_(value)
             if engine.optimizer is not None and self._groups is not None:

@@ -83,6 +83,7 @@ def _fill_engine(engine: Engine, files: _Files, found: _Found) -> None:
             if name is not None:
                 values = _in_memory_order(files, name, tuple(piece.parameter.shape), piece.stride, piece.start, piece.stop)
                 piece.write(values)
+    engine.overwritten(found.parameters)
 
 
 def _fill_module(model: nn.Module, files: _Files, found: _Found) -> None:

@@ -18,7 +18,9 @@ from zeroshard.comm.transport import Transport
 from zeroshard.core.digest import first_difference, holders
 from zeroshard.errors import PlanMismatch, ZeroshardError
 
-__all__ = ["agree", "compare"]
+__all__ = ["REMEDY", "agree", "compare", "differing"]
+
+REMEDY = "Build the same model with the same options on every rank (same seed), or use sync_from=0"
 
 
 def agree(
@@ -37,7 +39,16 @@ def agree(
             raise error
         return
     answers = gather_bytes(group, _packed(report, error).encode())
-    _settle([answer.decode() for answer in answers], error, "Build the same model with the same options on every rank (same seed), or use sync_from=0", refusal)
+    _settle([answer.decode() for answer in answers], error, REMEDY, refusal)
+
+
+def differing(group: dist.ProcessGroup | None, report: Mapping[str, str]) -> dict[str, str]:
+    """Return the entries of `report` that are not the same on every rank, with who holds what; all have the same names. Collective."""
+    if group is None:
+        return {}
+    answers = [json.loads(answer) for answer in gather_bytes(group, json.dumps(list(report.values())).encode())]
+    entries = dict(zip(report, zip(*answers, strict=True), strict=True))
+    return {name: holders(texts) for name, texts in entries.items() if len(set(texts)) > 1}
 
 
 def compare(transport: Transport, report: Mapping[str, str], *, call: str, error: ZeroshardError | None = None, remedy: str = "") -> None:

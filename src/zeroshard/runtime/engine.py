@@ -366,6 +366,10 @@ class Engine:
         self._join_step()
         return self._rest.rewriting()
 
+    def overwritten(self, parameters: Iterable[int]) -> None:
+        """Called when every rank has read the same values for these parameters, given by id."""
+        self._faults.overwritten(parameters)
+
     def masters(self) -> list[torch.Tensor]:
         """Return this rank's part of the fp32 masters of all trained parameters, flat, a tensor per segment in unit order."""
         return self._rest.masters()

@@ -8,17 +8,19 @@ NaNs, and all ranks are told where they meet anyway::
     a read or write of a gradient  NaN             at the next forward, or the step        engine.reset(); no master was written
     a write of state (a step, ...) nothing         at the end of the step, load, writeback zs.load(): what rests is *lost*, half old and half new
 
+Also here: parameters of a deferred model that the ranks have built with different values. Only files can give them values that are the same.
+
 Invariant: nothing computed from a failed read reaches a master: the step asks first. Cost: one small exchange per forward where weights leave the
 device, and three per step where any state does. What it does not do: retry, or look after errors that are no StorageError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from zeroshard.comm.transport import Transport
-from zeroshard.errors import StateError, StorageError
+from zeroshard.errors import PlanMismatch, StateError, StorageError
 
 __all__ = ["Faults"]
 
@@ -33,6 +35,7 @@ class Faults:
 
     def __init__(self, transport: Transport, *, active: bool = True) -> None:
         self.refusal: str | None = None  # why forwards and steps are refused, on every rank
+        self.differing: dict[int, str] = {}  # by id of each parameter whose values differ between ranks: how; the same keys on every rank
         self.in_shard = False  # there is no engine yet
         self.is_lost = False  # on some rank what rests is not whole: told, and so known on every rank
         self.is_suspect = False  # something has failed since the last repair: files may be damaged
@@ -87,7 +90,12 @@ class Faults:
         raise StorageError(self.refusal if own is None else f"{own}; {remedy}")
 
     def check(self, *, passes: bool = True) -> None:
-        """Raise StateError, the same on every rank, where forwards and steps are refused (`passes` off: only where what rests is lost)."""
+        """Raise StateError, the same on every rank, where forwards and steps are refused (`passes` off: only where what rests is lost).
+
+        Raises PlanMismatch where the ranks have built different values and nothing has overwritten them.
+        """
+        if self.differing:
+            raise PlanMismatch(next(iter(self.differing.values())))
         if self.refusal is not None and (passes or self.is_lost):
             raise StateError(f"refused since {self._since}: {self.refusal}")
 
@@ -95,6 +103,11 @@ class Faults:
         """What rests is not whole `since` something, as every rank knows: only a load of everything helps."""
         if not self.is_lost:
             self._since, self.refusal, self.is_lost = since, f"{reason}; {_LOAD}", True
+
+    def overwritten(self, parameters: Iterable[int]) -> None:
+        """Every rank has read the same values for these parameters, given by id."""
+        for key in parameters:
+            self.differing.pop(key, None)
 
     def reset(self) -> None:
         """The pass in which something failed is given up; what is lost stays lost."""
@@ -106,4 +119,5 @@ class Faults:
     def repaired(self) -> None:
         """Everything that rests has been written anew."""
         self.refusal, self.is_lost, self.is_suspect, self._since = None, False, False, "a tier failed"
+        self.differing.clear()
         self._error, self._loses = None, False

@@ -129,7 +129,8 @@ class Rest:
                 number += has_master
                 flat = segment.flat
                 target, held = (flat.rest, flat.rest_span) if segment.master is None else (segment.master, flat.stepped)
-                mine = flat.own_span if share or segment.master is None else held
+                by_peers = segment.master is None and not (flat.replicated and flat.stepped == flat.rest_span)  # the rest comes from them
+                mine = flat.own_span if share or by_peers else held
                 base = mine[0] - held[0]
                 for piece in layout.pieces_in(mine):
                     span = slice(base + piece.shard_start, base + piece.shard_stop)
