@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -164,3 +165,24 @@ def train(
     state = engine.full_state_dict(rank0_only=False)
     engine.close()
     return Run(losses, state, extra, kind)
+
+
+def train_with_ddp(rank: int, model: Net, optimizer: torch.optim.Optimizer, steps: list[int]) -> Run:
+    """Train `model` on this rank's batches of `steps` with torch's own data parallel wrapper."""
+    module = DistributedDataParallel(model)
+    losses = []
+    for step in steps:
+        loss = module(*batch(rank, step))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return Run(losses, {name: value.clone() for name, value in model.state_dict().items()}, row="torch-ddp")
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Average the gradients of `model` over the ranks by hand, as DDP does."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()

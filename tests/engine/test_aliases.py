@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from tests.engine.common import ROWS, TRANSPORTS
+from tests.engine.common import ROWS, TRANSPORTS, average_gradients
 from tests.harness import run_ranks
 from zeroshard import StateError
 
@@ -164,10 +163,7 @@ def _train(rank: int, row: str, transport: str, make: Callable[[], nn.Module], m
         torch.manual_seed(10 * step + rank)
         _step(model, torch.randn(5, WIDTH), mode)
         if engine is None:
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad)
-                    parameter.grad /= dist.get_world_size()
+            average_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
     if engine is None:

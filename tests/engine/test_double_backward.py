@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from tests.engine.common import ROWS, TRANSPORTS
+from tests.engine.common import ROWS, TRANSPORTS, average_gradients
 from tests.harness import run_ranks
 from zeroshard import StateError
 from zeroshard.runtime.unit import UnitState
@@ -90,10 +89,7 @@ def _train(rank: int, row: str, transport: str, program: str, recompute: bool, u
         torch.manual_seed(10 * step + rank)
         PROGRAMS[program](model, torch.randn(6, WIDTH), torch.randn(6, WIDTH), step)
         if engine is None:
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad)
-                    parameter.grad /= dist.get_world_size()
+            average_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
         if engine is not None and row == "zero3":

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from tests.engine.common import ROWS, TRANSPORTS, Net, Run, batch, differences, make_model, train, two_groups
+from tests.engine.common import ROWS, TRANSPORTS, Net, Run, batch, differences, make_model, train, train_with_ddp, two_groups
 from tests.harness import run_ranks, spawn_ranks
 from zeroshard.errors import PeerLostError, PlanMismatch, StallError, StateError
 
@@ -116,16 +116,7 @@ def _recover(rank: int, world: int, transport: str, where: Callable[[Net, int], 
 
 
 def _reference(rank: int, model: Net, steps: list[int]) -> Run:
-    module = nn.parallel.DistributedDataParallel(model)
-    optimizer = two_groups(model)
-    losses = []
-    for step in steps:
-        loss = module(*batch(rank, step))
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return Run(losses, {name: value.clone() for name, value in model.state_dict().items()}, row="torch-ddp")
+    return train_with_ddp(rank, model, two_groups(model), steps)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,17 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.engine.common import ROWS, TRANSPORTS, Net, Run, batch, differences, make_model, two_groups
+from tests.engine.common import (
+    ROWS,
+    TRANSPORTS,
+    Net,
+    Run,
+    batch,
+    differences,
+    make_model,
+    train_with_ddp,
+    two_groups,
+)
 from tests.harness import run_ranks
 from zeroshard.errors import CheckpointError, StallError, StateError
 
@@ -74,16 +84,7 @@ def _fails(optimizer: Fragile, after: int) -> Iterator[None]:
 
 def _plain(rank: int, steps: list[int]) -> Run:
     model = make_model()
-    module = nn.parallel.DistributedDataParallel(model)
-    optimizer = _fragile(model)
-    losses = []
-    for step in steps:
-        loss = module(*batch(rank, step))
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return Run(losses, {name: value.clone() for name, value in model.state_dict().items()})
+    return train_with_ddp(rank, model, _fragile(model), steps)
 
 
 # ---------------------------------------------------------------------------------------------------------------- all ranks fail in the step
