@@ -328,3 +328,60 @@ def _in_parts(rank: int, world: int) -> dict[str, Any]:
 def test_a_unit_that_gets_more_in_a_nested_backward_is_reduced_after_it() -> None:
     for found in run_ranks(2, _in_parts, timeout=60):
         assert sorted(found["reduced"]) == ["embed", "head", "norm"] and not found["left"], found
+
+
+class Either(nn.Module):
+    """Runs the layers that it is told to. Nothing else is there: two gradient buffers fill the budget."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, route: tuple[int, ...]) -> torch.Tensor:
+        for index in route:
+            x = torch.tanh(self.layers[index](x))
+        return x.square().mean()
+
+
+def _apart(rank: int, world: int, row: str) -> list[str]:
+    """Run three layers on one rank and the three others on the other, over sockets; return what differs from their halved gradients."""
+    model, expected = Either(), Either()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    options = {"comm": zs.Comm(transport="gloo"), "prefetch_bytes": 0, "stall_timeout_s": 10}
+    engine = zs.shard(model, optimizer, policy=row, units=_holds_parameters, **options)
+    batches = [torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(each)) for each in range(world)]
+    routes = [(0, 1, 2), (3, 4, 5)]
+    model(batches[rank], routes[rank]).backward()
+    optimizer.step()
+    for each in range(world):
+        expected(batches[each], routes[each]).backward()
+    torch.optim.SGD(expected.parameters(), lr=0.25).step()
+    state = engine.full_state_dict(rank0_only=False)
+    engine.close()
+    return [name for name, value in expected.state_dict().items() if not torch.equal(value, state[name])]
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2"])
+def test_ranks_that_share_no_unit_do_not_wait_for_each_other_over_sockets(row: str) -> None:
+    assert run_ranks(2, _apart, row, timeout=60) == [[], []]
+
+
+def _cleared_on_one_rank(rank: int, world: int, row: str) -> float:
+    """Clear gradients of a layer that only rank 1 has used; return the norm."""
+    model = Either()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine = zs.shard(model, optimizer, policy=row, units=_holds_parameters, stall_timeout_s=10)
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+    model(x, (0, 1)[: rank + 1]).backward()
+    for parameter in model.layers[1].parameters():
+        parameter.grad = None  # on rank 0 it is None already
+    norm = float(engine.clip_grad_norm_(1e9))
+    used = float(sum(engine.full_grad(p).square().sum() for p in model.layers[0].parameters())) ** 0.5
+    engine.close()
+    return abs(norm - used) / used
+
+
+@pytest.mark.parametrize("row", ["zero2", "zero3"])
+def test_the_norm_leaves_out_gradients_that_are_cleared_where_they_were_made(row: str) -> None:
+    assert max(run_ranks(2, _cleared_on_one_rank, row, timeout=60)) < 1e-6

@@ -198,31 +198,6 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "batch norm": _layers(lambda x: replace(x, kind="linear" if x.kind == "batchnorm" else x.kind)),
 }
 
-def _calls_once(program: Program) -> Program:
-    def once(micro: Micro) -> Micro:
-        return replace(micro, routes=tuple(tuple(dict.fromkeys(route)) for route in micro.routes))
-
-    return SWITCHES["shared modules"](_micros(once)(program))
-
-
-def _no_zeros_under_way(program: Program) -> Program:
-    away = program.world == 1 and (program.optimizer_tier, program.grad_tier) != ("device", "device")
-    return SWITCHES["zero_grad"](program) if away else program
-
 
 # Features that the engine does not get right yet: how a program loses them, by the reason.
-HELD_BACK: dict[str, Callable[[Program], Program]] = {
-    "issue 12, item 1: views of parameters": SWITCHES["views of parameters"],
-    "issue 12, item 1: returned views": SWITCHES["returned view"],
-    "issue 12, item 2: gradient penalty": SWITCHES["gradient penalty"],
-    "issue 12, item 3: returned parameter": SWITCHES["returned parameter"],
-    "issue 12, item 3: p.float()": SWITCHES["float penalty"],
-    "issue 12, item 5: weights on other tiers": SWITCHES["weight tier"],
-    "issue 12, item 7: retained graphs": SWITCHES["retained graph"],
-    "issue 12, item 7: weights used elsewhere": SWITCHES["borrowed weights"],
-    "issue 12, item 12: half precision with gradients off the device": SWITCHES["half gradients away"],
-    "issue 12, item 14: nested backwards are summed apart": SWITCHES["reentrant checkpoint"],
-    "issue 12, item 14: a module that is called twice in a row": _calls_once,
-    "issue 12, item 14: verify_every": SWITCHES["verify"],
-    "a step in the background and zero_grad(set_to_none=False)": _no_zeros_under_way,
-}
+HELD_BACK: dict[str, Callable[[Program], Program]] = {}

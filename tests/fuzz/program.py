@@ -143,7 +143,11 @@ def repair(program: Program) -> Program:
         program = replace(program, tied_ends=False)
     reentrant = any(layer.checkpoint == "reentrant" for layer in program.layers)
     steps = tuple(_repaired_step(step, program, reentrant) for step in program.steps)
-    return replace(program, steps=steps)
+    program = replace(program, steps=steps)
+    if program.branches:  # a rank cannot clear a gradient that it does not have
+        kept = [replace(step, micros=tuple(replace(micro, zero_part=False) for micro in step.micros)) for step in steps]
+        program = replace(program, steps=tuple(kept))
+    return program
 
 
 def _repaired_layers(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:

@@ -68,6 +68,8 @@ class Backward:
         self._trainable = [unit for unit in weights.units if unit.trainable]
         self._all_paths = [path for unit in self._trainable for path in self._paths(unit)]
         self._trained = {id(parameter) for unit in self._trainable for segment in unit.trainable for parameter in segment.parameters}
+        sharded = any(unit.cells.weight.is_sharded for unit in weights.units)
+        self._waits_for_room = weights.ordered and (sharded or not transport.keyed)  # the ranks run units in the same order
         weights.make_room = self.make_room
 
     # ------------------------------------------------------------------ hooks
@@ -174,7 +176,7 @@ class Backward:
         be to wait for ever, each rank with the part that the other lacks still to come.
         """
         budget = self._weights.budget_bytes
-        if not budget or self._meter.live + num_bytes <= budget or not self._weights.ordered:
+        if not budget or self._meter.live + num_bytes <= budget or not self._waits_for_room:
             return
         for key, path in list(self._flights.items()):
             path.finish()

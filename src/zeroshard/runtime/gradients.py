@@ -471,14 +471,14 @@ class GradientPath:
         return None
 
     def squares(self) -> dict[int, float]:
-        """Return, for every rank whose averages are here, the sum of squares of its own in fp64."""
+        """Return, for every rank whose averages are here, the sum of squares of its own in fp64; not of gradients that were cleared elsewhere."""
         resting = self.resting()
         layout, out = self.flat.layout, {}
         for rank in self.members:
             base = layout.ranges[rank][0] - self.flat.stepped[0]
             total = 0.0
             if resting is not None:
-                for piece in layout.pieces(rank):
+                for piece in (piece for piece in layout.pieces(rank) if self.used[piece.index]):
                     total += resting.squares(base + piece.shard_start, base + piece.shard_stop)
             out[rank] = total
         return out
