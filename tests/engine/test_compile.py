@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch._dynamo
+from torch import nn
 
 import zeroshard as zs
 from tests.engine.common import batch, make_model, two_groups
@@ -84,3 +85,40 @@ def test_compiling_around_the_whole_model_is_refused_with_the_remedy(row: str) -
     engine.reset()
     model(*batch(0, 0)).backward()
     engine.close()
+
+
+class _Encoder(nn.Module):
+    """Attention, whose forward looks at its parameters while Dynamo traces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return cast(torch.Tensor, self.head(x).square().mean())
+
+
+def test_a_block_is_compiled_again_while_gradients_rest() -> None:
+    losses: dict[bool, list[float]] = {}
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model: Any = _Encoder()
+        for block in model.blocks if compiled else ():
+            block.forward = torch.compile(block.forward, backend="eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = zs.shard(model, optimizer, stage=3)
+        losses[compiled] = []
+        for _ in range(2):
+            for length in (3, 5, 7):
+                loss = model(torch.ones(2, length, 8).cumsum(1).sin())
+                loss.backward()
+                losses[compiled].append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.close()
+    torch._dynamo.reset()
+    assert losses[True] == losses[False]

@@ -264,6 +264,30 @@ def test_gathered_with_writeback_keeps_rank_0s_edits_or_equal_ones_and_refuses_o
     _on(_written_back)
 
 
+@pytest.mark.parametrize("offload", [zs.Offload(), zs.Offload(optimizer="host")], ids=["device", "host"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_writeback_leaves_the_masters_of_what_was_not_edited(stage: int, offload: zs.Offload) -> None:
+    model = make_model()
+    engine = zs.shard(model, two_groups(model), stage=stage, precision="bf16", offload=offload)
+
+    def masters() -> dict[str, torch.Tensor]:
+        found = {}
+        for piece in engine.resting_pieces():
+            with piece.borrowed() as numbers:
+                found[piece.name] = numbers.clone()
+        return found
+
+    before = masters()
+    assert not torch.equal(before["head.weight"], before["head.weight"].bfloat16().float()), "bf16 cannot hold them"
+    with engine.gathered(writeback=True), torch.no_grad():
+        model.norm.bias.fill_(2.0)
+    after = masters()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == ["norm.bias"]
+    assert bool((after["norm.bias"] == 2.0).all())
+    engine.close()
+
+
+
 # ---------------------------------------------------------------------------------------------------------------- the optimizer
 
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+import zeroshard as zs
+from tests.harness import run_ranks
 
 pytest.importorskip("transformers")
 
@@ -111,3 +116,44 @@ def test_arguments_that_shard_another_way_are_refused_by_name(name: str) -> None
 
     with pytest.raises(zs.ConfigError, match=rf"args.{name} has no effect under ZeroTrainer"):
         _settled(zs.Config(), SimpleNamespace(fp16=False, bf16=False, **{name: "full_shard"}))
+
+
+def _rescaled(rank: int, world: int) -> None:
+    from transformers import RwkvConfig, RwkvForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 16, "attention_hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
+    config = RwkvConfig(vocab_size=50, context_length=16, rescale_every=1, use_cache=False, **sizes)
+    tokens = torch.arange(16).view(2, 8)
+
+    def run(stage: int | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        model = RwkvForCausalLM(config)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = None if stage is None else zs.shard(model, optimizer, stage=stage)
+        losses = []
+        for _ in range(2):
+            loss = model.train()(tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad(), nullcontext() if engine is None else engine.gathered(writeback=True):
+                losses += [loss.item(), model.eval()(tokens, labels=tokens).loss.item()]
+                model.train()(tokens)
+        if engine is None:
+            return losses, model.state_dict()
+        state = engine.full_state_dict(rank0_only=False)
+        if stage == 3:
+            with torch.no_grad(), pytest.raises(zs.StateError, match=r"writeback=True\) \(a model that rescales its own weights: around the evaluation"):
+                model.eval()(tokens)
+            engine.reset()
+        engine.close()
+        return losses, state
+
+    losses, state = run(None)
+    for stage in range(4):
+        sharded, found = run(stage)
+        assert sharded == losses and all(torch.equal(found[name], value) for name, value in state.items()), stage
+
+
+def test_weights_that_evaluation_rescales_are_written_back() -> None:
+    run_ranks(2, _rescaled)

@@ -8,10 +8,15 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import zeroshard as zs
+from zeroshard.core import launched
 from zeroshard.launch import worker
 
 LOOK = """
@@ -161,3 +166,19 @@ def test_a_worker_whose_launcher_is_gone_does_not_start(tmp_path: Path) -> None:
         [sys.executable, worker.__file__, "script", script], env=environment, capture_output=True, text=True, timeout=30
     )
     assert (process.returncode, process.stdout) == (137, "")
+
+
+def test_the_heart_beats_in_forwards_and_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    beats: list[str] = []
+    launcher = SimpleNamespace(beat=lambda: beats.append("beat"), meeting_file=lambda: None)
+    monkeypatch.setitem(sys.modules, launched.NAME, launcher)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = zs.shard(model, optimizer)
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    assert len(beats) == 1, "evaluation alone is progress"
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert len(beats) == 3
+    engine.close()

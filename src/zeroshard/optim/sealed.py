@@ -22,11 +22,17 @@ __all__ = ["ANSWERED", "SET_DATA", "SealedGrad", "name_of"]
 
 _METADATA = frozenset(
     getattr(torch.Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "grad_fn", "requires_grad", "is_leaf", "layout", "ndim", "is_sparse", "is_cuda", "is_cpu")
+    for name in (
+        *("shape", "dtype", "device", "grad_fn", "requires_grad", "is_leaf", "layout", "ndim", "is_sparse", "is_cuda", "is_cpu"),
+        *("grad", "_base", "_version", "is_meta", "is_mkldnn", "is_nested", "is_quantized", "is_sparse_csr"),  # Dynamo asks for these
+    )
 )
 _QUERIES = frozenset(
     getattr(torch.Tensor, name)
-    for name in ("size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex", "get_device", "__hash__")
+    for name in (
+        *("size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex", "get_device", "__hash__"),
+        *("_is_view", "is_conj", "is_contiguous", "is_inference", "is_neg", "is_shared", "storage_offset", "stride", "untyped_storage"),
+    )
 )
 _KEEPERS = frozenset((torch.Tensor.requires_grad_, torch.Tensor.detach_))
 
@@ -34,24 +40,9 @@ _KEEPERS = frozenset((torch.Tensor.requires_grad_, torch.Tensor.detach_))
 ANSWERED = (
     _METADATA
     | _QUERIES
-    | {
-        getattr(torch.Tensor, name).__get__
-        for name in ("grad", "_version", "is_meta", "is_quantized", "itemsize", "nbytes", "output_nr", "name", "_post_accumulate_grad_hooks")
-    }
+    | {getattr(torch.Tensor, name).__get__ for name in ("itemsize", "nbytes", "output_nr", "name", "_post_accumulate_grad_hooks")}
     | {getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")}
-    | {
-        getattr(torch.Tensor, name)
-        for name in (
-            "is_contiguous",
-            "is_shared",
-            "register_hook",
-            "register_post_accumulate_grad_hook",
-            "requires_grad_",
-            "storage_offset",
-            "stride",
-            "untyped_storage",
-        )
-    }
+    | {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.requires_grad_}
 )
 SET_DATA = getattr(torch.Tensor, "data").__set__  # noqa: B009 (mypy knows no such descriptor)
 

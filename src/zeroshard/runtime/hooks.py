@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zeroshard.core.launched import heartbeat
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.casts import cast, casting_hooks, explain
@@ -120,6 +121,7 @@ class Hooks:
         self._weights = weights
         self._backward = backward
         self._input_dtype = input_dtype
+        self._beat = heartbeat()
         self._trace: torch.autograd.graph.saved_tensors_hooks | None = None  # while a forward is watched, after steps that were not finite
         self._handles: list[Any] = []
         self._loads: dict[int, list[Any]] = {}  # load_state_dict under way: per unit its context, its copies, modules still to load
@@ -169,6 +171,7 @@ class Hooks:
                 self.check()
                 self._check_frozen()
                 self._backward.tell("forward")
+                self._beat()
                 self._weights.begin("forward")
                 self._weights.enter()
                 self._weights.evaluates = not (torch.is_grad_enabled() or is_checkpointed())

@@ -71,7 +71,7 @@ class ReleasedParameter(nn.Parameter):
         for parameter in _written(func, operation, args, kwargs):
             raise StateError(
                 f"parameter {parameter._zeroshard.name!r} was written to while it was released, and the write is lost: edit it inside "
-                "engine.gathered(writeback=True)"
+                "engine.gathered(writeback=True) (a model that rescales its own weights: around the evaluation and one forward after model.train())"
             )
         ties = {id(parameter): parameter._zeroshard for parameter in released}
         for tie in ties.values():

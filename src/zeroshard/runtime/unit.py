@@ -141,8 +141,8 @@ class Segment:
             with self.weight.borrowed(start, stop, write=False) as weight, self.master.borrowed(start, stop, write=True) as master:
                 master.copy_(weight)
 
-    def store(self, values: Sequence[torch.Tensor]) -> None:
-        """Write `values` (one per parameter, any float dtype) into the weights at rest and the master."""
+    def store(self, values: Sequence[torch.Tensor], *, masters: Sequence[bool] | None = None) -> None:
+        """Write `values` (one per parameter, any float dtype) into the weights at rest and the master; `masters`: which of them into the master."""
         with torch.no_grad():
             if self.flat.replicated:
                 for view, value in zip(self.flat.views, values, strict=True):
@@ -150,7 +150,8 @@ class Segment:
             else:
                 _fill(self.flat.rest, self.flat.layout.pieces_in(self.flat.rest_span), values)
             if self.master is not None and not self.master_is_weight:
-                _fill(self.master, self.stepped_pieces, values)
+                pieces = self.stepped_pieces if masters is None else [piece for piece in self.stepped_pieces if masters[piece.index]]
+                _fill(self.master, pieces, values, keeps=len(pieces) < len(self.stepped_pieces))
 
     def publish(self, *, everything: bool = True) -> None:
         """Cast the master into the weights at rest and let the peers read them.
@@ -289,14 +290,17 @@ class Segment:
         return None
 
 
-def _fill(shelf: Shelf, pieces: Sequence[Piece], values: Sequence[torch.Tensor]) -> None:
-    """Write the `pieces` of `values` into a state at rest, a tile at a time where that is another tier."""
+def _fill(shelf: Shelf, pieces: Sequence[Piece], values: Sequence[torch.Tensor], *, keeps: bool = False) -> None:
+    """Write the `pieces` of `values` into a state at rest, a tile at a time where that is another tier; `keeps` what lies beside them."""
     if shelf.on_device:
         for piece in pieces:
             shelf.whole[piece.shard_start : piece.shard_stop].copy_(flatten(values[piece.index])[piece.start : piece.stop])
         return
     for start, stop in tiles(0, shelf.numel, _TILE):
         target = torch.zeros(stop - start, dtype=shelf.dtype)
+        if keeps:
+            with shelf.borrowed(start, stop, write=False) as numbers:
+                target.copy_(numbers)
         for piece in pieces:
             low, high = max(piece.shard_start, start), min(piece.shard_stop, stop)
             if low < high:

@@ -69,9 +69,9 @@ class Whole:
                 values = _by_parameter(units, copies)
                 before = [digest_of(value) for value in values.values()]
                 yield
-                self._keep_edits(values, before)
+                edited = self._keep_edits(values, before)
             for unit, tensors in zip(units, copies, strict=True):
-                self.store_unit(unit, tensors, refresh=False)
+                self.store_unit(unit, tensors, edited, refresh=False)
             self._refresh(units)
         finally:
             self._hooks.may_save = saved
@@ -81,8 +81,8 @@ class Whole:
                 unit.depth -= 1
                 self._weights.release_unused(unit)
 
-    def _keep_edits(self, values: dict[str, torch.Tensor], before: list[str]) -> None:
-        """Bring rank 0's edits of `values` to every rank; raise when another rank made edits of its own."""
+    def _keep_edits(self, values: dict[str, torch.Tensor], before: list[str]) -> set[str]:
+        """Bring rank 0's edits of `values` to every rank, and return the names; raise when another rank made edits of its own."""
         transport = self._transport
         after = [digest_of(value) for value in values.values()]
         answers = [answer.decode().split(",") for answer in transport.exchange(",".join(after).encode(), _CALL)]
@@ -96,14 +96,19 @@ class Whole:
                 )
             if len(set(mine)) > 1:
                 transport.broadcast(value, 0)
+        return {name for position, name in enumerate(values) if any(answer[position] for answer in changed)}
 
-    def store_unit(self, unit: Unit, copies: list[torch.Tensor], *, refresh: bool = True) -> None:
-        """Write edited copies into the weights at rest and the masters, on every rank; raises StorageError on every rank."""
+    def store_unit(self, unit: Unit, copies: list[torch.Tensor], edited: set[str] | None = None, *, refresh: bool = True) -> None:
+        """Write copies into the weights at rest and the masters, on every rank; raises StorageError on every rank.
+
+        Masters of parameters that are not among the `edited` ones (default: all) keep the digits that the copies do not have.
+        """
         self.join_step()
         self._transport.begin_write()
         for segment, copy in zip(unit.segments, copies, strict=True):
             with self._faults.noted(lost=True):
-                segment.store(segment.flat.views_of(copy))
+                masters = None if edited is None else [name in edited for name in segment.names]
+                segment.store(segment.flat.views_of(copy), masters=masters)
             segment.flat.publish()
         self._faults.agree()
         if refresh:
