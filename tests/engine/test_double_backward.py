@@ -72,10 +72,21 @@ def _inner_gradient(model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: in
     (gradient.square().sum() + 1e-2 * second.square().sum()).backward()
 
 
+def _retained_graph(model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int) -> None:
+    """Two backwards of one graph, with weights used outside their modules and a block that runs on its own output."""
+    assert isinstance(model, nn.Sequential)
+    middle = model[1](model[1](model[0](x)))
+    penalty = sum(parameter.square().sum() for parameter in model.parameters())
+    loss = model[4](model[3](model[2](middle))).mean() + 1e-2 * penalty
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
 PROGRAMS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor, int], None]] = {
     "a lazy penalty": _wasserstein,
     "another backward in between": _penalty_after_another_backward,
     "the gradient of an inner tensor": _inner_gradient,
+    "a retained graph": _retained_graph,
 }
 
 

@@ -32,7 +32,7 @@ from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.unit import Segment, Unit
 from zeroshard.runtime.weights import Until, Weights
 
-__all__ = ["Backward"]
+__all__ = ["Backward", "retains_graph"]
 
 _IN_FLIGHT = 2
 
@@ -57,6 +57,7 @@ class Backward:
         self.traced_steps = 0  # steps still to come whose forwards are watched for weights that their backward reads while they are released
         self.read_released: str | None = None  # the first parameter that was
         self._tasks: list[int] = []
+        self._retains = False  # the graph of this backward may be walked again
         self._nested = False  # a backward has run inside this one
         self._entered: dict[int, list[Unit]] = {}  # by graph task: units at whose outputs a gradient has arrived
         self._finished: dict[int, Unit] = {}  # whose gradients have all come; released when the backward goes on to another unit
@@ -83,6 +84,7 @@ class Backward:
             raise StateError("a backward hook ran outside a backward")
         if not self._tasks:
             self._begin()
+            self._retains = retains_graph()
         self._nested = bool(self._tasks) or self._nested
         self._tasks.append(task)
         self._entered[task] = []
@@ -244,7 +246,7 @@ class Backward:
                 continue
             self._reduce(unit, segment, sync=self.sync)
         self._transport.progress()
-        if self._weights.ordered:  # what is over decides what is prefetched: the same on every rank, whatever the timing
+        if self._waits_for_room:  # what is over decides what is prefetched: the same on every rank, whatever the timing
             self._land_oldest()
         else:
             for path in self.paths():
@@ -311,7 +313,8 @@ class Backward:
                 self._weights.after_backward(unit)
         self._finished.clear()
         self._weights.end_pass()
-        self._weights.let_go(Until.BACKWARD_ENDS)
+        if not self._retains:
+            self._weights.let_go(Until.BACKWARD_ENDS)
         self.seal()
 
     @property
@@ -441,3 +444,8 @@ def _gets_gradient(parameter: torch.Tensor) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def retains_graph() -> bool:
+    """Whether the backward that is running keeps its graph (``retain_graph=True`` or ``create_graph=True``)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

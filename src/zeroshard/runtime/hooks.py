@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.core.launched import heartbeat
 from zeroshard.errors import ConfigError, StateError
-from zeroshard.runtime.backward import Backward
+from zeroshard.runtime.backward import Backward, retains_graph
 from zeroshard.runtime.casts import cast, casting_hooks, explain
 from zeroshard.runtime.cut import UnitPlan
 from zeroshard.runtime.guards import compiled_whole, guard, is_traced
@@ -327,8 +327,9 @@ class Hooks:
             waiting[task] = waiting.get(task, num_inputs) - 1
             if not waiting[task]:
                 del waiting[task]
+                done = counts and not retains_graph()  # else this graph's backward may follow once more
                 for unit in units:
-                    unit.forwards = max(0, unit.forwards - counts)
+                    unit.forwards = max(0, unit.forwards - done)
                     backward.after_inputs(unit, before_others=bool(on_leaves))
                 for hook in on_leaves:
                     hook.remove()
