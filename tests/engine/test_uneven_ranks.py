@@ -15,7 +15,6 @@ import zeroshard as zs
 from tests.engine.cases import Backward, ByHand, Case, seeded, simple, train_case
 from tests.engine.common import ROWS, batch, two_groups
 from tests.harness import run_ranks
-from zeroshard.config import TierName
 from zeroshard.errors import PlanMismatch
 
 WIDTH = 16
@@ -345,12 +344,11 @@ class Either(nn.Module):
         return x.square().mean()
 
 
-def _apart(rank: int, world: int, row: str, tier: TierName) -> list[str]:
+def _apart(rank: int, world: int, row: str) -> list[str]:
     """Run three layers on one rank and the three others on the other, over sockets; return what differs from their halved gradients."""
     model, expected = Either(), Either()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    offload = zs.Offload(grad=tier, optimizer=tier)
-    options = {"comm": zs.Comm(transport="gloo"), "offload": offload, "prefetch_bytes": 0, "stall_timeout_s": 10}
+    options = {"comm": zs.Comm(transport="gloo"), "prefetch_bytes": 0, "stall_timeout_s": 10}
     engine = zs.shard(model, optimizer, policy=row, units=_holds_parameters, **options)
     batches = [torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(each)) for each in range(world)]
     routes = [(0, 1, 2), (3, 4, 5)]
@@ -364,10 +362,9 @@ def _apart(rank: int, world: int, row: str, tier: TierName) -> list[str]:
     return [name for name, value in expected.state_dict().items() if not torch.equal(value, state[name])]
 
 
-@pytest.mark.parametrize("tier", ["device", "host"])
 @pytest.mark.parametrize("row", ["ddp", "zero1", "zero2"])
-def test_ranks_that_share_no_unit_do_not_wait_for_each_other_over_sockets(row: str, tier: TierName) -> None:
-    assert run_ranks(2, _apart, row, tier, timeout=60) == [[], []]
+def test_ranks_that_share_no_unit_do_not_wait_for_each_other_over_sockets(row: str) -> None:
+    assert run_ranks(2, _apart, row, timeout=60) == [[], []]
 
 
 def _cleared_on_one_rank(rank: int, world: int, row: str) -> float:

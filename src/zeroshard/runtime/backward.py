@@ -246,7 +246,7 @@ class Backward:
                 continue
             self._reduce(unit, segment, sync=self.sync)
         self._transport.progress()
-        if self._waits_for_room:  # what is over decides what is prefetched: the same on every rank, whatever the timing
+        if self._weights.ordered:  # what is over decides what is prefetched: the same on every rank, whatever the timing
             self._land_oldest()
         else:
             for path in self.paths():
