@@ -57,7 +57,7 @@ class Recovery:
         optimizer.taken = max(finished)
         if len(set(finished)) > 1:
             self._faults.lose(_SINCE, f"the ranks have finished different numbers of steps ({holders([str(count) for count in finished])})")
-        else:
+        elif not self._faults.is_lost:  # else masters may be unreadable, and only a load of everything helps
             self._follow(optimizer, [rank for rank, cut in enumerate(cuts) if cut])
         return True
 
