@@ -130,7 +130,7 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
     given = parser.parse_args(_canonical(options))  # also answers --help
     if not rest:
         raise UsageError("no script given")
-    _hint_at_order(rest)
+    _hint_at_order(options, rest)
     _check_nproc(given.nproc)
     if given.module and given.no_python:
         raise UsageError("--module and --no-python exclude each other")
@@ -156,9 +156,11 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
     )
 
 
-def _hint_at_order(rest: list[str]) -> None:
-    """Say so where an option of ours stands after the script: it may be the script's own, so it is no error."""
-    late = next((token for token in rest[1:] if token.partition("=")[0] in OWN_VALUES), None)
+def _hint_at_order(options: list[tuple[str, str | None]], rest: list[str]) -> None:
+    """Say so where an option of ours stands after the script and not before it: it may be the script's own, so it is no error."""
+    before = {name for name, _ in options}
+    named = (token.partition("=")[0] for token in rest[1:])
+    late = next((name for name in named if name in OWN_VALUES and name not in before), None)
     if late is not None:
         sys.stderr.write(f"zeroshard run: {late} comes after {rest[0]} and goes to it; options of zeroshard run come before the script\n")
 
