@@ -79,7 +79,7 @@ class _Crew:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `close` may be called by the garbage collector, in a thread that holds it
         self._idle = 0
         self._closed = False
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NoReturn
 
 import torch
 
@@ -207,7 +208,7 @@ class Mailroom:
         """Raise PlanMismatch where a peer is in our exchange with another call, or one of the ranks `awaited` in an exchange that we have not begun."""
         if self.counts.refusal is not None:
             refusal, self.counts.refusal = self.counts.refusal, None
-            raise PlanMismatch(refusal)
+            self._refuse(refusal)  # a rank that hears from us before it hears from the first must know why we give up
         last, members = self._num_exchanges - 1, self.links.members
         for sequence, arrived in self.counts.payloads.items():
             if sequence < last:  # was refused
@@ -218,8 +219,13 @@ class Mailroom:
             if others:
                 error = different_calls({members[self.rank]: call, **others})
                 if ahead:  # else the peers find it out by themselves
-                    self.tell(Kind.REFUSED, tail=str(error).encode()[:MAX_TAIL])
+                    self._refuse(str(error))
                 raise error
+
+    def _refuse(self, reason: str) -> NoReturn:
+        """Tell every peer that ranks wait for each other in different calls, and raise it."""
+        self.tell(Kind.REFUSED, tail=reason.encode()[:MAX_TAIL])
+        raise PlanMismatch(reason)
 
     def forget(self) -> None:
         """Enter the next generation: whatever was said before it no longer counts."""
