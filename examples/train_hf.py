@@ -8,6 +8,8 @@ Nothing is downloaded: the model is built from a small configuration, the text i
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import sysconfig
 import tempfile
@@ -42,7 +44,8 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int, default=60)
     parser.add_argument("--output", help="where checkpoints go (default: a temporary folder)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output")
-    options = parser.parse_args()
+    with contextlib.redirect_stderr(io.StringIO()) if os.environ.get("RANK", "0") != "0" else contextlib.nullcontext():  # one rank says what is wrong
+        options = parser.parse_args()
     set_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)

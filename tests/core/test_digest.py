@@ -89,6 +89,15 @@ def test_a_unit_that_comes_twice_is_not_one_that_never_comes() -> None:
     assert len({digest([call] * count).value() for count in range(4)}) == 4
 
 
+def test_a_history_without_end_keeps_a_log_of_bounded_length_and_still_tells_differences() -> None:
+    long, other = digest([Call()]), digest([Call(unit="blocks.1")])
+    for _ in range(1 << 16):
+        long.fold("gather", "blocks.2", "bf16", 64, ordered=True)
+        other.fold("gather", "blocks.2", "bf16", 64, ordered=True)
+    assert len(long.log()) == 1 << 16
+    assert long.value() != other.value()
+
+
 def test_the_first_difference_is_found_and_a_log_that_ended_is_said() -> None:
     assert first_difference([["a", "b"], ["a", "c"]]) == (1, ["b", "c"])
     assert first_difference([["a", "b"], ["a"], ["a", "b"]]) == (1, ["b", "nothing", "b"])

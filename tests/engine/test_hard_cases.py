@@ -40,14 +40,20 @@ class Borrowing(Net):
 
 
 class Checkpointed(Net):
-    """Blocks recomputed inside backward: one at a time, two together (`span`), or within each other (`nested`)."""
+    """Blocks recomputed inside backward: one at a time, two together (`span`), or within each other (`nested`).
 
-    def __init__(self, *, reentrant: bool, span: int = 1, nested: bool = False) -> None:
+    `ahead`: a weight of one is used before, outside of its module and of the checkpoint.
+    """
+
+    def __init__(self, *, reentrant: bool, span: int = 1, nested: bool = False, ahead: bool = False) -> None:
         super().__init__(WIDTH, 4)
-        self.reentrant, self.span, self.nested = reentrant, span, nested
+        self.reentrant, self.span, self.nested, self.ahead = reentrant, span, nested, ahead
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
         h = self.embed(x)
+        if self.ahead:
+            weight = self.blocks[1].up.weight
+            h = nn.functional.linear(nn.functional.linear(h, weight), weight.t())
         for start in range(0, len(self.blocks), self.span):
             h = checkpoint(self._run, h, start, use_reentrant=self.reentrant)
         logits = self.head(self.norm(h))
@@ -297,6 +303,7 @@ CASES = {
     "checkpoint reentrant over two blocks": Case(seeded(Checkpointed, reentrant=True, span=2), simple),
     "checkpoint nested": Case(seeded(Checkpointed, reentrant=False, span=2, nested=True), simple),
     "checkpoint reentrant nested": Case(seeded(Checkpointed, reentrant=True, span=2, nested=True), simple, ddp=None),
+    "a weight used outside and reentrant": Case(seeded(Checkpointed, reentrant=True, ahead=True), simple, ddp=None),
     "checkpoint inside a block": Case(seeded(Chain, InnerCheckpoint), simple),
     "checkpoint reentrant inside a block": Case(seeded(Chain, ReentrantInner), simple),
     "checkpoint, two losses": Case(seeded(Checkpointed, reentrant=False, span=2), _two_losses, ddp=None),

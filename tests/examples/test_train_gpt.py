@@ -119,13 +119,27 @@ def test_one_process_needs_no_launcher() -> None:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------------------------
 
 
-def train_here(example: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Any, str]:
-    """Run the training of the example in this process, one rank; return its result and what it printed."""
+def train_here(example: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str, terminal: bool = False) -> tuple[Any, str]:
+    """Run the training of the example in this process, one rank; return its result and what it printed (to a `terminal`?)."""
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", *SMALL, *arguments])
     args, shown = example.parse(), io.StringIO()
     text = torch.arange(50_000).remainder(251).to(torch.uint8)
-    result = example.train(args, args.stage, text, text[:5000], Console(file=shown, width=200))
+    result = example.train(args, args.stage, text, text[:5000], Console(file=shown, width=200, force_terminal=terminal))
     return result, shown.getvalue()
+
+
+def test_a_pipe_and_a_terminal_show_the_mean_loss_of_all_ranks(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    across = example.across_ranks
+    monkeypatch.setattr(example, "across_ranks", lambda *values: torch.cat([across(*values), across(*values) + 1.0]))  # as if a rank were worse by 1
+    result, piped = train_here(example, monkeypatch, "--steps", "2")
+    mean = f"loss {result.losses[-1]:.3f}"
+    assert mean in piped and f"loss {result.losses[-1] - 0.5:.3f}" not in piped
+    assert mean in train_here(example, monkeypatch, "--steps", "2", terminal=True)[1]
+
+
+def test_a_comparison_leaves_the_memory_of_the_process_out(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "MB/rank" in train_here(example, monkeypatch, "--steps", "2")[1]
+    assert "MB/rank" not in train_here(example, monkeypatch, "--steps", "2", "--compare")[1]
 
 
 @pytest.mark.slow

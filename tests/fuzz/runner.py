@@ -27,7 +27,7 @@ from zeroshard.errors import ZeroshardError
 __all__ = ["Outcome", "command", "run_program"]
 
 STALL_S = 12.0
-SHORT_STALL_S = 3.0  # where a stall may be the right answer
+SHORT_STALL_S = 1.0  # where a stall may be the right answer
 TIMEOUT_S = 40.0
 
 
@@ -64,7 +64,7 @@ class Sharded:
     def __init__(self, model: nn.Module, program: Program, path: str) -> None:
         self.model, self.program = model, program
         self.optimizer = make_optimizer(program, dict(model.named_parameters()))
-        self.engine = zs.shard(model, self.optimizer, **_options(program, path))
+        self.engine = zs.shard(model, self.optimizer, **_options(program, model, path))
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         return self.engine.no_sync()
@@ -98,7 +98,7 @@ class Sharded:
         return state
 
 
-def _options(program: Program, path: str) -> dict[str, Any]:
+def _options(program: Program, model: nn.Module, path: str) -> dict[str, Any]:
     tiers = (program.weight_tier, program.grad_tier, program.optimizer_tier)
     comm = zs.Comm.model_validate(
         {
@@ -119,8 +119,9 @@ def _options(program: Program, path: str) -> dict[str, Any]:
     for name in ("strict", "verify_every", "prefetch_bytes"):
         if getattr(program, name) is not None:
             options[name] = getattr(program, name)
-    if program.units != "default":
-        options["units"] = functools.partial(_is_unit, program)
+    is_unit = functools.partial(_is_unit, program)
+    if program.units != "default" and any(is_unit(name, module) for name, module in model.named_modules()):
+        options["units"] = is_unit
     return options
 
 

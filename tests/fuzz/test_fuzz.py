@@ -40,6 +40,40 @@ def test_more_random_programs_train_to_the_bits_of_the_reference(first: int, tmp
     assert not failures, "\n\n".join(failures)
 
 
+FOUND = {  # what later seeds found, shrunk where that was possible
+    "a weight used outside before its reentrant checkpoint": Program(
+        456, world=1, row="hfsdp", precision="bf16", optimizer="sgd", width=24, layers=(Layer(borrows=1), Layer(checkpoint="reentrant")), steps=(Step(),)
+    ),
+    "encoded weights gathered ahead by timing": Program(
+        490, units="leaves", weight_codec="fp8", grad_codec="fp8", optimizer="sgd", width=3, steps=(Step((Micro(forwards=2),)), Step())
+    ),
+    "sums on the host while ranks take different branches": draw(586),
+    "the other kind of checkpoint between two reentrant ones": Program(
+        622,
+        world=1,
+        row="ddp",
+        precision="bf16",
+        optimizer="sgd",
+        width=3,
+        tokens=True,
+        layers=(Layer(checkpoint="reentrant"), Layer("gate", checkpoint="saved")),
+        steps=(Step((Micro(routes=((0, 1, 0),)),), clip=1.0),),
+    ),
+    "a last micro-batch inside no_sync on three ranks": Program(
+        654, world=3, node_size=1, row="mics", optimizer="sgd", width=24, steps=(Step((Micro(), Micro(no_sync=True))),)
+    ),
+    "a layer that no rank used, and a rank without a part of it": Program(
+        978, world=3, row="zero2", optimizer="sgd", width=3, tokens=True, steps=(Step((Micro(routes=((), (), ())),), zero="model"), Step())
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_later_seeds_have_found(name: str, tmp_path: Path) -> None:
+    outcome = run_program(FOUND[name], str(tmp_path))
+    assert outcome.is_good, report(FOUND[name], outcome)
+
+
 def test_a_seed_draws_one_program_and_describes_it() -> None:
     programs = [draw(seed) for seed in range(200)]
     assert programs == [draw(seed) for seed in range(200)]

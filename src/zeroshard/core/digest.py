@@ -11,12 +11,14 @@ collective, 8 bytes per step on the wire.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Sequence
 
 __all__ = ["Digest", "first_difference", "holders"]
 
 _MASK = (1 << 64) - 1
 _PRIME = 0x100000001B3  # FNV-1a
+_MOST_LOGGED = 1 << 16  # entries kept to name a difference by: a process that only runs forwards never begins another step
 
 
 class Digest:
@@ -26,7 +28,7 @@ class Digest:
         self.step = 0
         self._ordered = 0
         self._unordered = 0
-        self._log: list[str] = []
+        self._log: deque[str] = deque(maxlen=_MOST_LOGGED)
 
     def fold(self, operation: str, unit: str, dtype: str, numel: int, *, ordered: bool) -> None:
         """Add one collective."""

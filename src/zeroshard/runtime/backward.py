@@ -59,6 +59,7 @@ class Backward:
         self._tasks: list[int] = []
         self._retains = False  # the graph of this backward may be walked again
         self._nested = False  # a backward has run inside this one
+        self._outer: set[int] = set()  # parameters, by id, that get a gradient outside of reentrant checkpoints, too, and have none of it yet
         self._entered: dict[int, list[Unit]] = {}  # by graph task: units at whose outputs a gradient has arrived
         self._finished: dict[int, Unit] = {}  # whose gradients have all come; released when the backward goes on to another unit
         self._flights: dict[str, GradientPath] = {}  # reduces under way, oldest first
@@ -85,10 +86,17 @@ class Backward:
         if not self._tasks:
             self._begin()
             self._retains = retains_graph()
+            self._note_outer()
         self._nested = bool(self._tasks) or self._nested
         self._tasks.append(task)
         self._entered[task] = []
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._leave(task))
+
+    def _note_outer(self) -> None:
+        """Note which parameters of units that are still to be recomputed the outermost backward brings a gradient itself: nested ones cannot ask."""
+        for unit in self._trainable:
+            if unit.recomputations > 0:
+                self._outer.update(id(p) for segment in unit.trainable for p in segment.parameters if _gets_gradient(p))
 
     def tell(self, what: str, argument: Any = None) -> None:
         """Inside join(): tell the other ranks what comes, a forward, a backward, a clip or a step."""
@@ -155,16 +163,14 @@ class Backward:
             segment.grad.add(index, grad, sync=self.sync, make_room=self.make_room)
         del grad
         self._brings = True
-        self._count(unit, parameter)
+        unit.pending -= id(parameter) not in unit.arrived
+        unit.arrived[id(parameter)] = torch._C._current_graph_task_id()
+        if len(self._tasks) == 1:
+            self._outer.discard(id(parameter))
         if unit.pending <= 0:
             self._hand_over_complete(unit)
             if not unit.has_frozen:
                 self._finished[unit.index] = unit
-
-    def _count(self, unit: Unit, parameter: torch.Tensor) -> None:
-        task = torch._C._current_graph_task_id()
-        unit.pending -= id(parameter) not in unit.arrived
-        unit.arrived[id(parameter)] = task
 
     def cover(self, place: tuple[int, int], index: int, parameter: torch.Tensor) -> None:
         """Somebody else's hook runs after ours: let it find a sealed gradient instead of none."""
@@ -212,7 +218,8 @@ class Backward:
         self.changed = True
         self.has_gradient = True
         self._reduced.clear()
-        self._brings = self._nested = False
+        self._brings = self._nested = self._retains = False
+        self._outer.clear()
         self._weights.begin("backward")
         with torch._C.DisableTorchFunctionSubclass():  # released parameters are asked for what they answer anyway
             for unit in self._trainable:
@@ -235,7 +242,7 @@ class Backward:
             return False
         task = torch._C._current_graph_task_id()
         parameters = [parameter for segment in unit.trainable for parameter in segment.parameters]
-        return any(_gets_gradient(parameter) for parameter in parameters if unit.arrived.get(id(parameter)) != task)
+        return any(id(p) in self._outer or (unit.arrived.get(id(p)) != task and _gets_gradient(p)) for p in parameters)
 
     def _hand_over(self, unit: Unit) -> None:
         unit.pending = 0
@@ -254,10 +261,15 @@ class Backward:
         self._bound_landing()
 
     def _land_oldest(self) -> None:
-        """Of sums that rest on another tier, leave two under way: the others would wait on the device for the end of the pass."""
+        """Of sums that rest on another tier, leave two under way: the others would wait on the device for the end of the pass.
+
+        Where ranks may run their units in different order (see `make_room`), those stay whose other parts have not come.
+        """
         waiting = [path for path in self._flights.values() if path.tiered]
         for path in waiting[:-_IN_FLIGHT]:
-            path.finish()
+            path.finish(block=self._waits_for_room)
+            if path.in_flight:
+                return
             del self._flights[path.key]
 
     def _bound_landing(self) -> None:
@@ -393,7 +405,8 @@ class Backward:
                     for index in gone:
                         segment.parameters[index].grad = None
                         gone_names.append(segment.names[index])
-                anything = anything or any(path.used) or path.resting() is not None  # others' gradients, of parameters unused here
+                others = self.changed and path.resting() is not None  # gradients of parameters unused here; a step agrees about what is used
+                anything = anything or any(path.used) or others
         if not anything:
             same_on_all = everything or not self.changed or cleared >= self._trained
             self.forget()

@@ -116,12 +116,15 @@ class Finalizer:
         return self._result
 
     def _average_and_compare(self) -> list[_Answer]:
-        """Average what has been reduced; return what every rank says about it. Raises PlanMismatch when the ranks did different things."""
+        """Average what has been reduced; return what every rank says about it. Raises PlanMismatch when the ranks did different things.
+
+        A rank that has `unreduced` gradients knows that there will be a second time, and leaves its sums as they are.
+        """
         backward, bad = self._backward, ""
         unreduced = backward.has_unreduced
         scale = self._loss_scale()
         backward.finish()
-        for path in backward.paths():
+        for path in backward.paths() if not unreduced else ():
             if not path.average(scale):
                 bad = bad or path.key
         bad = bad or backward.read_released or ""

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from types import CodeType, FrameType
 
+import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from zeroshard.runtime.unit import Unit
@@ -24,8 +25,9 @@ __all__ = ["count_recomputations", "is_checkpointed", "is_recomputed"]
 def count_recomputations(units: Sequence[Unit], *, ends_one: bool) -> None:
     """Count the forward of a module of `units` that is about to run: with gradients inside a backward (`ends_one`), or without outside of it."""
     if ends_one:
-        for unit in units:
-            unit.recomputations = max(0, unit.recomputations - 1)
+        if any(unit.recomputations for unit in units) and is_recomputed():
+            for unit in units:
+                unit.recomputations = max(0, unit.recomputations - 1)
     elif is_checkpointed():
         for unit in units:
             unit.recomputations += 1
@@ -37,13 +39,13 @@ def is_checkpointed() -> bool:
 
 
 def is_recomputed() -> bool:
-    """Whether this runs inside the backward of a reentrant checkpoint."""
-    return _runs_inside(CheckpointFunction.backward.__code__)
+    """Whether this runs inside the backward of a reentrant checkpoint, and not in the nested backward that it starts."""
+    return _runs_inside(CheckpointFunction.backward.__code__, but_not=torch.autograd.graph._engine_run_backward.__code__)
 
 
-def _runs_inside(code: CodeType) -> bool:
+def _runs_inside(code: CodeType, but_not: CodeType | None = None) -> bool:
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    while frame is not None and frame.f_code is not but_not:
         if frame.f_code is code:
             return True
         frame = frame.f_back

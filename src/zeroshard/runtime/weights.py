@@ -57,7 +57,7 @@ class Weights:
         self._streams = streams
         self._meter = meter
         self._digest = digest
-        self.ordered = ordered  # gathers need every rank: all gather the same units in the same order, and fold so
+        self.ordered = ordered or any(unit.is_coded for unit in units)  # gathers need every rank: all gather the same units in the same order
         self._order: Order[int] = Order()
         self._sizes = {unit.index: unit.full_bytes for unit in units}
         self._idle: Unit | None = None  # forward over, kept until another unit is needed
