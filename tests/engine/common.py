@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
+from zeroshard.runtime.unit import UnitState
 
 State = dict[str, torch.Tensor]
 
@@ -178,6 +179,28 @@ def train_with_ddp(rank: int, model: Net, optimizer: torch.optim.Optimizer, step
         optimizer.step()
         optimizer.zero_grad()
     return Run(losses, {name: value.clone() for name, value in model.state_dict().items()}, row="torch-ddp")
+
+
+def train_row(
+    model: nn.Module, optimizer: torch.optim.Optimizer, row: str, step: Callable[[int], None], *, steps: int, transport: str = "auto", units: Any = None
+) -> State:
+    """Return the weights after `steps` calls of `step`, each a forward and a backward; row "plain" adds the ranks' gradients by hand, as DDP does."""
+    comm = zs.Comm.model_validate({"transport": transport})
+    engine = None if row == "plain" else zs.shard(model, optimizer, policy=row, comm=comm, units=units, stall_timeout_s=20)
+    for number in range(steps):
+        step(number)
+        if engine is None:
+            average_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        if engine is not None and row == "zero3":
+            assert all(unit.state is UnitState.RESTING for unit in engine._weights.units), "nothing stays gathered after the step"
+    if engine is None:
+        return {name: value.detach().clone() for name, value in model.named_parameters()}
+    assert engine.steps_skipped == 0
+    state = engine.full_state_dict(rank0_only=False)
+    engine.close()
+    return state
 
 
 def average_gradients(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from tests.engine.common import ROWS, TRANSPORTS, average_gradients
+from tests.engine.common import ROWS, TRANSPORTS, train_row
 from tests.harness import run_ranks
 from zeroshard import StateError
 
@@ -153,25 +153,14 @@ def _step(model: nn.Module, x: torch.Tensor, mode: str) -> None:
 
 
 def _train(rank: int, row: str, transport: str, make: Callable[[], nn.Module], mode: str, units: Any = None) -> dict[str, torch.Tensor]:
-    """Return the weights after three steps; row "plain" adds the ranks' gradients by hand, as DDP does."""
     torch.manual_seed(0)
     model = make()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    comm = zs.Comm.model_validate({"transport": transport})
-    engine = None if row == "plain" else zs.shard(model, optimizer, policy=row, comm=comm, units=units, stall_timeout_s=20)
-    for step in range(3):
-        torch.manual_seed(10 * step + rank)
+
+    def step(number: int) -> None:
+        torch.manual_seed(10 * number + rank)
         _step(model, torch.randn(5, WIDTH), mode)
-        if engine is None:
-            average_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    if engine is None:
-        return {name: value.detach().clone() for name, value in model.named_parameters()}
-    assert engine.steps_skipped == 0
-    state = engine.full_state_dict(rank0_only=False)
-    engine.close()
-    return state
+
+    return train_row(model, torch.optim.AdamW(model.parameters(), lr=1e-2), row, step, steps=3, transport=transport, units=units)
 
 
 def _compare(rank: int, transport: str, make: Callable[[], nn.Module], mode: str, rows: tuple[str, ...], cuts: tuple[Any, ...] = (None,)) -> None:

@@ -11,10 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from tests.engine.common import ROWS, TRANSPORTS, average_gradients
+from tests.engine.common import ROWS, TRANSPORTS, train_row
 from tests.harness import run_ranks
 from zeroshard import StateError
-from zeroshard.runtime.unit import UnitState
 
 WIDTH = 8
 
@@ -91,26 +90,13 @@ PROGRAMS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor, int], None]
 
 
 def _train(rank: int, row: str, transport: str, program: str, recompute: bool, units: Any) -> dict[str, torch.Tensor]:
-    """Return the weights after four steps; row "plain" adds the ranks' gradients by hand, as DDP does."""
     model = _critic(recompute)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    comm = zs.Comm.model_validate({"transport": transport})
-    engine = None if row == "plain" else zs.shard(model, optimizer, policy=row, comm=comm, units=units, stall_timeout_s=20)
-    for step in range(4):
-        torch.manual_seed(10 * step + rank)
-        PROGRAMS[program](model, torch.randn(6, WIDTH), torch.randn(6, WIDTH), step)
-        if engine is None:
-            average_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        if engine is not None and row == "zero3":
-            assert all(unit.state is UnitState.RESTING for unit in engine._weights.units), "nothing stays gathered after the step"
-    if engine is None:
-        return {name: value.detach().clone() for name, value in model.named_parameters()}
-    assert engine.steps_skipped == 0
-    state = engine.full_state_dict(rank0_only=False)
-    engine.close()
-    return state
+
+    def step(number: int) -> None:
+        torch.manual_seed(10 * number + rank)
+        PROGRAMS[program](model, torch.randn(6, WIDTH), torch.randn(6, WIDTH), number)
+
+    return train_row(model, torch.optim.Adam(model.parameters(), lr=1e-2), row, step, steps=4, transport=transport, units=units)
 
 
 def _same(rank: int, world: int, transport: str, program: str) -> None:
