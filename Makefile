@@ -3,7 +3,7 @@
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
 NPROC ?= 2
-JOBS ?= 1
+JOBS ?= 2
 ARGS ?=
 
 VENV := .venv
@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 help:
 	@echo "make train       train a GPT with ZeRO-3 on $(NPROC) processes and show it   (ARGS='--steps 100 ...')"
-	@echo "make test        lint, types, the whole quick test suite: what CI runs, at most 15 minutes on 2 cores   (JOBS=2: two files at a time)"
+	@echo "make test        lint, types, the whole quick test suite: what CI runs, at most 15 minutes on 2 cores   (JOBS=1: one file at a time)"
 	@echo "make coverage    the same suite with coverage, which must stay at 90%: a quarter slower"
 	@echo "make test-slow   the tests that take minutes or repeat random faults, then make coverage"
 	@echo "make test-matrix make test on every Python from 3.11 that is here, each in .venv-<version>"
@@ -29,7 +29,7 @@ train: $(VENV)/.ready-base
 	$(BIN)/zeroshard run --nproc $(NPROC) examples/train_gpt.py $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile) $(ARGS)
+	$(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder) $(ARGS)
 
 # Not in `make test`: Python 3.11 has no sys.monitoring, and there tracing costs a sixth to a third of the suite's time.
 coverage: $(VENV)/.ready-test

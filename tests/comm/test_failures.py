@@ -47,7 +47,7 @@ def test_a_late_rank_is_named_with_its_key_and_all_can_go_on(spec: Spec) -> None
         pytest.param(SHM2, 3, marks=pytest.mark.slow),
         (GLOO2, 2),
         pytest.param(MIXED4, 1, marks=pytest.mark.slow),
-        (TWO_LEVEL4, 0),
+        pytest.param(TWO_LEVEL4, 0, marks=pytest.mark.slow),
         pytest.param(TWO_LEVEL4, 1, marks=pytest.mark.slow),
     ],
     ids=lambda value: getattr(value, "label", ("reduce", "gather", "exchange", "begin_write")[value] if isinstance(value, int) else ""),

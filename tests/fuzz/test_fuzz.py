@@ -62,6 +62,14 @@ FOUND = {  # what later seeds found, shrunk where that was possible
     "a last micro-batch inside no_sync on three ranks": Program(
         654, world=3, node_size=1, row="mics", optimizer="sgd", width=24, steps=(Step((Micro(), Micro(no_sync=True))),)
     ),
+    "a weight used outside in two forwards with a backward each": Program(
+        2759,
+        transport="gloo",
+        optimizer="sgd",
+        width=3,
+        layers=(Layer(borrows=1), Layer(), Layer(borrows=1)),
+        steps=(Step((Micro(forwards=2, backward="each"),)),),
+    ),
     "a layer that no rank used, and a rank without a part of it": Program(
         978, world=3, row="zero2", optimizer="sgd", width=3, tokens=True, steps=(Step((Micro(routes=((), (), ())),), zero="model"), Step())
     ),

@@ -144,8 +144,8 @@ def _listening(pid: int) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("options", [(), ("--max-restarts=1",), ("--nnodes=1",)], ids=["plain", "restarts", "named"])
-@pytest.mark.parametrize("join", ["dist.init_process_group('gloo')", "zs.init_distributed()"], ids=["torch", "ours"])
+@pytest.mark.parametrize("options", [(), ("--max-restarts=1",), pytest.param(("--nnodes=1",), marks=pytest.mark.slow)], ids=["plain", "restarts", "named"])
+@pytest.mark.parametrize("join", [pytest.param("dist.init_process_group('gloo')", marks=pytest.mark.slow), "zs.init_distributed()"], ids=["torch", "ours"])
 def test_on_one_host_nothing_listens_beyond_loopback(launch: Launch, join: str, options: tuple[str, ...]) -> None:
     text = "import torch, torch.distributed as dist, zeroshard as zs\n" + join + "\ndist.barrier()\n(here / f'deep-{rank}').touch()\n"
     job = launch(HELLO + text + WAIT, "--nproc", "2", *options)

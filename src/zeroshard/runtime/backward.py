@@ -326,7 +326,7 @@ class Backward:
         self._finished.clear()
         self._weights.end_pass()
         if not self._retains:
-            self._weights.let_go(Until.BACKWARD_ENDS)
+            self._weights.end_backward()
         self.seal()
 
     @property

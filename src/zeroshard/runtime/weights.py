@@ -36,7 +36,7 @@ class Until(IntEnum):
     """How long a unit is held that is used outside its modules."""
 
     FORWARD_ENDS = 0
-    BACKWARD_ENDS = 1
+    BACKWARD_ENDS = 1  # as many of them as forwards
     STEP = 2  # or a load, a writeback, reset(): a graph may refer to the weights that no hook announces
 
 
@@ -69,6 +69,7 @@ class Weights:
         self.evaluates = False  # the forward of the model under way runs without gradients
         self.running = 0  # forwards under way, of the model or of any module that needs a unit
         self._held: dict[int, tuple[Unit, Until]] = {}  # used outside their modules
+        self._open = 0  # forwards with gradients since the last step, less backwards: graphs that may still need what is held
 
     @property
     def nothing_to_do(self) -> bool:
@@ -84,8 +85,16 @@ class Weights:
     def leave(self) -> None:
         """A forward ends."""
         self.running = max(0, self.running - 1)
-        if not self.running and self._held:
-            self.let_go(Until.FORWARD_ENDS)
+        if not self.running:
+            self._open += torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0
+            if self._held:
+                self.let_go(Until.FORWARD_ENDS)
+
+    def end_backward(self) -> None:
+        """A backward is over, and its graph is gone."""
+        self._open = max(0, self._open - 1)
+        if not self._open:
+            self.let_go(Until.BACKWARD_ENDS)
 
     def hold(self, unit: Unit, phase: Phase, until: Until) -> None:
         """Gather a unit that is used outside its modules, and keep it at least `until` then."""
@@ -252,6 +261,7 @@ class Weights:
     def invalidate(self) -> None:
         """A step, writeback or load has written the shards: replicated copies are stale, and their publish starts."""
         self.epoch += 1
+        self._open = 0
         self.let_go(Until.STEP)
         stale = [unit for unit in self.units if unit.cells.optim.is_sharded and not unit.cells.weight.is_sharded]
         for unit in self.units:
@@ -287,7 +297,7 @@ class Weights:
         self._idle = None
         self._prefetched.clear()
         self._held.clear()
-        self.running = self.pinned = self.exact = 0
+        self.running = self.pinned = self.exact = self._open = 0
         self.evaluates = False
         for unit in self.units:
             unit.abandon()
