@@ -57,6 +57,29 @@ def gather_brings_every_slice(rank: int, world_size: int, spec: Spec) -> None:
                 _gather_epochs(transport, f"w{number} {replicated}", ranges, replicated, dtype)
 
 
+def a_write_waits_for_gathers_under_way(rank: int, world_size: int, spec: Spec) -> None:
+    """Rank 0 is late, so that the others' gathers are still waiting for it when they begin to write."""
+    ranges = spec.cuts()[0]
+    numel, own = end_of(ranges), slice(*ranges[rank])
+    with opened(spec, rank) as transport:
+        window = transport.window("w", ranges, torch.float32, CPU, replicated=False)
+        transport.begin_write()
+        window.local.copy_(values(1, numel)[own])
+        if rank == 0:
+            time.sleep(0.1)
+        window.publish()
+        out = torch.empty(numel)
+        work = window.gather(out)
+        transport.begin_write()
+        window.local.copy_(values(2, numel)[own])
+        window.publish()
+        if rank:
+            time.sleep(0.1)
+        work.wait()
+        assert same(out, values(1, numel))
+        transport.exchange(b"")
+
+
 def _gather_epochs(transport: Transport, key: str, ranges: tuple[Range, ...], replicated: bool, dtype: torch.dtype) -> None:
     numel, own = end_of(ranges), slice(*ranges[transport.rank])
     window = transport.window(key, ranges, dtype, CPU, replicated=replicated)
@@ -327,6 +350,7 @@ def dropping_it_leaves_no_thread(rank: int, world_size: int, spec: Spec) -> None
 
 CASES = [
     gather_brings_every_slice,
+    a_write_waits_for_gathers_under_way,
     reduce_is_the_canonical_sum,
     node_size_shapes_the_sum,
     none_contributes_zeros,

@@ -127,6 +127,17 @@ def test_after_a_step_each_rank_holds_what_the_design_says(num_nodes: int, num_r
             assert bytes_per_parameter(name, "after_step", PRECISIONS[precision], mesh) == pytest.approx(total), (name, precision)
 
 
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_weights_in_fp32_are_their_own_masters_where_both_rest_on_one_tier(name: str) -> None:
+    device, host = Tier.DEVICE, Tier.HOST
+    for weight, optimizer, has_master in ((device, device, False), (device, host, True), (host, host, False), (host, device, True)):
+        if name == "zero1" and weight is host:
+            continue  # refused: replicated weights stay on the device
+        moved = row(name).tiered(weight, device, optimizer)
+        rests = moved.bytes_at_rest("after_step", numel=NUMEL, mesh=Mesh(1, 4), precision=PRECISIONS["fp32"])
+        assert rests.master == (NUMEL if has_master else 0), (weight, optimizer)  # a quarter of the parameters, 4 bytes each
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 def test_between_micro_batches_the_gradient_is_added(num_ranks: int) -> None:
     mesh, n = Mesh(1, num_ranks), num_ranks

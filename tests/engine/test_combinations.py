@@ -50,6 +50,28 @@ def test_a_nan_in_the_first_sum_of_a_gradient_on_another_tier_skips_the_step(row
     assert run_ranks(2, _first_sum_is_bad, row, tier, str(tmp_path)) == [[], []]
 
 
+def _cleared_there(rank: int, world: int) -> list[str]:
+    """The gradient of one piece of one group is cleared on the optimizer's side: the other parameters of its group are stepped."""
+    model = make_model()
+    optimizer = two_groups(model)
+    engine = zs.shard(model, optimizer, policy="zero2", stall_timeout_s=20)
+    before = engine.full_state_dict(rank0_only=False)
+    model(*batch(rank, 0)).backward()
+    pieces = engine._sharded.pieces()  # type: ignore[union-attr]
+    cleared = "blocks.1.up.weight"
+    for piece in pieces:
+        if piece.name == cleared:
+            piece.tensor.grad = None
+    optimizer.step()
+    after = engine.full_state_dict(rank0_only=False)
+    engine.close()
+    return [name for name in before if torch.equal(before[name], after[name])]
+
+
+def test_a_gradient_cleared_on_the_optimizers_side_leaves_the_rest_of_its_group_alone() -> None:
+    assert run_ranks(1, _cleared_there) == [["blocks.1.up.weight"]]
+
+
 def _large(rank: int, world: int, options: dict[str, Any]) -> Run:
     """Train one matrix whose shard is longer than a block of a gradient and a tile of a state at rest, its numbers all different."""
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.engine.cases import WIDTH, Backward, Case, Chain, compare_case, seede
 from tests.engine.common import ROWS, TRANSPORTS, Block, Net, batch, make_model, two_groups
 from tests.harness import run_ranks
 from zeroshard.errors import ConfigError, StateError
+from zeroshard.runtime.unit import UnitState
 
 # ---------------------------------------------------------------------------------------------------------------- the models
 
@@ -330,6 +332,40 @@ def _compare(rank: int, world: int, name: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", CASES)
 def test_hard_case_trains_to_ddps_bits_in_every_row(name: str) -> None:
     for differences in run_ranks(2, _compare, name):
+        assert not any(differences.values()), differences
+
+
+def _ends_early(rank: int, world: int, transport: str) -> list[str]:
+    model = seeded(Routed)()
+    optimizer = two_groups(model)
+    comm = zs.Comm(transport=transport, node_size=None)  # type: ignore[arg-type]
+    engine = zs.shard(model, optimizer, comm=comm, stall_timeout_s=20)
+    for step in range(2):
+        model(*batch(rank, step), [0, 1, 2, 3]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        model(*batch(rank, 2), [0])  # while the next block is on its way
+    gathered = [unit.name for unit in engine._weights.units if unit.state is not UnitState.RESTING]
+    engine.close()
+    return gathered
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_was_gathered_ahead_of_a_forward_that_ended_early_is_released(transport: str) -> None:
+    assert run_ranks(2, _ends_early, transport) == [[], []]
+
+
+def _no_longer_on_tiers(rank: int, world: int, path: str) -> dict[str, list[str]]:
+    """Moments and weight decay would go on moving a block that is no longer used, if a step on another tier took it along."""
+    case = CASES["no longer used"]
+    reference = train_case(rank, "reference", case)
+    offloads = {"host": zs.Offload(optimizer="host"), "disk": zs.Offload(optimizer="disk", disk_path=path)}
+    return {tier: train_case(rank, "zero2", case, units=[""], offload=offload).differs_from(reference) for tier, offload in offloads.items()}
+
+
+def test_what_is_no_longer_used_is_not_stepped_on_another_tier_either(tmp_path: Path) -> None:
+    for differences in run_ranks(2, _no_longer_on_tiers, str(tmp_path)):
         assert not any(differences.values()), differences
 
 

@@ -6,6 +6,7 @@ tiles and blocks per unit, and one that goes to another's place shows.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,10 +14,11 @@ from unittest import mock
 import pytest
 
 import zeroshard as zs
-from tests.engine.common import Run, make_model, train
+from tests.engine.common import Run, batch, differences, make_model, train, two_groups
 from tests.harness import run_ranks
 from zeroshard.optim import resting
 from zeroshard.runtime import recut, unit
+from zeroshard.tier import direct_io, disk
 
 TIERS = {
     "gradients and optimizer on the host": {"grad": "host", "optimizer": "host"},
@@ -49,7 +51,45 @@ def _small_tiles(rank: int, world: int, path: str, row: str, precision: str) -> 
     return out
 
 
+def _attached(rank: int, world: int) -> list[str]:
+    """An optimizer that comes after shard() finds masters made of the weights, tile by tile."""
+    runs = {}
+    for name, offload in (("device", None), ("host", zs.Offload(optimizer="host"))):
+        model = make_model(width=32, layers=1)
+        with mock.patch.object(unit, "_TILE", 320):
+            engine = zs.shard(model, precision="bf16", stall_timeout_s=20, **({} if offload is None else {"offload": offload}))
+            optimizer = two_groups(model)
+            engine.attach(optimizer)
+        model(*batch(rank, 0)).backward()
+        optimizer.step()
+        runs[name] = engine.full_state_dict(rank0_only=False)
+        engine.close()
+    return differences(runs["host"], runs["device"], "on the host", "on the device")
+
+
+def test_masters_made_when_the_optimizer_comes_are_the_weights_in_every_tile() -> None:
+    assert run_ranks(2, _attached) == [[], []]
+
+
+def _slow_disk(rank: int, world: int, path: str) -> list[str]:
+    """Let each write end long after the step has gone on to the next tile: its buffer is not to be read into before."""
+
+    def late(*arguments: Any) -> None:
+        time.sleep(0.02)
+        direct_io.write_blocks(*arguments)
+
+    same: dict[str, Any] = {"steps": 2, "model": lambda: make_model(width=32, layers=1)}
+    expected = train(rank, "zero2", **same)
+    with mock.patch.object(unit, "_TILE", 320), mock.patch.object(recut, "_TILE", 320), mock.patch.object(disk, "write_blocks", late):
+        run = train(rank, "zero2", offload=zs.Offload(optimizer="disk", disk_path=path, staging_bytes=1 << 16), **same)
+    return run.differs_from(expected)
+
+
+def test_a_disk_that_writes_late_keeps_the_bits(tmp_path: Path) -> None:
+    assert run_ranks(2, _slow_disk, str(tmp_path), timeout=100) == [[], []]
+
+
 @pytest.mark.parametrize(("row", "precision"), [("zero3", "fp32"), ("zero2", "bf16"), pytest.param("zero3", "bf16", marks=pytest.mark.slow)])
 def test_states_that_pass_in_many_tiles_keep_the_bits(row: str, precision: str, tmp_path: Path) -> None:
-    for differences in run_ranks(2, _small_tiles, str(tmp_path), row, precision, timeout=100):
-        assert not any(differences.values()), differences
+    for wrong in run_ranks(2, _small_tiles, str(tmp_path), row, precision, timeout=100):
+        assert not any(wrong.values()), wrong
