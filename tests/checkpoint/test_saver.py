@@ -85,7 +85,7 @@ def _beside(rank: int, world: int, folder: Path, precision: str) -> None:
     np.random.seed(rank)
     engine, ema, loader = made[2], zs.EMA(made[2], 0.9), Loader(rank)
     if engine._scaler is not None:
-        engine._scaler.growth_interval = 3  # it moves between the save and the load
+        engine._scaler.scale, engine._scaler.growth_interval = 256.0, 3  # it moves between the save and the load
     for step in range(2):
         _step(made, rank, step)
         ema.update()

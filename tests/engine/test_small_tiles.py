@@ -56,7 +56,7 @@ def _attached(rank: int, world: int) -> list[str]:
     runs = {}
     for name, offload in (("device", None), ("host", zs.Offload(optimizer="host"))):
         model = make_model(width=32, layers=1)
-        with mock.patch.object(unit, "_TILE", 320):
+        with mock.patch.object(unit, "_TILE", 320 if offload else 1 << 20):
             engine = zs.shard(model, precision="bf16", stall_timeout_s=20, **({} if offload is None else {"offload": offload}))
             optimizer = two_groups(model)
             engine.attach(optimizer)
