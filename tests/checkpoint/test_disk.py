@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -119,6 +119,30 @@ def _full_on(rank: int, world: int, folder: Path, kind: str, failing: tuple[int,
     return str(error.value)
 
 
+
+
+def _slow_note(rank: int, world: int, folder: Path) -> list[bool]:
+    """Rank 1 takes its time to leave a note that its disk is full; return whether the directory was still there."""
+    training = make("zero3")
+    training.step(rank, 0)
+    there: list[bool] = []
+
+    def late(path: Path, content: str | bytes, leave: Callable[..., None] = saving._leave) -> None:
+        time.sleep(0.3)
+        there.append(path.parent.is_dir())
+        leave(path, content)
+
+    with zs.Saver(folder, training.engine, background=True) as saver, mock.patch.object(saving, "_leave", late):
+        with fault("limit", rank, (1,)), pytest.raises(CheckpointError, match="no space"):
+            saver.save(2)
+            saver.wait()
+        assert names(folder) == [".lock"]
+    training.engine.close()
+    return there
+
+
+def test_the_directory_of_a_failed_save_goes_when_no_rank_writes_any_more(tmp_path: Path) -> None:
+    assert run_ranks(2, _slow_note, tmp_path) == [[], [True]]
 
 
 @pytest.mark.parametrize(

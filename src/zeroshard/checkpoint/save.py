@@ -293,18 +293,19 @@ class Saver:
                 job.index = self._write(job)
             except Exception as error:
                 job.failure = error
-        job.tried.set()
+        if self._background and job.failure is not None:
+            with suppress(OSError):
+                self._shard(job).unlink()  # on a full disk the note needs its space
+            if self._engine.rank > 0:
+                with suppress(OSError):
+                    _leave(job.path / f"rank-{self._engine.rank}.failed", str(job.failure))
+        job.tried.set()  # we write nothing more: once all have tried, rank 0 may remove the directory
         if not self._background:
             settle(self._engine, job.failure, "zs.save()")
         elif job.failure is not None:
-            with suppress(OSError):
-                self._shard(job).unlink()  # on a full disk the note needs its space
             if self._engine.rank == 0:
                 with suppress(CheckpointError, OSError):
                     self._gather(job)
-            else:
-                with suppress(OSError):
-                    _leave(job.path / f"rank-{self._engine.rank}.failed", str(job.failure))
             raise job.failure
 
     def _write(self, job: _Job) -> dict[str, Any]:
