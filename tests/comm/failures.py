@@ -13,6 +13,7 @@ import torch
 
 from tests.comm.cases import check_sum, expected_sum, fill, same
 from tests.comm.common import CPU, Spec, opened, values
+from zeroshard.comm.links import Kind
 from zeroshard.comm.parts import Contribution
 from zeroshard.comm.transport import Transport, Window
 from zeroshard.core.layout import end_of
@@ -383,6 +384,29 @@ def payloads_of_different_calls_never_meet(rank: int, world_size: int, spec: Spe
             assert transport.exchange(bytes([rank]), "zs.load()") == [bytes([other]) for other in range(world_size)]
             return str(error)
     raise AssertionError("no PlanMismatch")
+
+
+def the_next_call_is_told_where_a_payload_is_late(rank: int, world_size: int, spec: Spec) -> tuple[list[bytes], str]:
+    """Rank 1's payload for an exchange comes late to the last rank while rank 0 and rank 2, which have it, are in different calls already."""
+    last = world_size - 1
+    with opened(spec, rank, stall_timeout_s=40.0) as transport:
+        links = transport.mail.links  # type: ignore[attr-defined]
+        send = links.send
+
+        def send_late(peer: int, kind: Kind, *args: int, **options: object) -> None:
+            if rank == 1 and peer == last and kind is Kind.EXCHANGE:
+                time.sleep(0.3)
+            send(peer, kind, *args, **options)
+
+        links.send = send_late
+        exchanged = transport.exchange(bytes([rank]))
+        links.send = send
+        try:
+            transport.exchange(b"", "zs.save()") if rank == 0 else transport.broadcast(torch.zeros(4), source=0)
+        except PlanMismatch as error:
+            said = str(error)
+        transport.abandon()
+    return exchanged, said
 
 
 def waiting_in_different_calls_is_told_at_once(rank: int, world_size: int, spec: Spec) -> list[str]:

@@ -75,6 +75,12 @@ def test_ranks_that_wait_for_each_other_in_different_calls_are_told_at_once_on_e
             assert "rank 0 is in zs.save()" in text and re.search(rf"rank \d is in {re.escape(other)}", text), (text, other)
 
 
+def test_a_rank_whose_exchange_can_end_is_told_of_different_calls_in_its_next_one() -> None:
+    results = run_ranks(4, failures.the_next_call_is_told_where_a_payload_is_late, SHM4, timeout=30)
+    assert [exchanged for exchanged, _ in results] == [[bytes([rank]) for rank in range(4)]] * 4
+    assert all("rank 0 is in zs.save()" in said and "a broadcast from rank 0" in said for _, said in results), results
+
+
 def test_nothing_is_left_after_kill_9() -> None:
     before = _files()
     results = spawn_ranks(2, failures.kill_yourself_with_memory_mapped, SHM2, timeout=30)

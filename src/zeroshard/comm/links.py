@@ -51,7 +51,7 @@ class Kind(IntEnum):
     BROADCAST = 10  # part of a tensor lies in a slot [sequence, slot, bytes]
     STUCK = 11  # we cannot go on before you need our slots no longer
     ABANDON = 12  # we have forgotten everything before this generation
-    REFUSED = 13  # we have given up, since the ranks are in different calls [text]
+    REFUSED = 13  # we have given up, since the ranks are in different calls [exchanges ended before; text]
 
 
 @dataclass(frozen=True)

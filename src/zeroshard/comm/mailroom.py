@@ -46,7 +46,7 @@ class Counts:
     epochs: dict[tuple[int, int], int] = field(default_factory=dict)  # (window serial, rank) -> times published
     reads: dict[int, int] = field(default_factory=dict)  # rank -> begin_writes
     payloads: dict[int, dict[int, tuple[int, bytearray]]] = field(default_factory=dict)  # exchange -> rank -> (whole size, so far)
-    refusal: str | None = None  # why a peer has given up what we may be waiting for
+    refusal: tuple[int, str] | None = None  # how many exchanges a peer had ended when it gave up what we may be waiting for, and why
     broadcasts: dict[int, deque[tuple[int, int]]] = field(default_factory=dict)  # rank -> (slot, bytes), in order
     stuck: set[int] = field(default_factory=set)  # ranks to relieve when we are blocked
 
@@ -64,7 +64,7 @@ class Mailroom:
         self._meetings = meetings
         self._on_ack = on_ack  # (slot, rank)
         self._slots: dict[tuple[int, int], torch.Tensor] = {}  # (rank, slot) -> its memory, mapped here
-        self._num_exchanges = 0
+        self._num_exchanges = self._num_ended = 0  # begun and ended here
         self._call = ""  # of the last exchange
 
     def tell(
@@ -116,7 +116,7 @@ class Mailroom:
             _, so_far = counts.payloads.setdefault(message.a, {}).setdefault(peer, (message.b, bytearray()))
             so_far.extend(message.tail)
         elif kind is Kind.REFUSED:
-            counts.refusal = message.tail.decode()
+            counts.refusal = message.a, message.tail.decode()
         elif kind is Kind.STUCK:
             counts.stuck.add(peer)
         elif kind is Kind.BROADCAST:
@@ -142,6 +142,7 @@ class Mailroom:
 
     def take_payloads(self, sequence: int) -> dict[int, bytes]:
         """Return the peers' payloads of a finished exchange."""
+        self._num_ended = self._num_exchanges
         return {peer: bytes(so_far) for peer, (_, so_far) in self.counts.payloads.pop(sequence, {}).items()}
 
     def wait_until(
@@ -206,10 +207,12 @@ class Mailroom:
 
     def _require_same_call(self, awaited: Sequence[int], call: str) -> None:
         """Raise PlanMismatch where a peer is in our exchange with another call, or one of the ranks `awaited` in an exchange that we have not begun."""
-        if self.counts.refusal is not None:
-            refusal, self.counts.refusal = self.counts.refusal, None
-            self._refuse(refusal)  # a rank that hears from us before it hears from the first must know why we give up
         last, members = self._num_exchanges - 1, self.links.members
+        if self.counts.refusal is not None:
+            passed, reason = self.counts.refusal
+            if not self._num_ended <= last < passed:  # else all payloads of our exchange are on their way: the next call fails
+                self.counts.refusal = None
+                self._refuse(reason)  # a rank that hears from us before it hears from the first must know why we give up
         for sequence, arrived in self.counts.payloads.items():
             if sequence < last:  # was refused
                 continue
@@ -220,18 +223,20 @@ class Mailroom:
                 error = different_calls({members[self.rank]: call, **others})
                 if ahead:  # else the peers find it out by themselves
                     self._refuse(str(error))
+                self._num_ended = self._num_exchanges
                 raise error
 
     def _refuse(self, reason: str) -> NoReturn:
         """Tell every peer that ranks wait for each other in different calls, and raise it."""
-        self.tell(Kind.REFUSED, tail=reason.encode()[:MAX_TAIL])
+        self.tell(Kind.REFUSED, self._num_ended, tail=reason.encode()[:MAX_TAIL])
+        self._num_ended = self._num_exchanges
         raise PlanMismatch(reason)
 
     def forget(self) -> None:
         """Enter the next generation: whatever was said before it no longer counts."""
         self.links.generation += 1
         self.counts = Counts()
-        self._num_exchanges = 0
+        self._num_exchanges = self._num_ended = 0
 
     def close(self) -> None:
         """Hang up and unmap. Idempotent."""
