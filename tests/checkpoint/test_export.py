@@ -339,7 +339,7 @@ except CheckpointError as error:
 """
 
 
-@pytest.mark.parametrize("to", ["hf", "torch", "dcp"])
+@pytest.mark.parametrize("to", ["hf", *(pytest.param(to, marks=pytest.mark.slow) for to in ("torch", "dcp"))])
 def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path, net: Any, to: str) -> None:
     command = [sys.executable, "-c", _LIMITED, str(net[0]), str(tmp_path / "out"), to]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=100, env=ENVIRONMENT)

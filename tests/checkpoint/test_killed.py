@@ -44,6 +44,7 @@ def test_rank_0_can_die_at_every_kind_of_call_of_a_save() -> None:
     assert totals["inside_a_save"] > 20
 
 
+@pytest.mark.slow
 def test_another_rank_can_die_at_every_kind_of_call_of_a_save_in_the_background() -> None:
     totals = kill("calls", "--case", "new", "--rank", "1", "--background", "1", "--sample", "--patience", "0.5", timeout=100)
     assert set(totals["calls"]) == {"posix_fallocate", "write", "fsync", "rename"}

@@ -185,7 +185,7 @@ def _given(rank: int, world: int, transport: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("transport", MEMORY_RETURNED_FIRST)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=[pytest.mark.slow] * (index % 2)) for index, mode in enumerate(MODES)])
 def test_what_lies_in_the_weights_may_leave_its_module(mode: str, transport: str) -> None:
     run_ranks(2, _given, transport, mode)
 
@@ -208,7 +208,7 @@ def _aside(rank: int, world: int, transport: str, aside: str) -> None:
 
 
 @pytest.mark.parametrize("transport", MEMORY_RETURNED_FIRST)
-@pytest.mark.parametrize("aside", ["dict", pytest.param("object", marks=pytest.mark.slow), "attribute"])
+@pytest.mark.parametrize("aside", ["dict", *(pytest.param(aside, marks=pytest.mark.slow) for aside in ("object", "attribute"))])
 def test_a_result_may_leave_its_module_through_what_was_passed_in_or_as_an_attribute(aside: str, transport: str) -> None:
     run_ranks(2, _aside, transport, aside)
 

@@ -58,9 +58,10 @@ def _at_rest(rank: int, world: int, row: str, precision: str) -> dict[str, Any]:
     return {"numel": numel, "report": reported, "between": between, "live": live, "slots": num_slots, "units": num_units}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("world", "precision"), [(2, "bf16"), (4, "fp32"), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((2, "fp32"), (4, "bf16")))]
+)
 @pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3", "zero3-keep"])
-@pytest.mark.parametrize("world", [2, 4])
 def test_bytes_at_rest_are_the_formulas_within_padding(world: int, row: str, precision: str) -> None:
     policy, mesh = policy_row(row), Mesh(1, world)
     for seen in run_ranks(world, _at_rest, row, precision):
@@ -193,7 +194,7 @@ def _growth(rank: int, world: int, transport: str) -> tuple[Counter[str], Counte
     return seen[0], seen[1], [ref() is None for ref in watched], pool
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_steps_leave_no_growth_and_deleting_the_model_frees_everything(transport: str) -> None:
     for early, late, gone, (pooled, limit) in run_ranks(2, _growth, transport):
         assert 0 < pooled <= limit + 4096

@@ -79,12 +79,12 @@ def _case(rank: int, world: int, row: str, transport: str, precision: str, host:
 @pytest.mark.parametrize(
     ("row", "world", "transport", "precision", "host"),
     [
-        ("ddp", 1, "gloo", "fp32", True),
+        pytest.param("ddp", 1, "gloo", "fp32", True, marks=pytest.mark.slow),
         ("zero1", 2, "shared_memory", "fp32", False),
         ("zero2", 2, "gloo", "bf16", True),
-        ("zero3", 1, "gloo", "fp32", True),
+        pytest.param("zero3", 1, "gloo", "fp32", True, marks=pytest.mark.slow),
         ("zero3", 2, "shared_memory", "fp32", False),
-        ("zero3-keep", 2, "gloo", "bf16", False),
+        pytest.param("zero3-keep", 2, "gloo", "bf16", False, marks=pytest.mark.slow),
     ],
 )
 def test_states_leave_the_device_and_come_back_with_the_same_bits(row: str, world: int, transport: str, precision: str, host: bool) -> None:

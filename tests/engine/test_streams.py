@@ -14,7 +14,7 @@ from zeroshard import api
 from zeroshard.runtime.streams import CheckingStreams
 
 HOST = ("zero2+grad", "zero3+all")  # rows whose states rest on the host
-QUICK = ("ddp", "zero1", "zero3")
+QUICK = ("zero1", "zero3")
 MESH = ("hpz", "mics", "hfsdp", "hpz+coded")  # on a mesh of two nodes
 CODED = {"weight_codec": "int8", "grad_codec": "int8", "error_feedback": True}
 OFFLOAD = {"grad": {"grad": "host", "optimizer": "host"}, "all": {"weight": "host", "grad": "host", "optimizer": "host"}}

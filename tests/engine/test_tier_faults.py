@@ -376,8 +376,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    [
+        pytest.param(name, transport, marks=[pytest.mark.slow] * ((number + place) % 2))  # each fault over one of the two
+        for number, name in enumerate(CASES)
+        for place, transport in enumerate(TRANSPORTS)
+    ],
+)
 def test_a_fault_of_one_rank_is_told_on_every_rank_and_training_recovers_bit_for_bit(
     name: str, transport: str, tmp_path: Path, checkpoints: Path
 ) -> None:

@@ -122,7 +122,10 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+IN_THE_SLOW_SET = ("replicated, gradient and optimizer on host", "all on host, fp32", "gradient on disk", "all on disk")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in IN_THE_SLOW_SET)) for name in CASES])
 def test_what_leaves_the_device_is_gone_from_it_and_the_accounts_agree(name: str, tmp_path: Path) -> None:
     row, precision, tiers = CASES[name]
     moved = policy_row(row).tiered(*(Tier(tiers.get(state, "device")) for state in ("weight", "grad", "optimizer")))

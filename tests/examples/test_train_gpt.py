@@ -122,6 +122,7 @@ def test_one_process_needs_no_launcher() -> None:
 def train_here(example: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str, terminal: bool = False) -> tuple[Any, str]:
     """Run the training of the example in this process, one rank; return its result and what it printed (to a `terminal`?)."""
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", *SMALL, *arguments])
+    monkeypatch.setattr(example, "VALIDATION_WINDOWS", 16)
     args, shown = example.parse(), io.StringIO()
     text = torch.arange(50_000).remainder(251).to(torch.uint8)
     result = example.train(args, args.stage, text, text[:5000], Console(file=shown, width=200, force_terminal=terminal))

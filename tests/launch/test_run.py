@@ -144,7 +144,11 @@ def _listening(pid: int) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("options", [(), ("--max-restarts=1",), pytest.param(("--nnodes=1",), marks=pytest.mark.slow)], ids=["plain", "restarts", "named"])
+@pytest.mark.parametrize(
+    "options",
+    [("--max-restarts=1",), *(pytest.param(options, marks=pytest.mark.slow) for options in ((), ("--nnodes=1",)))],
+    ids=["restarts", "plain", "named"],
+)
 @pytest.mark.parametrize("join", [pytest.param("dist.init_process_group('gloo')", marks=pytest.mark.slow), "zs.init_distributed()"], ids=["torch", "ours"])
 def test_on_one_host_nothing_listens_beyond_loopback(launch: Launch, join: str, options: tuple[str, ...]) -> None:
     text = "import torch, torch.distributed as dist, zeroshard as zs\n" + join + "\ndist.barrier()\n(here / f'deep-{rank}').touch()\n"
@@ -187,7 +191,7 @@ def test_the_first_failure_is_shown_last_with_its_traceback(launch: Launch) -> N
     ("failure", "code"),
     [
         ("from zeroshard.errors import PlanMismatch; raise PlanMismatch('stage differs')", 72),
-        ("import zeroshard as zs; raise zs.StateError('a user may raise it, too')", 1),
+        pytest.param("import zeroshard as zs; raise zs.StateError('a user may raise it, too')", 1, marks=pytest.mark.slow),
         (NO_SUCH_STEP, 3),
         ("os._exit(9)", 1),
     ],
@@ -319,7 +323,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", [pytest.param(moment, marks=[pytest.mark.slow] * (moment in ("importing", "computing"))) for moment in MOMENTS])
 def test_a_killed_rank_ends_the_job_when_the_grace_is_over_and_is_named(launch: Launch, moment: str) -> None:
     job = launch(MOMENTS[moment], "--nproc", "2")
     pids = job.ranks(2)

@@ -416,7 +416,7 @@ class Failing:
         return torch.tanh(x) * x
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 4, 5, 6], ids=lambda at: f"run {at}")
+@pytest.mark.parametrize("at", [pytest.param(at, marks=[pytest.mark.slow] * (at in (2, 4, 5))) for at in range(1, 7)], ids=lambda at: f"run {at}")
 def test_after_an_exception_nothing_is_left(at: int, host: stash.Depot) -> None:
     growth, fails = Growth(), Failing(at)
     with pytest.raises(ValueError, match="as asked"):
