@@ -45,7 +45,8 @@ class Job:
         found = {}
         for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
             environment = dict(item.partition("=")[::2] for item in Path(f"/proc/{pid}/environ").read_text().split("\0"))
-            found[int(environment["RANK"])] = int(pid)
+            if "RANK" in environment:  # else what removes the launcher's files should it be killed
+                found[int(environment["RANK"])] = int(pid)
         return found
 
     def end(self, timeout: float = 60.0) -> tuple[int, str, str]:
