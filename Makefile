@@ -22,7 +22,7 @@ help:
 	@echo "make test-matrix make test on every Python from 3.11 that is here, each in .venv-<version>"
 	@echo "make mutate      deliberate faults, one at a time: which of them the tests find   (ARGS='--only codec')"
 	@echo "make bench       the step benchmark, DeepSpeed included   (ARGS='...')"
-	@echo "make lint        ruff and mypy only"
+	@echo "make lint        ruff (rules and format) and mypy only"
 	@echo "make clean       remove .venv and every cache"
 
 train: $(VENV)/.ready-base
@@ -50,6 +50,7 @@ bench: $(VENV)/.ready-bench
 
 lint: $(VENV)/.ready-test
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 clean:

@@ -1,20 +1,28 @@
-"""Train a small GPT, byte by byte, on the source of Python's own standard library, sharded with ZeRO.
+"""Train a small GPT, byte by byte, on the source of Python's own standard library, sharded with
+ZeRO.
 
-    zeroshard run --nproc 2 examples/train_gpt.py                      # ZeRO-3 on two processes, a few minutes
+    # ZeRO-3 on two processes, a few minutes
+    zeroshard run --nproc 2 examples/train_gpt.py
     zeroshard run --nproc 2 examples/train_gpt.py --stage 2 --precision bf16
-    zeroshard run --nproc 2 examples/train_gpt.py --compare            # stages 0, 1, 2, 3 one after another, one table
+    # stages 0, 1, 2, 3 one after another, one table
+    zeroshard run --nproc 2 examples/train_gpt.py --compare
     zeroshard run --nproc 2 examples/train_gpt.py --data my.txt more/*.txt --layers 8 --width 384
-    zeroshard run --nproc 2 examples/train_gpt.py --checkpoint DIR --resume    # saves as it goes; the same line again goes on from there
-    python examples/train_gpt.py --steps 50                            # one process needs no launcher
+    # saves as it goes; the same line again goes on from there
+    zeroshard run --nproc 2 examples/train_gpt.py --checkpoint DIR --resume
+    # one process needs no launcher
+    python examples/train_gpt.py --steps 50
 
-Everything but the lines marked `# zeroshard` is plain PyTorch: five that train, and as many that save and resume. The text is on every machine
-already (``--data`` takes any files instead), one file in ten is kept for validation, and the loss is in nats per byte, beside that of a unigram
-model, which knows how often each byte occurs and nothing else.
+Everything but the lines marked `# zeroshard` is plain PyTorch: five that train, and as many that
+save and resume. The text is on every machine already (``--data`` takes any files instead), one file
+in ten is kept for validation, and the loss is in nats per byte, beside that of a unigram model,
+which knows how often each byte occurs and nothing else.
 
-With ``--checkpoint``, SIGTERM and Ctrl-C finish the step under way, save it and leave with exit code 75 (preempted: please requeue) or 130. A
-run that resumes has the same losses, bit for bit, as one that was never interrupted; on another number of processes, under another stage or in
-another precision it goes on from the same state, too. When a rank dies, the steps since the last save are lost; with ``--resume`` and
-``zeroshard run --max-restarts 1`` all ranks then start again and go on by themselves.
+With ``--checkpoint``, SIGTERM and Ctrl-C finish the step under way, save it and leave with exit
+code 75 (preempted: please requeue) or 130. A run that resumes has the same losses, bit for bit, as
+one that was never interrupted; on another number of processes, under another stage or in another
+precision it goes on from the same state, too. When a rank dies, the steps since the last save are
+lost; with ``--resume`` and ``zeroshard run --max-restarts 1`` all ranks then start again and go on
+by themselves.
 """
 
 from __future__ import annotations
@@ -50,10 +58,12 @@ import zeroshard as zs
 VALIDATION_WINDOWS = 64
 MB = 1e6
 PREEMPTED = 75  # the exit code that asks a scheduler to queue the job again
-NOT_SETTINGS = ("data", "json", "checkpoint", "save_every", "keep_last", "resume")  # what does not change the numbers of a training
+# what does not change the numbers of a training
+NOT_SETTINGS = ("data", "json", "checkpoint", "save_every", "keep_last", "resume")
 
 
-# ---- the model: a decoder-only transformer ---------------------------------------------------------------------------------------------
+# ---- the model: a decoder-only transformer
+# ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -99,33 +109,48 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 residual = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.layers) if residual else 0.02)
+                nn.init.normal_(
+                    parameter, std=0.02 / math.sqrt(2 * config.layers) if residual else 0.02
+                )
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return the mean loss in nats, or without `targets` the logits [batch, time, vocabulary]."""
+        """Return the mean loss in nats, or without `targets` the logits [batch, time,
+        vocabulary].
+        """
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x)).float()
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return (
+            logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        )
 
     @torch.no_grad()
-    def generate(self, prompt: bytes, num_bytes: int, temperature: float = 0.7, seed: int = 0) -> bytes:
-        """Continue `prompt`. Every rank calls it with the same arguments, so that all run the same forwards in step."""
+    def generate(
+        self, prompt: bytes, num_bytes: int, temperature: float = 0.7, seed: int = 0
+    ) -> bytes:
+        """Continue `prompt`. Every rank calls it with the same arguments, so that all run the
+        same forwards in step.
+        """
         device = self.head.weight.device
         generator = torch.Generator(device).manual_seed(seed)
         tokens = torch.tensor([list(prompt)], device=device)
         for _ in range(num_bytes):
             logits = self(tokens[:, -self.config.context :])[:, -1] / temperature
-            tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
+            tokens = torch.cat(
+                [tokens, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1
+            )
         return bytes(tokens[0].tolist())
 
 
-# ---- the data --------------------------------------------------------------------------------------------------------------------------
+# ---- the data
+# --------------------------------------------------------------------------------------------------
 
 
 def load_text(files: list[Path] | None) -> tuple[Tensor, Tensor]:
-    """Return the bytes of the training files and of the validation files: one file in ten, chosen by its name."""
+    """Return the bytes of the training files and of the validation files: one file in ten,
+    chosen by its name.
+    """
     if files:  # few files are cut, each into nine tenths and one
         texts = [path.read_bytes() for path in files]
         train = b"\n".join(text[: len(text) * 9 // 10] for text in texts)
@@ -133,16 +158,27 @@ def load_text(files: list[Path] | None) -> tuple[Tensor, Tensor]:
     else:
         root = Path(sysconfig.get_paths()["stdlib"])
         names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-        names = [name for name in names if not {"site-packages", "dist-packages", "test", "tests"} & set(name.split("/"))]
+        names = [
+            name
+            for name in names
+            if not {"site-packages", "dist-packages", "test", "tests"} & set(name.split("/"))
+        ]
         held_out = [name for name in names if zlib.crc32(name.encode()) % 10 == 0]
         train = b"\n".join((root / name).read_bytes() for name in names if name not in held_out)
         validation = b"\n".join((root / name).read_bytes() for name in held_out)
     if len(validation) < 1000:
-        raise SystemExit(f"train_gpt: only {len(validation)} bytes of validation text, at least 1000 are needed; give more with --data")
-    return torch.frombuffer(bytearray(train), dtype=torch.uint8), torch.frombuffer(bytearray(validation), dtype=torch.uint8)
+        raise SystemExit(
+            f"train_gpt: only {len(validation)} bytes of validation text, at least 1000 are needed;"
+            " give more with --data"
+        )
+    return torch.frombuffer(bytearray(train), dtype=torch.uint8), torch.frombuffer(
+        bytearray(validation), dtype=torch.uint8
+    )
 
 
-def windows(text: Tensor, starts: Tensor, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def windows(
+    text: Tensor, starts: Tensor, context: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Cut inputs and targets [len(starts), context] out of `text`."""
     both = text[starts[:, None] + torch.arange(context + 1)].long().to(device)
     return both[:, :-1], both[:, 1:]
@@ -170,19 +206,30 @@ def across_ranks(*values: float) -> Tensor:
 
 @torch.no_grad()
 def validate(model: GPT, text: Tensor, device: torch.device) -> float:
-    """Return the mean loss over fixed windows, shared out among the ranks so that each runs the same number of forwards."""
+    """Return the mean loss over fixed windows, shared out among the ranks so that each runs the
+    same number of forwards.
+    """
     (rank, ranks), context = rank_and_size(), model.config.context
     starts = torch.linspace(0, len(text) - context - 1, VALIDATION_WINDOWS).long()
-    mine = [(rank + ranks * i) % VALIDATION_WINDOWS for i in range(math.ceil(VALIDATION_WINDOWS / ranks))]
-    losses = [float(model(*windows(text, starts[part], context, device))) for part in torch.tensor(mine).split(8)]
+    mine = [
+        (rank + ranks * i) % VALIDATION_WINDOWS
+        for i in range(math.ceil(VALIDATION_WINDOWS / ranks))
+    ]
+    losses = [
+        float(model(*windows(text, starts[part], context, device)))
+        for part in torch.tensor(mine).split(8)
+    ]
     return float(across_ranks(sum(losses) / len(losses)).mean())
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------------------------
+# ---- checkpoints
+# --------------------------------------------------------------------------------------------------
 
 
 class Position:
-    """Where this rank is in the data: the step it is at, and the generator that chooses its windows."""
+    """Where this rank is in the data: the step it is at, and the generator that chooses its
+    windows.
+    """
 
     def __init__(self, seed: int, rank: int) -> None:
         self.seed, self.step = 1000 * seed + rank, 0
@@ -196,19 +243,26 @@ class Position:
         self.generator.set_state(state["generator"])
 
     def start_anew(self, step: int) -> None:
-        """Go to `step` with other windows than before: where the number of ranks has changed, no saved position is this rank's."""
+        """Go to `step` with other windows than before: where the number of ranks has changed, no
+        saved position is this rank's.
+        """
         self.step = step
         self.generator.manual_seed(self.seed + 1_000_003 * step)
 
 
 class Signals:
-    """In this context SIGTERM and SIGINT (Ctrl-C) are remembered, so that the step under way can be finished; a second Ctrl-C interrupts."""
+    """In this context SIGTERM and SIGINT (Ctrl-C) are remembered, so that the step under way can
+    be finished; a second Ctrl-C interrupts.
+    """
 
     def __init__(self) -> None:
         self.received = 0
 
     def __enter__(self) -> None:
-        self.before = {number: signal.signal(number, self.remember) for number in (signal.SIGTERM, signal.SIGINT)}
+        self.before = {
+            number: signal.signal(number, self.remember)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
@@ -220,7 +274,9 @@ class Signals:
         self.received = max(self.received, number)
 
     def of_any_rank(self) -> int:
-        """Return the signal that a rank has received, or 0. All ranks get one answer, and so stop at the same step."""
+        """Return the signal that a rank has received, or 0. All ranks get one answer, and so
+        stop at the same step.
+        """
         received = torch.tensor(self.received)
         if dist.is_initialized():
             dist.all_reduce(received, op=dist.ReduceOp.MAX)
@@ -228,13 +284,19 @@ class Signals:
 
 
 class Checkpoints:
-    """What --checkpoint asks for, as a context around the training: saves every so many steps and when a signal says stop; resumes."""
+    """What --checkpoint asks for, as a context around the training: saves every so many steps
+    and when a signal says stop; resumes.
+    """
 
-    def __init__(self, args: argparse.Namespace, engine: zs.Engine, console: Console, **states: Any) -> None:
+    def __init__(
+        self, args: argparse.Namespace, engine: zs.Engine, console: Console, **states: Any
+    ) -> None:
         self.args, self.engine, self.console, self.states = args, engine, console, states
         self.signals = Signals()
-        self.saver = zs.Saver(args.checkpoint, engine, states=states, keep_last=args.keep_last)  # zeroshard
-        self.losses: list[float] = []  # of the steps before the one that was resumed from, mean over ranks
+        # zeroshard
+        self.saver = zs.Saver(args.checkpoint, engine, states=states, keep_last=args.keep_last)
+        # of the steps before the one that was resumed from, mean over ranks
+        self.losses: list[float] = []
 
     def resume(self, position: Position) -> None:
         """Go on from the newest step that is whole; start at step 0 where there is none yet."""
@@ -243,23 +305,50 @@ class Checkpoints:
         if newest < 0:
             return
         if not self.args.resume:
-            raise SystemExit(f"train_gpt: {self.args.checkpoint} holds step {newest} already: add --resume, or name another directory")
-        restored = zs.load(self.args.checkpoint, self.engine, states=self.states, fallback="previous")  # zeroshard
+            raise SystemExit(
+                f"train_gpt: {self.args.checkpoint} holds step {newest} already: add --resume, or"
+                " name another directory"
+            )
+        # zeroshard
+        restored = zs.load(
+            self.args.checkpoint, self.engine, states=self.states, fallback="previous"
+        )
         if position.step != restored.step:
             position.start_anew(restored.step)
         self.losses, then = restored.extra["losses"], restored.extra["settings"]
-        changed = [f"{name} was {then.get(name)} and is {now}" for name, now in settings(self.args).items() if then.get(name) != now]
-        self.console.print("; ".join([f"Resumed after step {restored.step} of {self.args.steps}", *changed, *restored.skipped]))
+        changed = [
+            f"{name} was {then.get(name)} and is {now}"
+            for name, now in settings(self.args).items()
+            if then.get(name) != now
+        ]
+        self.console.print(
+            "; ".join(
+                [
+                    f"Resumed after step {restored.step} of {self.args.steps}",
+                    *changed,
+                    *restored.skipped,
+                ]
+            )
+        )
 
     def after_step(self, step: int, losses: list[float]) -> None:
-        """Save `step` where it is time to; leave where any rank was told to. `losses` are this rank's since it started or resumed."""
+        """Save `step` where it is time to; leave where any rank was told to. `losses` are this
+        rank's since it started or resumed.
+        """
         stop = self.signals.of_any_rank()
         if stop or step % self.args.save_every == 0 or step == self.args.steps:
-            extra = {"losses": self.losses + across_ranks(*losses).mean(0).tolist(), "settings": settings(self.args)}
-            self.saver.save(step, extra=extra)  # zeroshard: copies the state; it is written while the training goes on
+            extra = {
+                "losses": self.losses + across_ranks(*losses).mean(0).tolist(),
+                "settings": settings(self.args),
+            }
+            # zeroshard: copies the state; it is written while the training goes on
+            self.saver.save(step, extra=extra)
         if stop:
             self.saver.close()  # zeroshard: now it is on disk
-            self.console.print(f"{signal.Signals(stop).name}: step {step} of {self.args.steps} is saved in {self.args.checkpoint}")
+            self.console.print(
+                f"{signal.Signals(stop).name}: step {step} of {self.args.steps} is saved in"
+                f" {self.args.checkpoint}"
+            )
             self.engine.close()
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -268,7 +357,12 @@ class Checkpoints:
     def __enter__(self) -> None:
         self.signals.__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.saver.__exit__(kind, error, traceback)
         self.signals.__exit__()
 
@@ -278,7 +372,8 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
 
 
-# ---- training --------------------------------------------------------------------------------------------------------------------------
+# ---- training
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -290,14 +385,17 @@ class Result:
     losses: list[float]  # nats per byte, mean over ranks, one per step
     validation: float
     tokens_per_s: float
-    memory: dict[str, int]  # bytes per rank and state at the end of a backward, where everything is held
+    # bytes per rank and state at the end of a backward, where everything is held
+    memory: dict[str, int]
     temporary: int  # bytes of gathered weights and gradient buffers per rank, at their peak
     traffic: dict[str, int]  # bytes that a rank receives in one step, by collective
     sample: str
 
 
 def process_mb() -> float:
-    """Return the memory of this process in MB; a page shared by two processes counts half in each."""
+    """Return the memory of this process in MB; a page shared by two processes counts half in
+    each.
+    """
     try:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -305,41 +403,78 @@ def process_mb() -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024 / MB
 
 
-def train(args: argparse.Namespace, stage: int, text: Tensor, held_out: Tensor, console: Console) -> Result:
+def train(
+    args: argparse.Namespace, stage: int, text: Tensor, held_out: Tensor, console: Console
+) -> Result:
     """Train one model: from the seed on, or from where the checkpoint is."""
-    device = torch.device(f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu")
+    device = torch.device(
+        f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    )
     torch.manual_seed(args.seed)
     model = GPT(GPTConfig(args.layers, args.width, args.heads, args.context)).to(device)
-    matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
+    matrices, vectors = (
+        [p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False)
+    )
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
 
     def rate(s: int) -> float:  # a short warm-up, then a cosine down to 5%
-        return min((s + 1) / max(1, args.steps // 20), 0.05 + 0.95 * (1 + math.cos(math.pi * s / args.steps)) / 2)
+        return min(
+            (s + 1) / max(1, args.steps // 20),
+            0.05 + 0.95 * (1 + math.cos(math.pi * s / args.steps)) / 2,
+        )
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    engine = zs.shard(model, optimizer, stage=None if args.config else stage, config=args.config, precision=args.precision)  # zeroshard
+    # zeroshard
+    engine = zs.shard(
+        model,
+        optimizer,
+        stage=None if args.config else stage,
+        config=args.config,
+        precision=args.precision,
+    )
     name = Path(args.config).stem if args.config else f"ZeRO-{stage}"
 
     rank, ranks = rank_and_size()
     position = Position(args.seed, rank)
-    checkpoints = Checkpoints(args, engine, console, schedule=schedule, position=position) if args.checkpoint else None
+    checkpoints = (
+        Checkpoints(args, engine, console, schedule=schedule, position=position)
+        if args.checkpoint
+        else None
+    )
     if checkpoints:
         checkpoints.resume(position)
         engine.reset_traffic()
     tokens_per_step = args.accumulate * args.batch * args.context * ranks
     losses, seconds, traffic, memory, speed = [], [], Counter(), engine.memory(), math.nan
-    line = TextColumn("{task.completed}/{task.total} loss {task.fields[loss]:.3f}{task.fields[status]}")
-    columns = (TextColumn(f"[bold]{name}"), BarColumn(bar_width=10), line, TimeRemainingColumn(compact=True))
-    with Progress(*columns, console=console, disable=not console.is_terminal or rank != 0) as progress, checkpoints or nullcontext():
-        task = progress.add_task("training", total=args.steps, completed=position.step, loss=math.nan, status="")
+    line = TextColumn(
+        "{task.completed}/{task.total} loss {task.fields[loss]:.3f}{task.fields[status]}"
+    )
+    columns = (
+        TextColumn(f"[bold]{name}"),
+        BarColumn(bar_width=10),
+        line,
+        TimeRemainingColumn(compact=True),
+    )
+    with (
+        Progress(
+            *columns, console=console, disable=not console.is_terminal or rank != 0
+        ) as progress,
+        checkpoints or nullcontext(),
+    ):
+        task = progress.add_task(
+            "training", total=args.steps, completed=position.step, loss=math.nan, status=""
+        )
         for step in range(position.step, args.steps):
             started = time.perf_counter()
             losses.append(0.0)
             for micro in range(args.accumulate):
-                starts = torch.randint(len(text) - args.context, (args.batch,), generator=position.generator)
+                starts = torch.randint(
+                    len(text) - args.context, (args.batch,), generator=position.generator
+                )
                 inputs, targets = windows(text, starts, args.context, device)
-                with engine.no_sync() if micro + 1 < args.accumulate else nullcontext():  # zeroshard
+                # zeroshard
+                with engine.no_sync() if micro + 1 < args.accumulate else nullcontext():
                     loss = model(inputs, targets) / args.accumulate
                     engine.backward(loss)  # zeroshard: loss.backward(), scaled under fp16
                 losses[-1] += loss.item()
@@ -352,50 +487,81 @@ def train(args: argparse.Namespace, stage: int, text: Tensor, held_out: Tensor, 
             seconds.append(time.perf_counter() - started)
             if checkpoints:
                 checkpoints.after_step(step + 1, losses)
-            if (step + 1) % max(1, args.steps // (4 if args.compare else 12)) == 0 or step + 1 == args.steps:
-                traffic.update(engine.traffic().bytes)  # of the training steps alone, not of the validation
+            if (step + 1) % max(
+                1, args.steps // (4 if args.compare else 12)
+            ) == 0 or step + 1 == args.steps:
+                # of the training steps alone, not of the validation
+                traffic.update(engine.traffic().bytes)
                 validation = validate(model, held_out, device)
                 engine.reset_traffic()
                 now = across_ranks(losses[-1], process_mb())
                 speed = tokens_per_step / statistics.median(seconds)
                 status = f"  val {validation:.3f}  {speed:5.0f} tok/s"
-                if not args.compare:  # there the process keeps pages of the stages before: the table counts what each one holds
+                # there the process keeps pages of the stages before: the table counts what each one
+                # holds
+                if not args.compare:
                     status += f"  {now[:, 1].max():.0f} MB/rank"
                 progress.update(task, status=status, loss=float(now[:, 0].mean()))
                 if not console.is_terminal:
-                    console.print(f"{name}  step {step + 1:4d}/{args.steps}  loss {now[:, 0].mean():.3f}{status}")
+                    console.print(
+                        f"{name}  step {step + 1:4d}/{args.steps}  loss"
+                        f" {now[:, 0].mean():.3f}{status}"
+                    )
             progress.update(task, advance=1)
     if not losses:  # resumed where nothing was left to do
         validation = validate(model, held_out, device)
-    sample = model.generate(b"def ", args.sample).decode(errors="replace")  # every rank, in step: each forward gathers the weights
+    # every rank, in step: each forward gathers the weights
+    sample = model.generate(b"def ", args.sample).decode(errors="replace")
     per_step = {name: count // len(losses) for name, count in traffic.items()}
     engine.close()
-    mean_losses = (checkpoints.losses if checkpoints else []) + across_ranks(*losses).mean(0).tolist()
-    return Result(stage, name, mean_losses, validation, speed, dict(memory.at_rest), memory.peak, per_step, sample)
+    mean_losses = (checkpoints.losses if checkpoints else []) + across_ranks(*losses).mean(
+        0
+    ).tolist()
+    return Result(
+        stage,
+        name,
+        mean_losses,
+        validation,
+        speed,
+        dict(memory.at_rest),
+        memory.peak,
+        per_step,
+        sample,
+    )
 
 
-# ---- what is printed -------------------------------------------------------------------------------------------------------------------
+# ---- what is printed
+# --------------------------------------------------------------------------------------------------
 
 
 def closing_table(result: Result, num_parameters: int, precision: str) -> Table:
-    """Bytes per rank by state and traffic per step, beside plain data parallel training, where every rank holds everything."""
+    """Bytes per rank by state and traffic per step, beside plain data parallel training, where
+    every rank holds everything.
+    """
     (_, ranks), weight = rank_and_size(), 4 if precision == "fp32" else 2
     per_parameter = {"weight": weight, "master": 0 if weight == 4 else 4, "grad": 4, "optimizer": 8}
     held = {state: width * num_parameters for state, width in per_parameter.items()}
-    received = 2 * weight * num_parameters * (ranks - 1) // ranks  # a ring all-reduce of the gradients
+    # a ring all-reduce of the gradients
+    received = 2 * weight * num_parameters * (ranks - 1) // ranks
     table = Table(title=f"One of {ranks} ranks, MB", title_justify="left")
     for name in ("", result.name, "plain data parallel", "ratio"):
         table.add_column(name, justify="right" if name else "left")
 
     def row(name: str, ours: int, plain: int) -> None:
-        table.add_row(name, f"{ours / MB:.2f}", f"{plain / MB:.2f}", f"{ours / plain:.2f}" if plain else "")
+        table.add_row(
+            name, f"{ours / MB:.2f}", f"{plain / MB:.2f}", f"{ours / plain:.2f}" if plain else ""
+        )
 
     for state in held | result.memory:
         if held.get(state, 0) or result.memory.get(state, 0):
             row(state, result.memory.get(state, 0), held.get(state, 0))
     table.add_section()
     row("held at the end of a backward", sum(result.memory.values()), sum(held.values()))
-    table.add_row("gathered weights, gradient buffers (peak)", f"{result.temporary / MB:.2f}", end_section=True)
+    table.add_row(
+        "gathered weights, gradient buffers (peak)",
+        f"{result.temporary / MB:.2f}",
+        end_section=True,
+    )
     for name, count in result.traffic.items():
         table.add_row(f"received per step: {name}", f"{count / MB:.2f}")
     row("received per step", sum(result.traffic.values()), received)
@@ -404,27 +570,53 @@ def closing_table(result: Result, num_parameters: int, precision: str) -> Table:
 
 def comparison_table(results: list[Result]) -> Table:
     """One row for each stage."""
-    table = Table(title=f"The same training under each stage, {rank_and_size()[1]} ranks", title_justify="left")
-    for name in ("stage", "last loss", "validation", "held MB/rank", "gathered, peak", "received MB/step", "tokens/s"):
+    table = Table(
+        title=f"The same training under each stage, {rank_and_size()[1]} ranks",
+        title_justify="left",
+    )
+    for name in (
+        "stage",
+        "last loss",
+        "validation",
+        "held MB/rank",
+        "gathered, peak",
+        "received MB/step",
+        "tokens/s",
+    ):
         table.add_column(name, justify="right")
     for r in results:
-        sizes = [f"{value / MB:.2f}" for value in (sum(r.memory.values()), r.temporary, sum(r.traffic.values()))]
-        table.add_row(r.name, f"{r.losses[-1]:.6f}", f"{r.validation:.6f}", *sizes, f"{r.tokens_per_s:.0f}")
+        sizes = [
+            f"{value / MB:.2f}"
+            for value in (sum(r.memory.values()), r.temporary, sum(r.traffic.values()))
+        ]
+        table.add_row(
+            r.name, f"{r.losses[-1]:.6f}", f"{r.validation:.6f}", *sizes, f"{r.tokens_per_s:.0f}"
+        )
     return table
 
 
 def verdict(args: argparse.Namespace, results: list[Result]) -> str:
     """Say whether all losses of all steps are equal.
 
-    Micro-batches under ``no_sync`` are added before the ranks where gradients rest whole (stages 0 and 1) and after them where they rest in
-    shards (2 and 3): two orders of one sum, so with --accumulate the losses are equal within each pair and close between them.
+    Micro-batches under ``no_sync`` are added before the ranks where gradients rest whole (stages 0
+    and 1) and after them where they rest in shards (2 and 3): two orders of one sum, so with
+    --accumulate the losses are equal within each pair and close between them.
     """
     pairs = [results] if args.accumulate == 1 else [results[:2], results[2:]]
-    equal = all(r.losses == pair[0].losses and r.validation == pair[0].validation for pair in pairs for r in pair)
+    equal = all(
+        r.losses == pair[0].losses and r.validation == pair[0].validation
+        for pair in pairs
+        for r in pair
+    )
     which = "of all stages" if len(pairs) == 1 else "of stages 0 and 1, and of stages 2 and 3,"
-    apart = max(abs(a - b) for r in results for a, b in zip(r.losses, results[0].losses, strict=True))
+    apart = max(
+        abs(a - b) for r in results for a, b in zip(r.losses, results[0].losses, strict=True)
+    )
     said = "[bold green]equal[/], bit for bit," if equal else "[bold red]NOT equal[/]"
-    return f"The losses {which} are {said} over {args.steps} steps. Largest difference from stage 0: {apart:.1g}"
+    return (
+        f"The losses {which} are {said} over {args.steps} steps. Largest difference from stage 0:"
+        f" {apart:.1g}"
+    )
 
 
 class OneVoice(argparse.ArgumentParser):
@@ -436,10 +628,24 @@ class OneVoice(argparse.ArgumentParser):
 
 
 def parse() -> argparse.Namespace:
-    parser = OneVoice(description="Train a small GPT on Python's standard library, sharded with ZeRO.")
-    parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage; 0 is plain data parallel (default: 3)")
-    parser.add_argument("--config", metavar="FILE", help="JSON of zeroshard's options (policy, comm, offload, ...), in place of --stage")
-    parser.add_argument("--compare", action="store_true", help="train with stages 0, 1, 2 and 3, one after another")
+    parser = OneVoice(
+        description="Train a small GPT on Python's standard library, sharded with ZeRO."
+    )
+    parser.add_argument(
+        "--stage",
+        type=int,
+        default=3,
+        choices=range(4),
+        help="ZeRO stage; 0 is plain data parallel (default: 3)",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="JSON of zeroshard's options (policy, comm, offload, ...), in place of --stage",
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="train with stages 0, 1, 2 and 3, one after another"
+    )
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=192)
@@ -450,21 +656,50 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="default: 600, or 60 with --compare")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sample", type=int, default=300, help="bytes of text to generate at the end")
+    parser.add_argument(
+        "--sample", type=int, default=300, help="bytes of text to generate at the end"
+    )
     parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="text to train on")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     group = parser.add_argument_group("checkpoints")
-    group.add_argument("--checkpoint", type=Path, metavar="DIR", help="save there while training, and on SIGTERM (exit code 75) and Ctrl-C (130)")
-    group.add_argument("--save-every", type=int, default=50, metavar="N", help="steps from one save to the next (default: 50)")
-    group.add_argument("--keep-last", type=int, default=3, metavar="K", help="how many of the saved steps stay (default: 3)")
-    group.add_argument("--resume", action="store_true", help="go on from the newest step in --checkpoint, where there is one")
+    group.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="save there while training, and on SIGTERM (exit code 75) and Ctrl-C (130)",
+    )
+    group.add_argument(
+        "--save-every",
+        type=int,
+        default=50,
+        metavar="N",
+        help="steps from one save to the next (default: 50)",
+    )
+    group.add_argument(
+        "--keep-last",
+        type=int,
+        default=3,
+        metavar="K",
+        help="how many of the saved steps stay (default: 3)",
+    )
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest step in --checkpoint, where there is one",
+    )
     args = parser.parse_args()
     if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint DIR: where to resume from")
     if args.compare and args.config:
-        parser.error("--compare trains with stages 0 to 3, and --config says how to train: leave out one of the two")
+        parser.error(
+            "--compare trains with stages 0 to 3, and --config says how to train: leave out one of"
+            " the two"
+        )
     if args.compare and args.checkpoint:
-        parser.error("--compare trains four models one after another, and --checkpoint saves one: leave out one of the two")
+        parser.error(
+            "--compare trains four models one after another, and --checkpoint saves one: leave out"
+            " one of the two"
+        )
     if args.save_every < 1 or args.keep_last < 1:
         parser.error("--save-every and --keep-last take a number of at least 1")
     args.steps = args.steps or (60 if args.compare else 600)
@@ -480,21 +715,45 @@ def main() -> None:
     text, held_out = load_text(args.data)
     unigram = unigram_loss(text, held_out)
     with torch.device("meta"):
-        num_parameters = sum(p.numel() for p in GPT(GPTConfig(args.layers, args.width, args.heads, args.context)).parameters())
+        num_parameters = sum(
+            p.numel()
+            for p in GPT(GPTConfig(args.layers, args.width, args.heads, args.context)).parameters()
+        )
     console.print(
-        f"[bold]GPT[/], {num_parameters / 1e6:.2f} M parameters, {args.precision}, {ranks} rank(s); "
-        f"{len(text) / MB:.1f} MB of text to train on, {len(held_out) / MB:.1f} MB held out"
+        f"[bold]GPT[/], {num_parameters / 1e6:.2f} M parameters, {args.precision}, {ranks} rank(s);"
+        f" {len(text) / MB:.1f} MB of text to train on, {len(held_out) / MB:.1f} MB held out"
     )
-    results = [train(args, stage, text, held_out, console) for stage in (range(4) if args.compare else [args.stage])]
+    results = [
+        train(args, stage, text, held_out, console)
+        for stage in (range(4) if args.compare else [args.stage])
+    ]
     last = results[-1]
-    console.print(Panel(Syntax(last.sample, "python", theme="ansi_dark", word_wrap=True), title="generated", title_align="left"))
+    console.print(
+        Panel(
+            Syntax(last.sample, "python", theme="ansi_dark", word_wrap=True),
+            title="generated",
+            title_align="left",
+        )
+    )
     if args.compare:
         console.print(comparison_table(results), verdict(args, results), sep="\n")
     else:
         console.print(closing_table(last, num_parameters, args.precision))
-    console.print(f"Nats per byte on text never seen: unigram model {unigram:.3f}, [bold]this model {last.validation:.3f}[/]")
+    console.print(
+        f"Nats per byte on text never seen: unigram model {unigram:.3f}, [bold]this model"
+        f" {last.validation:.3f}[/]"
+    )
     if args.json and rank == 0:
-        args.json.write_text(json.dumps({"settings": settings(args), "unigram": unigram, "results": [asdict(r) for r in results]}, indent=1))
+        args.json.write_text(
+            json.dumps(
+                {
+                    "settings": settings(args),
+                    "unigram": unigram,
+                    "results": [asdict(r) for r in results],
+                },
+                indent=1,
+            )
+        )
     if dist.is_initialized():
         dist.destroy_process_group()
 

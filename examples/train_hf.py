@@ -1,8 +1,10 @@
-"""Train a random Llama on local text with Transformers' Trainer, sharded: the one changed line is ``ZeroTrainer`` for ``Trainer``.
+"""Train a random Llama on local text with Transformers' Trainer, sharded: the one changed line
+is ``ZeroTrainer`` for ``Trainer``.
 
     zeroshard run --nproc 2 examples/train_hf.py --config examples/zero.json --max-steps 60
 
-Nothing is downloaded: the model is built from a small configuration, the text is the source of Python's own standard library, byte by byte.
+Nothing is downloaded: the model is built from a small configuration, the text is the source of
+Python's own standard library, byte by byte.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class Bytes(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Windows of `length` bytes of all files together."""
 
     def __init__(self, files: list[Path], length: int) -> None:
-        self.data = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+        self.data = torch.frombuffer(
+            bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8
+        )
         self.length = length
 
     def __len__(self) -> int:
@@ -39,19 +43,42 @@ class Bytes(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default=str(Path(__file__).with_name("zero.json")), help="JSON: zeroshard's keywords, or DeepSpeed's form")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--config",
+        default=str(Path(__file__).with_name("zero.json")),
+        help="JSON: zeroshard's keywords, or DeepSpeed's form",
+    )
     parser.add_argument("--max-steps", type=int, default=60)
     parser.add_argument("--output", help="where checkpoints go (default: a temporary folder)")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output")
-    with contextlib.redirect_stderr(io.StringIO()) if os.environ.get("RANK", "0") != "0" else contextlib.nullcontext():  # one rank says what is wrong
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint in --output"
+    )
+    # one rank says what is wrong
+    with (
+        contextlib.redirect_stderr(io.StringIO())
+        if os.environ.get("RANK", "0") != "0"
+        else contextlib.nullcontext()
+    ):
         options = parser.parse_args()
     set_seed(0)
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
     )
     library = Path(sysconfig.get_path("stdlib"))
-    train, validation = Bytes(sorted(library.glob("[a-s]*.py")), 128), Bytes(sorted(library.glob("[t-z]*.py")), 128)
+    train, validation = (
+        Bytes(sorted(library.glob("[a-s]*.py")), 128),
+        Bytes(sorted(library.glob("[t-z]*.py")), 128),
+    )
     with tempfile.TemporaryDirectory() as temporary:
         arguments = TrainingArguments(
             output_dir=options.output or temporary,
@@ -66,7 +93,13 @@ def main() -> None:
             use_cpu=not torch.cuda.is_available(),
         )
         subset = torch.utils.data.Subset(validation, range(64))
-        trainer = ZeroTrainer(model=model, args=arguments, train_dataset=train, eval_dataset=subset, zero=options.config)
+        trainer = ZeroTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=train,
+            eval_dataset=subset,
+            zero=options.config,
+        )
         trainer.train(resume_from_checkpoint=options.resume or None)
         result = trainer.evaluate()
         trainer.save_model()
@@ -74,7 +107,10 @@ def main() -> None:
         if trainer.is_world_process_zero():
             memory = trainer.engine.memory()
             print(trainer.engine)
-            print(f"at rest on this rank: {memory.total / 1e6:.1f} MB of {sum(p.numel() for p in model.parameters()) * 16 / 1e6:.1f} MB unsharded")
+            print(
+                f"at rest on this rank: {memory.total / 1e6:.1f} MB of"
+                f" {sum(p.numel() for p in model.parameters()) * 16 / 1e6:.1f} MB unsharded"
+            )
             print(f"validation loss: {result['eval_loss']:.3f} nats per byte")
 
 

@@ -1,12 +1,15 @@
-"""Run `make test` on every Python from 3.11 that this machine has, each in a virtual environment of its own.
+"""Run `make test` on every Python from 3.11 that this machine has, each in a virtual environment
+of its own.
 
     make test-matrix                          all of them, one after another; a table at the end
     python3 scripts/matrix.py --list          only say which they are
     make test-matrix ARGS='tests/core'        with arguments for pytest
 
-Interpreters are looked for as ``python3.11`` and newer in the directories of PATH, in /usr/bin and /usr/local/bin, and among pyenv's versions.
-Two builds of one version count as two: distributions change theirs, and enums, for instance, were pickled otherwise in 3.11.2 than in 3.11.7.
-Names that lead to the same build, and names that do not start (a shim whose version is not chosen), are passed over.
+Interpreters are looked for as ``python3.11`` and newer in the directories of PATH, in /usr/bin and
+/usr/local/bin, and among pyenv's versions. Two builds of one version count as two: distributions
+change theirs, and enums, for instance, were pickled otherwise in 3.11.2 than in 3.11.7. Names that
+lead to the same build, and names that do not start (a shim whose version is not chosen), are passed
+over.
 
 Exit codes: 0 all passed, 1 some failed, 2 no interpreter was found.
 """
@@ -26,7 +29,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST = (3, 11)
 ASK = (
-    "import json, platform, sys; print(json.dumps([sys.version_info[:3], sys.version, sys.base_prefix, platform.python_implementation()]))"
+    "import json, platform, sys; print(json.dumps([sys.version_info[:3], sys.version,"
+    " sys.base_prefix, platform.python_implementation()]))"
 )
 
 
@@ -43,9 +47,13 @@ class Interpreter:
 
 
 def ask(path: Path) -> Interpreter | None:
-    """Return what the interpreter at `path` is, or None where it does not start, is too old or is not CPython."""
+    """Return what the interpreter at `path` is, or None where it does not start, is too old or
+    is not CPython.
+    """
     try:
-        answer = subprocess.run([path, "-I", "-c", ASK], capture_output=True, text=True, timeout=60, check=True).stdout
+        answer = subprocess.run(
+            [path, "-I", "-c", ASK], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
         version, text, prefix, implementation = json.loads(answer)
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
@@ -85,7 +93,9 @@ def find(directories: Sequence[Path]) -> list[Interpreter]:
 
 
 def environments(interpreters: Sequence[Interpreter]) -> list[str]:
-    """Return a name for the virtual environment of each: its version, with a number behind it where two builds share one."""
+    """Return a name for the virtual environment of each: its version, with a number behind it
+    where two builds share one.
+    """
     names: list[str] = []
     for interpreter in interpreters:
         name = f".venv-{'.'.join(map(str, interpreter.version))}"
@@ -96,7 +106,9 @@ def environments(interpreters: Sequence[Interpreter]) -> list[str]:
 
 def main() -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--list", action="store_true", help="only list the interpreters")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest")
     options = parser.parse_args()
@@ -108,7 +120,13 @@ def main() -> int:
     for interpreter, environment in zip(interpreters, environments(interpreters), strict=True):
         print(f"{interpreter}: {environment}", flush=True)
         if not options.list:
-            command = ["make", "test", f"PYTHON={interpreter.path}", f"VENV={environment}", f"ARGS={' '.join(options.pytest)}"]
+            command = [
+                "make",
+                "test",
+                f"PYTHON={interpreter.path}",
+                f"VENV={environment}",
+                f"ARGS={' '.join(options.pytest)}",
+            ]
             results.append((interpreter, subprocess.run(command, cwd=ROOT, check=False).returncode))
     for interpreter, code in results:
         print(f"{'passed' if code == 0 else 'FAILED'}  {interpreter}")

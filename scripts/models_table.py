@@ -1,13 +1,18 @@
 #!/usr/bin/env python3
-"""Train every family of tests/models/families.py on 2 ranks, under torch DDP and at stages 1, 2 and 3, and write the table of docs/models.md.
+"""Train every family of tests/models/families.py on 2 ranks, under torch DDP and at stages 1, 2
+and 3, and write the table of docs/models.md.
 
-    python scripts/models_table.py                                  # measure all, write the table between the marks in docs/models.md
-    python scripts/models_table.py --families Llama ViT --json      # print raw numbers and medians, write nothing
+    # measure all, write the table between the marks in docs/models.md
+    python scripts/models_table.py
+    # print raw numbers and medians, write nothing
+    python scripts/models_table.py --families Llama ViT --json
 
-The four contenders of a family are alive at once on the same two ranks and take turns (A B C D A B C D ...), so that the ratio of a round is
-steadier than its times; the median over the rounds is reported. All have taken the same steps on the same data in the end: their losses and
-final weights are compared bit by bit, and where they differ the table has the largest difference. One thread per rank.
-Tables and numbers go to stdout, progress to stderr. Exit code 1 when a family differs from DDP or fails.
+The four contenders of a family are alive at once on the same two ranks and take turns (A B C D A B
+C D ...), so that the ratio of a round is steadier than its times; the median over the rounds is
+reported. All have taken the same steps on the same data in the end: their losses and final weights
+are compared bit by bit, and where they differ the table has the largest difference. One thread per
+rank. Tables and numbers go to stdout, progress to stderr. Exit code 1 when a family differs from
+DDP or fails.
 """
 
 from __future__ import annotations
@@ -62,7 +67,10 @@ class Line:
     def cells(self) -> tuple[str, ...]:
         """What the table says, as text."""
         stages = [str(stage) for stage in STAGES]
-        bits = ["yes" if self.difference[stage] == 0 else f"{self.difference[stage]:.1e}" for stage in stages]
+        bits = [
+            "yes" if self.difference[stage] == 0 else f"{self.difference[stage]:.1e}"
+            for stage in stages
+        ]
         megabytes = [f"{self.at_rest_bytes[kind] / 1e6:.1f}" for kind in ("torch-ddp", *stages)]
         speeds = [f"{self.ratio[stage].median:.2f}" for stage in stages]
         return (
@@ -77,18 +85,42 @@ class Line:
 
 def line(family: str, ranks: list[Measured], samples: int) -> Line:
     """Put together what the ranks saw; a turn takes as long as its slowest rank."""
-    turn_s = {kind: [max(turn) for turn in zip(*(rank.turn_s[kind] for rank in ranks), strict=True)] for kind in ranks[0].turn_s}
+    turn_s = {
+        kind: [max(turn) for turn in zip(*(rank.turn_s[kind] for rank in ranks), strict=True)]
+        for kind in ranks[0].turn_s
+    }
     reference = turn_s["torch-ddp"]
-    ratio = {str(stage): bootstrap_median([a / b for a, b in zip(reference, turn_s[str(stage)], strict=True)]) for stage in STAGES}
+    ratio = {
+        str(stage): bootstrap_median(
+            [a / b for a, b in zip(reference, turn_s[str(stage)], strict=True)]
+        )
+        for stage in STAGES
+    }
     difference = {kind: max(rank.difference[kind] for rank in ranks) for kind in turn_s}
     at_rest = {kind: max(rank.at_rest_bytes[kind] for rank in ranks) for kind in turn_s}
-    return Line(family, ranks[0].num_parameters, difference, at_rest, samples / bootstrap_median(reference).median, ratio, turn_s)
+    return Line(
+        family,
+        ranks[0].num_parameters,
+        difference,
+        at_rest,
+        samples / bootstrap_median(reference).median,
+        ratio,
+        turn_s,
+    )
 
 
 def table(lines: list[Line], failures: dict[str, str]) -> str:
     """Return the table as markdown; a family that failed says so in its row."""
-    failed = [(name, "", "failed: " + reason.split(":")[0], *[""] * (len(HEADER) - 3)) for name, reason in failures.items()]
-    rows = [HEADER, ("---", *["---:"] * (len(HEADER) - 1)), *(each.cells for each in lines), *failed]
+    failed = [
+        (name, "", "failed: " + reason.split(":")[0], *[""] * (len(HEADER) - 3))
+        for name, reason in failures.items()
+    ]
+    rows = [
+        HEADER,
+        ("---", *["---:"] * (len(HEADER) - 1)),
+        *(each.cells for each in lines),
+        *failed,
+    ]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
@@ -97,11 +129,13 @@ def foot(arguments: argparse.Namespace, machine: dict[str, Any]) -> str:
     size = SIZES[arguments.size]
     words, kernel = " ".join(sys.argv[1:]), ".".join(machine["kernel"].split(".")[:2])
     return (
-        f"`python scripts/models_table.py{' ' + words if words else ''}`: width {size.width}, {size.layers} layers, {size.batch} samples of "
-        f"{size.length} tokens (images: {size.side} x {size.side} pixels) per rank and step, fp32 unless the name says otherwise, AdamW, "
-        f"{NUM_RANKS} ranks x 1 thread, shared memory; medians of {arguments.rounds} rounds of {arguments.steps} steps, bits after "
-        f"{(arguments.rounds + 2) * arguments.steps} steps. {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
-        f"Linux {kernel}, Python {machine['python']}, {_versions()}."
+        f"`python scripts/models_table.py{' ' + words if words else ''}`: width {size.width},"
+        f" {size.layers} layers, {size.batch} samples of {size.length} tokens (images: {size.side}"
+        f" x {size.side} pixels) per rank and step, fp32 unless the name says otherwise, AdamW,"
+        f" {NUM_RANKS} ranks x 1 thread, shared memory; medians of {arguments.rounds} rounds of"
+        f" {arguments.steps} steps, bits after {(arguments.rounds + 2) * arguments.steps} steps."
+        f" {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, Linux"
+        f" {kernel}, Python {machine['python']}, {_versions()}."
     )
 
 
@@ -126,31 +160,66 @@ def run(names: list[str], arguments: argparse.Namespace) -> tuple[list[Line], di
     lines: list[Line] = []
     failures: dict[str, str] = {}
     console = Console(stderr=True)
-    columns = (TextColumn("{task.completed}/{task.total} {task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    columns = (
+        TextColumn("{task.completed}/{task.total} {task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True
+    ) as bar:
         task = bar.add_task("", total=len(names))
         for name in names:
             bar.update(task, description=name)
             try:
-                ranks = run_ranks(NUM_RANKS, measure, name, size, arguments.rounds, arguments.steps, timeout=arguments.timeout)
+                ranks = run_ranks(
+                    NUM_RANKS,
+                    measure,
+                    name,
+                    size,
+                    arguments.rounds,
+                    arguments.steps,
+                    timeout=arguments.timeout,
+                )
             except RankError as error:
                 failures[name] = f"{error.type_name}: {error.message}"
-                console.print(f"FAILED {name}: {failures[name]}", markup=False, highlight=False, soft_wrap=True)
+                console.print(
+                    f"FAILED {name}: {failures[name]}",
+                    markup=False,
+                    highlight=False,
+                    soft_wrap=True,
+                )
             else:
                 lines.append(line(name, ranks, NUM_RANKS * size.batch * arguments.steps))
-                console.print(" | ".join(lines[-1].cells), markup=False, highlight=False, soft_wrap=True)
+                console.print(
+                    " | ".join(lines[-1].cells), markup=False, highlight=False, soft_wrap=True
+                )
             bar.advance(task)
     return lines, failures
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--families", nargs="+", metavar="NAME", choices=list(FAMILIES), help="default: all; one of " + "; ".join(FAMILIES))
+    parser.add_argument(
+        "--families",
+        nargs="+",
+        metavar="NAME",
+        choices=list(FAMILIES),
+        help="default: all; one of " + "; ".join(FAMILIES),
+    )
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--rounds", type=int, default=12, help="rounds that count; two more warm up (default: 12)")
+    parser.add_argument(
+        "--rounds", type=int, default=12, help="rounds that count; two more warm up (default: 12)"
+    )
     parser.add_argument("--steps", type=int, default=2, help="steps per turn (default: 2)")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds per family (default: 600)")
-    parser.add_argument("--json", action="store_true", help="print raw numbers as JSON and leave the document as it is")
+    parser.add_argument(
+        "--timeout", type=float, default=600, help="seconds per family (default: 600)"
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print raw numbers as JSON and leave the document as it is",
+    )
     arguments = parser.parse_args()
     machine = machine_facts()
     try:
@@ -159,7 +228,16 @@ def main() -> int:
         close_pools()
     if arguments.json:
         machine["load_after"] = list(os.getloadavg())
-        print(json.dumps({"machine": machine, "lines": [asdict(each) for each in lines], "failures": failures}, indent=1))
+        print(
+            json.dumps(
+                {
+                    "machine": machine,
+                    "lines": [asdict(each) for each in lines],
+                    "failures": failures,
+                },
+                indent=1,
+            )
+        )
     else:
         print(table(lines, failures))
         if arguments.families is None:

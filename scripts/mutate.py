@@ -1,16 +1,20 @@
 """Put deliberate faults into the code, one at a time, and see which of them the nearest tests find.
 
-    python scripts/mutate.py                       every fault of mutations.toml: a table, and the share that is found
+    python scripts/mutate.py                       every fault of mutations.toml: a table, and the
+                                                   share that is found
     python scripts/mutate.py --only residual       those whose name holds a word
     python scripts/mutate.py --jobs 2 --json OUT   two at a time; the results as JSON, too
-    python scripts/mutate.py --check               only see that every fault's text still stands in the code
+    python scripts/mutate.py --check               only see that every fault's text still stands in
+                                                   the code
 
-Each fault is put into a copy of the tree in a temporary folder, never into this one, and the tests named beside it run there until the first
-one fails. A fault is *found* when a test fails or does not end, and *survives* when all pass. Without a fault these tests must pass, or a
-fault would seem found: the tests of the faults that are asked for run once without any (``--trust`` leaves that out).
+Each fault is put into a copy of the tree in a temporary folder, never into this one, and the tests
+named beside it run there until the first one fails. A fault is *found* when a test fails or does
+not end, and *survives* when all pass. Without a fault these tests must pass, or a fault would seem
+found: the tests of the faults that are asked for run once without any (``--trust`` leaves that
+out).
 
-Exit codes: 0 all found, 1 some survive, 2 a text that does not stand in the code exactly once, or tests that fail without a fault.
-Cost: from 5 to 60 seconds a fault, most of it imports.
+Exit codes: 0 all found, 1 some survive, 2 a text that does not stand in the code exactly once, or
+tests that fail without a fault. Cost: from 5 to 60 seconds a fault, most of it imports.
 """
 
 from __future__ import annotations
@@ -33,8 +37,29 @@ from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parent.parent
 FAULTS = Path(__file__).with_name("mutations.toml")
-COPIED = ("src", "tests", "examples", "scripts", "docs", "pyproject.toml", "README.md", "CHANGELOG.md", "Makefile")
-PYTEST = ("-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=short", "-o", "skip_budget=99")
+COPIED = (
+    "src",
+    "tests",
+    "examples",
+    "scripts",
+    "docs",
+    "pyproject.toml",
+    "README.md",
+    "CHANGELOG.md",
+    "Makefile",
+)
+PYTEST = (
+    "-m",
+    "pytest",
+    "-x",
+    "-q",
+    "--no-header",
+    "-p",
+    "no:cacheprovider",
+    "--tb=short",
+    "-o",
+    "skip_budget=99",
+)
 NOT_RUN = (4, 5)  # exit codes of pytest: the tests are not there, none is chosen
 
 
@@ -52,7 +77,11 @@ class Fault:
         """Return why it cannot be put into the code under `root`, if so."""
         path = root / self.file
         count = path.read_text(encoding="utf-8").count(self.old) if path.is_file() else 0
-        return None if count == 1 else f"{self.name}: its text stands {count} times in {self.file}, not once"
+        return (
+            None
+            if count == 1
+            else f"{self.name}: its text stands {count} times in {self.file}, not once"
+        )
 
 
 @dataclass(frozen=True)
@@ -93,9 +122,15 @@ class Tree:
         return Result(fault.name, fault.file, found, by, round(time.monotonic() - begin, 1))
 
     def pytest(self, tests: str, timeout_s: float, *, stop: bool = True) -> tuple[int, str]:
-        """Run `tests`; return pytest's exit code and its output. Whatever it has started ends with it."""
+        """Run `tests`; return pytest's exit code and its output. Whatever it has started ends
+        with it.
+        """
         options = [option for option in PYTEST if stop or option != "-x"]
-        environment = {**os.environ, "PYTHONPATH": str(self.folder / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(self.folder / "src"),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
         with tempfile.TemporaryFile("w+") as output:
             process = subprocess.Popen(
                 [sys.executable, *options, *shlex.split(tests)],
@@ -126,8 +161,14 @@ def read_faults(path: Path = FAULTS) -> list[Fault]:
 
 
 def chosen(faults: list[Fault], words: list[str], part: str) -> list[Fault]:
-    """Return the faults whose name or file holds one of `words` (none: all), of these the `part` "k/n"."""
-    fits = [fault for fault in faults if not words or any(word in fault.name or word in fault.file for word in words)]
+    """Return the faults whose name or file holds one of `words` (none: all), of these the `part`
+    "k/n".
+    """
+    fits = [
+        fault
+        for fault in faults
+        if not words or any(word in fault.name or word in fault.file for word in words)
+    ]
     number, parts = map(int, part.split("/"))
     return fits[number - 1 :: parts]
 
@@ -147,7 +188,10 @@ def failing_without(faults: list[Fault], timeout_s: float) -> list[str]:
 def run_all(faults: list[Fault], *, jobs: int, timeout_s: float) -> list[Result]:
     """Return what came of each of `faults`, `jobs` at a time, and print it as it comes."""
     trees: SimpleQueue[Tree] = SimpleQueue()
-    with tempfile.TemporaryDirectory(prefix="zeroshard-mutate-") as folder, ThreadPoolExecutor(jobs) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="zeroshard-mutate-") as folder,
+        ThreadPoolExecutor(jobs) as pool,
+    ):
         for number in range(jobs):
             trees.put(Tree(Path(folder) / str(number)))
 
@@ -157,7 +201,11 @@ def run_all(faults: list[Fault], *, jobs: int, timeout_s: float) -> list[Result]
                 result = tree.run(fault, timeout_s)
             finally:
                 trees.put(tree)
-            print(f"{'found   ' if result.found else 'SURVIVES'} {result.seconds:6.1f} s  {result.name}: {result.by}", flush=True)
+            print(
+                f"{'found   ' if result.found else 'SURVIVES'} {result.seconds:6.1f} s "
+                f" {result.name}: {result.by}",
+                flush=True,
+            )
             return result
 
         return list(pool.map(one, faults))
@@ -168,27 +216,50 @@ def report(results: list[Result]) -> str:
     packages: dict[str, list[bool]] = {}
     for result in results:
         packages.setdefault(result.file.split("/")[2], []).append(result.found)
-    lines = [f"{name:<16} {sum(found):3d} of {len(found):3d}" for name, found in sorted(packages.items())]
+    lines = [
+        f"{name:<16} {sum(found):3d} of {len(found):3d}" for name, found in sorted(packages.items())
+    ]
     found = sum(result.found for result in results)
-    lines.append(f"{'all':<16} {found:3d} of {len(results):3d}, {100 * found / max(len(results), 1):.1f}%")
+    lines.append(
+        f"{'all':<16} {found:3d} of {len(results):3d}, {100 * found / max(len(results), 1):.1f}%"
+    )
     return "\n".join(lines + [f"survives: {result.name}" for result in results if not result.found])
 
 
 def main() -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="faults whose name or file holds one of these words")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="WORD",
+        help="faults whose name or file holds one of these words",
+    )
     parser.add_argument("--part", default="1/1", metavar="K/N", help="the K-th of N parts")
     parser.add_argument("--jobs", type=int, default=1, help="how many faults at a time")
-    parser.add_argument("--timeout", type=float, default=400.0, metavar="SECONDS", help="for the tests of one fault")
+    parser.add_argument(
+        "--timeout", type=float, default=400.0, metavar="SECONDS", help="for the tests of one fault"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
-    parser.add_argument("--check", action="store_true", help="only see that every text stands in the code exactly once")
-    parser.add_argument("--trust", action="store_true", help="do not run the tests without a fault first")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="only see that every text stands in the code exactly once",
+    )
+    parser.add_argument(
+        "--trust", action="store_true", help="do not run the tests without a fault first"
+    )
     options = parser.parse_args()
     faults = chosen(read_faults(), options.only, options.part)
     problems = [problem for fault in faults if (problem := fault.problem(ROOT)) is not None]
     if not problems and not (options.check or options.trust):
-        problems = [f"fails without a fault: {test}" for test in failing_without(faults, 4 * options.timeout)]
+        problems = [
+            f"fails without a fault: {test}"
+            for test in failing_without(faults, 4 * options.timeout)
+        ]
     if problems or options.check:
         print("\n".join(problems) or f"{len(faults)} faults can be put into the code")
         return 2 if problems else 0

@@ -1,16 +1,21 @@
 #!/usr/bin/env python3
-"""Step times over a slow wire: two hosts made of network namespaces, a veth pair between them limited by `tc`, two ranks on each.
+"""Step times over a slow wire: two hosts made of network namespaces, a veth pair between them
+limited by `tc`, two ranks on each.
 
-    sudo .venv/bin/python scripts/slow_wire.py                             # no limit, 1 Gbit/s and 100 Mbit/s, bf16
-    sudo .venv/bin/python scripts/slow_wire.py --rates none,1gbit --precision fp32 --rounds 3 --rows zero3 zeropp-int4 --json
+    # no limit, 1 Gbit/s and 100 Mbit/s, bf16
+    sudo .venv/bin/python scripts/slow_wire.py
+    sudo .venv/bin/python scripts/slow_wire.py --rates none,1gbit --precision fp32 --rounds 3 \\
+        --rows zero3 zeropp-int4 --json
 
-zeroshard finds two hosts, since network namespaces differ: their ranks share memory inside and meet over gloo.
-The rows of a run are alive at once on the same four ranks and take turns (A B C A B C ...); a turn ends when the wire is quiet. Medians over
-rounds, ratios per round. What left a node is counted three times: by its interface (headers and acknowledgements included), by
+zeroshard finds two hosts, since network namespaces differ: their ranks share memory inside and meet
+over gloo. The rows of a run are alive at once on the same four ranks and take turns (A B C A B C
+...); a turn ends when the wire is quiet. Medians over rounds, ratios per round. What left a node is
+counted three times: by its interface (headers and acknowledgements included), by
 ``engine.traffic()`` (payload), and by the closed form of core/traffic.py. MB are 10^6 bytes.
 
-Invariant: ranks and namespaces are gone at the end, whatever ends it but SIGKILL (then: `ip netns del` what `ip netns` lists as zswire...).
-Tables and numbers go to stdout, progress to stderr. Exit code 1 when a row failed, 3 where the machine lacks the rights for all this.
+Invariant: ranks and namespaces are gone at the end, whatever ends it but SIGKILL (then:
+`ip netns del` what `ip netns` lists as zswire...). Tables and numbers go to stdout, progress to
+stderr. Exit code 1 when a row failed, 3 where the machine lacks the rights for all this.
 """
 
 from __future__ import annotations
@@ -51,14 +56,26 @@ from zeroshard.launch.bench.stats import bootstrap_median, judge  # noqa: E402
 
 MB = 1e6
 MESH = Mesh(2, 2)
-DEVICE, ADDRESSES, PORT = "wire0", ("10.201.0.1", "10.201.0.2"), "29500"  # of namespaces of our own: nothing to collide with
+# of namespaces of our own: nothing to collide with
+DEVICE, ADDRESSES, PORT = "wire0", ("10.201.0.1", "10.201.0.2"), "29500"
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-BURST_S, MIN_BURST_BYTES = 0.002, 64 * 1024  # what may pass at once: a packet as the kernel hands it over at least
+# what may pass at once: a packet as the kernel hands it over at least
+BURST_S, MIN_BURST_BYTES = 0.002, 64 * 1024
 PROBE_S, MAX_PROBE_BYTES = 0.5, 64 << 20
 NO_RIGHTS = 3
 REFERENCE = "zero3"
 WIDTH = 120  # of tables that go into a file
-HEADER = ("row", "ms/step", f"times {REFERENCE}", "95% interval", "no limit", "MB out: counted", "engine", "closed form", "MB inside")
+HEADER = (
+    "row",
+    "ms/step",
+    f"times {REFERENCE}",
+    "95% interval",
+    "no limit",
+    "MB out: counted",
+    "engine",
+    "closed form",
+    "MB inside",
+)
 
 
 @dataclass(frozen=True)
@@ -73,9 +90,16 @@ class Row:
 
     def leaving_a_node(self, numel: int, precision: str) -> float:
         """Return the closed form: bytes that leave one node per step, all its ranks together."""
-        weight, grad = (codec(name).stride / codec(name).block if name else None for name in (self.weight_codec, self.grad_codec))
+        weight, grad = (
+            codec(name).stride / codec(name).block if name else None
+            for name in (self.weight_codec, self.grad_codec)
+        )
         wires = Wires.of(PRECISIONS[precision], weight=weight, grad=grad)
-        return policy_row(self.policy).wire_bytes(numel=numel, mesh=MESH, wires=wires, two_level=self.hierarchical).leaving_a_node(MESH)
+        return (
+            policy_row(self.policy)
+            .wire_bytes(numel=numel, mesh=MESH, wires=wires, two_level=self.hierarchical)
+            .leaving_a_node(MESH)
+        )
 
 
 ROWS = {
@@ -94,13 +118,17 @@ ROWS = {
 
 @dataclass
 class Measured:
-    """What one row did at one rate. Bytes are per step; what leaves a node is the mean of the two."""
+    """What one row did at one rate. Bytes are per step; what leaves a node is the mean of the
+    two.
+    """
 
     step_s: list[float] = field(default_factory=list)  # one per round: the slowest rank's
     sent_bytes: list[float] = field(default_factory=list)  # counted by the interface
-    engine_bytes: list[float] = field(default_factory=list)  # counted by the engine; what one turn publishes may count as the next one's
+    # counted by the engine; what one turn publishes may count as the next one's
+    engine_bytes: list[float] = field(default_factory=list)
     formula_bytes: float = 0.0
-    link_bytes: dict[str, float] = field(default_factory=dict)  # of one node's ranks together, by link class; the mean over rounds
+    # of one node's ranks together, by link class; the mean over rounds
+    link_bytes: dict[str, float] = field(default_factory=dict)
     loss: float = 0.0
 
 
@@ -137,10 +165,12 @@ class RowError(Exception):
         self.row, self.reason = row, reason
 
 
-# ---------------------------------------------------------------------------------------------------- the wire
+# ----------------------------------------------------------------------------------------- the wire
 
 
-def missing(which: Callable[[str], str | None] = shutil.which, user: int | None = None) -> list[str]:
+def missing(
+    which: Callable[[str], str | None] = shutil.which, user: int | None = None
+) -> list[str]:
     """Return what this machine lacks to make namespaces, in words."""
     lacks = [f"the program {name!r} (of iproute2)" for name in ("ip", "tc") if which(name) is None]
     return lacks + (["root rights"] if (os.geteuid() if user is None else user) != 0 else [])
@@ -157,13 +187,17 @@ def bits_per_s(rate: str) -> float:
 
 
 def limit_words(rate: str) -> list[str]:
-    """Return the words of ``tc qdisc replace dev ... root`` that hold `rate`: a token bucket, and room for what waits."""
+    """Return the words of ``tc qdisc replace dev ... root`` that hold `rate`: a token bucket,
+    and room for what waits.
+    """
     burst = max(int(bits_per_s(rate) / 8 * BURST_S), MIN_BURST_BYTES)
     return ["tbf", "rate", rate, "burst", f"{burst}b", "latency", "200ms"]
 
 
 class Wire:
-    """Two namespaces, and a veth pair that is the only way from one to the other. A context manager."""
+    """Two namespaces, and a veth pair that is the only way from one to the other. A context
+    manager.
+    """
 
     def __init__(self) -> None:
         self.hosts = tuple(f"zswire{os.getpid()}{letter}" for letter in "ab")
@@ -174,7 +208,21 @@ class Wire:
             for host in self.hosts:
                 _run("ip", "netns", "add", host)
             first, second = self.hosts
-            _run("ip", "link", "add", DEVICE, "netns", first, "type", "veth", "peer", "name", DEVICE, "netns", second)
+            _run(
+                "ip",
+                "link",
+                "add",
+                DEVICE,
+                "netns",
+                first,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                DEVICE,
+                "netns",
+                second,
+            )
             for host, address in zip(self.hosts, ADDRESSES, strict=True):
                 _run("ip", "-n", host, "address", "add", f"{address}/30", "dev", DEVICE)
                 for device in ("lo", DEVICE):
@@ -193,7 +241,9 @@ class Wire:
         """Let `rate` through, each way. "none": as much as the kernel can."""
         for host in self.hosts:
             if rate != "none":
-                _run("tc", "-n", host, "qdisc", "replace", "dev", DEVICE, "root", *limit_words(rate))
+                _run(
+                    "tc", "-n", host, "qdisc", "replace", "dev", DEVICE, "root", *limit_words(rate)
+                )
             elif self.rate != "none":
                 _run("tc", "-n", host, "qdisc", "delete", "dev", DEVICE, "root")
         self.rate = rate
@@ -208,7 +258,9 @@ class Wire:
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
     """Hold back Ctrl-C and its like until what has begun is done."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    )
     try:
         yield
     finally:
@@ -219,21 +271,31 @@ def _run(*words: str) -> None:
     """Run a command; its own words are the error."""
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
-        raise OSError(f"`{' '.join(words)}`: {done.stderr.strip() or f'exit code {done.returncode}'}")
+        raise OSError(
+            f"`{' '.join(words)}`: {done.stderr.strip() or f'exit code {done.returncode}'}"
+        )
 
 
-# ---------------------------------------------------------------------------------------------------- the ranks
+# ---------------------------------------------------------------------------------------- the ranks
 
 
 class Ranks:
     """Four processes (slow_wire_worker.py), two on each host. A context manager."""
 
-    def __init__(self, wire: Wire, size: Size, precision: str, *, timeout_s: float, logs: Path) -> None:
+    def __init__(
+        self, wire: Wire, size: Size, precision: str, *, timeout_s: float, logs: Path
+    ) -> None:
         self._timeout_s = timeout_s
         self._answers: queue.Queue[tuple[int, str | None]] = queue.Queue()
         self._logs = [logs / f"rank{rank}" for rank in range(MESH.size)]
         self._processes: list[subprocess.Popen[str]] = []
-        words = [sys.executable, str(Path(__file__).with_name("slow_wire_worker.py")), json.dumps(asdict(size)), precision, DEVICE]
+        words = [
+            sys.executable,
+            str(Path(__file__).with_name("slow_wire_worker.py")),
+            json.dumps(asdict(size)),
+            precision,
+            DEVICE,
+        ]
         try:
             for rank in range(MESH.size):
                 self._start(rank, wire.hosts[rank // MESH.node_size], words)
@@ -249,9 +311,18 @@ class Ranks:
             "LOCAL_RANK": rank % MESH.node_size,
             "LOCAL_WORLD_SIZE": MESH.node_size,
         }
-        settings |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": 1}
+        settings |= {
+            "MASTER_ADDR": ADDRESSES[0],
+            "MASTER_PORT": PORT,
+            "GLOO_SOCKET_IFNAME": DEVICE,
+            "OMP_NUM_THREADS": 1,
+        }
         path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
-        environment = os.environ | {name: str(value) for name, value in settings.items()} | {"PYTHONPATH": path}
+        environment = (
+            os.environ
+            | {name: str(value) for name, value in settings.items()}
+            | {"PYTHONPATH": path}
+        )
         with self._logs[rank].open("w") as log:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", host, *words],  # it replaces itself: the pid is the rank's
@@ -278,10 +349,13 @@ class Ranks:
         self.close()
 
     def ask(self, row: str, **command: Any) -> list[dict[str, Any]]:
-        """Give every rank a command on behalf of `row`; return their answers, by rank. RowError when one of them ends or takes too long."""
+        """Give every rank a command on behalf of `row`; return their answers, by rank. RowError
+        when one of them ends or takes too long.
+        """
         for process in self._processes:
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended, which the end of its answers tells
+            # it has ended, which the end of its answers tells
+            with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(json.dumps(command) + "\n")
                 process.stdin.flush()
         return self._collect(row)
@@ -294,7 +368,9 @@ class Ranks:
                 rank, line = self._answers.get(timeout=max(deadline - time.monotonic(), 0))
             except queue.Empty:
                 silent = [rank for rank in range(MESH.size) if rank not in answers]
-                raise RowError(row, f"no answer from rank(s) {silent} within {self._timeout_s:g} s") from None
+                raise RowError(
+                    row, f"no answer from rank(s) {silent} within {self._timeout_s:g} s"
+                ) from None
             if line is None:
                 raise RowError(row, f"rank {rank} ended: {_last_words(self._logs[rank])}")
             answers[rank] = json.loads(line)
@@ -315,10 +391,16 @@ def _last_words(log: Path) -> str:
     return (errors or lines or ["it said nothing"])[-1][:400]
 
 
-# ---------------------------------------------------------------------------------------------------- measuring
+# ---------------------------------------------------------------------------------------- measuring
 
 
-def measure(ranks: Ranks, wire: Wire, names: Sequence[str], options: argparse.Namespace, say: Callable[[str], None]) -> Report:
+def measure(
+    ranks: Ranks,
+    wire: Wire,
+    names: Sequence[str],
+    options: argparse.Namespace,
+    say: Callable[[str], None],
+) -> Report:
     """Make an engine per row, then take turns at every rate. RowError when a row breaks."""
     refused: dict[str, str] = {}
     num_parameters = 0
@@ -342,14 +424,32 @@ def measure(ranks: Ranks, wire: Wire, names: Sequence[str], options: argparse.Na
         for number in range(1 - options.warmup, options.rounds + 1):
             for name in alive:
                 _turn(ranks, name, at.rows[name], options.steps, counts=number > 0)
-            times = ", ".join(f"{name} {row.step_s[-1] * 1000:.0f}" for name, row in at.rows.items() if row.step_s)
-            say(f"{rate}: round {number} of {options.rounds}: " + (f"{times} ms" if number > 0 else "warm-up"))
+            times = ", ".join(
+                f"{name} {row.step_s[-1] * 1000:.0f}" for name, row in at.rows.items() if row.step_s
+            )
+            say(
+                f"{rate}: round {number} of {options.rounds}: "
+                + (f"{times} ms" if number > 0 else "warm-up")
+            )
         for name, row in at.rows.items():
             row.formula_bytes = ROWS[name].leaving_a_node(num_parameters, options.precision)
-            row.link_bytes = {link: num_bytes / options.rounds for link, num_bytes in row.link_bytes.items()}
+            row.link_bytes = {
+                link: num_bytes / options.rounds for link, num_bytes in row.link_bytes.items()
+            }
         rates.append(at)
     size = asdict(options.size)
-    return Report(options.command, machine_facts(), size, num_parameters, compute_s, options.precision, options.steps, rates, refused, {})
+    return Report(
+        options.command,
+        machine_facts(),
+        size,
+        num_parameters,
+        compute_s,
+        options.precision,
+        options.steps,
+        rates,
+        refused,
+        {},
+    )
 
 
 def _probe(ranks: Ranks, rate: str) -> float:
@@ -365,11 +465,15 @@ def _turn(ranks: Ranks, name: str, row: Measured, steps: int, *, counts: bool) -
     if not counts:
         return
     row.step_s.append(max(answer["seconds"] for answer in answers) / steps)
-    row.sent_bytes.append(sum(answer["sent"] for answer in answers[:: MESH.node_size]) / MESH.num_nodes / steps)
+    row.sent_bytes.append(
+        sum(answer["sent"] for answer in answers[:: MESH.node_size]) / MESH.num_nodes / steps
+    )
     row.engine_bytes.append(sum(answer["between"] for answer in answers) / MESH.num_nodes / steps)
     for answer in answers:
         for link, num_bytes in answer["links"].items():
-            row.link_bytes[link] = row.link_bytes.get(link, 0.0) + num_bytes / MESH.num_nodes / steps
+            row.link_bytes[link] = (
+                row.link_bytes.get(link, 0.0) + num_bytes / MESH.num_nodes / steps
+            )
     row.loss = answers[0]["loss"]
 
 
@@ -380,7 +484,13 @@ def run(names: Sequence[str], options: argparse.Namespace, say: Callable[[str], 
     with Wire() as wire, tempfile.TemporaryDirectory() as logs:
         while True:
             try:
-                with Ranks(wire, options.size, options.precision, timeout_s=options.timeout, logs=Path(logs)) as ranks:
+                with Ranks(
+                    wire,
+                    options.size,
+                    options.precision,
+                    timeout_s=options.timeout,
+                    logs=Path(logs),
+                ) as ranks:
                     report = measure(ranks, wire, left, options, say)
             except RowError as error:
                 say(f"FAILED: {error}")
@@ -393,7 +503,7 @@ def run(names: Sequence[str], options: argparse.Namespace, say: Callable[[str], 
                 return report
 
 
-# ---------------------------------------------------------------------------------------------------- tables
+# ------------------------------------------------------------------------------------------- tables
 
 
 def cells(name: str, at: AtRate, free: AtRate | None) -> tuple[str, ...]:
@@ -404,14 +514,25 @@ def cells(name: str, at: AtRate, free: AtRate | None) -> tuple[str, ...]:
     if reference is not None:
         found = bootstrap_median([a / b for a, b in zip(reference.step_s, row.step_s, strict=True)])
         ratio, interval = f"{found.median:.2f}", f"{found.low:.2f} to {found.high:.2f}"
-    without = f"{median(free.rows[name].step_s) * 1000:.0f} ms" if free and name in free.rows else ""
+    without = (
+        f"{median(free.rows[name].step_s) * 1000:.0f} ms" if free and name in free.rows else ""
+    )
     inside = sum(num_bytes for link, num_bytes in row.link_bytes.items() if link != "gloo")
     counted = (median(row.sent_bytes), median(row.engine_bytes), row.formula_bytes, inside)
-    return (name, f"{step_s * 1000:.0f}", ratio, interval, without, *(f"{num_bytes / MB:.1f}" for num_bytes in counted))
+    return (
+        name,
+        f"{step_s * 1000:.0f}",
+        ratio,
+        interval,
+        without,
+        *(f"{num_bytes / MB:.1f}" for num_bytes in counted),
+    )
 
 
 def notes(report: Report) -> list[str]:
-    """Say what a reader of the tables has to know: what is missing, how far the wire binds, what became of the target."""
+    """Say what a reader of the tables has to know: what is missing, how far the wire binds, what
+    became of the target.
+    """
     free = next((at for at in report.rates if at.rate == "none"), None)
     lines = [f"NOT IN THIS VERSION: {name}: {why}" for name, why in report.refused.items()]
     lines += [f"FAILED: {name}: {why}" for name, why in report.failed.items()]
@@ -419,23 +540,39 @@ def notes(report: Report) -> list[str]:
         for name, row in at.rows.items():
             between = fmean(row.engine_bytes)
             if abs(row.link_bytes.get("gloo", 0.0) - between) > 0.01 * between:
-                links = ", ".join(f"{num_bytes / MB:.1f} MB {link}" for link, num_bytes in row.link_bytes.items())
-                lines.append(f"NOT TWO HOSTS: {name} at {at.rate} moved {between / MB:.1f} MB between nodes by {links}")
+                links = ", ".join(
+                    f"{num_bytes / MB:.1f} MB {link}" for link, num_bytes in row.link_bytes.items()
+                )
+                lines.append(
+                    f"NOT TWO HOSTS: {name} at {at.rate} moved {between / MB:.1f} MB between nodes"
+                    f" by {links}"
+                )
     for at in report.rates:
         if REFERENCE not in at.rows or at.rate == "none":
             continue
         reference = at.rows[REFERENCE]
         step_s = median(reference.step_s)
         wire_s = median(reference.engine_bytes) * 8 / bits_per_s(at.rate)
-        line = f"{at.rate}: bare transfers got {at.wire_mbit:.0f} Mbit/s each way; of a {REFERENCE} step {wire_s / step_s:.0%} is payload at that rate"
+        line = (
+            f"{at.rate}: bare transfers got {at.wire_mbit:.0f} Mbit/s each way; of a {REFERENCE}"
+            f" step {wire_s / step_s:.0%} is payload at that rate"
+        )
         line += f", {report.compute_s / step_s:.0%} is forward and backward alone"
         if free is not None:
-            line += f", and without a limit it takes {median(free.rows[REFERENCE].step_s) / step_s:.0%} of the time"
+            line += (
+                f", and without a limit it takes {median(free.rows[REFERENCE].step_s) / step_s:.0%}"
+                " of the time"
+            )
         lines.append(line)
         for name in (name for name in at.rows if name.startswith("zeropp")):
-            ratio = bootstrap_median([a / b for a, b in zip(reference.step_s, at.rows[name].step_s, strict=True)])
+            ratio = bootstrap_median(
+                [a / b for a, b in zip(reference.step_s, at.rows[name].step_s, strict=True)]
+            )
             verdict = judge(ratio, 2.0, num_pairs=len(reference.step_s))
-            lines.append(f"{at.rate}: {name} at least 2x as fast as {REFERENCE}: {ratio.median:.2f}, {verdict}")
+            lines.append(
+                f"{at.rate}: {name} at least 2x as fast as {REFERENCE}: {ratio.median:.2f},"
+                f" {verdict}"
+            )
     return lines
 
 
@@ -444,7 +581,8 @@ def title(report: Report, at: AtRate) -> str:
     size = Size(**report.size)
     speed = "no limit" if at.rate == "none" else at.rate
     shape = (
-        f"{report.num_parameters / 1e6:.1f}M parameters, {report.precision}, 2 hosts x 2 ranks x 1 thread, {size.tokens} tokens per rank"
+        f"{report.num_parameters / 1e6:.1f}M parameters, {report.precision}, 2 hosts x 2 ranks x 1"
+        f" thread, {size.tokens} tokens per rank"
     )
     rounds = max((len(row.step_s) for row in at.rows.values()), default=0)
     return f"{speed}: {shape}; {rounds} rounds of {report.steps} steps"
@@ -472,36 +610,76 @@ def show(report: Report, console: Console) -> None:
 def markdown(report: Report) -> str:
     """Return every table as markdown, for docs/zeropp.md."""
     machine = report.machine
-    text = [f"`{' '.join(report.command)}`; {machine['processor']}, {machine['cores']} cores, Linux {machine['kernel']}.", ""]
+    text = [
+        (
+            f"`{' '.join(report.command)}`; {machine['processor']}, {machine['cores']} cores, Linux"
+            f" {machine['kernel']}."
+        ),
+        "",
+    ]
     for heading, lines in grids(report):
         text += [f"**{heading}**", ""]
-        text += ["| " + " | ".join(line) + " |" for line in (HEADER, ("---", *["---:"] * (len(HEADER) - 1)), *lines)] + [""]
+        text += [
+            "| " + " | ".join(line) + " |"
+            for line in (HEADER, ("---", *["---:"] * (len(HEADER) - 1)), *lines)
+        ] + [""]
     return "\n".join(text + [f"- {note}" for note in notes(report)]) + "\n"
 
 
-# ---------------------------------------------------------------------------------------------------- the command
+# -------------------------------------------------------------------------------------- the command
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options; `size` and `rates` are ready to use."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW", help=f"default: all of {', '.join(ROWS)}"
+        "--rows",
+        nargs="+",
+        choices=list(ROWS),
+        default=list(ROWS),
+        metavar="ROW",
+        help=f"default: all of {', '.join(ROWS)}",
     )
-    parser.add_argument("--rates", default="none,1gbit,100mbit", help="comma-separated; none is no limit (default: none,1gbit,100mbit)")
+    parser.add_argument(
+        "--rates",
+        default="none,1gbit,100mbit",
+        help="comma-separated; none is no limit (default: none,1gbit,100mbit)",
+    )
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--rounds", type=int, default=12, help="turns of each row that count (default: 12, the fewest that decide)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=12,
+        help="turns of each row that count (default: 12, the fewest that decide)",
+    )
     parser.add_argument("--steps", type=int, default=2, help="steps per turn (default: 2)")
-    parser.add_argument("--warmup", type=int, default=1, help="turns of each row at each rate that do not count (default: 1)")
+    parser.add_argument(
+        "--warmup",
+        type=int,
+        default=1,
+        help="turns of each row at each rate that do not count (default: 1)",
+    )
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--tokens", type=int, default=16, help="per rank and step (default: 16)")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds for a turn, after which a row has failed (default: 120)")
-    parser.add_argument("--json", action="store_true", help="print raw numbers as JSON instead of tables")
-    parser.add_argument("--out", type=Path, help="write them to this file too: tables where it ends in .md, else JSON")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=120,
+        help="seconds for a turn, after which a row has failed (default: 120)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print raw numbers as JSON instead of tables"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="write them to this file too: tables where it ends in .md, else JSON",
+    )
     words = sys.argv[1:] if words is None else words
     options = parser.parse_args(words)
-    shown = [Path(word).name if os.path.isabs(word) else word for word in words]  # where a file lies is nobody's business
+    # where a file lies is nobody's business
+    shown = [Path(word).name if os.path.isabs(word) else word for word in words]
     options.command = ["python", "scripts/slow_wire.py", *shown]
     options.rates = options.rates.split(",")
     for name in ("rounds", "steps", "layers", "tokens"):
@@ -514,14 +692,22 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
             bits_per_s(rate)
     except ValueError as error:
         parser.error(str(error))
-    options.size = Size("wire", options.layers, options.width, options.width // 64, vocabulary=256, context=options.tokens)
+    options.size = Size(
+        "wire",
+        options.layers,
+        options.width,
+        options.width // 64,
+        vocabulary=256,
+        context=options.tokens,
+    )
     return options
 
 
 def refuse(reason: str) -> int:
     """Say loudly that nothing was measured."""
     print(
-        f"SKIPPED, NOTHING MEASURED: scripts/slow_wire.py makes network namespaces and limits a veth pair, and lacks {reason}",
+        "SKIPPED, NOTHING MEASURED: scripts/slow_wire.py makes network namespaces and limits a"
+        f" veth pair, and lacks {reason}",
         file=sys.stderr,
     )
     return NO_RIGHTS
@@ -544,7 +730,11 @@ def main(words: Sequence[str] | None = None) -> int:
         signal.signal(number, _interrupt)  # ends like Ctrl-C: through every `with`
     errors = Console(stderr=True)
     try:
-        report = run(options.rows, options, lambda text: errors.print(text, markup=False, highlight=False, soft_wrap=True))
+        report = run(
+            options.rows,
+            options,
+            lambda text: errors.print(text, markup=False, highlight=False, soft_wrap=True),
+        )
     except RowError:
         return 1
     except KeyboardInterrupt:
@@ -553,7 +743,9 @@ def main(words: Sequence[str] | None = None) -> int:
     report.machine["load_after"] = list(os.getloadavg())
     raw = json.dumps(asdict(report), indent=1)
     if options.out:
-        options.out.write_text(markdown(report) if options.out.suffix == ".md" else raw, encoding="utf-8")
+        options.out.write_text(
+            markdown(report) if options.out.suffix == ".md" else raw, encoding="utf-8"
+        )
     if options.json:
         print(raw)
     else:

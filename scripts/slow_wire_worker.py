@@ -1,13 +1,18 @@
-"""One rank of scripts/slow_wire.py: makes engines, and takes steps with them when told to. Not started by hand.
+"""One rank of scripts/slow_wire.py: makes engines, and takes steps with them when told to. Not
+started by hand.
 
-Commands come as lines of JSON on stdin, each answered by one line on stdout; the end of stdin ends the rank:
+Commands come as lines of JSON on stdin, each answered by one line on stdout; the end of stdin ends
+the rank:
 
     {"make": row}                      -> {"numel": parameters} or {"refused": why}
     {"turn": name, "steps": n}         -> {"seconds", "sent", "between", "links", "loss"} of n steps
-    {"compute": n}                     -> {"seconds"} of n forwards and backwards of a model of this rank's own
-    {"probe": bytes}                   -> {"seconds"} to send that many to the other node's rank, and receive as many, over the bare wire
+    {"compute": n}                     -> {"seconds"} of n forwards and backwards of a model of this
+                                       rank's own
+    {"probe": bytes}                   -> {"seconds"} to send that many to the other node's rank,
+                                       and receive as many, over the bare wire
 
-Invariant: a turn ends when the wire is quiet, so that what a row sends after its step counts as its own.
+Invariant: a turn ends when the wire is quiet, so that what a row sends after its step counts as its
+own.
 """
 
 from __future__ import annotations
@@ -45,7 +50,9 @@ class Rank:
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.steps: dict[str, int] = {}
         self._counter = Path(f"/sys/class/net/{device}/statistics/tx_bytes")
-        self._batches = Batches(size, rank=dist.get_rank(), num_ranks=dist.get_world_size(), device=torch.device("cpu"))
+        self._batches = Batches(
+            size, rank=dist.get_rank(), num_ranks=dist.get_world_size(), device=torch.device("cpu")
+        )
 
     def make(self, row: dict[str, Any]) -> dict[str, Any]:
         """Shard a new model by `row`; a refusal is an answer, not an error."""
@@ -55,12 +62,23 @@ class Rank:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         codecs = {name: row[name] for name in ("weight_codec", "grad_codec") if row[name]}
         try:
-            comm = zs.Comm(node_size=int(os.environ["LOCAL_WORLD_SIZE"]), hierarchical=row["hierarchical"], **codecs)
-            engine = zs.shard(model, optimizer, policy=row["policy"], precision=self.precision, comm=comm)
+            comm = zs.Comm(
+                node_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+                hierarchical=row["hierarchical"],
+                **codecs,
+            )
+            engine = zs.shard(
+                model, optimizer, policy=row["policy"], precision=self.precision, comm=comm
+            )
         except zs.ConfigError as refused:
             return {"refused": str(refused)}
         name = row["name"]
-        self.engines[name], self.models[name], self.optimizers[name], self.steps[name] = engine, model, optimizer, 0
+        self.engines[name], self.models[name], self.optimizers[name], self.steps[name] = (
+            engine,
+            model,
+            optimizer,
+            0,
+        )
         return {"numel": numel}
 
     def turn(self, name: str, steps: int) -> dict[str, Any]:
@@ -71,10 +89,17 @@ class Rank:
         for _ in range(steps):
             loss = self._step(name)
         end = max(time.perf_counter(), self._quiet_since())
-        return {"seconds": end - start, "sent": self._sent() - sent, "loss": loss, **self._counted(name)}
+        return {
+            "seconds": end - start,
+            "sent": self._sent() - sent,
+            "loss": loss,
+            **self._counted(name),
+        }
 
     def _counted(self, name: str) -> dict[str, Any]:
-        """Return what came to this rank since the end of the last turn: what a step publishes may arrive while another row has its turn."""
+        """Return what came to this rank since the end of the last turn: what a step publishes
+        may arrive while another row has its turn.
+        """
         traffic = self.engines[name].traffic()
         self.engines[name].reset_traffic()
         return {"between": sum(traffic.between_nodes.values()), "links": traffic.links}
@@ -113,8 +138,14 @@ class Rank:
         return {"seconds": time.perf_counter() - start}
 
     def probe(self, num_bytes: int) -> dict[str, Any]:
-        """Send `num_bytes` to this rank's like on the other node while as many come from it, by TCP and nothing else."""
-        rank, size, local = dist.get_rank(), int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+        """Send `num_bytes` to this rank's like on the other node while as many come from it, by
+        TCP and nothing else.
+        """
+        rank, size, local = (
+            dist.get_rank(),
+            int(os.environ["LOCAL_WORLD_SIZE"]),
+            int(os.environ["LOCAL_RANK"]),
+        )
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1 + local
         listener = socket.create_server(address) if rank < size else None
         dist.barrier()

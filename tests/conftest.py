@@ -1,7 +1,8 @@
 """What every test shares: markers, the skip budget, and the end of the worker pools.
 
-A skipped test is never counted as passed: the session fails when more tests were skipped than ``skip_budget`` (pyproject.toml) allows.
-Tests marked ``gpu`` are skipped where there is no GPU, said in the summary, and are outside the budget.
+A skipped test is never counted as passed: the session fails when more tests were skipped than
+``skip_budget`` (pyproject.toml) allows. Tests marked ``gpu`` are skipped where there is no GPU,
+said in the summary, and are outside the budget.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ _gpu_skipped = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addini("skip_budget", "how many tests may be skipped (gpu tests aside) before the session fails", default="0")
+    parser.addini(
+        "skip_budget",
+        "how many tests may be skipped (gpu tests aside) before the session fails",
+        default="0",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,7 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _end_pools() -> Iterator[None]:
-    # A fixture, not a session hook: coverage of the workers is written when they end and combined when the last test is torn down.
+    # A fixture, not a session hook: coverage of the workers is written when they end and combined
+    # when the last test is torn down.
     yield
     close_pools()
 
@@ -57,7 +63,9 @@ class _SkipBudget:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped and not hasattr(report, "wasxfail"):
-            self.config.stash[_gpu_skipped if "gpu" in report.keywords else _skipped].append(report.nodeid)
+            self.config.stash[_gpu_skipped if "gpu" in report.keywords else _skipped].append(
+                report.nodeid
+            )
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:
@@ -69,16 +77,27 @@ class _SkipBudget:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.exceeded and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        if self.exceeded and session.exitstatus in (
+            pytest.ExitCode.OK,
+            pytest.ExitCode.NO_TESTS_COLLECTED,
+        ):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if gpu := self.config.stash[_gpu_skipped]:
             terminalreporter.section("GPU tests NOT RUN", yellow=True)
-            terminalreporter.line(f"{len(gpu)} test(s) need a GPU, and this machine has none: nothing was checked on CUDA.", yellow=True)
+            terminalreporter.line(
+                f"{len(gpu)} test(s) need a GPU, and this machine has none: nothing was checked on"
+                " CUDA.",
+                yellow=True,
+            )
         if self.exceeded:
             skipped = self.config.stash[_skipped]
             terminalreporter.section("skip budget exceeded", red=True)
-            terminalreporter.line(f"{len(skipped)} test(s) skipped, {self.budget} allowed (skip_budget in pyproject.toml):", red=True)
+            terminalreporter.line(
+                f"{len(skipped)} test(s) skipped, {self.budget} allowed (skip_budget in"
+                " pyproject.toml):",
+                red=True,
+            )
             for nodeid in skipped:
                 terminalreporter.line(f"    {nodeid}")

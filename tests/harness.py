@@ -1,16 +1,20 @@
-"""Real processes for distributed tests: pools that live for the whole pytest session, and fresh processes for tests about death.
+"""Real processes for distributed tests: pools that live for the whole pytest session, and fresh
+processes for tests about death.
 
-:func:`run_ranks` calls one function on every rank of a persistent pool (interpreter, torch and the gloo group are paid for once per world
-size), :func:`spawn_ranks` on processes of their own that may be killed. Both find the function by importing its module, so it must stand
-at the top level of a test module.
+:func:`run_ranks` calls one function on every rank of a persistent pool (interpreter, torch and the
+gloo group are paid for once per world size), :func:`spawn_ranks` on processes of their own that may
+be killed. Both find the function by importing its module, so it must stand at the top level of a
+test module.
 
-Invariant: a pool that is handed out is in step. Whatever puts that in doubt (a rank that died, hung, destroyed its group, or failed and
-then missed a barrier) ends the pool by process id, and the next call builds another.
+Invariant: a pool that is handed out is in step. Whatever puts that in doubt (a rank that died,
+hung, destroyed its group, or failed and then missed a barrier) ends the pool by process id, and the
+next call builds another.
 
 Cost: about 4 s for the first call of a world size, about 2 ms for each call after it.
 
-What it does not do: isolate tests that share a pool from each other's module globals. The environment, torch's thread count and its default
-dtype are put back after each call; anything else a test changes is the test's to restore.
+What it does not do: isolate tests that share a pool from each other's module globals. The
+environment, torch's thread count and its default dtype are put back after each call; anything else
+a test changes is the test's to restore.
 """
 
 from __future__ import annotations
@@ -33,7 +37,15 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["ProcessResult", "RankError", "RankFailure", "close_pools", "die_with_parent", "run_ranks", "spawn_ranks"]
+__all__ = [
+    "ProcessResult",
+    "RankError",
+    "RankFailure",
+    "close_pools",
+    "die_with_parent",
+    "run_ranks",
+    "spawn_ranks",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 120.0
@@ -45,7 +57,9 @@ NUM_OUTPUT_LINES = 40
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Why one rank did not return a value. ``bases`` are the names of the exception's classes, its own first."""
+    """Why one rank did not return a value. ``bases`` are the names of the exception's classes,
+    its own first.
+    """
 
     rank: int
     type_name: str
@@ -56,21 +70,32 @@ class RankFailure:
 
 
 class RankError(AssertionError):
-    """At least one rank failed. ``rank``, ``type_name`` and ``message`` are those of the first failure by time; ``errors`` has them all."""
+    """At least one rank failed. ``rank``, ``type_name`` and ``message`` are those of the first
+    failure by time; ``errors`` has them all.
+    """
 
     def __init__(self, errors: dict[int, RankFailure], output: str = "") -> None:
         self.errors = errors
         self.first = min(errors.values(), key=lambda failure: failure.at_s)
-        self.rank, self.type_name, self.message = self.first.rank, self.first.type_name, self.first.message
+        self.rank, self.type_name, self.message = (
+            self.first.rank,
+            self.first.type_name,
+            self.first.message,
+        )
         parts = [f"{len(errors)} rank(s) failed, rank {self.rank} first"]
         for failure in sorted(errors.values(), key=lambda failure: failure.at_s, reverse=True):
-            parts.append(f"--- rank {failure.rank} after {failure.at_s:.2f} s: {failure.type_name}: {failure.message}\n{failure.traceback}")
+            parts.append(
+                f"--- rank {failure.rank} after {failure.at_s:.2f} s: {failure.type_name}:"
+                f" {failure.message}\n{failure.traceback}"
+            )
         super().__init__("\n".join(parts) + output)
 
 
 @dataclass(frozen=True)
 class ProcessResult:
-    """How a fresh process ended. ``exitcode`` is negative for a signal; ``result`` is what the function returned, if it did."""
+    """How a fresh process ended. ``exitcode`` is negative for a signal; ``result`` is what the
+    function returned, if it did.
+    """
 
     exitcode: int
     stdout: str
@@ -82,19 +107,21 @@ class ProcessResult:
 
 def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to kill this process when its parent dies, also by SIGKILL."""
-    if ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0) != 0:  # 1 is PR_SET_PDEATHSIG
+    # 1 is PR_SET_PDEATHSIG
+    if ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:  # the parent died before the request
         os._exit(1)
 
 
-# ---------------------------------------------------------------------------------------------------------------- in the worker
+# ------------------------------------------------------------------------------------ in the worker
 
 
 def _describe(rank: int, error: BaseException, at_s: float) -> RankFailure:
     lines = traceback.format_exception(error)
     if isinstance(error, AssertionError) and error.__traceback__ is not None:
-        # pytest rewrites asserts only in its own process, so show the values that stood beside the one that failed.
+        # pytest rewrites asserts only in its own process, so show the values that stood beside the
+        # one that failed.
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         lines.append("locals of the last frame:\n")
         lines += [f"    {name} = {_short_repr(value)}\n" for name, value in frame.f_locals.items()]
@@ -150,7 +177,9 @@ def _in_step() -> bool:
 
 
 def _init_group(connection: Connection, rank: int, world_size: int) -> None:
-    """Rank 0 opens the store on a port the system chooses and tells it to the parent, which tells the others."""
+    """Rank 0 opens the store on a port the system chooses and tells it to the parent, which
+    tells the others.
+    """
     from datetime import timedelta
 
     import torch
@@ -159,11 +188,15 @@ def _init_group(connection: Connection, rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=GROUP_TIMEOUT_S)
     if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False, timeout=timeout)
+        store = dist.TCPStore(
+            "127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False, timeout=timeout
+        )
         connection.send_bytes(str(store.port).encode())
         connection.recv_bytes()
     else:
-        store = dist.TCPStore("127.0.0.1", int(connection.recv_bytes()), world_size, is_master=False, timeout=timeout)
+        store = dist.TCPStore(
+            "127.0.0.1", int(connection.recv_bytes()), world_size, is_master=False, timeout=timeout
+        )
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(store.port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
@@ -199,7 +232,7 @@ def worker_main(fd: int, parent_pid: int, rank: int, world_size: int, init_group
         dist.destroy_process_group()
 
 
-# ---------------------------------------------------------------------------------------------------------------- in the parent
+# ------------------------------------------------------------------------------------ in the parent
 
 
 @dataclass
@@ -211,16 +244,21 @@ class _Worker:
     connection: Connection
     stdout: BinaryIO
     stderr: BinaryIO
-    read_from: list[int] = field(default_factory=lambda: [0, 0])  # where the output of the current job begins
+    # where the output of the current job begins
+    read_from: list[int] = field(default_factory=lambda: [0, 0])
 
     def mark_output(self) -> None:
-        self.read_from = [os.fstat(stream.fileno()).st_size for stream in (self.stdout, self.stderr)]
+        self.read_from = [
+            os.fstat(stream.fileno()).st_size for stream in (self.stdout, self.stderr)
+        ]
 
     def output(self) -> tuple[str, str]:
         texts = []
         for stream, begin in zip((self.stdout, self.stderr), self.read_from, strict=True):
             size = os.fstat(stream.fileno()).st_size
-            texts.append(os.pread(stream.fileno(), max(size - begin, 0), begin).decode(errors="replace"))
+            texts.append(
+                os.pread(stream.fileno(), max(size - begin, 0), begin).decode(errors="replace")
+            )
         return texts[0], texts[1]
 
     def dump_stacks(self) -> None:
@@ -237,7 +275,8 @@ class _Worker:
 
 def _start(rank: int, world_size: int, init_group: bool, env: dict[str, str] | None) -> _Worker:
     ours, theirs = Pipe()
-    stdout, stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (the worker keeps them)
+    stdout = tempfile.TemporaryFile()  # noqa: SIM115 (the worker keeps it)
+    stderr = tempfile.TemporaryFile()  # noqa: SIM115
     environment = {
         **os.environ,
         "RANK": str(rank),
@@ -292,18 +331,25 @@ def _expect(worker: _Worker) -> bytes:
     raise RuntimeError(f"rank {worker.rank} did not start:\n{worker.output()[1]}")
 
 
-def _job(kind: str, function: Callable[..., Any] | None = None, args: tuple[Any, ...] = ()) -> bytes:
+def _job(
+    kind: str, function: Callable[..., Any] | None = None, args: tuple[Any, ...] = ()
+) -> bytes:
     payload = b""
     if function is not None:
         if "<locals>" in function.__qualname__ or function.__name__ == "<lambda>":
-            raise TypeError(f"{function.__qualname__} must be a function at the top level of its module: the ranks find it by import")
+            raise TypeError(
+                f"{function.__qualname__} must be a function at the top level of its module: the"
+                " ranks find it by import"
+            )
         payload = pickle.dumps((function, args))
     return pickle.dumps((kind, sys.path, payload))
 
 
 @dataclass
 class _Outcome:
-    """What a round of jobs brought: a value or a failure per rank, and whether the group can be used again."""
+    """What a round of jobs brought: a value or a failure per rank, and whether the group can be
+    used again.
+    """
 
     results: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, RankFailure] = field(default_factory=dict)
@@ -311,7 +357,8 @@ class _Outcome:
 
 
 def _exchange(workers: list[_Worker], job: bytes, timeout: float, peer_grace: float) -> _Outcome:
-    """Send the job to every worker and collect the replies; those that are late are dumped and marked, not yet killed.
+    """Send the job to every worker and collect the replies; those that are late are dumped and
+    marked, not yet killed.
 
     ``peer_grace`` is how many seconds the others may go on once one failed.
     """
@@ -347,7 +394,9 @@ def _exchange(workers: list[_Worker], job: bytes, timeout: float, peer_grace: fl
         time.sleep(0.5)  # the handler writes the stacks into the worker's stderr
         for worker in pending.values():
             text = f"still running; its stacks:\n{worker.output()[1]}"
-            outcome.failures[worker.rank] = RankFailure(worker.rank, "Timeout", f"no answer after {at_s:.1f} s", text, ("Timeout",), at_s)
+            outcome.failures[worker.rank] = RankFailure(
+                worker.rank, "Timeout", f"no answer after {at_s:.1f} s", text, ("Timeout",), at_s
+            )
     return outcome
 
 
@@ -355,7 +404,14 @@ def _death(worker: _Worker, at_s: float) -> RankFailure:
     try:
         code = worker.process.wait(timeout=5)
     except subprocess.TimeoutExpired:
-        return RankFailure(worker.rank, "ProcessDied", "closed its connection but lives on", "", ("ProcessDied",), at_s)
+        return RankFailure(
+            worker.rank,
+            "ProcessDied",
+            "closed its connection but lives on",
+            "",
+            ("ProcessDied",),
+            at_s,
+        )
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return RankFailure(worker.rank, "ProcessDied", how, worker.output()[1], ("ProcessDied",), at_s)
 
@@ -390,13 +446,18 @@ class _Pool:
 _pools: dict[int, _Pool] = {}
 
 
-def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-    """Call ``fn(rank, world_size, *args)`` on every rank of the pool and return the results in rank order.
+def run_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
+) -> list[Any]:
+    """Call ``fn(rank, world_size, *args)`` on every rank of the pool and return the results in
+    rank order.
 
-    A gloo group over loopback is initialised; one torch thread per rank. Results travel by pickle, so tensors arrive as copies.
+    A gloo group over loopback is initialised; one torch thread per rank. Results travel by pickle,
+    so tensors arrive as copies.
 
     Raises:
-        RankError: a rank raised, died, or gave no answer in time (then with the stacks of all its threads).
+        RankError: a rank raised, died, or gave no answer in time (then with the stacks of all its
+            threads).
     """
     job = _job("call", fn, args)
     pool = _pools.get(world_size)
@@ -423,18 +484,21 @@ def spawn_ranks(
     env: dict[str, str] | None = None,
     init_group: bool = True,
 ) -> list[ProcessResult]:
-    """Call ``fn(rank, world_size, *args)`` in fresh processes, which may die, and say how each ended.
+    """Call ``fn(rank, world_size, *args)`` in fresh processes, which may die, and say how each
+    ended.
 
-    A process whose function returned ends with code 0, one whose function raised with code 1 and the traceback on stderr. Those that
-    still run when ``timeout`` (counted from the moment all have started) is over are dumped and killed (exit code -9). Nothing outlives
-    the call.
+    A process whose function returned ends with code 0, one whose function raised with code 1 and
+    the traceback on stderr. Those that still run when ``timeout`` (counted from the moment all have
+    started) is over are dumped and killed (exit code -9). Nothing outlives the call.
     """
     job = _job("call", fn, args)
     workers = _start_all(world_size, init_group, env)
     begin = time.monotonic()
     try:
         outcome = _exchange(workers, job, timeout, peer_grace=timeout)
-        seconds = dict.fromkeys(outcome.results, time.monotonic() - begin) | {f.rank: f.at_s for f in outcome.failures.values()}
+        seconds = dict.fromkeys(outcome.results, time.monotonic() - begin) | {
+            f.rank: f.at_s for f in outcome.failures.values()
+        }
         for worker in workers:
             worker.connection.close()
         for worker in workers:
@@ -454,7 +518,16 @@ def spawn_ranks(
         code, (stdout, stderr) = worker.process.returncode, worker.output()
         if failure is not None and failure.type_name not in ("Timeout", "ProcessDied"):
             code, stderr = code or 1, stderr + failure.traceback
-        results.append(ProcessResult(code, stdout, stderr, seconds[worker.rank], outcome.results.get(worker.rank), failure))
+        results.append(
+            ProcessResult(
+                code,
+                stdout,
+                stderr,
+                seconds[worker.rank],
+                outcome.results.get(worker.rank),
+                failure,
+            )
+        )
     return results
 
 

@@ -1,4 +1,6 @@
-"""A link between device and host whose copies end only when somebody waits for them, so that overlap is an order of events and not a time."""
+"""A link between device and host whose copies end only when somebody waits for them, so that
+overlap is an order of events and not a time.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ __all__ = ["Endless"]
 
 
 class Endless:
-    """A link that never finishes a copy by itself: `wait` makes it, after those before it in its direction.
+    """A link that never finishes a copy by itself: `wait` makes it, after those before it in its
+    direction.
 
-    A copy is in flight until somebody waits for it. Bytes are read from the source when the copy ends, so a source
-    that is changed or freed too early shows in the weights.
+    A copy is in flight until somebody waits for it. Bytes are read from the source when the copy
+    ends, so a source that is changed or freed too early shows in the weights.
     """
 
     def __init__(self, *, overlaps: bool) -> None:

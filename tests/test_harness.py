@@ -87,7 +87,9 @@ def _is_running(pid: int) -> bool:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_results_come_in_rank_order_from_one_group(world_size: int) -> None:
     expected = sum(rank + 10 for rank in range(world_size))
-    assert run_ranks(world_size, _rank_and_sum, 10) == [(rank, expected) for rank in range(world_size)]
+    assert run_ranks(world_size, _rank_and_sum, 10) == [
+        (rank, expected) for rank in range(world_size)
+    ]
 
 
 def test_a_pool_keeps_its_processes_between_calls() -> None:
@@ -98,13 +100,19 @@ def test_an_error_names_the_rank_its_type_and_message_and_keeps_the_pool() -> No
     pids = run_ranks(2, _pid)
     with pytest.raises(RankError, match="rank 1 says no") as caught:
         run_ranks(2, _fail_on, 1)
-    assert (caught.value.rank, caught.value.type_name, caught.value.message) == (1, "ValueError", "rank 1 says no")
+    assert (caught.value.rank, caught.value.type_name, caught.value.message) == (
+        1,
+        "ValueError",
+        "rank 1 says no",
+    )
     assert list(caught.value.errors) == [1]
     assert "_fail_on" in caught.value.errors[1].traceback
     assert run_ranks(2, _pid) == pids
 
 
-def test_a_rank_that_waits_for_a_failed_one_is_ended_and_the_first_failure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_waits_for_a_failed_one_is_ended_and_the_first_failure_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(harness, "PEER_GRACE_S", 0.5)
     pids = run_ranks(2, _pid)
     with pytest.raises(RankError) as caught:
@@ -151,9 +159,14 @@ def test_a_local_function_is_refused_before_any_rank_sees_it() -> None:
 
 
 def test_a_pool_dies_with_the_process_that_started_it() -> None:
-    code = "from tests.harness import run_ranks\nfrom tests.test_harness import _pid\nprint(*run_ranks(2, _pid), flush=True)\ninput()"
+    code = (
+        "from tests.harness import run_ranks\nfrom tests.test_harness import"
+        " _pid\nprint(*run_ranks(2, _pid), flush=True)\ninput()"
+    )
     command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, cwd=harness.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+    with subprocess.Popen(
+        command, cwd=harness.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
         assert owner.stdout is not None
         pids = [int(pid) for pid in owner.stdout.readline().split()]
         assert len(pids) == 2 and all(map(_is_running, pids))
@@ -171,7 +184,10 @@ def test_fresh_processes_report_death_output_and_results() -> None:
 
 
 def test_fresh_processes_take_an_environment_and_show_tracebacks() -> None:
-    assert [r.result for r in spawn_ranks(2, _read_variable, "ZS_TEST", env={"ZS_TEST": "x"}, init_group=False)] == ["x", "x"]
+    assert [
+        r.result
+        for r in spawn_ranks(2, _read_variable, "ZS_TEST", env={"ZS_TEST": "x"}, init_group=False)
+    ] == ["x", "x"]
     good, bad = spawn_ranks(2, _fail_on, 1, init_group=False)
     assert (good.exitcode, bad.exitcode) == (0, 1)
     assert "ValueError: rank 1 says no" in bad.stderr

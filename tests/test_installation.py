@@ -9,11 +9,16 @@ import subprocess
 
 
 def _has_gpu() -> bool:
-    return shutil.which("nvidia-smi") is not None and subprocess.run(["nvidia-smi"], capture_output=True).returncode == 0
+    return (
+        shutil.which("nvidia-smi") is not None
+        and subprocess.run(["nvidia-smi"], capture_output=True).returncode == 0
+    )
 
 
 def test_a_machine_without_a_gpu_gets_no_nvidia_packages() -> None:
-    names = {distribution.metadata["Name"].lower() for distribution in importlib.metadata.distributions()}
+    names = {
+        distribution.metadata["Name"].lower() for distribution in importlib.metadata.distributions()
+    }
     assert _has_gpu() or [name for name in sorted(names) if name.startswith("nvidia-")] == []
 
 

@@ -1,6 +1,8 @@
-"""Dependencies point strictly down, read from the source: every import statement counts, also those inside functions.
+"""Dependencies point strictly down, read from the source: every import statement counts, also
+those inside functions.
 
-The layers are those of the design; within one layer a package may use another only in one direction.
+The layers are those of the design; within one layer a package may use another only in one
+direction.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "zeroshard"
-TREES = {path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
+TREES = {
+    path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted(SOURCE.rglob("*.py"))
+}
 
 LAYERS = {
     "_version": 0,
@@ -36,10 +41,13 @@ LAYERS = {
     "__main__": 6,
 }
 STRANGERS = {("comm", "tier"), ("tier", "comm")}  # they meet in buffer.py
-ONLY = {"planner": {"core", "errors"}, "integrations": {"zeroshard"}}  # whose imports are named one by one
+# whose imports are named one by one
+ONLY = {"planner": {"core", "errors"}, "integrations": {"zeroshard"}}
 
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
-PICKLING_CALLS = {f"{what}_object" for what in ("all_gather", "gather")} | {f"{what}_object_list" for what in ("broadcast", "scatter", "send", "recv")}
+PICKLING_CALLS = {f"{what}_object" for what in ("all_gather", "gather")} | {
+    f"{what}_object_list" for what in ("broadcast", "scatter", "send", "recv")
+}
 MODULE_HOOKS = {
     "register_forward_hook",
     "register_forward_pre_hook",
@@ -56,7 +64,9 @@ SHARED_HOOKS = {  # an optimizer has hooks of the same names, which are not mean
 
 
 def _package_of(name: str) -> str:
-    """What a file belongs to: ``comm/gloo.py`` -> ``comm``, ``buffer.py`` -> ``buffer``, ``__init__.py`` -> ``zeroshard``."""
+    """What a file belongs to: ``comm/gloo.py`` -> ``comm``, ``buffer.py`` -> ``buffer``,
+    ``__init__.py`` -> ``zeroshard``.
+    """
     top = name.split("/")[0].removesuffix(".py")
     return "zeroshard" if top == "__init__" else top
 
@@ -75,7 +85,9 @@ def _imports(tree: ast.AST, file_name: str) -> Iterator[str]:
 
 def _edges(tree: ast.AST, file_name: str) -> set[str]:
     """The packages of ours that the file uses, its own excluded."""
-    ours = [name.split(".") for name in _imports(tree, file_name) if name.split(".")[0] == "zeroshard"]
+    ours = [
+        name.split(".") for name in _imports(tree, file_name) if name.split(".")[0] == "zeroshard"
+    ]
     targets = {parts[1] if len(parts) > 1 and parts[1] in LAYERS else "zeroshard" for parts in ours}
     return targets - {_package_of(file_name)}
 
@@ -85,11 +97,17 @@ def _violations(tree: ast.AST, file_name: str) -> list[str]:
     found = []
     for target in sorted(_edges(tree, file_name)):
         if LAYERS[target] > LAYERS[package]:
-            found.append(f"{file_name}: {package} (layer {LAYERS[package]}) imports {target} (layer {LAYERS[target]}), which is above it")
+            found.append(
+                f"{file_name}: {package} (layer {LAYERS[package]}) imports {target} (layer"
+                f" {LAYERS[target]}), which is above it"
+            )
         if (package, target) in STRANGERS:
             found.append(f"{file_name}: {package} and {target} never import each other")
         if package in ONLY and target not in ONLY[package]:
-            found.append(f"{file_name}: {package} may import {', '.join(sorted(ONLY[package]))} only, not {target}")
+            found.append(
+                f"{file_name}: {package} may import {', '.join(sorted(ONLY[package]))} only, not"
+                f" {target}"
+            )
     return found
 
 
@@ -108,7 +126,11 @@ def _offers_nothing(tree: ast.Module) -> bool:
 
 
 def _declares_all(tree: ast.Module) -> bool:
-    assigned = [ast.unparse(node).split("=")[0].split(":")[0].strip() for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    assigned = [
+        ast.unparse(node).split("=")[0].split(":")[0].strip()
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+    ]
     return "__all__" in assigned
 
 
@@ -124,17 +146,28 @@ def test_within_a_layer_packages_use_each_other_in_one_direction_only() -> None:
     graph: dict[str, set[str]] = {}
     for name, tree in TREES.items():
         package = _package_of(name)
-        graph.setdefault(package, set()).update(target for target in _edges(tree, name) if LAYERS[target] == LAYERS[package])
-    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle
+        graph.setdefault(package, set()).update(
+            target for target in _edges(tree, name) if LAYERS[target] == LAYERS[package]
+        )
+    # raises CycleError, which names the cycle
+    list(graphlib.TopologicalSorter(graph).static_order())
 
 
 def test_only_the_runtimes_hooks_file_registers_module_hooks() -> None:
-    assert [f"{name}: {hook}" for name, tree in TREES.items() if name != "runtime/hooks.py" for hook in _module_hooks(tree)] == []
+    assert [
+        f"{name}: {hook}"
+        for name, tree in TREES.items()
+        if name != "runtime/hooks.py"
+        for hook in _module_hooks(tree)
+    ] == []
 
 
 def test_nothing_is_pickled() -> None:
     assert [
-        f"{name}: {module}" for name, tree in TREES.items() for module in _imports(tree, name) if module.split(".")[0] in PICKLING
+        f"{name}: {module}"
+        for name, tree in TREES.items()
+        for module in _imports(tree, name)
+        if module.split(".")[0] in PICKLING
     ] == []
 
 
@@ -151,7 +184,11 @@ def test_no_object_travels_through_a_process_group() -> None:
 
 def test_every_module_says_what_it_is_and_what_it_offers() -> None:
     assert [name for name, tree in TREES.items() if not ast.get_docstring(tree)] == []
-    assert [name for name, tree in TREES.items() if not _declares_all(tree) and not _offers_nothing(tree)] == []
+    assert [
+        name
+        for name, tree in TREES.items()
+        if not _declares_all(tree) and not _offers_nothing(tree)
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -163,7 +200,11 @@ def test_every_module_says_what_it_is_and_what_it_offers() -> None:
         ("runtime/unit.py", "import zeroshard as zs", "above"),
         ("comm/gloo.py", "from zeroshard.tier import store", "never import each other"),
         ("planner/time.py", "from zeroshard.comm import transport", "may import core, errors only"),
-        ("integrations/lightning.py", "from zeroshard.runtime.engine import Engine", "may import zeroshard only"),
+        (
+            "integrations/lightning.py",
+            "from zeroshard.runtime.engine import Engine",
+            "may import zeroshard only",
+        ),
     ],
 )
 def test_the_rules_catch_what_they_forbid(name: str, source: str, complaint: str) -> None:
@@ -184,5 +225,23 @@ def test_the_rules_allow_what_the_design_allows(name: str, source: str) -> None:
 
 
 def test_the_hook_rule_tells_modules_from_optimizers() -> None:
-    assert list(_module_hooks(ast.parse("module.register_forward_hook(f)\nself.model.register_state_dict_pre_hook(f)"))) != []
-    assert list(_module_hooks(ast.parse("self.optimizer.register_state_dict_pre_hook(f)\nparameter.register_hook(f)"))) == []
+    assert (
+        list(
+            _module_hooks(
+                ast.parse(
+                    "module.register_forward_hook(f)\nself.model.register_state_dict_pre_hook(f)"
+                )
+            )
+        )
+        != []
+    )
+    assert (
+        list(
+            _module_hooks(
+                ast.parse(
+                    "self.optimizer.register_state_dict_pre_hook(f)\nparameter.register_hook(f)"
+                )
+            )
+        )
+        == []
+    )

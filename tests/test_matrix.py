@@ -14,7 +14,9 @@ from tests.harness import ROOT
 
 @pytest.fixture(scope="module")
 def matrix() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("zeroshard_matrix", ROOT / "scripts" / "matrix.py")
+    spec = importlib.util.spec_from_file_location(
+        "zeroshard_matrix", ROOT / "scripts" / "matrix.py"
+    )
     assert spec is not None and spec.loader is not None
     module = sys.modules["zeroshard_matrix"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -28,7 +30,9 @@ def _says(path: Path, version: str, text: str, prefix: str) -> None:
     path.chmod(0o755)
 
 
-def test_every_build_from_311_is_found_once_and_what_does_not_start_is_passed_over(matrix: ModuleType, tmp_path: Path) -> None:
+def test_every_build_from_311_is_found_once_and_what_does_not_start_is_passed_over(
+    matrix: ModuleType, tmp_path: Path
+) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     _says(one / "python3.11", "[3, 11, 2]", "3.11.2 (distribution)", "/usr")
     _says(one / "python3.13", "[3, 13, 0]", "3.13.0", "/opt/13")
@@ -39,5 +43,9 @@ def test_every_build_from_311_is_found_once_and_what_does_not_start_is_passed_ov
     (other / "python3.12").chmod(0o755)
     (other / "python3.11-config").write_text("")
     found = matrix.find([one, tmp_path / "missing", other])
-    assert [interpreter.path for interpreter in found] == [one / "python3.11", other / "python3.11", one / "python3.13"]
+    assert [interpreter.path for interpreter in found] == [
+        one / "python3.11",
+        other / "python3.11",
+        one / "python3.13",
+    ]
     assert matrix.environments(found) == [".venv-3.11.2", ".venv-3.11.2-2", ".venv-3.13.0"]

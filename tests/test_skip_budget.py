@@ -1,4 +1,6 @@
-"""A skipped test is never counted as passed: too many of them fail the session, and missing GPUs are said."""
+"""A skipped test is never counted as passed: too many of them fail the session, and missing GPUs
+are said.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ from tests.harness import ROOT
 
 pytest_plugins = ["pytester"]
 
-SKIPS = "import pytest\ndef test_fine(): pass\ndef test_one(): pytest.skip('no')\n@pytest.mark.skip\ndef test_two(): pass\n"
+SKIPS = (
+    "import pytest\ndef test_fine(): pass\ndef test_one():"
+    " pytest.skip('no')\n@pytest.mark.skip\ndef test_two(): pass\n"
+)
 
 
 @pytest.fixture
@@ -27,7 +32,9 @@ def test_too_many_skipped_tests_fail_the_session_and_are_named(session: pytest.P
     session.makepyfile(SKIPS)
     result = _run(session, budget=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["*skip budget exceeded*", "2 test(s) skipped, 1 allowed*", "*::test_one", "*::test_two"])
+    result.stdout.fnmatch_lines(
+        ["*skip budget exceeded*", "2 test(s) skipped, 1 allowed*", "*::test_one", "*::test_two"]
+    )
     result.assert_outcomes(passed=1, skipped=2)
 
 
@@ -41,9 +48,12 @@ def test_a_module_that_skips_itself_counts(session: pytest.Pytester) -> None:
     assert _run(session, budget=0).ret == pytest.ExitCode.TESTS_FAILED
 
 
-def test_gpu_tests_are_outside_the_budget_and_never_pass_in_silence(session: pytest.Pytester) -> None:
+def test_gpu_tests_are_outside_the_budget_and_never_pass_in_silence(
+    session: pytest.Pytester,
+) -> None:
     session.makepyfile("import pytest\n@pytest.mark.gpu\ndef test_stream(): pass\n")
-    session.makepyfile(torch="class cuda:\n    is_available = staticmethod(lambda: False)\n")  # stands before torch on the path
+    # stands before torch on the path
+    session.makepyfile(torch="class cuda:\n    is_available = staticmethod(lambda: False)\n")
     result = _run(session, budget=0)
     assert result.ret == pytest.ExitCode.OK
     result.stdout.fnmatch_lines(["*GPU tests NOT RUN*", "1 test(s) need a GPU*"])

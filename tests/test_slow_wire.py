@@ -1,4 +1,6 @@
-"""scripts/slow_wire.py: options, what it says where it may not run, closed forms and tables. Namespaces are for the script itself to make."""
+"""scripts/slow_wire.py: options, what it says where it may not run, closed forms and tables.
+Namespaces are for the script itself to make.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +10,68 @@ import pytest
 from rich.console import Console
 
 from scripts import slow_wire
-from scripts.slow_wire import ROWS, AtRate, Measured, Report, RowError, bits_per_s, limit_words, markdown, missing, notes, parse, show
+from scripts.slow_wire import (
+    ROWS,
+    AtRate,
+    Measured,
+    Report,
+    RowError,
+    bits_per_s,
+    limit_words,
+    markdown,
+    missing,
+    notes,
+    parse,
+    show,
+)
 
 MB = 1e6
 
 
-def _report(*, rounds: int = 12, faster: float = 3.0, near: dict[str, float] | None = None) -> Report:
-    """Return what a run would: zeropp-int4 `faster` times as fast as zero3 at 1gbit, and both in 100 ms without a limit."""
+def _report(
+    *, rounds: int = 12, faster: float = 3.0, near: dict[str, float] | None = None
+) -> Report:
+    """Return what a run would: zeropp-int4 `faster` times as fast as zero3 at 1gbit, and both in
+    100 ms without a limit.
+    """
     near = {"shared_memory": MB} if near is None else near
 
     def rows(zero3_s: float, zeropp_s: float) -> dict[str, Measured]:
         return {
-            "zero3": Measured([zero3_s] * rounds, [121 * MB] * rounds, [120 * MB] * rounds, 120.5 * MB, {"gloo": 120 * MB, **near}),
-            "zeropp-int4": Measured([zeropp_s] * rounds, [16 * MB] * rounds, [15 * MB] * rounds, 15.5 * MB, {"gloo": 15 * MB, **near}),
+            "zero3": Measured(
+                [zero3_s] * rounds,
+                [121 * MB] * rounds,
+                [120 * MB] * rounds,
+                120.5 * MB,
+                {"gloo": 120 * MB, **near},
+            ),
+            "zeropp-int4": Measured(
+                [zeropp_s] * rounds,
+                [16 * MB] * rounds,
+                [15 * MB] * rounds,
+                15.5 * MB,
+                {"gloo": 15 * MB, **near},
+            ),
         }
 
-    rates = [AtRate("none", 20_000.0, rows(0.1, 0.1)), AtRate("1gbit", 940.0, rows(1.2, 1.2 / faster))]
+    rates = [
+        AtRate("none", 20_000.0, rows(0.1, 0.1)),
+        AtRate("1gbit", 940.0, rows(1.2, 1.2 / faster)),
+    ]
     machine = {"processor": "some processor", "cores": 2, "kernel": "6.1"}
     options = parse([])
     size = slow_wire.asdict(options.size)
     return Report(
-        options.command, machine, size, options.size.num_parameters, 0.06, "bf16", 2, rates, {"mics": "no columns yet"}, {"hpz": "it broke"}
+        options.command,
+        machine,
+        size,
+        options.size.num_parameters,
+        0.06,
+        "bf16",
+        2,
+        rates,
+        {"mics": "no columns yet"},
+        {"hpz": "it broke"},
     )
 
 
@@ -41,9 +84,19 @@ def test_the_default_model_has_many_parameters_and_few_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--rates", "fast"], ["--rates", "0gbit"], ["--rows", "zero9"], ["--rounds", "0"], ["--width", "100"], ["--precision", "fp8"]]
+    "words",
+    [
+        ["--rates", "fast"],
+        ["--rates", "0gbit"],
+        ["--rows", "zero9"],
+        ["--rounds", "0"],
+        ["--width", "100"],
+        ["--precision", "fp8"],
+    ],
 )
-def test_what_makes_no_sense_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_makes_no_sense_is_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(words)
     assert ended.value.code == 2
@@ -60,14 +113,27 @@ def test_rates_are_bits_and_the_bucket_holds_a_packet_at_least() -> None:
 
 def test_closed_forms_are_those_of_the_table_of_traffic() -> None:
     psi = 2 * 1024  # bytes of bf16 weights; docs/design/traffic.md, "Leaving one node per step"
-    expected = {"zero3": 3, "zero3-two-level": 2, "hpz": 1.5, "mics": 2, "hfsdp": 1.5, "zeropp-int8": 0.508, "zeropp-int4": 0.383}
+    expected = {
+        "zero3": 3,
+        "zero3-two-level": 2,
+        "hpz": 1.5,
+        "mics": 2,
+        "hfsdp": 1.5,
+        "zeropp-int8": 0.508,
+        "zeropp-int4": 0.383,
+    }
     for name, row in ROWS.items():
-        assert row.leaving_a_node(1024, "bf16") / psi == pytest.approx(expected[name], abs=0.001), name
+        assert row.leaving_a_node(1024, "bf16") / psi == pytest.approx(expected[name], abs=0.001), (
+            name
+        )
 
 
 def test_what_is_missing_is_named() -> None:
     assert missing(lambda name: f"/sbin/{name}", user=0) == []
-    assert missing(lambda name: None, user=0) == ["the program 'ip' (of iproute2)", "the program 'tc' (of iproute2)"]
+    assert missing(lambda name: None, user=0) == [
+        "the program 'ip' (of iproute2)",
+        "the program 'tc' (of iproute2)",
+    ]
     assert missing(lambda name: f"/sbin/{name}", user=1000) == ["root rights"]
 
 
@@ -82,11 +148,17 @@ def test_without_rights_it_is_skipped_loudly_with_a_code_of_its_own(
     assert "lacks root rights" in captured.err
 
 
-def test_a_kernel_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kernel_that_refuses_is_quoted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     removed = []
     monkeypatch.setattr(slow_wire, "missing", list)
     monkeypatch.setattr(
-        slow_wire, "_run", lambda *words: (_ for _ in ()).throw(OSError(f"`{words[0]} {words[1]}`: Operation not permitted"))
+        slow_wire,
+        "_run",
+        lambda *words: (_ for _ in ()).throw(
+            OSError(f"`{words[0]} {words[1]}`: Operation not permitted")
+        ),
     )
     monkeypatch.setattr(slow_wire.Wire, "close", lambda wire: removed.append(wire.hosts))
     assert slow_wire.main([]) == 3
@@ -94,7 +166,9 @@ def test_a_kernel_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch, capsys
     assert len(removed) == 1
 
 
-def test_a_row_that_breaks_is_left_out_and_the_others_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_breaks_is_left_out_and_the_others_start_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said: list[str] = []
     tries: list[list[str]] = []
 
@@ -124,7 +198,9 @@ def test_tables_have_a_line_per_row_with_all_three_counts() -> None:
     report = _report()
     text = io.StringIO()
     show(report, Console(file=text, width=200))
-    line = next(line for line in markdown(report).splitlines() if line.startswith("| zeropp-int4 | 400 "))
+    line = next(
+        line for line in markdown(report).splitlines() if line.startswith("| zeropp-int4 | 400 ")
+    )
     assert line == "| zeropp-int4 | 400 | 3.00 | 3.00 to 3.00 | 100 ms | 16.0 | 15.0 | 15.5 | 1.0 |"
     for word in line.strip("| ").split(" | "):
         assert word in text.getvalue()

@@ -3,9 +3,11 @@
     import zeroshard as zs
 
     zs.init_distributed()
-    engine = zs.shard(model, optimizer, stage=3)      # in place: model and optimizer stay the objects they were
+    engine = zs.shard(model, optimizer, stage=3)      # in place: model and optimizer stay the
+                                                      objects they were
 
-Names are looked up when they are first used, so that the command line answers without importing torch.
+Names are looked up when they are first used, so that the command line answers without importing
+torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """``zeroshard.shard`` and ``zeroshard.init_distributed``: from a plain model to an Engine.
 
-The order matters: everything that can be refused is refused, and everything that could differ between ranks is compared, before the first
-parameter is touched; afterwards nothing is refused any more.
+The order matters: everything that can be refused is refused, and everything that could differ
+between ranks is compared, before the first parameter is touched; afterwards nothing is refused any
+more.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from zeroshard.core.launched import meeting_file
 from zeroshard.core.placement import Tier
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.errors import ConfigError, StorageError, ZeroshardError
-from zeroshard.nn.deferred import allocate, deferred_init, fingerprint_of, materialize, refuse_inside
+from zeroshard.nn.deferred import (
+    allocate,
+    deferred_init,
+    fingerprint_of,
+    materialize,
+    refuse_inside,
+)
 from zeroshard.optim.elementwise import check_elementwise
 from zeroshard.optim.sharded import check_parameters
 from zeroshard.runtime.balance import first_fraction
@@ -53,13 +60,17 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -> None:
     """Join the process group that torchrun (or ``zeroshard run``) describes in the environment.
 
-    Does nothing for a single process (no ``RANK`` in the environment) or where a group exists already. With CUDA each rank takes the
-    device of its ``LOCAL_RANK``; the backend is then nccl for CUDA and gloo for CPU tensors, else gloo. Ranks that ``zeroshard run`` has
-    started on one host meet in a file that only this user can read.
+    Does nothing for a single process (no ``RANK`` in the environment) or where a group exists
+    already. With CUDA each rank takes the device of its ``LOCAL_RANK``; the backend is then nccl
+    for CUDA and gloo for CPU tensors, else gloo. Ranks that ``zeroshard run`` has started on one
+    host meet in a file that only this user can read.
     """
     if dist.is_initialized() or "RANK" not in os.environ:
         return
-    if torch.cuda.is_available() and int(os.environ.get("LOCAL_RANK", 0)) < torch.cuda.device_count():
+    if (
+        torch.cuda.is_available()
+        and int(os.environ.get("LOCAL_RANK", 0)) < torch.cuda.device_count()
+    ):
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         backend = backend or "cpu:gloo,cuda:nccl"
     timeout, path = timedelta(seconds=timeout_s), meeting_file()
@@ -68,7 +79,9 @@ def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(path, size)  # type: ignore[attr-defined]
-    dist.init_process_group(backend or "gloo", timeout=timeout, store=store, rank=rank, world_size=size)
+    dist.init_process_group(
+        backend or "gloo", timeout=timeout, store=store, rank=rank, world_size=size
+    )
 
 
 def shard(
@@ -85,16 +98,20 @@ def shard(
 ) -> Engine:
     """Shard `model` and `optimizer` in place over the data parallel ranks, and return the engine.
 
-    Both stay the objects they were. `stage` 0 to 3 or `policy` (a row's name, or a Policy) says where each state rests (default: stage 3);
-    `config` is a Config, a dict or a path to JSON, and keywords go before it; `units` are module classes, qualified names or a
-    callable(name, module) -> bool (default: found automatically); `mesh` a one-dimensional DeviceMesh of the data parallel ranks (default:
-    all ranks); `sync_from` a rank whose weights and buffers all others take (default: the ranks' weights are compared). Further keywords
-    are those of Config: precision, comm, offload, prefetch_bytes, stall_timeout_s,
-    strict (compare what was written to released parameters by value), verify_every (compare replicated state every that many steps),
-    broadcast_buffers (every forward takes rank 0's buffers, as DDP does), gradient_clipping (what a step clips the norm to where
-    ``clip_grad_norm_()`` was not called), and DeepSpeed's three batch sizes, which are compared with the ranks. Collective.
+    Both stay the objects they were. `stage` 0 to 3 or `policy` (a row's name, or a Policy) says
+    where each state rests (default: stage 3); `config` is a Config, a dict or a path to JSON, and
+    keywords go before it; `units` are module classes, qualified names or a callable(name, module)
+    -> bool (default: found automatically); `mesh` a one-dimensional DeviceMesh of the data parallel
+    ranks (default: all ranks); `sync_from` a rank whose weights and buffers all others take
+    (default: the ranks' weights are compared). Further keywords are those of Config: precision,
+    comm, offload, prefetch_bytes, stall_timeout_s, strict (compare what was written to released
+    parameters by value), verify_every (compare replicated state every that many steps),
+    broadcast_buffers (every forward takes rank 0's buffers, as DDP does), gradient_clipping (what a
+    step clips the norm to where ``clip_grad_norm_()`` was not called), and DeepSpeed's three batch
+    sizes, which are compared with the ranks. Collective.
 
-    Raises ConfigError for what cannot be done, and PlanMismatch where the ranks disagree, on every rank, before anything is changed.
+    Raises ConfigError for what cannot be done, and PlanMismatch where the ranks disagree, on every
+    rank, before anything is changed.
     """
     group = _group_of(mesh)
     error: ZeroshardError | None = None
@@ -119,13 +136,16 @@ def shard(
         report = {"sync_from": str(sync_from), **_report(model, optimizer, settings, dtypes, plans)}
         if sync_from is None:
             values = _initial_values(model)
-            is_deferred = any(fingerprint_of(parameter) is not None for parameter in model.parameters())
+            is_deferred = any(
+                fingerprint_of(parameter) is not None for parameter in model.parameters()
+            )
             report |= {"a deferred model": "yes"} if is_deferred else values
             built = values if is_deferred else {}
     except ZeroshardError as refused:
         error = refused
     agree(group, report, error=error)
-    differences = differing(group, built) if built else {}  # of a deferred model: told only where no file overwrites them
+    # of a deferred model: told only where no file overwrites them
+    differences = differing(group, built) if built else {}
     device = next(model.parameters()).device
     tiering = _make_tiering(settings, model, group, device)
     policy = settings.resolved_policy()
@@ -186,8 +206,12 @@ def shard(
     return engine
 
 
-def _make_tiering(settings: Config, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> Tiering:
-    """Make the stores that the configuration asks for; a disk that cannot be used is a StorageError on every rank."""
+def _make_tiering(
+    settings: Config, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device
+) -> Tiering:
+    """Make the stores that the configuration asks for; a disk that cannot be used is a
+    StorageError on every rank.
+    """
     offload = settings.offload
     link = link_of(device) if offload.link is None else offload.link
     stores: dict[Tier, Store] = {}
@@ -198,7 +222,9 @@ def _make_tiering(settings: Config, model: nn.Module, group: dist.ProcessGroup |
         if Tier.DISK in offload.away.values():
             assert offload.disk_path is not None
             rank = 0 if group is None else group.rank()
-            stores[Tier.DISK] = DiskStore(offload.disk_path, device, rank=rank, verify=offload.verify, link=link)
+            stores[Tier.DISK] = DiskStore(
+                offload.disk_path, device, rank=rank, verify=offload.verify, link=link
+            )
     except StorageError as failed:
         error = failed
     if offload.away:
@@ -224,101 +250,180 @@ def _make_tiering(settings: Config, model: nn.Module, group: dist.ProcessGroup |
 
 
 def _no_room_for(model: nn.Module, device: torch.device, world: int) -> float:
-    """Return the share of the optimizer's state (master and two moments) that half of the device's free memory cannot take."""
+    """Return the share of the optimizer's state (master and two moments) that half of the
+    device's free memory cannot take.
+    """
     if device.type == "cpu":
         return 0.0
     free, _ = torch.get_device_module(device).mem_get_info(device)
-    wanted = 12 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) / world
+    wanted = (
+        12
+        * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        / world
+    )
     return max(0.0, 1.0 - 0.5 * float(free) / wanted)
 
 
 def _group_of(mesh: Any) -> dist.ProcessGroup | None:
     if mesh is not None:
         if getattr(mesh, "ndim", None) != 1:
-            raise ConfigError("mesh must be a one-dimensional DeviceMesh of the data parallel ranks: slice yours by its axis name")
+            raise ConfigError(
+                "mesh must be a one-dimensional DeviceMesh of the data parallel ranks: slice yours"
+                " by its axis name"
+            )
         group: dist.ProcessGroup = mesh.get_group()
         return group
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ConfigError("WORLD_SIZE is set but there is no process group: call zeroshard.init_distributed() before shard()")
+        raise ConfigError(
+            "WORLD_SIZE is set but there is no process group: call zeroshard.init_distributed()"
+            " before shard()"
+        )
     return None
 
 
-def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, group: dist.ProcessGroup | None) -> None:
+def _check_model(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, group: dist.ProcessGroup | None
+) -> None:
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module: give shard() one module that holds all the others")
+        raise ConfigError(
+            f"model is a {type(model).__name__}, not a torch.nn.Module: give shard() one module"
+            " that holds all the others"
+        )
     if model.__dict__.get(OWNED):
         raise ConfigError(f"{type(model).__name__} is sharded already: call engine.close() first")
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ConfigError("the model is wrapped in DistributedDataParallel: give shard() the module inside (model.module)")
+        raise ConfigError(
+            "the model is wrapped in DistributedDataParallel: give shard() the module inside"
+            " (model.module)"
+        )
     if isinstance(model, nn.DataParallel):
-        raise ConfigError("the model is wrapped in DataParallel: give shard() the module inside (model.module), on one rank per device")
+        raise ConfigError(
+            "the model is wrapped in DataParallel: give shard() the module inside (model.module),"
+            " on one rank per device"
+        )
     parameters = named_parameters_once(model)
     if not parameters:
         raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to shard")
     devices: dict[torch.device, str] = {}
     for name, parameter in parameters.items():
         if nn.parameter.is_lazy(parameter):
-            raise ConfigError(f"parameter {name!r} belongs to a lazy module and has no shape yet: run the model once on some inputs before shard()")
+            raise ConfigError(
+                f"parameter {name!r} belongs to a lazy module and has no shape yet: run the model"
+                " once on some inputs before shard()"
+            )
         devices.setdefault(parameter.device, name)
         if parameter.layout is not torch.strided:
-            raise ConfigError(f"parameter {name!r} is sparse, which cannot be sharded: use a dense one")
-        if parameter.is_complex() or (parameter.is_floating_point() and parameter.dtype not in _FLOATS):
             raise ConfigError(
-                f"parameter {name!r} is {dtype_name(parameter.dtype)}, which is not supported: use a real dtype of 16 or 32 bits"
+                f"parameter {name!r} is sparse, which cannot be sharded: use a dense one"
+            )
+        if parameter.is_complex() or (
+            parameter.is_floating_point() and parameter.dtype not in _FLOATS
+        ):
+            raise ConfigError(
+                f"parameter {name!r} is {dtype_name(parameter.dtype)}, which is not supported: use"
+                " a real dtype of 16 or 32 bits"
             )
     if len(devices) > 1:
         shown = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise ConfigError(f"the parameters are on {len(devices)} devices ({shown}): move the model to one device before shard()")
+        raise ConfigError(
+            f"the parameters are on {len(devices)} devices ({shown}): move the model to one device"
+            " before shard()"
+        )
     if any(device.type == "meta" for device in devices):
-        raise ConfigError("the model is on the meta device and has no values: build it inside zeroshard.deferred_init() instead")
+        raise ConfigError(
+            "the model is on the meta device and has no values: build it inside"
+            " zeroshard.deferred_init() instead"
+        )
     check_overlap(model)
     for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+        if (
+            isinstance(module, torch.jit.ScriptModule)
+            and next(module.parameters(), None) is not None
+        ):
             raise ConfigError(
-                f"module {name or 'itself'!r} is traced or scripted (torch.jit), so that no hook of Python's runs in it: give shard() the module that "
-                "it was made from"
+                f"module {name or 'itself'!r} is traced or scripted (torch.jit), so that no hook of"
+                " Python's runs in it: give shard() the module that it was made from"
             )
         if module.__dict__.get(OWNED):
-            raise ConfigError(f"submodule {name!r} is sharded already: shard the whole model once, from the outside")
+            raise ConfigError(
+                f"submodule {name!r} is sharded already: shard the whole model once, from the"
+                " outside"
+            )
         if module._compiled_call_impl is not None:
             raise ConfigError(
-                f"module {name or 'itself'!r} was compiled with its hooks, module.compile(): compile what they surround, module.forward = "
-                "torch.compile(module.forward), for each block"
+                f"module {name or 'itself'!r} was compiled with its hooks, module.compile():"
+                " compile what they surround, module.forward = torch.compile(module.forward), for"
+                " each block"
             )
-        if type(module).__module__.startswith("torch.distributed.fsdp") or hasattr(module, "_get_fsdp_state"):
-            raise ConfigError(f"module {name or 'itself'!r} is managed by FSDP: give shard() the plain module")
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
-            raise ConfigError(f"module {name!r} makes sparse gradients (sparse=True), which cannot be sharded: use sparse=False")
+        if type(module).__module__.startswith("torch.distributed.fsdp") or hasattr(
+            module, "_get_fsdp_state"
+        ):
+            raise ConfigError(
+                f"module {name or 'itself'!r} is managed by FSDP: give shard() the plain module"
+            )
+        if (
+            isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            and module.sparse
+            and module.weight.requires_grad
+        ):
+            raise ConfigError(
+                f"module {name!r} makes sparse gradients (sparse=True), which cannot be sharded:"
+                " use sparse=False"
+            )
     if optimizer is not None:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+            raise ConfigError(
+                f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer"
+            )
         check_parameters(optimizer, parameters)
         check_elementwise(optimizer)
 
 
 def _check_precision(model: nn.Module, precision: Precision) -> None:
     for name, parameter in named_parameters_once(model).items():
-        if parameter.is_floating_point() and parameter.dtype not in (torch.float32, precision.compute):
+        if parameter.is_floating_point() and parameter.dtype not in (
+            torch.float32,
+            precision.compute,
+        ):
             raise ConfigError(
-                f"parameter {name!r} is {dtype_name(parameter.dtype)} but precision computes in {dtype_name(precision.compute)}: pass "
-                f"precision={dtype_name(parameter.dtype)!r}, or call model.float() before building the optimizer"
+                f"parameter {name!r} is {dtype_name(parameter.dtype)} but precision computes in"
+                f" {dtype_name(precision.compute)}: pass precision={dtype_name(parameter.dtype)!r},"
+                " or call model.float() before building the optimizer"
             )
 
 
 def _check_codecs(model: nn.Module, dtypes: Dtypes, settings: Config) -> None:
-    """Raise ConfigError for parameters that a codec cannot take, and for a codec that has none to take."""
+    """Raise ConfigError for parameters that a codec cannot take, and for a codec that has none
+    to take.
+    """
     comm, named = settings.comm, named_parameters_once(model)
-    if comm.frozen_codec is not None and all(parameter.requires_grad for parameter in named.values()):
-        raise ConfigError(f"comm.frozen_codec={comm.frozen_codec!r} has no effect: every parameter of this model is trained")
-    settings_of = {"weight_codec": comm.weight_codec, "frozen_codec": comm.frozen_codec, "grad_codec": comm.grad_codec}
+    if comm.frozen_codec is not None and all(
+        parameter.requires_grad for parameter in named.values()
+    ):
+        raise ConfigError(
+            f"comm.frozen_codec={comm.frozen_codec!r} has no effect: every parameter of this model"
+            " is trained"
+        )
+    settings_of = {
+        "weight_codec": comm.weight_codec,
+        "frozen_codec": comm.frozen_codec,
+        "grad_codec": comm.grad_codec,
+    }
     for setting, name in settings_of.items():
         for path, parameter in named.items():
-            takes_part = not parameter.requires_grad if setting == "frozen_codec" else parameter.requires_grad or setting == "weight_codec"
+            takes_part = (
+                not parameter.requires_grad
+                if setting == "frozen_codec"
+                else parameter.requires_grad or setting == "weight_codec"
+            )
             dtype = dtypes.of[id(parameter)]
             if name is not None and takes_part and dtype not in CODED:
-                raise ConfigError(f"comm.{setting}={name!r} takes fp32, bf16 and fp16; parameter {path!r} is {dtype_name(dtype)}: leave the codec out")
+                raise ConfigError(
+                    f"comm.{setting}={name!r} takes fp32, bf16 and fp16; parameter {path!r} is"
+                    f" {dtype_name(dtype)}: leave the codec out"
+                )
 
 
 def _check_nodes(axes: Axes, settings: Config) -> None:
@@ -327,24 +432,39 @@ def _check_nodes(axes: Axes, settings: Config) -> None:
     if axes.size == 1 or axes.num_nodes > 1:
         return
     if comm.hierarchical:
-        raise ConfigError(f"comm.hierarchical=True has no effect: all {axes.size} ranks are one node; set comm.node_size")
+        raise ConfigError(
+            f"comm.hierarchical=True has no effect: all {axes.size} ranks are one node; set"
+            " comm.node_size"
+        )
     if comm.grad_codec == "bf16":
-        raise ConfigError(f"comm.grad_codec='bf16' rounds sums over one node on their way to others: all {axes.size} ranks are one; set comm.node_size")
+        raise ConfigError(
+            "comm.grad_codec='bf16' rounds sums over one node on their way to others: all"
+            f" {axes.size} ranks are one; set comm.node_size"
+        )
 
 
 def _node_size(settings: Config) -> int | None:
-    """Return how many ranks form a node; rows that keep columns ask the launcher's environment where nothing was said."""
+    """Return how many ranks form a node; rows that keep columns ask the launcher's environment
+    where nothing was said.
+    """
     if settings.comm.node_size is not None or not settings.resolved_policy().keeps_columns:
         return settings.comm.node_size
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not text.isdecimal():
         name = settings.resolved_policy().name
-        raise ConfigError(f"policy={name!r} needs to know the nodes: set comm.node_size (no launcher has set LOCAL_WORLD_SIZE)")
+        raise ConfigError(
+            f"policy={name!r} needs to know the nodes: set comm.node_size (no launcher has set"
+            " LOCAL_WORLD_SIZE)"
+        )
     return int(text)
 
 
 def _report(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Config, dtypes: Dtypes, plans: list[UnitPlan]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Config,
+    dtypes: Dtypes,
+    plans: list[UnitPlan],
 ) -> dict[str, str]:
     """What must be the same on every rank, in the order in which a difference is named."""
     precision = settings.resolved_precision()
@@ -361,14 +481,19 @@ def _report(
         "gradient_clipping": str(settings.gradient_clipping),
     }
     for name, parameter in named_parameters_once(model).items():
-        kind = f"{tuple(parameter.shape)} {dtype_name(dtypes.of[id(parameter)])} {'trained' if parameter.requires_grad else 'frozen'}"
+        kind = (
+            f"{tuple(parameter.shape)} {dtype_name(dtypes.of[id(parameter)])}"
+            f" {'trained' if parameter.requires_grad else 'frozen'}"
+        )
         report[f"parameter {name}"] = kind
     for plan in plans:
         report[f"unit {plan.name}"] = ", ".join(plan.parameters)
     report["optimizer"] = type(optimizer).__name__
     names = {id(parameter): name for name, parameter in named_parameters_once(model).items()}
     for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
-        report[f"optimizer param group {index}"] = ", ".join(names[id(parameter)] for parameter in group["params"])
+        report[f"optimizer param group {index}"] = ", ".join(
+            names[id(parameter)] for parameter in group["params"]
+        )
         for key, value in group.items():
             if key not in ("params", "param_names"):
                 report[f"optimizer param group {index}: {key}"] = repr(value)
@@ -380,15 +505,25 @@ def _initial_values(model: nn.Module) -> dict[str, str]:
     values: dict[str, str] = {}
     for name, parameter in named_parameters_once(model).items():
         recipe = fingerprint_of(parameter)
-        values[f"initial value of {name}"] = digest_of(parameter) if recipe is None else f"deferred {recipe}"
+        values[f"initial value of {name}"] = (
+            digest_of(parameter) if recipe is None else f"deferred {recipe}"
+        )
     return values
 
 
 def _told(model: nn.Module, differences: Mapping[str, str]) -> dict[int, str]:
-    """Return, by id of each parameter whose values differ between ranks, the message that says so."""
+    """Return, by id of each parameter whose values differ between ranks, the message that says
+    so.
+    """
     remedy = f"{REMEDY}, or give it values with zs.load_pretrained() before its first use"
-    keys = {f"initial value of {name}": id(parameter) for name, parameter in named_parameters_once(model).items()}
-    return {keys[name]: f"the ranks disagree, first about {name!r}: {who}. {remedy}" for name, who in differences.items()}
+    keys = {
+        f"initial value of {name}": id(parameter)
+        for name, parameter in named_parameters_once(model).items()
+    }
+    return {
+        keys[name]: f"the ranks disagree, first about {name!r}: {who}. {remedy}"
+        for name, who in differences.items()
+    }
 
 
 def _prepare(tensors: Iterable[torch.Tensor], transport: Transport, source: int | None) -> None:

@@ -1,24 +1,30 @@
 """One segment's flat weight buffer, at rest and gathered.
 
-All parameters of a segment lie in one flat buffer (core/layout.py), so an all-gather writes the buffer as it is and nothing is copied in
-or out. At rest only this rank's slice (``local``) holds memory; the full buffer keeps its *storage object* with size 0.
+All parameters of a segment lie in one flat buffer (core/layout.py), so an all-gather writes the
+buffer as it is and nothing is copied in or out. At rest only this rank's slice (``local``) holds
+memory; the full buffer keeps its *storage object* with size 0.
 
-[Note: storage, not objects] Gathering resizes the same storage again instead of making a new tensor. Whatever autograd saved in forward
-(the parameter, or a view of it such as ``weight.t()``) refers to that storage, so it is valid again in backward, however often the buffer
-was released in between. Such a view must not be read while it is released: torch raises in some places and crashes in others. Parameters
-themselves are guarded (runtime/released.py).
+[Note: storage, not objects] Gathering resizes the same storage again instead of making a new
+tensor. Whatever autograd saved in forward (the parameter, or a view of it such as ``weight.t()``)
+refers to that storage, so it is valid again in backward, however often the buffer was released in
+between. Such a view must not be read while it is released: torch raises in some places and crashes
+in others. Parameters themselves are guarded (runtime/released.py).
 
-[Note: views that leave] A view of a parameter that leaves its module (``return self.position[:n]``) may be read, and saved by autograd, while the
-unit is released. Release therefore leaves the storage to such views and makes another one for the next gather: the memory lives as long as
-anything refers to it, and holds the numbers from before the next step. Without gradients autograd saves nothing, so any reference that is not
-ours is a view that has left; with gradients the views are looked for in what a module returns (runtime/hooks.py), and `leave` is called.
+[Note: views that leave] A view of a parameter that leaves its module (``return self.position[:n]``)
+may be read, and saved by autograd, while the unit is released. Release therefore leaves the storage
+to such views and makes another one for the next gather: the memory lives as long as anything refers
+to it, and holds the numbers from before the next step. Without gradients autograd saves nothing, so
+any reference that is not ours is a view that has left; with gradients the views are looked for in
+what a module returns (runtime/hooks.py), and `leave` is called.
 
-Where the transport maps the peers' memory (or there is no peer) the full buffer *is* the resting shards: gathering moves nothing. Weights that
-rest on another tier have no window: each rank reads its own slice alone into its place in the full buffer (ZeRO-Infinity, section 6.1, bandwidth-
+Where the transport maps the peers' memory (or there is no peer) the full buffer *is* the resting
+shards: gathering moves nothing. Weights that rest on another tier have no window: each rank reads
+its own slice alone into its place in the full buffer (ZeRO-Infinity, section 6.1, bandwidth-
 centric partitioning), and the slices meet on the wire from there.
 
-Invariant: ``full`` may be read only between ``to(REPLICATE)``'s wait and ``release()``. Cost: ``numel * itemsize`` bytes while gathered.
-It does not know modules, parameters or autograd; those are runtime/unit.py's.
+Invariant: ``full`` may be read only between ``to(REPLICATE)``'s wait and ``release()``. Cost:
+``numel * itemsize`` bytes while gathered. It does not know modules, parameters or autograd; those
+are runtime/unit.py's.
 """
 
 from __future__ import annotations
@@ -43,7 +49,17 @@ from zeroshard.core.policy import Cells
 from zeroshard.errors import StorageError
 from zeroshard.tier.shelf import Shelf
 
-__all__ = ["FlatBuffer", "Flight", "Lanes", "Meter", "PagePool", "Trimmer", "mesh_of", "poison_value", "return_freed_memory"]
+__all__ = [
+    "FlatBuffer",
+    "Flight",
+    "Lanes",
+    "Meter",
+    "PagePool",
+    "Trimmer",
+    "mesh_of",
+    "poison_value",
+    "return_freed_memory",
+]
 
 _HUGE_BYTES = 2 * 2**20  # below this the allocator's own free lists serve as well
 _HAS_ADVICE = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_FREE")
@@ -70,11 +86,14 @@ class Lanes(Protocol):
 
 
 class PagePool:
-    """Large uninitialised CPU tensors on pages that are used again, step after step; other tensors are plain ones.
+    """Large uninitialised CPU tensors on pages that are used again, step after step; other
+    tensors are plain ones.
 
-    Measured on 200 MB: a copy takes 9 ms into warm pages, 18 into fresh huge ones (and 60 more where memory is fragmented), 87 into fresh
-    4 KiB ones. Pages go back to the pool when the last view of their tensor dies, and from there the kernel may take them at any moment
-    (MADV_FREE): under pressure they cost no memory, without it they still count as resident. Without such pages, nothing is pooled.
+    Measured on 200 MB: a copy takes 9 ms into warm pages, 18 into fresh huge ones (and 60 more
+    where memory is fragmented), 87 into fresh 4 KiB ones. Pages go back to the pool when the last
+    view of their tensor dies, and from there the kernel may take them at any moment (MADV_FREE):
+    under pressure they cost no memory, without it they still count as resident. Without such pages,
+    nothing is pooled.
     """
 
     def __init__(self) -> None:
@@ -111,17 +130,21 @@ def _take_back(pool: weakref.ref[PagePool], pages: mmap.mmap) -> None:
 
 
 def return_freed_memory() -> None:
-    """Let the allocator give freed pages back to the system: glibc keeps what is below 32 MB, and small objects soon lie between."""
+    """Let the allocator give freed pages back to the system: glibc keeps what is below 32 MB,
+    and small objects soon lie between.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 class Trimmer:
-    """Lets the allocator give freed pages back each time that `every_bytes` of temporaries have come and gone (None: never).
+    """Lets the allocator give freed pages back each time that `every_bytes` of temporaries have
+    come and gone (None: never).
 
-    What rests on disk is meant to leave memory, but glibc keeps what is freed below 32 MB and finds its own holes too small for aligned memory:
-    measured, a step on disk of 250 million parameters left 850 MB behind. A trim takes about 5 ms there, the pages are touched anew afterwards.
+    What rests on disk is meant to leave memory, but glibc keeps what is freed below 32 MB and finds
+    its own holes too small for aligned memory: measured, a step on disk of 250 million parameters
+    left 850 MB behind. A trim takes about 5 ms there, the pages are touched anew afterwards.
     """
 
     def __init__(self, every_bytes: int | None) -> None:
@@ -139,7 +162,9 @@ class Trimmer:
 
 
 def poison_value(dtype: torch.dtype) -> float | int | bool:
-    """Return what a released parameter reads as: NaN, or the largest value of a dtype that has none."""
+    """Return what a released parameter reads as: NaN, or the largest value of a dtype that has
+    none.
+    """
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype is torch.bool else torch.iinfo(dtype).max
@@ -174,7 +199,9 @@ class Flight:
         self._event = event
 
     def wait(self) -> None:
-        """Return when the results may be used on compute. Idempotent; a wait that raised may be tried again."""
+        """Return when the results may be used on compute. Idempotent; a wait that raised may be
+        tried again.
+        """
         for work in self._works:
             work.wait()
         self._works = []
@@ -192,7 +219,9 @@ class Flight:
                 work.push()
 
     def abandon(self) -> None:
-        """Return when nothing writes to the buffers any more; the transport has forgotten its part."""
+        """Return when nothing writes to the buffers any more; the transport has forgotten its
+        part.
+        """
         for work in self._works:
             if isinstance(work, _Bringing):
                 work.abandon()
@@ -220,8 +249,9 @@ class _Decoding:
 class _Bringing:
     """A gather from another tier: our slice is read, then (`push`) the slices meet on the wire.
 
-    Reads may end in any order; the wire wants the same order on every rank, so the second stage waits to be pushed. Where a read has failed the
-    slice is NaN (runtime/faults.py): the other ranks wait for it.
+    Reads may end in any order; the wire wants the same order on every rank, so the second stage
+    waits to be pushed. Where a read has failed the slice is NaN (runtime/faults.py): the other
+    ranks wait for it.
     """
 
     def __init__(self, buffer: FlatBuffer, streams: Lanes, reads: Sequence[Work]) -> None:
@@ -298,7 +328,9 @@ def _raise(error: StorageError, *, lost: bool = False) -> None:
 
 
 def _autograd_may_save() -> bool:
-    """Whether references to the weights may be autograd's own: in a backward, or a forward with gradients."""
+    """Whether references to the weights may be autograd's own: in a backward, or a forward with
+    gradients.
+    """
     return torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0
 
 
@@ -328,12 +360,15 @@ class FlatBuffer:
         self.layout = layout
         self.dtype = dtype
         self.scope = layout.scope(cells.weight)  # of what rests here
-        self.stepped = layout.span(transport.rank, layout.scope(cells.optim))  # the range of the buffer that this rank's optimizer steps
+        # the range of the buffer that this rank's optimizer steps
+        self.stepped = layout.span(transport.rank, layout.scope(cells.optim))
         self.rest_span = layout.span(transport.rank, self.scope)
         self._column_span = layout.span(transport.rank, Scope.COLUMN)
         self._keeps_column = self.scope is Scope.OWN and layout.scope(cells.between) is Scope.COLUMN
-        self._column: torch.Tensor | None = None  # between forward and backward (ZeRO++'s secondary shard); encoded where weights travel so
-        self._arrived: torch.Tensor | None = None  # the encoded column of what is gathered now, if it may be kept
+        # between forward and backward (ZeRO++'s secondary shard); encoded where weights travel so
+        self._column: torch.Tensor | None = None
+        # the encoded column of what is gathered now, if it may be kept
+        self._arrived: torch.Tensor | None = None
         self._pages = PagePool() if pages is None else pages
         self.codec = codec  # in which weights travel
         self.exact = False  # the next gather goes without
@@ -346,7 +381,9 @@ class FlatBuffer:
             assert self.scope is Scope.OWN, (key, self.scope)
             rest = Shelf(torch.zeros(self._length(self.rest_span), dtype=dtype, device=device))
         if rest is None:
-            self.window, at_rest = self._make_window(layout.scope(cells.optim) if is_stepped else Scope.OWN)
+            self.window, at_rest = self._make_window(
+                layout.scope(cells.optim) if is_stepped else Scope.OWN
+            )
             rest = Shelf(at_rest)
         self.rest = rest  # this rank's weights at rest
         self.weight = self._part(self.stepped)  # those that follow from its masters
@@ -358,7 +395,11 @@ class FlatBuffer:
 
     def _make_full(self, full: torch.Tensor | None) -> None:
         """Make the full buffer, or take `full`, and the views of it."""
-        self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self._device) if full is None else full
+        self.full = (
+            torch.empty(self.layout.numel, dtype=self.dtype, device=self._device)
+            if full is None
+            else full
+        )
         self.views = self.views_of(self.full)
         if full is None:
             self.full.untyped_storage().resize_(0)
@@ -369,7 +410,9 @@ class FlatBuffer:
         return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata)
 
     def leave(self, address: int) -> bool:
-        """Leave the gathered memory, at the next release, to a tensor at `address`; return whether it lies in there."""
+        """Leave the gathered memory, at the next release, to a tensor at `address`; return
+        whether it lies in there.
+        """
         if not self._owns_full or not 0 <= address - self.full.data_ptr() < self.full_bytes:
             return False
         self._has_left = True
@@ -382,10 +425,14 @@ class FlatBuffer:
     def _make_window(self, written: Scope) -> tuple[Window, torch.Tensor]:
         """Make the window; return it and what of it rests here."""
         if self.scope is Scope.COLUMN:
-            columns = mesh_of(self._transport).column_window(self.key, self.layout.ranges, self.dtype, self._device, written=written)
+            columns = mesh_of(self._transport).column_window(
+                self.key, self.layout.ranges, self.dtype, self._device, written=written
+            )
             return columns, columns.rest
         replicated = self.scope is Scope.WHOLE
-        window = self._transport.window(self.key, self.layout.ranges, self.dtype, self._device, replicated=replicated)
+        window = self._transport.window(
+            self.key, self.layout.ranges, self.dtype, self._device, replicated=replicated
+        )
         if replicated:
             assert window.full is not None, self.key
             return window, window.full
@@ -410,14 +457,20 @@ class FlatBuffer:
 
     def _view_of(self, flat: torch.Tensor, index: int, stride: tuple[int, ...]) -> torch.Tensor:
         slot = self.layout.slots[index]
-        return flat[slot.offset : slot.stop].as_strided(slot.shape, stride, slot.offset + flat.storage_offset())
+        return flat[slot.offset : slot.stop].as_strided(
+            slot.shape, stride, slot.offset + flat.storage_offset()
+        )
 
     def view_in(self, part: torch.Tensor, index: int) -> torch.Tensor:
         """Return parameter `index` [its shape] as a view of `part`, its own elements alone."""
-        return part.as_strided(self.layout.slots[index].shape, self.strides[index], part.storage_offset())
+        return part.as_strided(
+            self.layout.slots[index].shape, self.strides[index], part.storage_offset()
+        )
 
     def view(self, index: int) -> torch.Tensor:
-        """Return parameter `index` [its shape] inside the full buffer; readable only while gathered."""
+        """Return parameter `index` [its shape] inside the full buffer; readable only while
+        gathered.
+        """
         return self.views[index]
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -465,7 +518,9 @@ class FlatBuffer:
         return 0 if self._column is None else self._column.numel() * self._column.element_size()
 
     def to(self, placement: Placement) -> Flight:
-        """Start moving to `placement`: REPLICATE gathers (valid after the flight's wait), SHARD releases."""
+        """Start moving to `placement`: REPLICATE gathers (valid after the flight's wait), SHARD
+        releases.
+        """
         if placement is Placement.SHARD:
             self.release()
             return Flight([], self._streams, None)
@@ -520,8 +575,13 @@ class FlatBuffer:
         self.full[slice(*self.rest_span)].fill_(poison_value(self.dtype))
 
     def meet(self, here: torch.Tensor | None = None) -> Work:
-        """Start the all-gather of the slices that rest in `here` (default: that have been read into the full buffer)."""
-        here, key = self.full[slice(*self.rest_span)] if here is None else here, f"{self.key}.weight"
+        """Start the all-gather of the slices that rest in `here` (default: that have been read
+        into the full buffer).
+        """
+        here, key = (
+            self.full[slice(*self.rest_span)] if here is None else here,
+            f"{self.key}.weight",
+        )
         if self.codec is not None and not self.exact:
             mine = self._empty_encoding(here.numel())
             self.codec.encode(here, mine)
@@ -533,7 +593,11 @@ class FlatBuffer:
     def _meet_encoded(self, mine: torch.Tensor) -> Work:
         """Start the all-gather of encoded slices."""
         encoded = self._empty_encoding(self.layout.numel)
-        return _Decoding(self, self._transport.all_gather(f"{self.key}.weight", mine, self._encoded_ranges, encoded), encoded)
+        return _Decoding(
+            self,
+            self._transport.all_gather(f"{self.key}.weight", mine, self._encoded_ranges, encoded),
+            encoded,
+        )
 
     def _meet_columns(self, column: torch.Tensor) -> Work:
         """Start bringing this node's columns together."""
@@ -541,7 +605,9 @@ class FlatBuffer:
         if self.codec is None:
             return mesh.gather_inside(key, column, self.layout.ranges, self.full)
         encoded = self._empty_encoding(self.layout.numel)
-        return _Decoding(self, mesh.gather_inside(key, column, self._encoded_ranges, encoded), encoded)
+        return _Decoding(
+            self, mesh.gather_inside(key, column, self._encoded_ranges, encoded), encoded
+        )
 
     def _empty_encoding(self, numel: int) -> torch.Tensor:
         assert self.codec is not None
@@ -572,20 +638,32 @@ class FlatBuffer:
     def release(self, *, for_backward: bool | None = False) -> None:
         """Give the gathered memory back; the caller has waited for the flight and is done reading.
 
-        `for_backward`: it is gathered again with the same numbers; where the policy says so, its column stays (None: a column that is here stays).
+        `for_backward`: it is gathered again with the same numbers; where the policy says so, its
+        column stays (None: a column that is here stays).
         """
         if for_backward is False:
             self.forget_column()
-        elif for_backward and self._keeps_column and self._column is None and (self.codec is None or self._arrived is not None):
+        elif (
+            for_backward
+            and self._keeps_column
+            and self._column is None
+            and (self.codec is None or self._arrived is not None)
+        ):
             self._streams.alloc(f"{self.key}.column")
             self._streams.read(self.key)
-            self._column = self.full[slice(*self._column_span)].clone() if self._arrived is None else self._arrived
+            self._column = (
+                self.full[slice(*self._column_span)].clone()
+                if self._arrived is None
+                else self._arrived
+            )
             self._streams.write(f"{self.key}.column")
         self._arrived = None
         if self._owns_full:
             self._streams.free(self.key)
             self._meter.remove(self.full_bytes)
-            if self._has_left or (not _autograd_may_save() and self._references() > self._own_references):
+            if self._has_left or (
+                not _autograd_may_save() and self._references() > self._own_references
+            ):
                 self._has_left = False
                 with torch.inference_mode(False):  # else only another inference could write to it
                     self._make_full(None)  # see [Note: views that leave]

@@ -1,10 +1,13 @@
-"""Weights that rest encoded: a slab on the device whose elements are kept as blocks of int8, int4 or fp8 (MixZ++, for frozen weights).
+"""Weights that rest encoded: a slab on the device whose elements are kept as blocks of int8,
+int4 or fp8 (MixZ++, for frozen weights).
 
-    encoded   | scale | codes | scale | codes | ...        what rests, and what travels in a gather, as it is
-    borrowed  |  decoded elements  |                       what checkpoints read and write: encoding them again gives the same bytes
+    encoded   | scale | codes | scale | codes | ...  what rests, and what travels in a gather
+    borrowed  |  decoded elements  |                 what checkpoints read and write: encoding them
+                                                     again gives the same bytes
 
-Invariant: reads give what the last write was decoded to. Ranges start on a block and end on one, or at the end of a parameter, after which its
-last block is padding. Cost: ``stride/block`` bytes per element; a copy of what is read. It does not know other ranks.
+Invariant: reads give what the last write was decoded to. Ranges start on a block and end on one, or
+at the end of a parameter, after which its last block is padding. Cost: ``stride/block`` bytes per
+element; a copy of what is read. It does not know other ranks.
 """
 
 from __future__ import annotations
@@ -26,12 +29,15 @@ class CodedSlab:
 
     tier = Tier.DEVICE
 
-    def __init__(self, key: str, numel: int, dtype: torch.dtype, codec: Codec, device: torch.device) -> None:
+    def __init__(
+        self, key: str, numel: int, dtype: torch.dtype, codec: Codec, device: torch.device
+    ) -> None:
         self.key = key
         self.numel = numel
         self.dtype = dtype
         self.codec = codec
-        self.encoded = torch.zeros(codec.encoded_bytes(numel), dtype=torch.uint8, device=device)  # zeros decode to zeros
+        # zeros decode to zeros
+        self.encoded = torch.zeros(codec.encoded_bytes(numel), dtype=torch.uint8, device=device)
 
     @property
     def num_bytes(self) -> int:

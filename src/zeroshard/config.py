@@ -1,7 +1,9 @@
-"""The keywords of ``zeroshard.shard``, validated: one pydantic model, JSON in and out, wrong keys refused with the nearest right one.
+"""The keywords of ``zeroshard.shard``, validated: one pydantic model, JSON in and out, wrong
+keys refused with the nearest right one.
 
-Invariant: ``Config.from_json(config.to_json()) == config``. Nothing below this layer sees a config object: it is lowered to Policy,
-Precision and plain numbers in api.py. A field that this version cannot honour is refused, never dropped.
+Invariant: ``Config.from_json(config.to_json()) == config``. Nothing below this layer sees a config
+object: it is lowered to Policy, Precision and plain numbers in api.py. A field that this version
+cannot honour is refused, never dropped.
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from zeroshard.comm.codec import Codec, codec
@@ -31,31 +41,52 @@ TierName = Literal["device", "host", "disk"]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False
+    )
 
     def __init__(self, **data: Any) -> None:
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise ConfigError(_one_line(error, section={"Comm": "comm", "Offload": "offload"}.get(type(self).__name__, ""))) from None
+            raise ConfigError(
+                _one_line(
+                    error,
+                    section={"Comm": "comm", "Offload": "offload"}.get(type(self).__name__, ""),
+                )
+            ) from None
 
     @field_validator("*", mode="before")
     @classmethod
     def _of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what pydantic would convert: true or a text for a number, a number or a text for true and false."""
+        """Refuse what pydantic would convert: true or a text for a number, a number or a text
+        for true and false.
+        """
         kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
         for item in value.values() if isinstance(value, dict) else [value]:
             if kinds & {int, float} and type(item) is bool and bool not in kinds:
                 raise ValueError(f"{value!r} is not a number")
-            if kinds & {int, float} and isinstance(item, str) and item not in kinds and str not in kinds:
+            if (
+                kinds & {int, float}
+                and isinstance(item, str)
+                and item not in kinds
+                and str not in kinds
+            ):
                 raise ValueError(f"{value!r} is not a number")
-        if bool in kinds and isinstance(value, (int, float, str)) and type(value) is not bool and not kinds & {int, float, str}:
+        if (
+            bool in kinds
+            and isinstance(value, (int, float, str))
+            and type(value) is not bool
+            and not kinds & {int, float, str}
+        ):
             raise ValueError(f"{value!r} is neither true nor false")
         return value
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """Return the types, and the literal values, that an annotation names; of a dict those of its values."""
+    """Return the types, and the literal values, that an annotation names; of a dict those of its
+    values.
+    """
     if get_origin(annotation) in (Union, UnionType, Literal):
         return set().union(*(_kinds(part) for part in get_args(annotation)))
     if get_origin(annotation) is Annotated:
@@ -66,7 +97,9 @@ def _kinds(annotation: Any) -> set[Any]:
 
 
 class ErrorFeedback(_Strict):
-    """How much of each new error is taken over, and after how many sums all of it is forgotten (None: never)."""
+    """How much of each new error is taken over, and after how many sums all of it is forgotten
+    (None: never).
+    """
 
     beta: float = Field(default=0.8, gt=0, le=1)
     reset: int | None = Field(default=1024, ge=1)
@@ -75,13 +108,16 @@ class ErrorFeedback(_Strict):
 class Comm(_Strict):
     """How bytes travel.
 
-    `ordered` asks for the canonical sum where the backend has a faster one of its own (nccl). `node_size` ranks form a node (default: all do); the
-    sums over ranks depend on it. `hierarchical` says whether collectives go in two levels, inside nodes and between them (default: those that
-    move fewer bytes between hosts so).
+    `ordered` asks for the canonical sum where the backend has a faster one of its own (nccl).
+    `node_size` ranks form a node (default: all do); the sums over ranks depend on it.
+    `hierarchical` says whether collectives go in two levels, inside nodes and between them
+    (default: those that move fewer bytes between hosts so).
 
-    `weight_codec` and `grad_codec` ("int8", "int4", "fp8") encode what travels, in blocks of `codec_block` elements with one scale (ZeRO++: qwZ, qgZ);
-    `frozen_codec` is how weights that are not trained rest and travel (MixZ++). `grad_codec="bf16"` only rounds sums over one node on their way to
-    other nodes. `error_feedback` keeps what encoding gradients loses and adds it to the next ones (LoCo): True, or a dict of `beta` and `reset`.
+    `weight_codec` and `grad_codec` ("int8", "int4", "fp8") encode what travels, in blocks of
+    `codec_block` elements with one scale (ZeRO++: qwZ, qgZ); `frozen_codec` is how weights that are
+    not trained rest and travel (MixZ++). `grad_codec="bf16"` only rounds sums over one node on
+    their way to other nodes. `error_feedback` keeps what encoding gradients loses and adds it to
+    the next ones (LoCo): True, or a dict of `beta` and `reset`.
     """
 
     transport: Literal["auto", "shared_memory", "gloo", "nccl"] = "auto"
@@ -95,7 +131,9 @@ class Comm(_Strict):
     error_feedback: bool | ErrorFeedback = False
 
     def codecs(self) -> Codecs:
-        """Return what encodes weights and gradients. Raises ConfigError for a name or a block that no codec has."""
+        """Return what encodes weights and gradients. Raises ConfigError for a name or a block
+        that no codec has.
+        """
 
         def made(setting: str, name: str | None) -> Codec | None:
             if name is None or name == "bf16":
@@ -107,8 +145,17 @@ class Comm(_Strict):
 
         feedback: Feedback | None = None
         if self.error_feedback:
-            feedback = Feedback() if self.error_feedback is True else Feedback(self.error_feedback.beta, self.error_feedback.reset)
-        return Codecs(made("weight_codec", self.weight_codec), made("grad_codec", self.grad_codec), made("frozen_codec", self.frozen_codec), feedback)
+            feedback = (
+                Feedback()
+                if self.error_feedback is True
+                else Feedback(self.error_feedback.beta, self.error_feedback.reset)
+            )
+        return Codecs(
+            made("weight_codec", self.weight_codec),
+            made("grad_codec", self.grad_codec),
+            made("frozen_codec", self.frozen_codec),
+            feedback,
+        )
 
 
 State = Literal["weight", "grad", "optimizer"]
@@ -118,9 +165,11 @@ _Share = Annotated[float, Field(allow_inf_nan=True)]  # `Offload` says which num
 class Offload(_Strict):
     """On which tier each state rests (ZeRO-Offload, ZeRO-Infinity, Offload++).
 
-    `fraction` of each state that leaves the device does so (a number for all, or one per state; "auto" moves the optimizer's until device and host
-    take the same time for a step); `disk_path` is a directory for what rests on disk; `staging_bytes` bounds the buffers of the streamed step
-    (default 64 MiB); `delayed_update` n applies updates one step late from step n on; `verify` checks what is read from disk against its hash.
+    `fraction` of each state that leaves the device does so (a number for all, or one per state;
+    "auto" moves the optimizer's until device and host take the same time for a step); `disk_path`
+    is a directory for what rests on disk; `staging_bytes` bounds the buffers of the streamed step
+    (default 64 MiB); `delayed_update` n applies updates one step late from step n on; `verify`
+    checks what is read from disk against its hash.
     """
 
     weight: TierName = "device"
@@ -131,22 +180,35 @@ class Offload(_Strict):
     staging_bytes: int | None = Field(default=None, ge=1 << 16)
     delayed_update: int | None = Field(default=None, ge=0)
     verify: bool = False
-    link: Any = Field(default=None, exclude=True, repr=False)  # what copies to and from the host go through, for tests: zeroshard.tier.link.Paced
+    # what copies to and from the host go through, for tests: zeroshard.tier.link.Paced
+    link: Any = Field(default=None, exclude=True, repr=False)
 
     @field_validator("weight", "grad", "optimizer", mode="before")
     @classmethod
     def _known_tier(cls, tier: Any, info: ValidationInfo) -> Any:
         if tier not in get_args(TierName):
-            raise ValueError(f"offload.{info.field_name}={tier!r} is not a tier: 'device', 'host' (the memory of the CPU) or 'disk' (NVMe)")
+            raise ValueError(
+                f"offload.{info.field_name}={tier!r} is not a tier: 'device', 'host' (the memory of"
+                " the CPU) or 'disk' (NVMe)"
+            )
         return tier
 
     @field_validator("fraction")
     @classmethod
     def _share(cls, fraction: Any) -> Any:
-        shares = fraction.items() if isinstance(fraction, dict) else [("", fraction)] if fraction != "auto" else []
+        shares = (
+            fraction.items()
+            if isinstance(fraction, dict)
+            else [("", fraction)]
+            if fraction != "auto"
+            else []
+        )
         for state, share in shares:
             if not 0.0 <= share <= 1.0:
-                raise ValueError(f"offload.fraction{f'[{state!r}]' if state else ''}={share} is not in [0, 1]: it is the share that leaves the device")
+                raise ValueError(
+                    f"offload.fraction{f'[{state!r}]' if state else ''}={share} is not in [0, 1]:"
+                    " it is the share that leaves the device"
+                )
         return fraction
 
     def tier(self, state: State) -> Tier:
@@ -156,11 +218,17 @@ class Offload(_Strict):
     @property
     def away(self) -> dict[str, Tier]:
         """The states that leave the device."""
-        tiers = {"weight": Tier(self.weight), "grad": Tier(self.grad), "optimizer": Tier(self.optimizer)}
+        tiers = {
+            "weight": Tier(self.weight),
+            "grad": Tier(self.grad),
+            "optimizer": Tier(self.optimizer),
+        }
         return {state: tier for state, tier in tiers.items() if tier is not Tier.DEVICE}
 
     def fractions(self) -> dict[str, float]:
-        """Return the share of each state that leaves the device, where its tier says so ("auto": what it starts from)."""
+        """Return the share of each state that leaves the device, where its tier says so ("auto":
+        what it starts from).
+        """
         if isinstance(self.fraction, dict):
             return {**dict.fromkeys(get_args(State), 1.0), **self.fraction}
         return dict.fromkeys(get_args(State), 1.0 if self.fraction == "auto" else self.fraction)
@@ -171,25 +239,43 @@ class Offload(_Strict):
         away = self.away
         for name in ("fraction", "disk_path", "staging_bytes", "delayed_update", "verify"):
             if not away and getattr(self, name) != getattr(defaults, name):
-                raise ConfigError(f"offload.{name} has no effect while every state rests on the device: leave it out")
+                raise ConfigError(
+                    f"offload.{name} has no effect while every state rests on the device: leave"
+                    " it out"
+                )
         if isinstance(self.fraction, dict):
             for given in self.fraction:
                 if given not in away:
-                    raise ConfigError(f"offload.fraction[{given!r}] has no effect: that state rests on the device")
+                    raise ConfigError(
+                        f"offload.fraction[{given!r}] has no effect: that state rests on the device"
+                    )
         uses_disk = Tier.DISK in away.values()
         if uses_disk and self.disk_path is None:
             state = next(state for state, tier in away.items() if tier is Tier.DISK)
-            raise ConfigError(f"offload.{state}='disk' needs offload.disk_path, a directory on a local disk")
+            raise ConfigError(
+                f"offload.{state}='disk' needs offload.disk_path, a directory on a local disk"
+            )
         for name in ("disk_path", "verify"):
             if not uses_disk and getattr(self, name) != getattr(defaults, name):
-                raise ConfigError(f"offload.{name} has no effect while no state rests on disk: leave it out")
+                raise ConfigError(
+                    f"offload.{name} has no effect while no state rests on disk: leave it out"
+                )
         if self.fraction == "auto" and self.optimizer != "host":
-            raise ConfigError(f"offload.fraction='auto' balances the steps of device and host: it needs offload.optimizer='host', not {self.optimizer!r}")
+            raise ConfigError(
+                "offload.fraction='auto' balances the steps of device and host: it needs"
+                f" offload.optimizer='host', not {self.optimizer!r}"
+            )
         if self.delayed_update is not None:
             if "optimizer" not in away:
-                raise ConfigError("offload.delayed_update has no effect while the optimizer's state rests on the device")
+                raise ConfigError(
+                    "offload.delayed_update has no effect while the optimizer's state rests on the"
+                    " device"
+                )
             if self.fraction == "auto" or self.fractions()["optimizer"] < 1.0:
-                raise ConfigError("offload.delayed_update needs the whole optimizer state off the device (fraction=1.0): its parts would be a step apart")
+                raise ConfigError(
+                    "offload.delayed_update needs the whole optimizer state off the device"
+                    " (fraction=1.0): its parts would be a step apart"
+                )
 
 
 class Config(_Strict):
@@ -206,8 +292,10 @@ class Config(_Strict):
     strict: bool = False
     verify_every: int | None = Field(default=None, ge=1)
     broadcast_buffers: bool = False
-    gradient_clipping: float | None = Field(default=None, gt=0)  # what a step clips the norm to where clip_grad_norm_() was not called
-    train_batch_size: int | None = Field(default=None, ge=1)  # compared with the product of the next two and the ranks
+    # what a step clips the norm to where clip_grad_norm_() was not called
+    gradient_clipping: float | None = Field(default=None, gt=0)
+    # compared with the product of the next two and the ranks
+    train_batch_size: int | None = Field(default=None, ge=1)
     train_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)
     gradient_accumulation_steps: int | None = Field(default=None, ge=1)
 
@@ -229,25 +317,41 @@ class Config(_Strict):
     @classmethod
     def _known_precision(cls, precision: str | Precision) -> str | Precision:
         if isinstance(precision, str) and precision not in PRECISIONS:
-            raise ValueError(f"precision={precision!r} is not one of {', '.join(PRECISIONS)}, nor a zeroshard.Precision")
+            raise ValueError(
+                f"precision={precision!r} is not one of {', '.join(PRECISIONS)}, nor a"
+                " zeroshard.Precision"
+            )
         return precision
 
     @model_validator(mode="after")
     def _one_policy(self) -> Config:
         if self.stage is not None and self.policy is not None:
-            raise ValueError(f"stage={self.stage} and policy={_policy_name(self.policy)!r} were both given: one of them decides")
+            raise ValueError(
+                f"stage={self.stage} and policy={_policy_name(self.policy)!r} were both given: one"
+                " of them decides"
+            )
         return self
 
     def resolved_policy(self) -> Policy:
-        """Return the row in force (stage 3 where nothing was said), on the tiers that `offload` names."""
+        """Return the row in force (stage 3 where nothing was said), on the tiers that `offload`
+        names.
+        """
         if isinstance(self.policy, Policy):
             policy = self.policy
         else:
-            policy = row(self.policy if self.policy is not None else STAGES[3 if self.stage is None else self.stage])
+            policy = row(
+                self.policy
+                if self.policy is not None
+                else STAGES[3 if self.stage is None else self.stage]
+            )
         if not self.offload.away:
             return policy
         try:
-            return policy.tiered(self.offload.tier("weight"), self.offload.tier("grad"), self.offload.tier("optimizer"))
+            return policy.tiered(
+                self.offload.tier("weight"),
+                self.offload.tier("grad"),
+                self.offload.tier("optimizer"),
+            )
         except ValueError as error:
             raise ConfigError(f"policy={policy.name!r} with this offload: {error}") from None
 
@@ -256,13 +360,20 @@ class Config(_Strict):
         return PRECISIONS[self.precision] if isinstance(self.precision, str) else self.precision
 
     def check_batch(self, num_ranks: int) -> None:
-        """Raise ConfigError unless the batch sizes that were given multiply to one another over `num_ranks`."""
-        total, micro, steps = self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+        """Raise ConfigError unless the batch sizes that were given multiply to one another over
+        `num_ranks`.
+        """
+        total, micro, steps = (
+            self.train_batch_size,
+            self.train_micro_batch_size_per_gpu,
+            self.gradient_accumulation_steps,
+        )
         if total is None or micro is None or steps is None:
             return
         if total != micro * steps * num_ranks:
             raise ConfigError(
-                f"train_batch_size={total} is not train_micro_batch_size_per_gpu={micro} x gradient_accumulation_steps={steps} x {num_ranks} ranks"
+                f"train_batch_size={total} is not train_micro_batch_size_per_gpu={micro} x"
+                f" gradient_accumulation_steps={steps} x {num_ranks} ranks"
             )
 
     def refuse_unsupported(self) -> None:
@@ -273,37 +384,59 @@ class Config(_Strict):
     def _check_codecs(self) -> None:
         comm, policy = self.comm, self.resolved_policy()
         codecs = comm.codecs()
-        for setting, name in (("weight_codec", comm.weight_codec), ("frozen_codec", comm.frozen_codec)):
-            if name is not None and any(c.weight.scope is not Scope.OWN for c in (policy.default, *policy.units.values())):
+        for setting, name in (
+            ("weight_codec", comm.weight_codec),
+            ("frozen_codec", comm.frozen_codec),
+        ):
+            if name is not None and any(
+                c.weight.scope is not Scope.OWN for c in (policy.default, *policy.units.values())
+            ):
                 raise ConfigError(
-                    f"comm.{setting}={name!r} encodes gathers of weights that rest sharded over all ranks (zero3, hpz); "
-                    f"policy={policy.name!r} keeps them otherwise"
+                    f"comm.{setting}={name!r} encodes gathers of weights that rest sharded over all"
+                    f" ranks (zero3, hpz); policy={policy.name!r} keeps them otherwise"
                 )
             if name == "bf16":
-                raise ConfigError(f"comm.{setting}='bf16' is no codec: weights travel in the compute dtype; use precision='bf16'")
+                raise ConfigError(
+                    f"comm.{setting}='bf16' is no codec: weights travel in the compute dtype; use"
+                    " precision='bf16'"
+                )
         if comm.error_feedback and codecs.grad is None:
-            raise ConfigError("comm.error_feedback has no effect without an int8, int4 or fp8 comm.grad_codec")
+            raise ConfigError(
+                "comm.error_feedback has no effect without an int8, int4 or fp8 comm.grad_codec"
+            )
 
     def to_json(self) -> str:
-        """Return the JSON text of this configuration; raises ConfigError for a policy object or a callable `units`, which have none."""
+        """Return the JSON text of this configuration; raises ConfigError for a policy object or
+        a callable `units`, which have none.
+        """
         data = self.model_dump(exclude={"policy", "precision", "units"})
         if isinstance(self.policy, Policy):
             raise ConfigError("a zeroshard.Policy object has no JSON form: name a row of the table")
         data["policy"] = self.policy
-        data["precision"] = self.precision if isinstance(self.precision, str) else _precision_json(self.precision)
-        if self.units is not None and not (isinstance(self.units, (list, tuple)) and all(isinstance(u, str) for u in self.units)):
-            raise ConfigError("units given as classes or a callable have no JSON form: give qualified names")
+        data["precision"] = (
+            self.precision if isinstance(self.precision, str) else _precision_json(self.precision)
+        )
+        if self.units is not None and not (
+            isinstance(self.units, (list, tuple)) and all(isinstance(u, str) for u in self.units)
+        ):
+            raise ConfigError(
+                "units given as classes or a callable have no JSON form: give qualified names"
+            )
         data["units"] = None if self.units is None else list(self.units)
         return json.dumps(data, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Config:
-        """Read what `to_json` wrote; raises ConfigError naming a wrong key and the nearest right one."""
+        """Read what `to_json` wrote; raises ConfigError naming a wrong key and the nearest right
+        one.
+        """
         return build_config(_parse_json(text, "the configuration"))
 
     @classmethod
     def read(cls, source: Config | dict[str, Any] | str | Path | None) -> Config:
-        """Return the configuration in `source`: one of ours (a Config, a dict, a path to JSON, None for the defaults), or DeepSpeed's."""
+        """Return the configuration in `source`: one of ours (a Config, a dict, a path to JSON,
+        None for the defaults), or DeepSpeed's.
+        """
         data = _read_json(source) if isinstance(source, (str, Path)) else source
         if isinstance(data, dict) and "zero_optimization" in data:
             return cls.from_deepspeed(data)
@@ -313,21 +446,26 @@ class Config(_Strict):
     def from_deepspeed(cls, source: str | Path | dict[str, Any]) -> Config:
         """Read a DeepSpeed configuration: a path to its JSON, or the dict.
 
-        Read are ``zero_optimization.stage``, its ``offload_optimizer`` and ``offload_param`` and its keys of ZeRO++ and MiCS, ``bf16``/``fp16`` ``enabled``,
-        ``gradient_clipping`` and the three batch keys; "auto" leaves a key to whoever fills it in
-        (``zeroshard.integrations.transformers``), and to our default otherwise. As in DeepSpeed, a configuration without
-        ``gradient_clipping`` clips at 1.0 (0 switches it off). Every other key raises ConfigError by name: an option without effect is an
-        error here.
+        Read are ``zero_optimization.stage``, its ``offload_optimizer`` and ``offload_param`` and
+        its keys of ZeRO++ and MiCS, ``bf16``/``fp16`` ``enabled``, ``gradient_clipping`` and the
+        three batch keys; "auto" leaves a key to whoever fills it in
+        (``zeroshard.integrations.transformers``), and to our default otherwise. As in DeepSpeed, a
+        configuration without ``gradient_clipping`` clips at 1.0 (0 switches it off). Every other
+        key raises ConfigError by name: an option without effect is an error here.
         """
         data = _read_json(source) if isinstance(source, (str, Path)) else source
         if not isinstance(data, dict):
-            raise ConfigError(f"a DeepSpeed configuration is a JSON object, not a {type(data).__name__}")
+            raise ConfigError(
+                f"a DeepSpeed configuration is a JSON object, not a {type(data).__name__}"
+            )
         fields: dict[str, Any] = {"stage": 0, "gradient_clipping": 1.0}
         for key, value in data.items():
             if key in _BATCH_KEYS:
                 fields[key] = None if value == "auto" else value
             elif key == "gradient_clipping":
-                fields[key] = None if value == "auto" or (value == 0 and type(value) is not bool) else value
+                fields[key] = (
+                    None if value == "auto" or (value == 0 and type(value) is not bool) else value
+                )
             elif key == "zero_optimization":
                 fields |= _zero_section(value)
             elif key in _HALF_PRECISIONS:
@@ -337,7 +475,10 @@ class Config(_Strict):
                     fields["precision"] = _HALF_PRECISIONS[key]
             else:
                 known = [*_BATCH_KEYS, *_HALF_PRECISIONS, "gradient_clipping", "zero_optimization"]
-                raise ConfigError(f"DeepSpeed's key {key!r} is not supported in this version{nearest(key, known)}: leave it out")
+                raise ConfigError(
+                    f"DeepSpeed's key {key!r} is not supported in this"
+                    f" version{nearest(key, known)}: leave it out"
+                )
         if isinstance(fields["stage"], bool):  # what stage 1 was called once
             fields["stage"] = int(fields["stage"])
         return build_config({key: value for key, value in fields.items() if value is not None})
@@ -348,12 +489,17 @@ _HALF_PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
 
 
 def _section_value(section: str, value: Any, name: str, default: Any) -> Any:
-    """Return the one key of a section that is read; "auto" is the default, and any other key is refused."""
+    """Return the one key of a section that is read; "auto" is the default, and any other key is
+    refused.
+    """
     if not isinstance(value, dict):
         raise ConfigError(f"DeepSpeed's section {section!r} is an object, not {value!r}")
     others = [key for key in value if key != name]
     if others:
-        raise ConfigError(f"DeepSpeed's key '{section}.{others[0]}' is not supported in this version{nearest(others[0], [name])}: leave it out")
+        raise ConfigError(
+            f"DeepSpeed's key '{section}.{others[0]}' is not supported in this"
+            f" version{nearest(others[0], [name])}: leave it out"
+        )
     return default if value.get(name, "auto") == "auto" else value[name]
 
 
@@ -365,29 +511,45 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _object(name: str, value: Any, known: list[str]) -> dict[str, Any]:
-    """Return a section of DeepSpeed's with no keys but those `known`; none, empty or false is one without keys."""
+    """Return a section of DeepSpeed's with no keys but those `known`; none, empty or false is
+    one without keys.
+    """
     if value in (None, False):
         return {}
     if not isinstance(value, dict):
         raise ConfigError(f"DeepSpeed's section {name!r} is an object, not {value!r}")
     wrong = [key for key in value if key not in known]
     if wrong:
-        raise ConfigError(f"DeepSpeed's key '{name}.{wrong[0]}' is not supported in this version{nearest(wrong[0], known)}: leave it out")
+        raise ConfigError(
+            f"DeepSpeed's key '{name}.{wrong[0]}' is not supported in this"
+            f" version{nearest(wrong[0], known)}: leave it out"
+        )
     return value
 
 
-_PLUS_PLUS_KEYS = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "zeropp_loco_param", "mics_shard_size")
+_PLUS_PLUS_KEYS = (
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+    "zeropp_loco_param",
+    "mics_shard_size",
+)
 _ZERO_KEYS = ("stage", "offload_optimizer", "offload_param", *_PLUS_PLUS_KEYS)
 _DEVICES = {"none": "device", "cpu": "host", "nvme": "disk"}
 
 
 def _zero_section(value: Any) -> dict[str, Any]:
-    """Read DeepSpeed's ``zero_optimization``: the stage, and what is offloaded (gradients go to the host with the optimizer, as there)."""
+    """Read DeepSpeed's ``zero_optimization``: the stage, and what is offloaded (gradients go to
+    the host with the optimizer, as there).
+    """
     if not isinstance(value, dict):
         raise ConfigError(f"DeepSpeed's section 'zero_optimization' is an object, not {value!r}")
     others = [key for key in value if key not in _ZERO_KEYS]
     if others:
-        raise ConfigError(f"DeepSpeed's key 'zero_optimization.{others[0]}' is not supported in this version{nearest(others[0], list(_ZERO_KEYS))}: leave it out")
+        raise ConfigError(
+            f"DeepSpeed's key 'zero_optimization.{others[0]}' is not supported in this"
+            f" version{nearest(others[0], list(_ZERO_KEYS))}: leave it out"
+        )
     stage = value.get("stage", 0)
     fields: dict[str, Any] = {"stage": 0 if stage == "auto" else stage}
     offload: dict[str, Any] = {}
@@ -396,7 +558,9 @@ def _zero_section(value: Any) -> dict[str, Any]:
         given = _object(f"zero_optimization.{section}", value.get(section), known)
         device = given.get("device", "none")
         if not isinstance(device, str) or device not in _DEVICES:
-            raise ConfigError(f"zero_optimization.{section}.device={device!r} is not one of {', '.join(_DEVICES)}")
+            raise ConfigError(
+                f"zero_optimization.{section}.device={device!r} is not one of {', '.join(_DEVICES)}"
+            )
         if _DEVICES[device] == "device":
             continue
         offload[state] = _DEVICES[device]
@@ -420,12 +584,19 @@ def _plus_plus(section: dict[str, Any], stage: Any) -> dict[str, Any]:
     for key, name in (("zero_hpz_partition_size", "hpz"), ("mics_shard_size", "mics")):
         size = section.get(key, 1)
         if type(size) is not int and size != "auto":
-            raise ConfigError(f"DeepSpeed's zero_optimization.{key}={size!r} is not a number of ranks")
+            raise ConfigError(
+                f"DeepSpeed's zero_optimization.{key}={size!r} is not a number of ranks"
+            )
         if size not in (1, -1, "auto"):
             if row is not None:
-                raise ConfigError("zero_hpz_partition_size and mics_shard_size are both set: one of them decides")
+                raise ConfigError(
+                    "zero_hpz_partition_size and mics_shard_size are both set: one of them decides"
+                )
             row, comm["node_size"] = name, size
-    for key, setting, codec_name in (("zero_quantized_weights", "weight_codec", "int8"), ("zero_quantized_gradients", "grad_codec", "int4")):
+    for key, setting, codec_name in (
+        ("zero_quantized_weights", "weight_codec", "int8"),
+        ("zero_quantized_gradients", "grad_codec", "int4"),
+    ):
         if _flag(f"zero_optimization.{key}", section.get(key, False)):
             comm[setting] = codec_name
     known = {"err_beta": "beta", "reset_T": "reset"}
@@ -442,12 +613,16 @@ def _read_json(path: str | Path) -> Any:
     try:
         data = Path(path).read_bytes()
     except (OSError, ValueError) as error:  # a path with a zero in it is a ValueError
-        raise ConfigError(f"config={str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(
+            f"config={str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
     return _parse_json(data, f"config={str(path)!r}")
 
 
 def _parse_json(text: str | bytes, where: str) -> Any:
-    """Read JSON without what Python's reader adds to it (NaN, Infinity, a key twice); raises ConfigError naming `where`."""
+    """Read JSON without what Python's reader adds to it (NaN, Infinity, a key twice); raises
+    ConfigError naming `where`.
+    """
 
     def number(literal: str) -> float:
         if not isfinite(float(literal)):
@@ -457,7 +632,9 @@ def _parse_json(text: str | bytes, where: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
         if len(out) < len(pairs):
-            raise ValueError(f"the key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} is there twice")
+            raise ValueError(
+                f"the key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} is there twice"
+            )
         return out
 
     try:
@@ -465,7 +642,9 @@ def _parse_json(text: str | bytes, where: str) -> Any:
             text = text.decode("utf-8-sig")
         return json.loads(text, object_pairs_hook=unique, parse_float=number, parse_constant=number)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{where} is not JSON: it is not UTF-8 text, from byte {error.start} on") from None
+        raise ConfigError(
+            f"{where} is not JSON: it is not UTF-8 text, from byte {error.start} on"
+        ) from None
     except RecursionError:
         raise ConfigError(f"{where} is not JSON that can be read: it is nested too deep") from None
     except ValueError as error:
@@ -477,7 +656,10 @@ def _policy_name(policy: str | Policy) -> str:
 
 
 def _precision_json(precision: Precision) -> dict[str, str]:
-    return {name: dtype_name(getattr(precision, name)) for name in ("compute", "reduce", "accumulate", "master")}
+    return {
+        name: dtype_name(getattr(precision, name))
+        for name in ("compute", "reduce", "accumulate", "master")
+    }
 
 
 def nearest(name: str, choices: list[str]) -> str:
@@ -487,7 +669,8 @@ def nearest(name: str, choices: list[str]) -> str:
 
 
 def build_config(source: Config | dict[str, Any] | str | Path | None, **overrides: Any) -> Config:
-    """Return the configuration in `source` (a Config, a dict, a path to JSON) with `overrides` on top.
+    """Return the configuration in `source` (a Config, a dict, a path to JSON) with `overrides`
+    on top.
 
     Raises ConfigError, one line, naming a wrong key with the nearest right one, or a wrong value.
     """
@@ -499,7 +682,10 @@ def build_config(source: Config | dict[str, Any] | str | Path | None, **override
     elif source is not None:
         data = source
     if not isinstance(data, dict):
-        raise ConfigError(f"config must be a zeroshard.Config, a dict or a path to a JSON object, not {type(data).__name__}")
+        raise ConfigError(
+            "config must be a zeroshard.Config, a dict or a path to a JSON object, not"
+            f" {type(data).__name__}"
+        )
     data = dict(data)
     given = {key: value for key, value in overrides.items() if value is not None}
     if "stage" in given:
@@ -509,7 +695,9 @@ def build_config(source: Config | dict[str, Any] | str | Path | None, **override
     data.update(given)
     for key in data:
         if key not in Config.model_fields:
-            raise ConfigError(f"{key!r} is not a keyword of shard(){nearest(key, list(Config.model_fields))}")
+            raise ConfigError(
+                f"{key!r} is not a keyword of shard(){nearest(key, list(Config.model_fields))}"
+            )
     if isinstance(data.get("precision"), dict):
         try:
             data["precision"] = Precision(**data["precision"])
@@ -525,7 +713,9 @@ def build_config(source: Config | dict[str, Any] | str | Path | None, **override
 
 def _one_line(error: ValidationError, section: str = "") -> str:
     def fits(one: ErrorDetails) -> tuple[int, bool]:
-        """Rank the errors of the kinds that a key may have: deeper fits better, and so does a section with an error of its own."""
+        """Rank the errors of the kinds that a key may have: deeper fits better, and so does a
+        section with an error of its own.
+        """
         return len(one["loc"]), one["type"] == "value_error"
 
     first = max(error.errors(), key=fits)

@@ -1,4 +1,6 @@
-"""Every contender really trains: its losses beside torch DDP's, on two ranks, in both precisions."""
+"""Every contender really trains: its losses beside torch DDP's, on two ranks, in both
+precisions.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,12 @@ def losses(rank: int, world_size: int, name: str, precision: str) -> list[float]
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", INSTALLED)
 def test_a_contender_trains_as_torch_ddp_does(name: str, precision: str) -> None:
-    ours, theirs = run_ranks(2, losses, name, precision), run_ranks(2, losses, "torch-ddp", precision)
-    assert ours[0][0] == pytest.approx(theirs[0][0], abs=2e-2 if precision == "bf16" else 1e-6)  # the same weights and tokens
+    ours, theirs = (
+        run_ranks(2, losses, name, precision),
+        run_ranks(2, losses, "torch-ddp", precision),
+    )
+    # the same weights and tokens
+    assert ours[0][0] == pytest.approx(theirs[0][0], abs=2e-2 if precision == "bf16" else 1e-6)
     if name in ("compute", "plain"):
         assert ours[0][-1] != ours[0][0]
     elif precision == "bf16":
@@ -52,7 +58,9 @@ def test_batches_differ_between_ranks_and_steps_and_repeat() -> None:
     size, device = SIZES["tiny"], torch.device("cpu")
     first, second = (Batches(size, rank=rank, num_ranks=2, device=device) for rank in (0, 1))
     tokens, targets = first[3]
-    assert tokens.shape == targets.shape == (size.batch, size.context) and torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert tokens.shape == targets.shape == (size.batch, size.context) and torch.equal(
+        tokens[:, 1:], targets[:, :-1]
+    )
     assert torch.equal(tokens, first[3][0])
     assert not torch.equal(tokens, second[3][0]) and not torch.equal(tokens, first[4][0])
 
@@ -62,9 +70,17 @@ def test_bytes_of_a_text_are_tokens(tmp_path: Path) -> None:
     text, short = tmp_path / "text", tmp_path / "short"
     text.write_bytes(bytes(range(256)))
     short.write_bytes(b"abc")
-    tokens, targets = Batches(SIZES["tiny"], rank=0, num_ranks=1, device=device, files=[str(text)])[0]
+    tokens, targets = Batches(SIZES["tiny"], rank=0, num_ranks=1, device=device, files=[str(text)])[
+        0
+    ]
     assert torch.equal(tokens + 1, targets)
     with pytest.raises(ValueError, match="too small for bytes"):
-        Batches(Size("narrow", 1, 8, 1, vocabulary=100), rank=0, num_ranks=1, device=device, files=[str(text)])
+        Batches(
+            Size("narrow", 1, 8, 1, vocabulary=100),
+            rank=0,
+            num_ranks=1,
+            device=device,
+            files=[str(text)],
+        )
     with pytest.raises(ValueError, match="too few"):
         Batches(SIZES["tiny"], rank=0, num_ranks=1, device=device, files=[str(short)])

@@ -1,4 +1,6 @@
-"""Whose turn it is, and what happens when a contender is missing or breaks: with processes that only pretend."""
+"""Whose turn it is, and what happens when a contender is missing or breaks: with processes that
+only pretend.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,21 @@ def pretend(stage: Stage) -> type:
             train = {"losses": [1.0] * arguments.get("steps", 0), "step_s": [0.1], "total_s": 0.1}
             rest = {"live_after_backward": 16, "live_after_update": 12}
             reply = {"build": {}, "train": train, "rest": rest}[command]
-            return {"replies": [reply, reply], "interface_bytes": 800, "base_bytes": [5, 6], "peak_bytes": [9, 8]}
+            return {
+                "replies": [reply, reply],
+                "interface_bytes": 800,
+                "base_bytes": [5, 6],
+                "peak_bytes": [9, 8],
+            }
 
         def turn(self, steps: int) -> tuple[float, dict[str, Any]]:
             self.num_turns += 1
             if self.num_turns == stage.breaks_at.get(self.name):
                 raise ContenderError(f"{self.name}: broke", failed=True)
             stage.turns.append(self.name)
-            return {"zero3": 1.0, "torch-ddp": 2.0}.get(self.name, 3.0), {"replies": [{"step_s": [0.1] * steps}]}
+            return {"zero3": 1.0, "torch-ddp": 2.0}.get(self.name, 3.0), {
+                "replies": [{"step_s": [0.1] * steps}]
+            }
 
         def close(self) -> None:
             stage.alive.remove(self.name)
@@ -55,7 +64,9 @@ def pretend(stage: Stage) -> type:
     return Group
 
 
-def run_stage(monkeypatch: pytest.MonkeyPatch, stage: Stage, **options: Any) -> tuple[Run, list[str]]:
+def run_stage(
+    monkeypatch: pytest.MonkeyPatch, stage: Stage, **options: Any
+) -> tuple[Run, list[str]]:
     monkeypatch.setattr(driver, "Group", pretend(stage))
     said: list[str] = []
     run = measure(SIZES["tiny"], "fp32", AB, Options(**{"alive": 2, **options}), say=said.append)
@@ -68,13 +79,22 @@ def test_two_at_a_time_take_turns_a_b_a_b(monkeypatch: pytest.MonkeyPatch) -> No
     run, said = run_stage(monkeypatch, stage)
     assert stage.turns == ["zero3", "torch-ddp"] * 3 + ["zero3", "fsdp2"] * 2
     assert stage.most_alive == 2 and said == []
-    assert [(c.reference, c.pairs) for c in run.comparisons] == [("torch-ddp", [[1.0, 2.0]] * 3), ("fsdp2", [[1.0, 3.0]] * 2)]
+    assert [(c.reference, c.pairs) for c in run.comparisons] == [
+        ("torch-ddp", [[1.0, 2.0]] * 3),
+        ("fsdp2", [[1.0, 3.0]] * 2),
+    ]
     assert run.comparisons[0].ratio.median == 2.0
     ours = run.contender("zero3")
-    assert ours is not None and (ours.above_imports, ours.wire_bytes, len(ours.step_s)) == (4, 100.0, 25)
+    assert ours is not None and (ours.above_imports, ours.wire_bytes, len(ours.step_s)) == (
+        4,
+        100.0,
+        25,
+    )
 
 
-def test_a_shared_block_serves_every_comparison_with_one_turn_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_block_serves_every_comparison_with_one_turn_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stage = Stage()
     run, _ = run_stage(monkeypatch, stage, alive=3)
     assert stage.turns == ["zero3", "torch-ddp", "fsdp2"] * 2 + ["zero3", "torch-ddp"]
@@ -87,7 +107,9 @@ def test_the_callers_number_of_pairs_wins(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("alive", [2, 3])
-def test_a_missing_library_is_said_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch, alive: int) -> None:
+def test_a_missing_library_is_said_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, alive: int
+) -> None:
     run, said = run_stage(monkeypatch, Stage(missing="torch-ddp"), alive=alive)
     assert said == ["skipped torch-ddp: not installed\n    | where it was"]
     assert [c.reference for c in run.comparisons] == ["fsdp2"]
@@ -95,10 +117,15 @@ def test_a_missing_library_is_said_and_the_others_go_on(monkeypatch: pytest.Monk
     assert (record.skipped, record.failed) == ("torch-ddp: not installed", False)
 
 
-def test_a_contender_that_breaks_keeps_its_pairs_and_ends_its_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contender_that_breaks_keeps_its_pairs_and_ends_its_comparisons(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run, said = run_stage(monkeypatch, Stage(breaks_at={"torch-ddp": 2}), alive=3)
     assert said == ["FAILED torch-ddp: broke"]
-    assert [(c.reference, len(c.pairs)) for c in run.comparisons] == [("torch-ddp", 1), ("fsdp2", 2)]
+    assert [(c.reference, len(c.pairs)) for c in run.comparisons] == [
+        ("torch-ddp", 1),
+        ("fsdp2", 2),
+    ]
     assert [c.failed for c in run.contenders] == [False, True, False]
 
 
@@ -123,15 +150,29 @@ def arguments(**changes: Any) -> argparse.Namespace:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Options, list[Comparison], bytes]]:
+def asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> list[tuple[str, str, Options, list[Comparison], bytes]]:
     """What the commands asked to be measured, one entry per run."""
     calls = []
 
-    def fake(size: Any, precision: str, comparisons: list[Comparison], options: Options, **_: Any) -> Run:
+    def fake(
+        size: Any, precision: str, comparisons: list[Comparison], options: Options, **_: Any
+    ) -> Run:
         text = b"".join(Path(file).read_bytes() for file in options.files)
         calls.append((size.name, precision, options, comparisons, text))
         records = [ContenderResult("zero3", failed=bool(text)), ContenderResult("plain")]
-        return Run(size.name, precision, 2, 1, "cpu", 1, 1, records, [ComparisonResult("zero3", "plain", None, 5, [[1.0, 2.0]])])
+        return Run(
+            size.name,
+            precision,
+            2,
+            1,
+            "cpu",
+            1,
+            1,
+            records,
+            [ComparisonResult("zero3", "plain", None, 5, [[1.0, 2.0]])],
+        )
 
     monkeypatch.setattr(commands, "measure", fake)
     return calls
@@ -143,19 +184,28 @@ def test_step_measures_every_size_and_precision_and_saves_each(
     assert commands.step(arguments(out=tmp_path / "new" / "out.json"), threads=3) == 0
     assert [call[:2] for call in asked] == [("tiny", "fp32"), ("tiny", "bf16")]
     options = asked[0][2]
-    assert (options.threads, options.steps, options.pairs, options.alive) == (3, 7, 2, SIZES["tiny"].alive)
+    assert (options.threads, options.steps, options.pairs, options.alive) == (
+        3,
+        7,
+        2,
+        SIZES["tiny"].alive,
+    )
     assert len(Report.load(tmp_path / "new" / "out.json").runs) == 2
     assert '"kind": "step"' in capsys.readouterr().out
 
 
-def test_all_contenders_read_one_copy_of_the_text_and_a_broken_one_is_in_the_exit_code(asked: list[Any], tmp_path: Path) -> None:
+def test_all_contenders_read_one_copy_of_the_text_and_a_broken_one_is_in_the_exit_code(
+    asked: list[Any], tmp_path: Path
+) -> None:
     (tmp_path / "a").write_bytes(b"one")
     (tmp_path / "b").write_bytes(b"two")
     assert commands.step(arguments(data=[tmp_path / "a", tmp_path / "b"]), threads=1) == 70
     assert asked[0][4] == b"one\ntwo"
 
 
-def test_overhead_is_one_process_and_a_target_of_three_percent(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_overhead_is_one_process_and_a_target_of_three_percent(
+    asked: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert commands.overhead(arguments(pairs=None, json=False), threads=2) == 0
     assert [call[0] for call in asked] == ["overhead", "tiny"]
     assert all(options.num_ranks == 1 for _, _, options, _, _ in asked)

@@ -5,16 +5,28 @@ from __future__ import annotations
 import pytest
 
 from zeroshard.launch.bench.model import GPT
-from zeroshard.launch.bench.plan import COMPARISONS, CONTENDERS, OVERHEAD_SIZE, SIZES, Size, blocks, comparisons_for
+from zeroshard.launch.bench.plan import (
+    COMPARISONS,
+    CONTENDERS,
+    OVERHEAD_SIZE,
+    SIZES,
+    Size,
+    blocks,
+    comparisons_for,
+)
 
 
-@pytest.mark.parametrize("size", [SIZES["tiny"], SIZES["small"], OVERHEAD_SIZE], ids=lambda size: size.name)
+@pytest.mark.parametrize(
+    "size", [SIZES["tiny"], SIZES["small"], OVERHEAD_SIZE], ids=lambda size: size.name
+)
 def test_the_formula_counts_the_models_parameters(size: Size) -> None:
     assert sum(parameter.numel() for parameter in GPT(size).parameters()) == size.num_parameters
 
 
 def test_the_sizes_are_those_of_the_targets() -> None:
-    assert [round(SIZES[name].num_parameters / 1e6, 1) for name in ("small", "medium", "large")] == [11.4, 49.9, 209.9]
+    assert [
+        round(SIZES[name].num_parameters / 1e6, 1) for name in ("small", "medium", "large")
+    ] == [11.4, 49.9, 209.9]
     assert SIZES["medium"].tokens == 256
 
 
@@ -41,7 +53,9 @@ def test_one_block_serves_all_when_memory_allows_it() -> None:
 
 
 def test_two_at_a_time_is_strictly_a_b() -> None:
-    assert [members for members, _ in blocks(COMPARISONS, alive=2)] == [(c.contender, c.reference) for c in COMPARISONS]
+    assert [members for members, _ in blocks(COMPARISONS, alive=2)] == [
+        (c.contender, c.reference) for c in COMPARISONS
+    ]
     with pytest.raises(ValueError, match="two contenders"):
         blocks(COMPARISONS, alive=1)
 

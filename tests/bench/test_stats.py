@@ -23,8 +23,13 @@ def test_the_interval_holds_the_median_and_stays_within_the_values(values: list[
 @settings(max_examples=20, deadline=None)
 @given(ratios, st.floats(0.1, 10.0))
 def test_scaling_the_values_scales_the_interval(values: list[float], factor: float) -> None:
-    one, other = bootstrap_median(values, num_resamples=500), bootstrap_median([v * factor for v in values], num_resamples=500)
-    assert (other.low, other.median, other.high) == pytest.approx((one.low * factor, one.median * factor, one.high * factor))
+    one, other = (
+        bootstrap_median(values, num_resamples=500),
+        bootstrap_median([v * factor for v in values], num_resamples=500),
+    )
+    assert (other.low, other.median, other.high) == pytest.approx(
+        (one.low * factor, one.median * factor, one.high * factor)
+    )
 
 
 def test_the_same_values_give_the_same_interval() -> None:
@@ -42,7 +47,9 @@ def test_the_interval_covers_the_true_median_about_as_often_as_it_says() -> None
     source = random.Random(2)
     hits = 0
     for trial in range(100):
-        interval = bootstrap_median([source.gauss(5.0, 1.0) for _ in range(MIN_PAIRS)], num_resamples=400, seed=trial)
+        interval = bootstrap_median(
+            [source.gauss(5.0, 1.0) for _ in range(MIN_PAIRS)], num_resamples=400, seed=trial
+        )
         hits += interval.low <= 5.0 <= interval.high
     assert 85 <= hits <= 100
 
@@ -69,5 +76,7 @@ def test_no_values_are_refused() -> None:
         (1.5, 1.6, 11, Verdict.TOO_FEW),
     ],
 )
-def test_a_target_is_decided_only_by_the_whole_interval(low: float, high: float, pairs: int, verdict: Verdict) -> None:
+def test_a_target_is_decided_only_by_the_whole_interval(
+    low: float, high: float, pairs: int, verdict: Verdict
+) -> None:
     assert judge(Interval((low + high) / 2, low, high), 1.0, num_pairs=pairs) is verdict

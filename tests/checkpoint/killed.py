@@ -1,19 +1,27 @@
-"""Two ranks that train and save, and a driver that kills them and looks at what they left. test_killed.py runs it; so can you:
+"""Two ranks that train and save, and a driver that kills them and looks at what they left.
+test_killed.py runs it; so can you:
 
-    python -m tests.checkpoint.killed moments --seed 7 --kills 10              # SIGKILL at random moments
-    python -m tests.checkpoint.killed calls --case new --rank 0 --background 1 # at every system call of a save
+    # SIGKILL at random moments
+    python -m tests.checkpoint.killed moments --seed 7 --kills 10
+    # at every system call of a save
+    python -m tests.checkpoint.killed calls --case new --rank 0 --background 1
 
-The driver imports torch once and forks the ranks, so that a kill costs tenths of a second. It trains once without a kill, for the *reference*:
-the losses, and the content of the checkpoint of each step. Then it makes chains: ranks resume, train and save until they are killed, and the
-next ones resume from what is there. Each link of a chain must
+The driver imports torch once and forks the ranks, so that a kill costs tenths of a second. It
+trains once without a kill, for the *reference*: the losses, and the content of the checkpoint of
+each step. Then it makes chains: ranks resume, train and save until they are killed, and the next
+ones resume from what is there. Each link of a chain must
 
-- find a checkpoint no older than the last one that was reported complete (by rank 0, when ``save()`` in the foreground or ``wait()`` returned);
-- find every step that can be seen whole: each byte has its hash, and is what the reference has, optimizer, random generators and data included;
+- find a checkpoint no older than the last one that was reported complete (by rank 0, when
+  ``save()`` in the foreground or ``wait()`` returned);
+- find every step that can be seen whole: each byte has its hash, and is what the reference has,
+  optimizer, random generators and data included;
 - go on from the newest of them, and have the reference's losses from there on, bit for bit.
 
-Ranks that lost a peer and do not end by themselves are counted, and killed when ``--patience`` is over.
+Ranks that lost a peer and do not end by themselves are counted, and killed when ``--patience`` is
+over.
 
-What it does not show: what a power cut does to data that a disk had said were written. A killed process loses none of them.
+What it does not show: what a power cut does to data that a disk had said were written. A killed
+process loses none of them.
 """
 
 from __future__ import annotations
@@ -53,7 +61,18 @@ WORLD = 2
 NUM_STEPS = 30  # of the reference; a chain that gets there starts again
 STEPS_PER_LINK = 8  # a random kill comes within so many
 LINK_S = 60.0
-CALLS = ("mkdir", "posix_fallocate", "write", "fsync", "rename", "unlink", "rmdir", "ftruncate", "pwrite")  # what changes files and directories
+# what changes files and directories
+CALLS = (
+    "mkdir",
+    "posix_fallocate",
+    "write",
+    "fsync",
+    "rename",
+    "unlink",
+    "rmdir",
+    "ftruncate",
+    "pwrite",
+)
 CASES = ("new", "again", "leftovers")
 
 
@@ -61,7 +80,7 @@ class Lost(AssertionError):
     """What no kill may do: the message says what, and how to see it again."""
 
 
-# ---------------------------------------------------------------------------------------------------------------- the ranks
+# ---------------------------------------------------------------------------------------- the ranks
 
 
 @dataclass(frozen=True)
@@ -74,7 +93,9 @@ class Plan:
     keep_last: int | None = None
     again: bool = False  # save the step that was loaded once more, before training
     stop_at: int = NUM_STEPS
-    counted: str = ""  # which calls are counted: "save" (from the first one inside the hidden directory), "before" (until there), "" none
+    # which calls are counted: "save" (from the first one inside the hidden directory), "before"
+    # (until there), "" none
+    counted: str = ""
     die_at: tuple[int, int] | None = None  # (rank, number of the call that kills it)
 
     @property
@@ -96,14 +117,20 @@ class Position:
         self.generator.set_state(state["generator"])
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens that depend on this generator and on the global ones of Python, numpy and torch."""
-        tokens = torch.randint(VOCABULARY, (2, 5), generator=self.generator) + torch.randint(VOCABULARY, (2, 5))
+        """Return tokens that depend on this generator and on the global ones of Python, numpy
+        and torch.
+        """
+        tokens = torch.randint(VOCABULARY, (2, 5), generator=self.generator) + torch.randint(
+            VOCABULARY, (2, 5)
+        )
         tokens += random.randrange(VOCABULARY) + np.random.randint(VOCABULARY)
         return tokens[:, :-1] % VOCABULARY, tokens[:, 1:] % VOCABULARY
 
 
 def train(rank: int, plan: Plan, ready: Callable[[], None]) -> None:
-    """Resume, then train and save up to ``plan.stop_at``, writing losses and complete steps down."""
+    """Resume, then train and save up to ``plan.stop_at``, writing losses and complete steps
+    down.
+    """
     model = make_model(width=7, layers=1)
     optimizer = two_groups(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -115,11 +142,15 @@ def train(rank: int, plan: Plan, ready: Callable[[], None]) -> None:
     states: dict[str, Any] = {"schedule": schedule, "position": position}
     reported = _Reports(plan, rank)
     ready()
-    with zs.Saver(plan.directory, engine, states=states, keep_last=plan.keep_last, background=plan.background) as saver:
+    with zs.Saver(
+        plan.directory, engine, states=states, keep_last=plan.keep_last, background=plan.background
+    ) as saver:
         if zs.latest_step(plan.directory) is not None:
             zs.load(plan.directory, engine, states=states)  # no fallback: the newest must be whole
             if plan.again:
-                reported.saved(saver.save(position.step, extra=torch.arange(position.step)), position.step)
+                reported.saved(
+                    saver.save(position.step, extra=torch.arange(position.step)), position.step
+                )
         while position.step < plan.stop_at:
             loss = model(*position.batch())
             engine.backward(loss)
@@ -129,13 +160,17 @@ def train(rank: int, plan: Plan, ready: Callable[[], None]) -> None:
             position.step += 1
             _append(plan.root / f"losses-{rank}", f"{position.step} {loss.item().hex()}\n")
             if position.step % plan.save_every == 0:
-                reported.saved(saver.save(position.step, extra=torch.arange(position.step)), position.step)
+                reported.saved(
+                    saver.save(position.step, extra=torch.arange(position.step)), position.step
+                )
         saver.wait()
         reported.all()
 
 
 class _Reports:
-    """Writes down, on rank 0, which steps are known to be complete: in the background a save is when the next one has begun."""
+    """Writes down, on rank 0, which steps are known to be complete: in the background a save is
+    when the next one has begun.
+    """
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.path, self.background, self.writes = plan.root / "reported", plan.background, rank == 0
@@ -165,7 +200,8 @@ def _append(path: Path, line: str, *, sync: bool = False) -> None:
 
 
 def count_calls(plan: Plan, rank: int) -> list[str]:
-    """Replace the functions of `os` that change files: those on the checkpoints are counted, and one of them may be this process's last act.
+    """Replace the functions of `os` that change files: those on the checkpoints are counted, and
+    one of them may be this process's last act.
 
     Returns the names of those counted so far, which grows.
     """
@@ -178,7 +214,10 @@ def count_calls(plan: Plan, rank: int) -> list[str]:
             nonlocal saving
             path = _path_of(target, options.get("dir_fd"))
             if plan.directory in (path, *path.parents):
-                saving = saving or (".saving-" in str(path) and name in ("mkdir", "posix_fallocate"))  # rank 0's first, and that of the others
+                # rank 0's first, and that of the others
+                saving = saving or (
+                    ".saving-" in str(path) and name in ("mkdir", "posix_fallocate")
+                )
                 if saving == (plan.counted == "save"):
                     if len(counted) == last:
                         if name == "write":
@@ -197,7 +236,9 @@ def count_calls(plan: Plan, rank: int) -> list[str]:
 def _path_of(target: Any, dir_fd: int | None) -> Path:
     if isinstance(target, int):
         return Path(os.readlink(f"/proc/self/fd/{target}"))
-    return Path(os.readlink(f"/proc/self/fd/{dir_fd}"), target) if dir_fd is not None else Path(target)
+    return (
+        Path(os.readlink(f"/proc/self/fd/{dir_fd}"), target) if dir_fd is not None else Path(target)
+    )
 
 
 def rank_main(rank: int, plan: Plan, store: Path, ready_fd: int, driver: int) -> int:
@@ -210,7 +251,9 @@ def rank_main(rank: int, plan: Plan, store: Path, ready_fd: int, driver: int) ->
         faulthandler.dump_traceback_later(LINK_S - 5)
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group("gloo", store=dist.FileStore(str(store), WORLD), rank=rank, world_size=WORLD)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(str(store), WORLD), rank=rank, world_size=WORLD
+        )
         counted = count_calls(plan, rank) if plan.counted else []
         train(rank, plan, lambda: os.close(ready_fd))
         (plan.root / f"calls-{rank}").write_text(json.dumps(counted))
@@ -220,7 +263,7 @@ def rank_main(rank: int, plan: Plan, store: Path, ready_fd: int, driver: int) ->
     return 0
 
 
-# ---------------------------------------------------------------------------------------------------------------- the driver
+# --------------------------------------------------------------------------------------- the driver
 
 
 @dataclass
@@ -261,12 +304,16 @@ class Driver:
         plan.root.mkdir()
         self.run(plan)
         step_s = (time.monotonic() - self.started_at) / NUM_STEPS
-        contents = {step: verified_content(path) for step, path in list_steps(plan.directory).items()}
+        contents = {
+            step: verified_content(path) for step, path in list_steps(plan.directory).items()
+        }
         assert list(contents) == list(range(1, NUM_STEPS + 1))
         return Reference([dict(losses(plan, rank)) for rank in range(WORLD)], contents, step_s)
 
     def run(self, plan: Plan, kill: Callable[[list[int]], None] | None = None) -> set[int]:
-        """Run the ranks of one link to their end, which `kill` may bring about; return which were killed, by it or by themselves."""
+        """Run the ranks of one link to their end, which `kill` may bring about; return which
+        were killed, by it or by themselves.
+        """
         for rank in range(WORLD):
             (plan.root / f"losses-{rank}").unlink(missing_ok=True)
         with started(plan) as pids:
@@ -277,11 +324,16 @@ class Driver:
         killed = {rank for rank, status in statuses.items() if status == -signal.SIGKILL}
         failed = {rank: status for rank, status in statuses.items() if status != 0}
         if failed and not killed:
-            raise Lost(f"ranks ended with {failed}:\n" + "".join((plan.root / f"log-{rank}").read_text()[-2000:] for rank in failed))
+            raise Lost(
+                f"ranks ended with {failed}:\n"
+                + "".join((plan.root / f"log-{rank}").read_text()[-2000:] for rank in failed)
+            )
         return killed
 
     def _wait(self, plan: Plan, pids: list[int]) -> dict[int, int]:
-        """Return each rank's exit status. One that outlives a killed peer by more than our patience is ended, and noted."""
+        """Return each rank's exit status. One that outlives a killed peer by more than our
+        patience is ended, and noted.
+        """
         statuses: dict[int, int] = {}
         deadline = time.monotonic() + LINK_S
         while len(statuses) < WORLD:
@@ -292,7 +344,9 @@ class Driver:
                         deadline = min(deadline, time.monotonic() + self.patience_s)
             if time.monotonic() > deadline:
                 for rank in set(range(WORLD)) - set(statuses):
-                    self.totals.slow_survivors.append(f"rank {rank}, {'background' if plan.background else 'foreground'}")
+                    self.totals.slow_survivors.append(
+                        f"rank {rank}, {'background' if plan.background else 'foreground'}"
+                    )
                     os.kill(pids[rank], signal.SIGKILL)
                     os.waitpid(pids[rank], 0)
                     statuses[rank] = 1
@@ -309,9 +363,14 @@ class Driver:
             for step, loss in losses(plan, rank):
                 found += not rank
                 if not rank and step != found:
-                    raise Lost(f"step {step} was trained, and the next one after what was found is {found}")
+                    raise Lost(
+                        f"step {step} was trained, and the next one after what was found is {found}"
+                    )
                 if self.reference.losses[rank][step] != loss:
-                    raise Lost(f"the loss of step {step} on rank {rank} is {loss}, and without a kill {self.reference.losses[rank][step]}")
+                    raise Lost(
+                        f"the loss of step {step} on rank {rank} is {loss}, and without a kill"
+                        f" {self.reference.losses[rank][step]}"
+                    )
                 self.totals.losses_compared += 1
         steps = list_steps(plan.directory)
         newest, told = max(steps, default=0), max(told, last_reported(plan))
@@ -330,7 +389,9 @@ class Driver:
 
 @contextlib.contextmanager
 def started(plan: Plan) -> Iterator[list[int]]:
-    """Fork the ranks, and yield their process ids when all are about to load; none outlives the context."""
+    """Fork the ranks, and yield their process ids when all are about to load; none outlives the
+    context.
+    """
     read_fd, write_fd = os.pipe()
     driver, pids, store = os.getpid(), [], plan.root / "store"
     for rank in range(WORLD):
@@ -340,7 +401,8 @@ def started(plan: Plan) -> Iterator[list[int]]:
         pids.append(pid)
     os.close(write_fd)
     try:
-        if not select.select([read_fd], [], [], LINK_S)[0]:  # the end of the pipe: every rank has closed it, or is gone
+        # the end of the pipe: every rank has closed it, or is gone
+        if not select.select([read_fd], [], [], LINK_S)[0]:
             raise Lost(f"the ranks of {plan} did not start within {LINK_S} s")
         yield pids
     finally:
@@ -354,20 +416,28 @@ def started(plan: Plan) -> Iterator[list[int]]:
 
 
 def verified_content(path: Path) -> Any:
-    """Return what a checkpoint holds, in a form that can be compared, after comparing every byte of it with its hash."""
+    """Return what a checkpoint holds, in a form that can be compared, after comparing every byte
+    of it with its hash.
+    """
     manifest = read_manifest(path)
     if {file.name for file in manifest.files} | {"manifest.json"} != set(os.listdir(path)):
         raise Lost(f"{path} holds {sorted(os.listdir(path))}")
     texts = [(path / file.name).read_bytes() for file in manifest.files]
     for file, text in zip(manifest.files, texts, strict=True):
-        if len(text) != file.bytes or xxhash.xxh3_128_hexdigest(text[: file.header_bytes]) != file.header_hash:
+        if (
+            len(text) != file.bytes
+            or xxhash.xxh3_128_hexdigest(text[: file.header_bytes]) != file.header_hash
+        ):
             raise Lost(f"{path / file.name} is torn, and can be seen")
     for entry in manifest.tensors:
         start = manifest.files[entry.file].header_bytes + entry.offset
         data = texts[entry.file][start : start + entry.num_bytes]
         if [xxhash.xxh3_128_hexdigest(data)] != list(entry.hashes):
             raise Lost(f"{entry.key} in {path} is torn, and can be seen")
-    tensors = {(entry.file, entry.key): (entry.dtype, entry.shape, entry.hashes) for entry in manifest.tensors}
+    tensors = {
+        (entry.file, entry.key): (entry.dtype, entry.shape, entry.hashes)
+        for entry in manifest.tensors
+    }
     return tensors, manifest.states, manifest.optimizer, manifest.step
 
 
@@ -386,10 +456,14 @@ def last_reported(plan: Plan) -> int:
 
 def leftovers(plan: Plan) -> list[str]:
     """Return what lies about of saves and removals that were not finished."""
-    return [path.name for path in plan.directory.glob(".*") if path.name != ".lock"] if plan.directory.exists() else []
+    return (
+        [path.name for path in plan.directory.glob(".*") if path.name != ".lock"]
+        if plan.directory.exists()
+        else []
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- kills at random moments
+# -------------------------------------------------------------------------- kills at random moments
 
 
 def kill_at_moments(driver: Driver, seed: int, num_kills: int) -> None:
@@ -407,15 +481,21 @@ def kill_at_moments(driver: Driver, seed: int, num_kills: int) -> None:
     done = 0
     while done < num_kills:
         victims, moment = set(choose.choice(([0], [1], [0, 1]))), choose.uniform(0, STEPS_PER_LINK)
-        if driver.link(plan, partial(kill_at_moment, plan, victims, moment, driver.reference.step_s)):
+        if driver.link(
+            plan, partial(kill_at_moment, plan, victims, moment, driver.reference.step_s)
+        ):
             done += 1
         else:
             finish(driver, plan)
     finish(driver, plan)
 
 
-def kill_at_moment(plan: Plan, victims: set[int], moment: float, step_s: float, pids: list[int]) -> None:
-    """SIGKILL `victims` after `moment` steps (2.3: after two, and a third of the time that one takes); no more if they have ended."""
+def kill_at_moment(
+    plan: Plan, victims: set[int], moment: float, step_s: float, pids: list[int]
+) -> None:
+    """SIGKILL `victims` after `moment` steps (2.3: after two, and a third of the time that one
+    takes); no more if they have ended.
+    """
     whole, part = divmod(moment, 1)
     while len(losses(plan, 0)) < whole and not any(map(_ended, pids)):
         time.sleep(0.001)
@@ -431,20 +511,40 @@ def _ended(pid: int) -> bool:
 
 def finish(driver: Driver, plan: Plan) -> None:
     """Let a chain come to its end, at which nothing lies about, and make room for the next."""
-    last = replace(plan, keep_last=1, save_every=1, stop_at=max(list_steps(plan.directory), default=0) + 2, counted="", die_at=None)
+    last = replace(
+        plan,
+        keep_last=1,
+        save_every=1,
+        stop_at=max(list_steps(plan.directory), default=0) + 2,
+        counted="",
+        die_at=None,
+    )
     driver.link(last)
     if leftovers(last) or len(list_steps(last.directory)) != 1:
-        raise Lost(f"{last.directory} holds {sorted(os.listdir(last.directory))} after a save that nobody disturbed")
+        raise Lost(
+            f"{last.directory} holds {sorted(os.listdir(last.directory))} after a save that nobody"
+            " disturbed"
+        )
     shutil.rmtree(plan.root)
     plan.root.mkdir()
 
 
-# ---------------------------------------------------------------------------------------------------------------- kills at every call
+# ------------------------------------------------------------------------------ kills at every call
 
 
-def kill_at_calls(driver: Driver, case: str, rank: int, background: bool, only: list[int] | None, sample: bool) -> None:
-    """Let `rank` die at one call after another of a save: of a new step, of one that is there already, or while leftovers are removed."""
-    plan = Plan(driver.root / f"{case}-{rank}-{background}", background=background, keep_last=1, again=case == "again", stop_at=1)
+def kill_at_calls(
+    driver: Driver, case: str, rank: int, background: bool, only: list[int] | None, sample: bool
+) -> None:
+    """Let `rank` die at one call after another of a save: of a new step, of one that is there
+    already, or while leftovers are removed.
+    """
+    plan = Plan(
+        driver.root / f"{case}-{rank}-{background}",
+        background=background,
+        keep_last=1,
+        again=case == "again",
+        stop_at=1,
+    )
     plan.root.mkdir()
     driver.link(plan)  # a checkpoint to begin with
 
@@ -453,27 +553,40 @@ def kill_at_calls(driver: Driver, case: str, rank: int, background: bool, only: 
             plant_leftovers(plan)
         newest = max(list_steps(plan.directory))
         counted = "before" if case == "leftovers" else "save"
-        return driver.link(replace(plan, stop_at=newest + (case != "again"), counted=counted, die_at=die_at))
+        return driver.link(
+            replace(plan, stop_at=newest + (case != "again"), counted=counted, die_at=die_at)
+        )
 
     link(None)
     names = json.loads((plan.root / f"calls-{rank}").read_text())
     for call in only or (sampled(names) if sample else range(len(names))):
         if link((rank, call)) != {rank}:
-            raise Lost(f"call {call} of {len(names)} ({names[call]}) did not kill rank {rank}: are they others each time?")
+            raise Lost(
+                f"call {call} of {len(names)} ({names[call]}) did not kill rank {rank}: are they"
+                " others each time?"
+            )
         driver.totals.calls[names[call]] += 1
     finish(driver, plan)
 
 
 def plant_leftovers(plan: Plan) -> None:
-    """Put there what killed saves leave: a step half written, one half removed, one that was moved aside."""
+    """Put there what killed saves leave: a step half written, one half removed, one that was
+    moved aside.
+    """
     newest = list_steps(plan.directory)[max(list_steps(plan.directory))]
-    for name in (".saving-0000000900-0badcafe", f".removing-{newest.name}", f".replaced-{newest.name}"):
+    for name in (
+        ".saving-0000000900-0badcafe",
+        f".removing-{newest.name}",
+        f".replaced-{newest.name}",
+    ):
         shutil.rmtree(plan.directory / name, ignore_errors=True)
         shutil.copytree(newest, plan.directory / name)
 
 
 def sampled(names: list[str]) -> list[int]:
-    """Return the indices of a few calls for all: the first and the last of each run of equal ones."""
+    """Return the indices of a few calls for all: the first and the last of each run of equal
+    ones.
+    """
     indices: list[int] = []
     for _, run in groupby(enumerate(names), key=lambda pair: pair[1]):
         same = [index for index, _ in run]
@@ -481,11 +594,13 @@ def sampled(names: list[str]) -> list[int]:
     return indices
 
 
-# ---------------------------------------------------------------------------------------------------------------- the command
+# -------------------------------------------------------------------------------------- the command
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Kill ranks while they save, and look at what they left.")
+    parser = argparse.ArgumentParser(
+        description="Kill ranks while they save, and look at what they left."
+    )
     modes = parser.add_subparsers(dest="mode", required=True)
     moments = modes.add_parser("moments", help="at random moments")
     moments.add_argument("--seed", type=int, default=0, help="of the first chain")
@@ -493,12 +608,24 @@ def parse() -> argparse.Namespace:
     moments.add_argument("--kills", type=int, default=10, help="per chain")
     calls = modes.add_parser("calls", help="at system calls of a save")
     for mode in (moments, calls):
-        mode.add_argument("--patience", type=float, default=8.0, metavar="S", help="how long a rank may outlive its peer")
+        mode.add_argument(
+            "--patience",
+            type=float,
+            default=8.0,
+            metavar="S",
+            help="how long a rank may outlive its peer",
+        )
     calls.add_argument("--case", choices=CASES, nargs="+", default=list(CASES))
-    calls.add_argument("--rank", type=int, choices=range(WORLD), nargs="+", default=list(range(WORLD)))
+    calls.add_argument(
+        "--rank", type=int, choices=range(WORLD), nargs="+", default=list(range(WORLD))
+    )
     calls.add_argument("--background", type=int, choices=(0, 1), nargs="+", default=[0, 1])
     calls.add_argument("--call", type=int, nargs="+", help="only these, by number")
-    calls.add_argument("--sample", action="store_true", help="only the first and the last of each run of equal calls")
+    calls.add_argument(
+        "--sample",
+        action="store_true",
+        help="only the first and the last of each run of equal calls",
+    )
     return parser.parse_args()
 
 
@@ -514,7 +641,9 @@ def main() -> None:
                 with replayed_by(f"moments --seed {seed} --kills {args.kills}"):
                     kill_at_moments(driver, seed, args.kills)
         else:
-            for case, rank, background in [(c, r, b) for c in args.case for r in args.rank for b in args.background]:
+            for case, rank, background in [
+                (c, r, b) for c in args.case for r in args.rank for b in args.background
+            ]:
                 if case == "leftovers" and rank:
                     continue  # rank 0 removes them
                 with replayed_by(f"calls --case {case} --rank {rank} --background {background}"):
@@ -527,7 +656,9 @@ def replayed_by(command: str) -> Iterator[None]:
     try:
         yield
     except Lost as lost:
-        raise Lost(f"{lost}\nto see it again: python -m tests.checkpoint.killed {command}") from None
+        raise Lost(
+            f"{lost}\nto see it again: python -m tests.checkpoint.killed {command}"
+        ) from None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Saving and loading together with something else: delayed updates, encoded gradients, ranks that look at different storage, gaps behind overlaps."""
+"""Saving and loading together with something else: delayed updates, encoded gradients, ranks
+that look at different storage, gaps behind overlaps.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from tests.harness import run_ranks
 from zeroshard import CheckpointError
 from zeroshard.checkpoint.manifest import Manifest, ParameterEntry, ShardEntry, TensorEntry
 
-# ---------------------------------------------------------------------------------------------------------------- delayed updates
+# ---------------------------------------------------------------------------------- delayed updates
 
 START = 2  # the first step that is applied late
 
@@ -40,7 +42,9 @@ def _made(**options: Any) -> tuple[zs.Engine, Any, torch.optim.Optimizer]:
 
 
 def _delayed(rank: int, world: int, folder: Path, cut: int) -> None:
-    """Save after `cut` steps and go on; do the same from the checkpoint. A run that counts its steps from the load is late at another step."""
+    """Save after `cut` steps and go on; do the same from the checkpoint. A run that counts its
+    steps from the load is late at another step.
+    """
     offload = zs.Offload(grad="host", optimizer="host", delayed_update=START)
     ends = []
     for loads in (False, True):
@@ -61,15 +65,19 @@ def _delayed(rank: int, world: int, folder: Path, cut: int) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 2, 4])
-def test_a_run_whose_updates_are_late_from_its_second_step_resumes_to_the_same_bits(tmp_path: Path, cut: int) -> None:
+def test_a_run_whose_updates_are_late_from_its_second_step_resumes_to_the_same_bits(
+    tmp_path: Path, cut: int
+) -> None:
     run_ranks(2, _delayed, tmp_path, cut)
 
 
-# ---------------------------------------------------------------------------------------------------------------- encoded gradients
+# -------------------------------------------------------------------------------- encoded gradients
 
 
 def _encoded(rank: int, world: int, folder: Path) -> None:
-    """Go back to a checkpoint after more steps, or load it into a run that has none behind it: the same numbers follow."""
+    """Go back to a checkpoint after more steps, or load it into a run that has none behind it:
+    the same numbers follow.
+    """
     comm = zs.Comm(grad_codec="int4", error_feedback=True)
     ends = []
     engine, model, optimizer = _made(stage=2, comm=comm)
@@ -94,7 +102,7 @@ def test_a_load_forgets_what_encoding_the_gradients_before_it_lost(tmp_path: Pat
     run_ranks(2, _encoded, tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------------------------- ranks that see other storage
+# --------------------------------------------------------------------- ranks that see other storage
 
 
 def _apart(rank: int, world: int, folder: Path) -> str:
@@ -114,18 +122,27 @@ def _apart(rank: int, world: int, folder: Path) -> str:
 
 def test_ranks_that_see_different_checkpoints_of_one_step_are_told(tmp_path: Path) -> None:
     for rank, text in enumerate(run_ranks(2, _apart, tmp_path)):
-        assert "the ranks see different checkpoints under" in text and str(tmp_path / str(rank)) in text
+        assert (
+            "the ranks see different checkpoints under" in text
+            and str(tmp_path / str(rank)) in text
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------- gaps
+# --------------------------------------------------------------------------------------------- gaps
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.data())
 def test_a_gap_that_an_overlap_makes_up_for_is_found(sizes: list[int], data: st.DataObject) -> None:
-    """As many elements as the parameter has, and as many bytes as the file: only their places are wrong."""
+    """As many elements as the parameter has, and as many bytes as the file: only their places
+    are wrong.
+    """
     moved = data.draw(st.integers(0, len(sizes) - 1))
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    shifts = [shift for shift in range(-starts[moved], sum(sizes) - sizes[moved] - starts[moved] + 1) if shift]
+    shifts = [
+        shift
+        for shift in range(-starts[moved], sum(sizes) - sizes[moved] - starts[moved] + 1)
+        if shift
+    ]
     shift = data.draw(st.sampled_from(shifts))
 
     def manifest(in_parameter: int, in_file: int) -> bytes:
@@ -133,13 +150,19 @@ def test_a_gap_that_an_overlap_makes_up_for_is_found(sizes: list[int], data: st.
         for index, (start, size) in enumerate(zip(starts, sizes, strict=True)):
             at = start + in_parameter * (index == moved)
             offset = 4 * (start + in_file * (index == moved))
-            tensors.append(TensorEntry(0, offset, "F32", (size,), ("0" * 32,), "value", "w", at, at + size))
+            tensors.append(
+                TensorEntry(0, offset, "F32", (size,), ("0" * 32,), "value", "w", at, at + size)
+            )
         file = ShardEntry("rank-00000-of-00001.safetensors", 8 + 4 * sum(sizes), 8, "0" * 32)
         parameters = {"w": ParameterEntry((sum(sizes),), (1,), True)}
-        return Manifest(1, 1, "a test", "ddp", "fp32", (file,), parameters, tuple(tensors), None).dump()
+        return Manifest(
+            1, 1, "a test", "ddp", "fp32", (file,), parameters, tuple(tensors), None
+        ).dump()
 
     assert len(Manifest.parse(manifest(0, 0), "there").tensors) == len(sizes)
     with pytest.raises(CheckpointError, match="pieces of value of 'w' overlap at"):
         Manifest.parse(manifest(shift, 0), "there")
-    with pytest.raises(CheckpointError, match=r"lies at byte .* of the data, and the tensor before it ends at"):
+    with pytest.raises(
+        CheckpointError, match=r"lies at byte .* of the data, and the tensor before it ends at"
+    ):
         Manifest.parse(manifest(0, shift), "there")

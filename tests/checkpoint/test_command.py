@@ -95,9 +95,16 @@ def test_show_says_what_is_there(saved: Path, capsys: pytest.CaptureFixture[str]
     assert "rank-00001-of-00002.safetensors" in answer.out
 
 
-def test_show_as_json_has_the_sizes_of_everything(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_as_json_has_the_sizes_of_everything(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown = Answer(capsys, "show", saved, "--json").json
-    assert (shown["step"], shown["steps"], shown["world"], shown["policy"]) == (30, [1, 2, 30], 2, "zero3")
+    assert (shown["step"], shown["steps"], shown["world"], shown["policy"]) == (
+        30,
+        [1, 2, 30],
+        2,
+        "zero3",
+    )
     model = make_model()
     numel = sum(parameter.numel() for parameter in model.parameters())
     assert shown["parameters"] == {
@@ -107,23 +114,47 @@ def test_show_as_json_has_the_sizes_of_everything(saved: Path, capsys: pytest.Ca
         "elements": numel,
     }
     kinds = {(row["kind"], row["dtype"]): row["bytes"] for row in shown["tensors"]}
-    assert kinds["value", "F32"] == kinds["state.exp_avg", "F32"] == kinds["state.exp_avg_sq", "F32"] == 4 * numel
-    assert shown["bytes"] == sum(path.stat().st_size for path in (saved / "step-0000000030").glob("*.safetensors"))
-    assert [group["options"]["weight_decay"] for group in shown["optimizer"]["groups"]] == [0.1, 0.0]
+    assert (
+        kinds["value", "F32"]
+        == kinds["state.exp_avg", "F32"]
+        == kinds["state.exp_avg_sq", "F32"]
+        == 4 * numel
+    )
+    assert shown["bytes"] == sum(
+        path.stat().st_size for path in (saved / "step-0000000030").glob("*.safetensors")
+    )
+    assert [group["options"]["weight_decay"] for group in shown["optimizer"]["groups"]] == [
+        0.1,
+        0.0,
+    ]
     assert shown["optimizer"]["groups"][0]["options"]["betas"] == [0.9, 0.999]
     assert shown["optimizer"]["class"] == "AdamW" and "schedule" in shown["states"]
 
 
-def test_one_step_can_be_named_by_its_number_or_by_its_directory(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, other = Answer(capsys, "show", saved, "--step", 2, "--json").json, Answer(capsys, "show", saved / "step-0000000002", "--json").json
+def test_one_step_can_be_named_by_its_number_or_by_its_directory(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = (
+        Answer(capsys, "show", saved, "--step", 2, "--json").json,
+        Answer(capsys, "show", saved / "step-0000000002", "--json").json,
+    )
     assert one.pop("steps") == [1, 2, 30] and other.pop("steps") == []
     assert one == other and one["step"] == 2
 
 
 def test_show_and_help_do_not_import_torch(saved: Path) -> None:
     for argv in (["checkpoint", "show", str(saved), "--json"], ["checkpoint", "export", "--help"]):
-        code = f"import sys; from zeroshard.launch.cli import main\ntry: main({argv!r})\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
-        answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=ENVIRONMENT)
+        code = (
+            f"import sys; from zeroshard.launch.cli import main\ntry: main({argv!r})\nexcept"
+            " SystemExit: pass\nassert 'torch' not in sys.modules"
+        )
+        answer = subprocess.run(
+            [sys.executable, "-c", code],
+            check=True,
+            capture_output=True,
+            text=True,
+            env=ENVIRONMENT,
+        )
         assert ("example:" if "--help" in argv else '"step"') in answer.stdout
 
 
@@ -135,16 +166,22 @@ def test_a_whole_checkpoint_is_verified(saved: Path, capsys: pytest.CaptureFixtu
     assert (answer.code, answer.err) == (0, "")
     assert answer.out.count("\n") == 1 and "step-0000000030: every byte is right" in answer.out
     everything = Answer(capsys, "verify", saved, "--all", "--json").json["checkpoints"]
-    assert [Path(result["path"]).name for result in everything] == [f"step-{step:010d}" for step in (1, 2, 30)]
+    assert [Path(result["path"]).name for result in everything] == [
+        f"step-{step:010d}" for step in (1, 2, 30)
+    ]
     assert all(result["damage"] == [] and result["bytes"] > 0 for result in everything)
 
 
 def _entries(step: Path) -> dict[str, tuple[Path, int, TensorEntry]]:
-    """Return, for a tensor of each sort, its file, the place of its first byte there, and itself."""
+    """Return, for a tensor of each sort, its file, the place of its first byte there, and
+    itself.
+    """
     manifest = read_manifest(step)
     found = {}
     for sort in ("value", "state.exp_avg", "rng"):
-        entry = next(entry for entry in manifest.tensors if entry.kind.startswith(sort) and entry.num_bytes)
+        entry = next(
+            entry for entry in manifest.tensors if entry.kind.startswith(sort) and entry.num_bytes
+        )
         file = manifest.files[entry.file]
         found[sort] = step / file.name, file.header_bytes + entry.offset, entry
     return found
@@ -156,7 +193,9 @@ def _flip(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
-def test_all_damage_is_listed_by_file_parameter_and_elements(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_damage_is_listed_by_file_parameter_and_elements(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     step = list_steps(run)[30]
     entries = _entries(step)
     for path, position, entry in entries.values():
@@ -165,37 +204,56 @@ def test_all_damage_is_listed_by_file_parameter_and_elements(run: Path, capsys: 
     (step / "notes.txt").write_text("mine")
     answer = Answer(capsys, "verify", run)
     assert answer.code == 73
-    assert answer.err.count("\n") == 1 and "damaged in 5 place(s)" in answer.err and str(step) in answer.err
+    assert (
+        answer.err.count("\n") == 1
+        and "damaged in 5 place(s)" in answer.err
+        and str(step) in answer.err
+    )
     lines = answer.out.splitlines()
     assert len(lines) == 5
     for sort in ("value", "state.exp_avg"):
         path, _, entry = entries[sort]
         assert any(
-            path.name in line and f"{sort} of parameter {entry.parameter!r}, elements {entry.start} to {entry.stop}" in line
+            path.name in line
+            and f"{sort} of parameter {entry.parameter!r}, elements {entry.start} to {entry.stop}"
+            in line
             for line in lines
         )
     assert any("rank-00001-of-00002.safetensors is damaged in its header" in line for line in lines)
-    assert any("tensor rng" in line for line in lines) and any("notes.txt does not belong" in line for line in lines)
+    assert any("tensor rng" in line for line in lines) and any(
+        "notes.txt does not belong" in line for line in lines
+    )
     found = Answer(capsys, "verify", run, "--json")
     assert found.code == 73
     damage = found.json["checkpoints"][0]["damage"]
     assert {(one["file"], one["parameter"], one["kind"]) for one in damage} >= {
-        (entries[sort][0].name, entries[sort][2].parameter, entries[sort][2].kind) for sort in entries
+        (entries[sort][0].name, entries[sort][2].parameter, entries[sort][2].kind)
+        for sort in entries
     }
 
 
 @pytest.mark.parametrize("keep", [0, 1, 7, 100, 0.5, -1])
-def test_a_file_that_was_cut_short_names_every_tensor_that_lost_bytes(run: Path, capsys: pytest.CaptureFixture[str], keep: float) -> None:
+def test_a_file_that_was_cut_short_names_every_tensor_that_lost_bytes(
+    run: Path, capsys: pytest.CaptureFixture[str], keep: float
+) -> None:
     step = list_steps(run)[30]
     path = step / "rank-00000-of-00002.safetensors"
     data = path.read_bytes()
     size = int(len(data) * keep) if isinstance(keep, float) else keep % len(data)
     path.write_bytes(data[:size])
     manifest = read_manifest(step)
-    cut = [e for e in manifest.tensors if e.file == 0 and e.num_bytes and manifest.files[0].header_bytes + e.offset + e.num_bytes > size]
+    cut = [
+        e
+        for e in manifest.tensors
+        if e.file == 0
+        and e.num_bytes
+        and manifest.files[0].header_bytes + e.offset + e.num_bytes > size
+    ]
     damage = Answer(capsys, "verify", run, "--json").json["checkpoints"][0]["damage"]
     assert f"{size} bytes and should have {len(data)}" in damage[0]["what"]
-    assert {(one["parameter"], one["kind"]) for one in damage[1:]} >= {(entry.parameter, entry.kind) for entry in cut}
+    assert {(one["parameter"], one["kind"]) for one in damage[1:]} >= {
+        (entry.parameter, entry.kind) for entry in cut
+    }
     assert all("ends before the end" in one["what"] for one in damage[1:])
 
 
@@ -208,22 +266,42 @@ def _link_away(step: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda step: (step / "rank-00001-of-00002.safetensors").unlink(), "rank-00001-of-00002.safetensors cannot be read: No such file"),
-        (lambda step: (step / "manifest.json").unlink(), "manifest.json cannot be read: No such file"),
+        (
+            lambda step: (step / "rank-00001-of-00002.safetensors").unlink(),
+            "rank-00001-of-00002.safetensors cannot be read: No such file",
+        ),
+        (
+            lambda step: (step / "manifest.json").unlink(),
+            "manifest.json cannot be read: No such file",
+        ),
         (lambda step: (step / "manifest.json").write_text("{}"), "manifest.json is damaged"),
         (lambda step: _flip(step / "manifest.json", 300), "manifest.json is damaged"),
         (_link_away, "rank-00001-of-00002.safetensors cannot be read: it is a symbolic link"),
-        (lambda step: os.rename(step, step.with_name("step-0000000031")), "is that of step 30, and its directory says 31"),
+        (
+            lambda step: os.rename(step, step.with_name("step-0000000031")),
+            "is that of step 30, and its directory says 31",
+        ),
     ],
-    ids=["missing file", "missing manifest", "empty manifest", "flipped manifest", "link", "another number"],
+    ids=[
+        "missing file",
+        "missing manifest",
+        "empty manifest",
+        "flipped manifest",
+        "link",
+        "another number",
+    ],
 )
-def test_what_is_not_as_it_was_written_is_found(run: Path, capsys: pytest.CaptureFixture[str], change: Any, complaint: str) -> None:
+def test_what_is_not_as_it_was_written_is_found(
+    run: Path, capsys: pytest.CaptureFixture[str], change: Any, complaint: str
+) -> None:
     change(list_steps(run)[30])
     answer = Answer(capsys, "verify", run)
     assert answer.code == 73 and complaint in answer.out and answer.err.count("\n") == 1
     assert Answer(capsys, "verify", run, "--step", 2).code == 0
     everything = Answer(capsys, "verify", run, "--all", "--json")
-    assert everything.code == 73 and [len(result["damage"]) for result in everything.json["checkpoints"]] == [0, 0, 1]
+    assert everything.code == 73 and [
+        len(result["damage"]) for result in everything.json["checkpoints"]
+    ] == [0, 0, 1]
 
 
 def test_swapped_files_are_found(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,7 +313,9 @@ def test_swapped_files_are_found(run: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_one_flipped_bit_anywhere_is_found(run: Path, capsys: pytest.CaptureFixture[str], seed: int) -> None:
+def test_one_flipped_bit_anywhere_is_found(
+    run: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     files = sorted(list_steps(run)[30].iterdir())
     path = files[seed % len(files)]
@@ -248,11 +328,17 @@ def test_what_the_disk_does_not_give_is_an_error_of_the_disks(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: ShardReader, entry: TensorEntry) -> list[str]:
-        raise CheckpointError(f"{self.path} cannot be read at byte 5: Input/output error") from OSError(5, "Input/output error")
+        raise CheckpointError(
+            f"{self.path} cannot be read at byte 5: Input/output error"
+        ) from OSError(5, "Input/output error")
 
     monkeypatch.setattr(ShardReader, "check", refuse)
     answer = Answer(capsys, "verify", run)
-    assert answer.code == 74 and "could not be read" in answer.err and "Input/output error" in answer.out
+    assert (
+        answer.code == 74
+        and "could not be read" in answer.err
+        and "Input/output error" in answer.out
+    )
     (list_steps(run)[30] / "notes.txt").write_text("mine")
     assert Answer(capsys, "verify", run).code == 73, "beside real damage, that counts"
 
@@ -260,29 +346,68 @@ def test_what_the_disk_does_not_give_is_an_error_of_the_disks(
 # ------------------------------------------------------------------ export and import
 
 
-def test_export_and_import_go_round(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = Answer(capsys, "export", saved, tmp_path / "hf", "--to", "hf", "--dtype", "bf16", "--max-shard-size", "5KB", "--json")
+def test_export_and_import_go_round(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = Answer(
+        capsys,
+        "export",
+        saved,
+        tmp_path / "hf",
+        "--to",
+        "hf",
+        "--dtype",
+        "bf16",
+        "--max-shard-size",
+        "5KB",
+        "--json",
+    )
     assert (out.code, out.err) == (0, "")
     names = sorted(path.name for path in (tmp_path / "hf").iterdir())
-    assert out.json["files"] == names and out.json["step"] == 30 and "model.safetensors.index.json" in names and len(names) > 3
-    assert all(t.dtype is torch.bfloat16 for t in load_file(tmp_path / "hf" / f"model-00001-of-{len(names) - 1:05d}.safetensors").values())
+    assert (
+        out.json["files"] == names
+        and out.json["step"] == 30
+        and "model.safetensors.index.json" in names
+        and len(names) > 3
+    )
+    assert all(
+        t.dtype is torch.bfloat16
+        for t in load_file(
+            tmp_path / "hf" / f"model-00001-of-{len(names) - 1:05d}.safetensors"
+        ).values()
+    )
     for to in ("torch", "dcp"):
         exported = Answer(capsys, "export", saved, tmp_path / to, "--to", to, "--step", 2)
         assert (exported.code, exported.err) == (0, "") and "step 2 of" in exported.out
         back = Answer(capsys, "import", tmp_path / to, tmp_path / f"back-{to}", "--json")
         assert (back.code, back.err) == (0, "")
-        assert back.json["step"] == 2 and back.json["format"] == to and back.json["optimizer"] == "AdamW" and back.json["notes"] == []
+        assert (
+            back.json["step"] == 2
+            and back.json["format"] == to
+            and back.json["optimizer"] == "AdamW"
+            and back.json["notes"] == []
+        )
         assert Answer(capsys, "verify", tmp_path / f"back-{to}").code == 0
         one = Answer(capsys, "show", saved, "--step", 2, "--json").json
         other = Answer(capsys, "show", tmp_path / f"back-{to}", "--json").json
         assert one["parameters"] == other["parameters"]
         for key in ("lr", "betas", "weight_decay"):
-            assert [g["options"][key] for g in one["optimizer"]["groups"]] == [g["options"][key] for g in other["optimizer"]["groups"]]
+            assert [g["options"][key] for g in one["optimizer"]["groups"]] == [
+                g["options"][key] for g in other["optimizer"]["groups"]
+            ]
 
 
-def test_what_is_left_out_is_said_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_left_out_is_said_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = make_model()
-    torch.save({"model": model.state_dict(), "optimizer": torch.optim.SGD(model.parameters(), lr=1.0).state_dict()}, tmp_path / "model.pt")
+    torch.save(
+        {
+            "model": model.state_dict(),
+            "optimizer": torch.optim.SGD(model.parameters(), lr=1.0).state_dict(),
+        },
+        tmp_path / "model.pt",
+    )
     answer = Answer(capsys, "import", tmp_path / "model.pt", tmp_path / "run", "--step", 7)
     assert answer.code == 0 and "step-0000000007" in answer.out and "strict=False" in answer.out
     assert answer.err.count("\n") == 1 and "numbers its parameters" in answer.err
@@ -295,7 +420,9 @@ def test_the_choices_are_the_formats_that_exist() -> None:
 # ------------------------------------------------------------------ errors
 
 
-def test_errors_are_one_line_and_their_code_says_which(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line_and_their_code_says_which(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     (tmp_path / "x.safetensors").write_text("x")
@@ -308,14 +435,30 @@ def test_errors_are_one_line_and_their_code_says_which(saved: Path, tmp_path: Pa
         (2, "--all means every step", ["verify", saved, "--all", "--step", 2]),
         (2, "--all means every step", ["verify", step, "--all"]),
         (2, "invalid choice: 'onnx'", ["export", saved, tmp_path / "x", "--to", "onnx"]),
-        (2, "'much' is not a size", ["export", saved, tmp_path / "x", "--to", "hf", "--max-shard-size", "much"]),
-        (2, "is not a size", ["export", saved, tmp_path / "x", "--to", "hf", "--max-shard-size", "0.1"]),
+        (
+            2,
+            "'much' is not a size",
+            ["export", saved, tmp_path / "x", "--to", "hf", "--max-shard-size", "much"],
+        ),
+        (
+            2,
+            "is not a size",
+            ["export", saved, tmp_path / "x", "--to", "hf", "--max-shard-size", "0.1"],
+        ),
         (3, "is not empty", ["export", saved, saved, "--to", "hf"]),
         (3, "no checkpoint that is known", ["import", tmp_path / "empty", tmp_path / "x"]),
         (73, "holds no checkpoint", ["show", tmp_path / "empty"]),
         (2, "holds no step 5; it has 1, 2, 30", ["verify", saved, "--step", 5]),
-        (73, "cannot be read as safetensors", ["import", tmp_path / "x.safetensors", tmp_path / "x"]),
-        (73, "neither model.safetensors nor", ["import", tmp_path / "empty", tmp_path / "x", "--from", "hf"]),
+        (
+            73,
+            "cannot be read as safetensors",
+            ["import", tmp_path / "x.safetensors", tmp_path / "x"],
+        ),
+        (
+            73,
+            "neither model.safetensors nor",
+            ["import", tmp_path / "empty", tmp_path / "x", "--from", "hf"],
+        ),
         (74, "No such file or directory", ["show", tmp_path / "nowhere"]),
         (74, "No such file or directory", ["import", tmp_path / "nowhere", tmp_path / "x"]),
     ]

@@ -1,6 +1,8 @@
-"""Disks that are full, read-only or shared: every rank gets the same typed error, and what was there before stays and loads.
+"""Disks that are full, read-only or shared: every rank gets the same typed error, and what was
+there before stays and loads.
 
-Then the directory of steps itself: who may write, what a killed save leaves behind, which steps go, and a step that is saved again.
+Then the directory of steps itself: who may write, what a killed save leaves behind, which steps go,
+and a step that is saved again.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def training() -> Iterator[Training]:
     training.engine.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------- no space
+# ----------------------------------------------------------------------------------------- no space
 
 
 @contextmanager
@@ -93,11 +95,17 @@ def fault(kind: str, rank: int, failing: tuple[int, ...]) -> Iterator[None]:
         if rank in failing and kind == "limit":
             stack.enter_context(file_limit(20_000))
         elif rank in failing:
-            stack.enter_context(broken_leave("manifest.json", errno.ENOSPC) if kind == "manifest" else broken_leave(f"rank-{rank}.json", errno.EIO))
+            stack.enter_context(
+                broken_leave("manifest.json", errno.ENOSPC)
+                if kind == "manifest"
+                else broken_leave(f"rank-{rank}.json", errno.EIO)
+            )
         yield
 
 
-def _full_on(rank: int, world: int, folder: Path, kind: str, failing: tuple[int, ...], background: bool) -> str:
+def _full_on(
+    rank: int, world: int, folder: Path, kind: str, failing: tuple[int, ...], background: bool
+) -> str:
     """Save, fail, train on and save again; return what the failure said."""
     training = make("zero3")
     training.step(rank, 0)
@@ -105,7 +113,9 @@ def _full_on(rank: int, world: int, folder: Path, kind: str, failing: tuple[int,
     kept = training.fingerprint()
     training.step(rank, 1)
     before = training.fingerprint()
-    with zs.Saver(folder, training.engine, states={"schedule": training.schedule}, background=background) as saver:
+    with zs.Saver(
+        folder, training.engine, states={"schedule": training.schedule}, background=background
+    ) as saver:
         with fault(kind, rank, failing), pytest.raises(CheckpointError) as error:
             saver.save(2)
             saver.wait()
@@ -113,16 +123,19 @@ def _full_on(rank: int, world: int, folder: Path, kind: str, failing: tuple[int,
         assert names(folder) == [".lock", "step-0000000001"] and check_everything(folder) == []
         training.step(rank, 2)  # goes on, also with the same saver
         saver.save(3)
-    assert names(folder) == [".lock", "step-0000000001", "step-0000000003"] and check_everything(folder) == []
+    assert (
+        names(folder) == [".lock", "step-0000000001", "step-0000000003"]
+        and check_everything(folder) == []
+    )
     assert training.load(folder, step=1).step == 1 and training.fingerprint() == kept
     training.engine.close()
     return str(error.value)
 
 
-
-
 def _slow_note(rank: int, world: int, folder: Path) -> list[bool]:
-    """Rank 1 takes its time to leave a note that its disk is full; return whether the directory was still there."""
+    """Rank 1 takes its time to leave a note that its disk is full; return whether the directory
+    was still there.
+    """
     training = make("zero3")
     training.step(rank, 0)
     there: list[bool] = []
@@ -132,7 +145,10 @@ def _slow_note(rank: int, world: int, folder: Path) -> list[bool]:
         there.append(path.parent.is_dir())
         leave(path, content)
 
-    with zs.Saver(folder, training.engine, background=True) as saver, mock.patch.object(saving, "_leave", late):
+    with (
+        zs.Saver(folder, training.engine, background=True) as saver,
+        mock.patch.object(saving, "_leave", late),
+    ):
         with fault("limit", rank, (1,)), pytest.raises(CheckpointError, match="no space"):
             saver.save(2)
             saver.wait()
@@ -148,22 +164,39 @@ def test_the_directory_of_a_failed_save_goes_when_no_rank_writes_any_more(tmp_pa
 @pytest.mark.parametrize(
     ("failing", "background"),
     [
-        pytest.param(failing, background, id=f"{failing} {'in the background' if background else 'now'}")
+        pytest.param(
+            failing, background, id=f"{failing} {'in the background' if background else 'now'}"
+        )
         for failing in ((0,), (1,), (0, 1))
         for background in (False, True)
     ],
 )
-def test_no_space_on_some_ranks_is_the_same_error_on_all(tmp_path: Path, failing: tuple[int, ...], background: bool) -> None:
+def test_no_space_on_some_ranks_is_the_same_error_on_all(
+    tmp_path: Path, failing: tuple[int, ...], background: bool
+) -> None:
     said = run_ranks(2, _full_on, tmp_path, "limit", failing, background)
     for rank, text in enumerate(said):
-        assert "no space for" in text and "File too large" in text and "what was there before is untouched" in text, text
-        assert "needs " in text and " are free" in text and ".safetensors" in text and str(tmp_path) in text
+        assert (
+            "no space for" in text
+            and "File too large" in text
+            and "what was there before is untouched" in text
+        ), text
+        assert (
+            "needs " in text
+            and " are free" in text
+            and ".safetensors" in text
+            and str(tmp_path) in text
+        )
         if rank not in failing:
             assert text.startswith(f"rank {failing[0]}: "), text
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["now", "in the background"])
-@pytest.mark.parametrize(("kind", "failing", "message"), [("manifest", 0, "No space left"), ("part", 1, "Input/output error")], ids=["manifest", "part"])
+@pytest.mark.parametrize(
+    ("kind", "failing", "message"),
+    [("manifest", 0, "No space left"), ("part", 1, "Input/output error")],
+    ids=["manifest", "part"],
+)
 def test_small_files_that_cannot_be_written_are_the_same_error_on_all(
     tmp_path: Path, kind: str, failing: int, message: str, background: bool
 ) -> None:
@@ -178,11 +211,19 @@ def test_too_little_space_is_seen_before_the_first_byte(tmp_path: Path, training
     with (
         mock.patch.object(os, "statvfs", lambda path: small),
         mock.patch.object(saving, "write_shard", side_effect=AssertionError("written")),
-        pytest.raises(CheckpointError, match=rf"no space for step 2 in {tmp_path}: it needs \d+ bytes .*, and {40 * 512} are free") as error,
+        pytest.raises(
+            CheckpointError,
+            match=(
+                rf"no space for step 2 in {tmp_path}: it needs \d+ bytes .*, and {40 * 512} are"
+                r" free"
+            ),
+        ) as error,
     ):
         training.save(tmp_path, 2)
     needed = int(str(error.value).split("needs ")[1].split()[0])
-    assert needed == (1 << 20) + sum(file.stat().st_size for file in (tmp_path / "step-0000000001").glob("*.safetensors"))
+    assert needed == (1 << 20) + sum(
+        file.stat().st_size for file in (tmp_path / "step-0000000001").glob("*.safetensors")
+    )
     assert names(tmp_path) == [".lock", "step-0000000001"]
 
 
@@ -207,25 +248,29 @@ def refused(save, *words):
     try:
         save()
     except zs.CheckpointError as error:
-        assert all(word in str(error) for word in ("no space", "needs", "are free", str(folder), *words)), error
+        expected = ("no space", "needs", "are free", str(folder), *words)
+        assert all(word in str(error) for word in expected), error
     else:
         raise AssertionError("there was space?")
     assert training.fingerprint() == before
-    assert sorted(os.listdir(folder)) == [".lock", "step-0000000001"] and check_everything(folder) == []
+    assert sorted(os.listdir(folder)) == [".lock", "step-0000000001"]
+    assert check_everything(folder) == []
 
 training.save(folder, 1)
 sizes = [file.stat().st_size for file in folder.rglob("*.safetensors")]
 free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
 assert 10**5 < max(sizes) < sum(sizes) < free, (sizes, free)
 if rank == 0:
-    (folder.parent / "ballast").write_bytes(bytes(free - max(sizes) - 10**5))  # room for one file of the two
+    # room for one file of the two
+    (folder.parent / "ballast").write_bytes(bytes(free - max(sizes) - 10**5))
 training.engine.exchange(b"")
 refused(lambda: training.save(folder, 2), "step 2")
 steps.SLACK_BYTES = -(1 << 40)  # as if the space had gone after it was looked at
 refused(lambda: training.save(folder, 2), "No space left on device", "safetensors")
 with late() if rank == 1 else nullcontext():
     saver = zs.Saver(folder, training.engine)
-    refused(lambda: (saver.save(2), saver.wait()), "No space left on device", "rank-00001-of-00002.safetensors")
+    file = "rank-00001-of-00002.safetensors"
+    refused(lambda: (saver.save(2), saver.wait()), "No space left on device", file)
     saver.close()
 if rank == 0:
     (folder.parent / "ballast").unlink()
@@ -242,19 +287,33 @@ if rank == 0:
 def test_a_small_disk_fills_up_and_is_emptied(tmp_path: Path) -> None:
     """A real disk without space: a mount of 4 MB, in a mount namespace of the test's own."""
     unshare = shutil.which("unshare")
-    if unshare is None or subprocess.run([unshare, "-rm", "true"], capture_output=True, check=False).returncode:
+    if (
+        unshare is None
+        or subprocess.run([unshare, "-rm", "true"], capture_output=True, check=False).returncode
+    ):
         pytest.skip("mount namespaces are not permitted here")
     mount, script = tmp_path / "mount", tmp_path / "train.py"
     mount.mkdir()
     root = Path(__file__).resolve().parent.parent.parent
-    script.write_text(SMALL_MOUNT.replace("ROOT", repr(str(root))).replace("MOUNT", repr(str(mount))))
-    inside = f"mount -t tmpfs -o size=4m tmpfs {mount} && exec {sys.executable} -m zeroshard run --nproc 2 {script}"
-    result = subprocess.run([unshare, "-rm", "sh", "-c", inside], capture_output=True, text=True, timeout=120, check=False)
+    script.write_text(
+        SMALL_MOUNT.replace("ROOT", repr(str(root))).replace("MOUNT", repr(str(mount)))
+    )
+    inside = (
+        f"mount -t tmpfs -o size=4m tmpfs {mount} && exec {sys.executable} -m zeroshard run --nproc"
+        f" 2 {script}"
+    )
+    result = subprocess.run(
+        [unshare, "-rm", "sh", "-c", inside],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
     assert "saved in the end" in result.stdout
 
 
-# ---------------------------------------------------------------------------------------------------------------- read-only
+# ---------------------------------------------------------------------------------------- read-only
 
 
 @contextmanager
@@ -280,7 +339,9 @@ def test_a_read_only_directory_is_said_and_stays_as_it_is(training: Training) ->
         try:
             with unprivileged():
                 for target in (folder, outer / "new"):
-                    with pytest.raises(CheckpointError, match=f"{target} cannot be written: Permission denied"):
+                    with pytest.raises(
+                        CheckpointError, match=f"{target} cannot be written: Permission denied"
+                    ):
                         training.save(target, 2)
                 assert training.load(folder).step == 1, "reading needs no right to write"
         finally:
@@ -290,7 +351,9 @@ def test_a_read_only_directory_is_said_and_stays_as_it_is(training: Training) ->
 
 
 @pytest.mark.parametrize("where", ["file", "file/below"])
-def test_a_path_that_is_no_directory_is_said(tmp_path: Path, training: Training, where: str) -> None:
+def test_a_path_that_is_no_directory_is_said(
+    tmp_path: Path, training: Training, where: str
+) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match=r"cannot be written: (File exists|Not a directory)"):
         training.save(tmp_path / where, 1)
@@ -299,16 +362,26 @@ def test_a_path_that_is_no_directory_is_said(tmp_path: Path, training: Training,
     assert (tmp_path / "file").read_text() == "mine"
 
 
-# ---------------------------------------------------------------------------------------------------------------- two jobs
+# ----------------------------------------------------------------------------------------- two jobs
 
-HOLDER = "import sys, time; from pathlib import Path; from zeroshard.checkpoint.steps import lock\nwith lock(Path(sys.argv[1])): print(flush=True); time.sleep(60)"
+HOLDER = (
+    "import sys, time; from pathlib import Path; from zeroshard.checkpoint.steps import lock\nwith"
+    " lock(Path(sys.argv[1])): print(flush=True); time.sleep(60)"
+)
 
 
-def test_a_second_job_is_told_who_writes_and_may_when_that_one_is_dead(tmp_path: Path, training: Training) -> None:
+def test_a_second_job_is_told_who_writes_and_may_when_that_one_is_dead(
+    tmp_path: Path, training: Training
+) -> None:
     training.save(tmp_path, 1)
-    with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE
+    ) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"\n"
-        message = rf"{tmp_path} is being written by process {holder.pid} on {os.uname().nodename}: give each job a directory of its own"
+        message = (
+            rf"{tmp_path} is being written by process {holder.pid} on {os.uname().nodename}: give"
+            r" each job a directory of its own"
+        )
         with pytest.raises(CheckpointError, match=message):
             training.save(tmp_path, 2)
         assert training.load(tmp_path).step == 1, "reading needs no lock"
@@ -336,63 +409,97 @@ def test_every_rank_is_told_that_another_job_writes(tmp_path: Path) -> None:
         assert "is being written by process" in text
 
 
-# ---------------------------------------------------------------------------------------------------------------- leftovers
+# ---------------------------------------------------------------------------------------- leftovers
 
 
-def test_what_killed_saves_left_is_never_read_and_goes_with_the_next_save(tmp_path: Path, training: Training) -> None:
+def test_what_killed_saves_left_is_never_read_and_goes_with_the_next_save(
+    tmp_path: Path, training: Training
+) -> None:
     step = training.save(tmp_path, 1)
-    for name in (".saving-0000000002-0a0b0c0d", ".saving-0000000001-ffffffff", ".removing-step-0000000009", ".replaced-step-0000000001"):
+    for name in (
+        ".saving-0000000002-0a0b0c0d",
+        ".saving-0000000001-ffffffff",
+        ".removing-step-0000000009",
+        ".replaced-step-0000000001",
+    ):
         shutil.copytree(step, tmp_path / name)
     (tmp_path / ".saving-0000000002-0a0b0c0d" / "manifest.json").unlink()
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "step-12").mkdir()  # no name of ours
     assert list(steps.list_steps(tmp_path)) == [1] and training.load(tmp_path).path == step
     training.save(tmp_path, 2)
-    assert names(tmp_path) == [".lock", "notes.txt", "step-0000000001", "step-0000000002", "step-12"]
+    assert names(tmp_path) == [
+        ".lock",
+        "notes.txt",
+        "step-0000000001",
+        "step-0000000002",
+        "step-12",
+    ]
     assert check_everything(tmp_path) == []
 
 
-def test_a_step_that_lost_its_manifest_is_not_passed_over_in_silence(tmp_path: Path, training: Training) -> None:
+def test_a_step_that_lost_its_manifest_is_not_passed_over_in_silence(
+    tmp_path: Path, training: Training
+) -> None:
     for step in (1, 2):
         training.save(tmp_path, step)
     (tmp_path / "step-0000000002" / "manifest.json").unlink()
     assert zs.latest_step(tmp_path) == 2
-    with pytest.raises(CheckpointError, match=r"step-0000000002/manifest\.json cannot be read: No such file"):
+    with pytest.raises(
+        CheckpointError, match=r"step-0000000002/manifest\.json cannot be read: No such file"
+    ):
         training.load(tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------------------------- which steps go
+# ----------------------------------------------------------------------------------- which steps go
 
 
 @pytest.mark.parametrize(
     ("options", "left"),
-    [({}, range(8)), ({"keep_last": 3}, [5, 6, 7]), ({"keep_last": 1}, [7]), ({"keep_last": 2, "keep_every": 3}, [0, 3, 6, 7])],
+    [
+        ({}, range(8)),
+        ({"keep_last": 3}, [5, 6, 7]),
+        ({"keep_last": 1}, [7]),
+        ({"keep_last": 2, "keep_every": 3}, [0, 3, 6, 7]),
+    ],
     ids=["all", "three", "one", "every third"],
 )
-def test_only_the_steps_that_shall_stay_stay(tmp_path: Path, training: Training, options: dict[str, int], left: list[int]) -> None:
+def test_only_the_steps_that_shall_stay_stay(
+    tmp_path: Path, training: Training, options: dict[str, int], left: list[int]
+) -> None:
     for step in range(8):
         training.save(tmp_path, step, **options)
     assert names(tmp_path) == [".lock", *(f"step-{step:010d}" for step in left)]
     assert check_everything(tmp_path) == []
 
 
-def test_the_step_just_written_stays_though_newer_ones_are_there(tmp_path: Path, training: Training) -> None:
-    """Whoever goes back to an older step and trains on from there saves lower numbers than those that lie about."""
+def test_the_step_just_written_stays_though_newer_ones_are_there(
+    tmp_path: Path, training: Training
+) -> None:
+    """Whoever goes back to an older step and trains on from there saves lower numbers than those
+    that lie about.
+    """
     for step in (1, 7, 8, 9):
         training.save(tmp_path, step)
     assert steps.prune(tmp_path, keep_last=2, keep_every=None, written=1) == [7]
     assert list(steps.list_steps(tmp_path)) == [1, 8, 9]
 
 
-# ---------------------------------------------------------------------------------------------------------------- the same step again
+# ------------------------------------------------------------------------------ the same step again
 
 
 class Killed(BaseException):
     """Ends a save where it stands, as SIGKILL would: no handler of ours takes it."""
 
 
-@pytest.mark.parametrize("exchange", [pytest.param(True, marks=pytest.mark.slow), False], ids=["in one call", "in two renames"])
-def test_a_step_saved_again_is_replaced_and_always_there(tmp_path: Path, training: Training, exchange: bool) -> None:
+@pytest.mark.parametrize(
+    "exchange",
+    [pytest.param(True, marks=pytest.mark.slow), False],
+    ids=["in one call", "in two renames"],
+)
+def test_a_step_saved_again_is_replaced_and_always_there(
+    tmp_path: Path, training: Training, exchange: bool
+) -> None:
     training.save(tmp_path, 1)
     seen: list[int] = []
     over = threading.Event()
@@ -403,7 +510,9 @@ def test_a_step_saved_again_is_replaced_and_always_there(tmp_path: Path, trainin
 
     watcher = threading.Thread(target=watch)
     with (
-        mock.patch.object(steps, "_exchange", steps._exchange if exchange else lambda one, other: False),
+        mock.patch.object(
+            steps, "_exchange", steps._exchange if exchange else lambda one, other: False
+        ),
         mock.patch.object(steps, "_remove", wraps=steps._remove) as remove,
     ):
         watcher.start()
@@ -413,7 +522,9 @@ def test_a_step_saved_again_is_replaced_and_always_there(tmp_path: Path, trainin
     over.set()
     watcher.join()
     gone = {call.args[0].name[:9] for call in remove.call_args_list}
-    assert gone == {".saving-0" if exchange else ".replaced"}, "in one call the old one comes to stand where the new one was written"
+    assert gone == {".saving-0" if exchange else ".replaced"}, (
+        "in one call the old one comes to stand where the new one was written"
+    )
     assert len(seen) > 20 and (all(seen) or not exchange)
     expected = training.fingerprint()
     training.step(0, 99)
@@ -422,7 +533,9 @@ def test_a_step_saved_again_is_replaced_and_always_there(tmp_path: Path, trainin
     assert names(tmp_path) == [".lock", "step-0000000001"] and check_everything(tmp_path) == []
 
 
-def test_a_kill_between_the_two_renames_leaves_the_older_one_to_load(tmp_path: Path, training: Training) -> None:
+def test_a_kill_between_the_two_renames_leaves_the_older_one_to_load(
+    tmp_path: Path, training: Training
+) -> None:
     training.save(tmp_path, 1)
     expected = training.fingerprint()
     training.step(0, 1)
@@ -437,19 +550,36 @@ def test_a_kill_between_the_two_renames_leaves_the_older_one_to_load(tmp_path: P
     with without, mock.patch.object(os, "rename", killed), pytest.raises(Killed):
         training.save(tmp_path, 1)
     left = names(tmp_path)
-    assert left[:2] == [".lock", ".replaced-step-0000000001"] and left[2].startswith(".saving-0000000001-") and len(left) == 3
+    assert (
+        left[:2] == [".lock", ".replaced-step-0000000001"]
+        and left[2].startswith(".saving-0000000001-")
+        and len(left) == 3
+    )
     restored = training.load(tmp_path)
-    assert restored.step == 1 and restored.path.name == ".replaced-step-0000000001" and training.fingerprint() == expected
+    assert (
+        restored.step == 1
+        and restored.path.name == ".replaced-step-0000000001"
+        and training.fingerprint() == expected
+    )
     training.save(tmp_path, 2)
-    assert names(tmp_path) == [".lock", ".replaced-step-0000000001", "step-0000000002"], "it still counts"
+    assert names(tmp_path) == [
+        ".lock",
+        ".replaced-step-0000000001",
+        "step-0000000002",
+    ], "it still counts"
     training.step(0, 2)
     training.save(tmp_path, 1)
     training.save(tmp_path, 3)
-    assert names(tmp_path) == [".lock", "step-0000000001", "step-0000000002", "step-0000000003"] and check_everything(tmp_path) == []
+    assert (
+        names(tmp_path) == [".lock", "step-0000000001", "step-0000000002", "step-0000000003"]
+        and check_everything(tmp_path) == []
+    )
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["in one call", "in two renames"])
-def test_a_rename_that_fails_leaves_the_older_one(tmp_path: Path, training: Training, exchange: bool) -> None:
+def test_a_rename_that_fails_leaves_the_older_one(
+    tmp_path: Path, training: Training, exchange: bool
+) -> None:
     training.save(tmp_path, 1)
     expected = training.fingerprint()
     training.step(0, 1)
@@ -460,11 +590,15 @@ def test_a_rename_that_fails_leaves_the_older_one(tmp_path: Path, training: Trai
     with (
         mock.patch.object(steps, "_exchange", broken if exchange else lambda one, other: False),
         mock.patch.object(os, "rename", os.rename if exchange else _after(broken, 1)),
-        pytest.raises(CheckpointError, match="step-0000000001 cannot be put in place: Input/output"),
+        pytest.raises(
+            CheckpointError, match="step-0000000001 cannot be put in place: Input/output"
+        ),
     ):
         training.save(tmp_path, 1)
     training.load(tmp_path)
-    assert training.fingerprint() == expected and not [name for name in names(tmp_path) if name.startswith(".saving")]
+    assert training.fingerprint() == expected and not [
+        name for name in names(tmp_path) if name.startswith(".saving")
+    ]
 
 
 def _after(broken: Any, calls: int) -> Any:
@@ -486,4 +620,8 @@ def test_two_ranks_leave_nothing_but_steps(tmp_path: Path) -> None:
     run_ranks(2, train_and_save, tmp_path, (1, 2, 2, 3))
     assert names(tmp_path) == [".lock", "step-0000000001", "step-0000000002", "step-0000000003"]
     for step in steps.list_steps(tmp_path).values():
-        assert names(step) == ["manifest.json", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"]
+        assert names(step) == [
+            "manifest.json",
+            "rank-00000-of-00002.safetensors",
+            "rank-00001-of-00002.safetensors",
+        ]

@@ -1,6 +1,8 @@
-"""Checkpoints made to harm: nothing is executed, no file outside the directory is opened, memory and time stay small, and the error is a typed one.
+"""Checkpoints made to harm: nothing is executed, no file outside the directory is opened, memory
+and time stay small, and the error is a typed one.
 
-A forger can write right hashes (they find damage, not forgery), so most of these reach the checks behind them.
+A forger can write right hashes (they find damage, not forgery), so most of these reach the checks
+behind them.
 """
 
 from __future__ import annotations
@@ -40,17 +42,29 @@ def training() -> Iterator[Training]:
 
 @pytest.fixture
 def folder(training: Training, tmp_path: Path) -> Path:
-    """A checkpoint that nobody has touched yet; reading it once has imported what reading imports."""
+    """A checkpoint that nobody has touched yet; reading it once has imported what reading
+    imports.
+    """
     training.save(tmp_path / "checkpoints", 1)
     training.load(tmp_path / "checkpoints")
     training.step(0, 4)
     return tmp_path / "checkpoints"
 
 
-# ---------------------------------------------------------------------------------------------------------------- what a load may do
+# ------------------------------------------------------------------------------- what a load may do
 
 _watched: list[tuple[str, str]] | None = None
-FORBIDDEN = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "socket.connect", "marshal.loads", "exec")
+FORBIDDEN = (
+    "pickle.find_class",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "subprocess.Popen",
+    "socket.connect",
+    "marshal.loads",
+    "exec",
+)
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
@@ -69,14 +83,22 @@ sys.addaudithook(_audit)  # it stays for the life of the process, and looks away
 
 @contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
-    """Fail where a pickle is read, a program run, or a file opened that does not lie in `folder`; and where that takes long or much memory."""
+    """Fail where a pickle is read, a program run, or a file opened that does not lie in
+    `folder`; and where that takes long or much memory.
+    """
     global _watched
 
     def forbidden(*args: Any, **options: Any) -> None:
         raise AssertionError("a pickle was read")
 
     with monkeypatch.context() as patch:
-        for owner, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (pickle, "_Unpickler"), (torch, "load")):
+        for owner, name in (
+            (pickle, "load"),
+            (pickle, "loads"),
+            (pickle, "Unpickler"),
+            (pickle, "_Unpickler"),
+            (torch, "load"),
+        ):
             patch.setattr(owner, name, forbidden)
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before, _watched = _memory("VmRSS"), []
@@ -90,14 +112,22 @@ def watched(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
 
 
 def _memory(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(field)
+    )
     return int(line.split()[1]) << 10
 
 
 def test_the_watch_sees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="a pickle was read"), watched(monkeypatch, tmp_path):
         torch.load(io.BytesIO())
-    with pytest.raises(AssertionError, match="passwd"), watched(monkeypatch, tmp_path), open("/etc/passwd"):
+    with (
+        pytest.raises(AssertionError, match="passwd"),
+        watched(monkeypatch, tmp_path),
+        open("/etc/passwd"),
+    ):
         pass
     with pytest.raises(AssertionError, match=r"os\.system"), watched(monkeypatch, tmp_path):
         os.system("true")
@@ -105,12 +135,14 @@ def test_the_watch_sees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         bytearray(MAX_GROWTH + (1 << 20))[::4096] = b"x" * ((MAX_GROWTH + (1 << 20)) // 4096)
 
 
-def test_a_good_checkpoint_passes_the_watch(monkeypatch: pytest.MonkeyPatch, training: Training, folder: Path) -> None:
+def test_a_good_checkpoint_passes_the_watch(
+    monkeypatch: pytest.MonkeyPatch, training: Training, folder: Path
+) -> None:
     with watched(monkeypatch, folder):
         assert training.load(folder).step == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------- the corpus
+# --------------------------------------------------------------------------------------- the corpus
 
 
 def forge(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -206,7 +238,9 @@ def test_what_is_no_file_is_never_opened(tmp_path: Path, monkeypatch: pytest.Mon
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/null")
     flags, real = [], os.open
-    monkeypatch.setattr(os, "open", lambda path, flag, *rest: flags.append(flag) or real(path, flag, *rest))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(
+        os, "open", lambda path, flag, *rest: flags.append(flag) or real(path, flag, *rest)
+    )  # type: ignore[func-returns-value]
     for path in (tmp_path / "pipe", tmp_path / "link", Path("/dev/null")):
         with pytest.raises(CheckpointError, match=f"{path} cannot be read: it is"):
             open_regular(path)
@@ -222,7 +256,10 @@ def _directory(name: str) -> Callable[[Path], None]:
 
 
 def _shape(*shape: int) -> Callable[[Path], None]:
-    return lambda folder: forge(folder, lambda raw: raw["parameters"]["norm.weight"].update(shape=shape, stride=[*shape[1:], 1]))
+    return lambda folder: forge(
+        folder,
+        lambda raw: raw["parameters"]["norm.weight"].update(shape=shape, stride=[*shape[1:], 1]),
+    )
 
 
 def _first_tensor(**changes: Any) -> Callable[[Path], None]:
@@ -234,9 +271,22 @@ def _holes(folder: Path) -> None:
     numel = 1 << 43
 
     def change(raw: dict[str, Any]) -> None:
-        raw["files"][0] |= {"bytes": 64 + numel, "header_bytes": 64, "header_hash": digest(bytes(64))}
+        raw["files"][0] |= {
+            "bytes": 64 + numel,
+            "header_bytes": 64,
+            "header_hash": digest(bytes(64)),
+        }
         raw["chunk_bytes"] = 1 << 30
-        raw["tensors"] = [{"file": 0, "offset": 0, "dtype": "U8", "shape": [numel], "kind": "extra@0", "hashes": [""] * (numel >> 30)}]
+        raw["tensors"] = [
+            {
+                "file": 0,
+                "offset": 0,
+                "dtype": "U8",
+                "shape": [numel],
+                "kind": "extra@0",
+                "hashes": [""] * (numel >> 30),
+            }
+        ]
         raw["states"]["extra"] = {"same": {"$tensor": "extra"}}
 
     (folder / STEP / FILE).write_bytes(b"")
@@ -246,8 +296,23 @@ def _holes(folder: Path) -> None:
 
 def _missing_numbers(folder: Path) -> None:
     def change(raw: dict[str, Any]) -> None:
-        last = raw["tensors"].pop(next(i for i, entry in enumerate(raw["tensors"]) if entry.get("parameter") == "norm.weight"))
-        raw["tensors"].append({"file": 0, "dtype": last["dtype"], "shape": last["shape"], "offset": last["offset"], "kind": "hidden", "hashes": last["hashes"]})
+        last = raw["tensors"].pop(
+            next(
+                i
+                for i, entry in enumerate(raw["tensors"])
+                if entry.get("parameter") == "norm.weight"
+            )
+        )
+        raw["tensors"].append(
+            {
+                "file": 0,
+                "dtype": last["dtype"],
+                "shape": last["shape"],
+                "offset": last["offset"],
+                "kind": "hidden",
+                "hashes": last["hashes"],
+            }
+        )
 
     forge(folder, change)
 
@@ -293,27 +358,49 @@ CORPUS: dict[str, Callable[[Path], None]] = {
     "offset overflows": _first_tensor(offset=2**63 - 1),
     "size overflows": _first_tensor(shape=[2**62], stop=2**62),
     "no file has that number": _first_tensor(file=10**9),
-    "one tensor on another": lambda folder: forge(folder, lambda raw: raw["tensors"][1].update(offset=0)),
+    "one tensor on another": lambda folder: forge(
+        folder, lambda raw: raw["tensors"][1].update(offset=0)
+    ),
     "a file of holes": _holes,
     "numbers left out": _missing_numbers,
-    "stride leaves the memory": lambda folder: forge(folder, lambda raw: raw["parameters"]["head.weight"].update(stride=[10**9, 1])),
+    "stride leaves the memory": lambda folder: forge(
+        folder, lambda raw: raw["parameters"]["head.weight"].update(stride=[10**9, 1])
+    ),
     "key twice": _text(lambda text: text.replace('"world": 1', '"world": 1, "world": 1')),
-    "very many keys and the last one twice": _text(lambda text: text.replace('"states": {', '"states": {' + "".join(f'"{i}":0,' for i in MANY) + '"last":0,')),
-    "deep JSON": _text(lambda text: text.replace('"states": {', '"states": {"a": ' + "[" * 10**6 + "]" * 10**6 + ",")),
-    "deep states": _text(lambda text: text.replace('"states": {', '"states": {"extra2": {"same": ' + "[" * 500 + "]" * 500 + "},")),
-    "number of a million digits": _text(lambda text: text.replace('"step": 1', '"step": ' + "9" * 10**6)),
+    "very many keys and the last one twice": _text(
+        lambda text: text.replace(
+            '"states": {', '"states": {' + "".join(f'"{i}":0,' for i in MANY) + '"last":0,'
+        )
+    ),
+    "deep JSON": _text(
+        lambda text: text.replace(
+            '"states": {', '"states": {"a": ' + "[" * 10**6 + "]" * 10**6 + ","
+        )
+    ),
+    "deep states": _text(
+        lambda text: text.replace(
+            '"states": {', '"states": {"extra2": {"same": ' + "[" * 500 + "]" * 500 + "},"
+        )
+    ),
+    "number of a million digits": _text(
+        lambda text: text.replace('"step": 1', '"step": ' + "9" * 10**6)
+    ),
     "empty manifest of a gigabyte": lambda folder: os.truncate(folder / STEP / MANIFEST, 1 << 30),
     "unknown form": _state({"same": {"$eval": "1"}}),
     "unknown tensor": _state({"same": {"$tensor": "nowhere"}}),
     "unknown dtype": _state({"same": {"$scalar": ["os", 1]}}),
     "too few ranks": _state({"ranks": []}),
-    "parameters among the options": lambda folder: forge(folder, lambda raw: raw["optimizer"]["groups"][0]["options"].update(params=[])),
+    "parameters among the options": lambda folder: forge(
+        folder, lambda raw: raw["optimizer"]["groups"][0]["options"].update(params=[])
+    ),
     "newer version": lambda folder: forge(folder, lambda raw: raw.update(version=2)),
 }
 
 
 @pytest.mark.parametrize("name", CORPUS)
-def test_a_hostile_checkpoint_is_refused_and_does_nothing(monkeypatch: pytest.MonkeyPatch, training: Training, folder: Path, name: str) -> None:
+def test_a_hostile_checkpoint_is_refused_and_does_nothing(
+    monkeypatch: pytest.MonkeyPatch, training: Training, folder: Path, name: str
+) -> None:
     payload = folder.parent / "executed"
     monkeypatch.setenv("ZS_TEST_PAYLOAD", str(payload))
     CORPUS[name](folder)
@@ -325,14 +412,25 @@ def test_a_hostile_checkpoint_is_refused_and_does_nothing(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("kind", ["pickle", "torch", "header"])
-def test_other_bytes_under_right_hashes_are_numbers_and_nothing_else(monkeypatch: pytest.MonkeyPatch, training: Training, folder: Path, kind: str) -> None:
-    """The header of a file of pieces is for other readers: ours takes places from the manifest, and bytes as what they are."""
+def test_other_bytes_under_right_hashes_are_numbers_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, training: Training, folder: Path, kind: str
+) -> None:
+    """The header of a file of pieces is for other readers: ours takes places from the manifest,
+    and bytes as what they are.
+    """
     payload = folder.parent / "executed"
     monkeypatch.setenv("ZS_TEST_PAYLOAD", str(payload))
     buffer = io.BytesIO()
     torch.save(Payload(), buffer)
     whole = (folder / STEP / FILE).read_bytes()
-    forge_file(folder, {"pickle": pickle.dumps(Payload()), "torch": buffer.getvalue(), "header": (1 << 63).to_bytes(8, "little") + whole[8:]}[kind])
+    forge_file(
+        folder,
+        {
+            "pickle": pickle.dumps(Payload()),
+            "torch": buffer.getvalue(),
+            "header": (1 << 63).to_bytes(8, "little") + whole[8:],
+        }[kind],
+    )
     with watched(monkeypatch, folder):
         try:
             assert training.load(folder).step == 1
@@ -352,29 +450,47 @@ DENSE = {
 
 
 @pytest.mark.parametrize("kind", DENSE)
-def test_a_manifest_of_many_small_values_is_refused_before_it_takes_memory(monkeypatch: pytest.MonkeyPatch, folder: Path, kind: str) -> None:
+def test_a_manifest_of_many_small_values_is_refused_before_it_takes_memory(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, kind: str
+) -> None:
     """Read in full, 20 MB of empty lists would take 400 MB, and a manifest may have 512 MB."""
     path = folder / STEP / MANIFEST
     item = DENSE[kind]
-    text = path.read_bytes().replace(b'"states": {', b'"states": {\n  "many": {"same": [' + item.encode() * ((60 << 20) // len(item)) + b"0]},", 1)
+    text = path.read_bytes().replace(
+        b'"states": {',
+        b'"states": {\n  "many": {"same": [' + item.encode() * ((60 << 20) // len(item)) + b"0]},",
+        1,
+    )
     body = text[: text.rindex(b'\n "hash"')]
     data = body + f'\n "hash": "{digest(body)}"\n}}\n'.encode()
     del text, body
     Path("/proc/self/clear_refs").write_text("5")
     before = _memory("VmRSS")
-    with pytest.raises(CheckpointError, match=r"there holds more values than a save writes: reading its \d+ bytes would take \d+ of memory"):
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            r"there holds more values than a save writes: reading its \d+ bytes would take \d+ of"
+            r" memory"
+        ),
+    ):
         Manifest.parse(data, "there")
     assert _memory("VmHWM") - before < MAX_GROWTH
 
 
-def test_states_of_more_small_values_than_are_read_again_are_not_saved(training: Training, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeroshard.checkpoint.manifest._most_bytes", lambda text: 8 * len(text) + (1 << 20))
-    with pytest.raises(CheckpointError, match="too many small values for a manifest: keep them in tensors"):
+def test_states_of_more_small_values_than_are_read_again_are_not_saved(
+    training: Training, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "zeroshard.checkpoint.manifest._most_bytes", lambda text: 8 * len(text) + (1 << 20)
+    )
+    with pytest.raises(
+        CheckpointError, match="too many small values for a manifest: keep them in tensors"
+    ):
         zs.save(folder, training.engine, step=7, extra=[[]] * 100_000)
     assert zs.save(folder, training.engine, step=7, extra=[[]] * 100).name == "step-0000000007"
 
 
-# ---------------------------------------------------------------------------------------------------------------- saving beside what is hostile
+# -------------------------------------------------------------------- saving beside what is hostile
 
 
 def test_a_save_follows_no_link_out_of_the_directory(training: Training, folder: Path) -> None:
@@ -382,21 +498,32 @@ def test_a_save_follows_no_link_out_of_the_directory(training: Training, folder:
     precious.write_text("mine")
     (folder / ".lock").unlink()
     (folder / ".lock").symlink_to(precious)
-    with pytest.raises(CheckpointError, match="cannot be written: Too many levels of symbolic links"):
+    with pytest.raises(
+        CheckpointError, match="cannot be written: Too many levels of symbolic links"
+    ):
         training.save(folder, 2)
     (folder / ".lock").unlink()
     kept = folder.parent / "kept"
     kept.mkdir()
     (kept / "file").write_text("mine")
-    for name in (".saving-0000000009-abc", ".removing-step-0000000009", ".replaced-step-0000000009", "step-0000000000", "step-0000000002"):
+    for name in (
+        ".saving-0000000009-abc",
+        ".removing-step-0000000009",
+        ".replaced-step-0000000009",
+        "step-0000000000",
+        "step-0000000002",
+    ):
         (folder / name).symlink_to(kept)
     training.save(folder, 2, keep_last=1)
     assert precious.read_text() == "mine" and (kept / "file").read_text() == "mine"
-    assert sorted(path.name for path in folder.iterdir()) == [".lock", "step-0000000002"] and not (folder / "step-0000000002").is_symlink()
+    assert (
+        sorted(path.name for path in folder.iterdir()) == [".lock", "step-0000000002"]
+        and not (folder / "step-0000000002").is_symlink()
+    )
     assert training.load(folder).step == 2
 
 
-# ---------------------------------------------------------------------------------------------------------------- a million entries
+# -------------------------------------------------------------------------------- a million entries
 
 READ_AND_MEASURE = """
 import resource, sys
@@ -412,29 +539,44 @@ def many_entries(count: int) -> bytes:
     """Return a manifest of one parameter in `count` pieces."""
     hashes = f'"hashes": ["{"0" * 32}"], "kind": "value", "parameter": "blocks.0.weight"'
     tensors = ",".join(
-        f'{{"file": 0, "offset": {4 * i}, "dtype": "F32", "shape": [1], {hashes}, "start": {i}, "stop": {i + 1}}}' for i in range(count)
+        f'{{"file": 0, "offset": {4 * i}, "dtype": "F32", "shape": [1], {hashes}, "start": {i},'
+        f' "stop": {i + 1}}}'
+        for i in range(count)
     )
     head = Manifest(0, 1, "", "zero3", "fp32", (), {}, (), None).dump().decode()
     head = head[: head.index('"files"')]
     return sealed(
         None,
-        head
-        + f'"files": [{{"name": "{FILE}", "bytes": {64 + 4 * count}, "header_bytes": 64, "header_hash": ""}}], '
-        + f'"parameters": {{"blocks.0.weight": {{"shape": [{count}], "stride": [1], "trained": true}}}}, "tensors": [{tensors}]}}',
+        head + f'"files": [{{"name": "{FILE}", "bytes": {64 + 4 * count}, "header_bytes": 64,'
+        ' "header_hash": ""}], '
+        + f'"parameters": {{"blocks.0.weight": {{"shape": [{count}], "stride": [1], "trained":'
+        f' true}}}}, "tensors": [{tensors}]}}',
     )
 
 
-@pytest.mark.parametrize("count", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)], ids=["a tenth of a million", "a million"])
-def test_a_manifest_of_many_entries_is_read_within_ten_times_its_size(tmp_path: Path, count: int) -> None:
-    """A million entries are those of a thousand ranks; reading them takes 6 s and eight times the text in memory."""
+@pytest.mark.parametrize(
+    "count",
+    [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)],
+    ids=["a tenth of a million", "a million"],
+)
+def test_a_manifest_of_many_entries_is_read_within_ten_times_its_size(
+    tmp_path: Path, count: int
+) -> None:
+    """A million entries are those of a thousand ranks; reading them takes 6 s and eight times
+    the text in memory.
+    """
     path = tmp_path / MANIFEST
     path.write_bytes(many_entries(count))
-    found = subprocess.run([sys.executable, "-c", READ_AND_MEASURE, path], capture_output=True, text=True, check=True).stdout.split()
+    found = subprocess.run(
+        [sys.executable, "-c", READ_AND_MEASURE, path], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert int(found[0]) == count and int(found[1]) < 10 * path.stat().st_size, found
 
 
 def _calls(count: int) -> int:
-    """Return how many functions, Python's and C's, are called while a manifest of `count` entries is read."""
+    """Return how many functions, Python's and C's, are called while a manifest of `count`
+    entries is read.
+    """
     text, calls = many_entries(count), 0
 
     def called(frame: object, event: str, argument: object) -> None:
@@ -451,4 +593,6 @@ def _calls(count: int) -> int:
 
 def test_reading_a_manifest_costs_the_same_for_every_entry() -> None:
     few, more, many = (_calls(count) for count in (500, 1000, 2000))
-    assert many - more == pytest.approx(2 * (more - few), rel=0.02), "the work grows with the entries, not with their square"
+    assert many - more == pytest.approx(2 * (more - few), rel=0.02), (
+        "the work grows with the entries, not with their square"
+    )

@@ -1,4 +1,6 @@
-"""Checkpoints and states that a load cannot take: refused by name on every rank before anything has changed, or put back."""
+"""Checkpoints and states that a load cannot take: refused by name on every rank before anything
+has changed, or put back.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from zeroshard.checkpoint.steps import MANIFEST
 
 
 class Kept:
-    """A state that may refuse what it is given, after it has taken it; or that may not take back what it gave."""
+    """A state that may refuse what it is given, after it has taken it; or that may not take back
+    what it gave.
+    """
 
     def __init__(self, value: Any, *, refuses: str = "", gives: bool = True) -> None:
         self.value, self.refuses, self.gives = value, refuses, gives
@@ -49,7 +53,9 @@ def _half(rank: int, world: int, folder: Path) -> dict[str, str]:
     refusals: dict[str, dict[str, Kept]] = {
         "saved": {"m": Kept(["now"], refuses="saved" if rank == 1 else "")},
         "always": {"m": Kept(["now"], refuses="always" if rank == 1 else "")},
-        "gives nothing": {"z": Kept(["now"], refuses="saved" if rank == 1 else "", gives=rank == 0)},
+        "gives nothing": {
+            "z": Kept(["now"], refuses="saved" if rank == 1 else "", gives=rank == 0)
+        },
     }
     for kind, refusing in refusals.items():
         given = {name: refusing.get(name, Kept(["now"])) for name in states}
@@ -57,8 +63,13 @@ def _half(rank: int, world: int, folder: Path) -> dict[str, str]:
         rate = training.schedule.get_last_lr()
         with pytest.raises(CheckpointError) as error:
             zs.load(folder, training.engine, states={"b_schedule": training.schedule, **given})
-        assert training.fingerprint() == before and torch.equal(torch.get_rng_state(), generator), "weights, optimizer, schedule, generators"
-        assert training.schedule.get_last_lr() == rate and training.optimizer.param_groups[0]["lr"] == rate[0]
+        assert training.fingerprint() == before and torch.equal(torch.get_rng_state(), generator), (
+            "weights, optimizer, schedule, generators"
+        )
+        assert (
+            training.schedule.get_last_lr() == rate
+            and training.optimizer.param_groups[0]["lr"] == rate[0]
+        )
         assert all(state.value == ["now"] for state in given.values() if state.gives), kind
         said[kind] = str(error.value)
     good = {name: Kept(["now"]) for name in states}
@@ -78,7 +89,7 @@ def test_states_are_put_back_on_every_rank_where_one_refuses_on_one(tmp_path: Pa
     assert "states['z'] could not be put back" in one["gives nothing"]
 
 
-# ---------------------------------------------------------------------------------------------------------------- the optimizer's state
+# ---------------------------------------------------------------------------- the optimizer's state
 
 
 def _forge(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -123,26 +134,47 @@ def _scaler(value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 FORGED: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
-    "whole numbers for moments": ("parameter 'head.weight': 'exp_avg' is a tensor of int32, not a tensor of floating point", _retype("state.exp_avg", "I32")),
+    "whole numbers for moments": (
+        "parameter 'head.weight': 'exp_avg' is a tensor of int32, not a tensor of floating point",
+        _retype("state.exp_avg", "I32"),
+    ),
     "missing moments": ("parameter 'head.weight': 'exp_avg_sq' is missing", _rename),
     "no number of steps": ("parameter 'head.weight': 'step' is missing", _forget),
-    "text for a number of steps": ("parameter 'head.weight': 'step' is a str, not a tensor of one number", _scalar("3")),
-    "a plain number of steps": ("parameter 'head.weight': 'step' is a plain number, not a tensor of one number", _scalar(3)),
+    "text for a number of steps": (
+        "parameter 'head.weight': 'step' is a str, not a tensor of one number",
+        _scalar("3"),
+    ),
+    "a plain number of steps": (
+        "parameter 'head.weight': 'step' is a plain number, not a tensor of one number",
+        _scalar(3),
+    ),
     "a list of steps": ("parameter 'head.weight': 'step' is a list", _scalar([1])),
     "text for a rate": ("cannot step with the options of param group 0", _option("lr", "fast")),
     "one beta": ("cannot step with the options of param group 0", _option("betas", 0.9)),
     "no betas": ("cannot step with the options of param group 0", _option("betas", None)),
     "a scaler of text": ("the loss scaler does not take what was saved", _scaler({"scale": "big"})),
     "a scaler of nothing": ("the loss scaler does not take what was saved", _scaler([1])),
-    "steps in text": ("the loss scaler does not take what was saved", _scaler({"delayed_steps": "2"})),
+    "steps in text": (
+        "the loss scaler does not take what was saved",
+        _scaler({"delayed_steps": "2"}),
+    ),
 }
 
 
-def _forgeries(rank: int, world: int, folder: Path, precision: str, offload: dict[str, Any]) -> dict[str, str]:
+def _forgeries(
+    rank: int, world: int, folder: Path, precision: str, offload: dict[str, Any]
+) -> dict[str, str]:
     torch.manual_seed(0)
     model = nn.Sequential(OrderedDict(body=nn.Linear(40, 33), head=nn.Linear(33, 20)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    engine = zs.shard(model, optimizer, stage=3, precision=precision, offload=zs.Offload(**offload), stall_timeout_s=20)
+    engine = zs.shard(
+        model,
+        optimizer,
+        stage=3,
+        precision=precision,
+        offload=zs.Offload(**offload),
+        stall_timeout_s=20,
+    )
 
     def step() -> None:
         engine.backward(model(torch.randn(4, 40)).float().square().mean())
@@ -150,7 +182,10 @@ def _forgeries(rank: int, world: int, folder: Path, precision: str, offload: dic
         optimizer.zero_grad()
 
     def state() -> dict[str, Any]:
-        return copy.deepcopy(engine.full_state_dict(rank0_only=False) | {"lr": torch.tensor(optimizer.param_groups[0]["lr"])})
+        return copy.deepcopy(
+            engine.full_state_dict(rank0_only=False)
+            | {"lr": torch.tensor(optimizer.param_groups[0]["lr"])}
+        )
 
     step()
     zs.save(folder, engine, step=1)
@@ -180,17 +215,25 @@ def _forgeries(rank: int, world: int, folder: Path, precision: str, offload: dic
 
 @pytest.mark.parametrize(
     ("precision", "tiers"),
-    [("fp16", {}), ("fp16", {"optimizer": "host"}), pytest.param("fp16", {"optimizer": "disk"}, marks=pytest.mark.slow)],
+    [
+        ("fp16", {}),
+        ("fp16", {"optimizer": "host"}),
+        pytest.param("fp16", {"optimizer": "disk"}, marks=pytest.mark.slow),
+    ],
     ids=["device", "host", "disk"],
 )
-def test_optimizer_state_with_which_no_step_can_be_taken_is_refused(tmp_path: Path, precision: str, tiers: dict[str, Any]) -> None:
+def test_optimizer_state_with_which_no_step_can_be_taken_is_refused(
+    tmp_path: Path, precision: str, tiers: dict[str, Any]
+) -> None:
     offload = tiers | ({"disk_path": str(tmp_path)} if "disk" in tiers.values() else {})
     for said in run_ranks(2, _forgeries, tmp_path / "run", precision, offload):
         for name, (message, _) in FORGED.items():
             assert message in said[name], name
 
 
-def test_moments_saved_in_another_floating_dtype_are_taken_as_the_optimizer_keeps_them(tmp_path: Path) -> None:
+def test_moments_saved_in_another_floating_dtype_are_taken_as_the_optimizer_keeps_them(
+    tmp_path: Path,
+) -> None:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     engine = zs.shard(model, optimizer)

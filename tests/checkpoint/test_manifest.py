@@ -1,4 +1,6 @@
-"""The manifest: what is written is read, and whatever else the text holds ends in CheckpointError, never in a manifest that makes no sense."""
+"""The manifest: what is written is read, and whatever else the text holds ends in
+CheckpointError, never in a manifest that makes no sense.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,14 @@ from zeroshard.checkpoint.manifest import (
 
 HASH = "0123456789abcdef" * 2
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -45,12 +53,16 @@ def parameters(draw: st.DrawFn) -> ParameterEntry:
     shape = draw(st.lists(st.integers(0, 7), max_size=4))
     order = draw(st.permutations(range(len(shape))))
     aliases = draw(st.lists(st.text(max_size=4), max_size=2))
-    return ParameterEntry(tuple(shape), _stride(shape, list(order)), draw(st.booleans()), tuple(aliases))
+    return ParameterEntry(
+        tuple(shape), _stride(shape, list(order)), draw(st.booleans()), tuple(aliases)
+    )
 
 
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
-    """A consistent manifest: parameters cut at random places, pieces and other tensors spread over the ranks' files one after another."""
+    """A consistent manifest: parameters cut at random places, pieces and other tensors spread
+    over the ranks' files one after another.
+    """
     world, chunk_bytes = draw(st.integers(1, 3)), draw(st.sampled_from([8, 24, 4 << 20]))
     known = draw(st.dictionaries(st.text(max_size=6), parameters(), max_size=4))
     tensors: list[TensorEntry] = []
@@ -66,31 +78,54 @@ def manifests(draw: st.DrawFn) -> Manifest:
     for name, entry in known.items():
         for kind in draw(st.sets(st.sampled_from(["value", "state.exp_avg", "ema"]))):
             dtype = draw(st.sampled_from(sorted(ITEMSIZE)))
-            cuts = sorted({0, entry.numel, *draw(st.lists(st.integers(0, entry.numel), max_size=3))})
+            cuts = sorted(
+                {0, entry.numel, *draw(st.lists(st.integers(0, entry.numel), max_size=3))}
+            )
             for start, stop in pairwise(cuts):
                 place(dtype, (stop - start,), kind, name, start, stop)
     for key in draw(st.sets(st.text(max_size=6), max_size=3)):
-        place(draw(st.sampled_from(sorted(ITEMSIZE))), tuple(draw(st.lists(st.integers(0, 4), max_size=3))), key)
-    scalars = {name: draw(st.dictionaries(st.text(max_size=3), json_values, max_size=2)) for name in known}
-    groups = [{"params": list(known), "options": draw(st.dictionaries(st.text(max_size=3), json_values, max_size=2))}]
-    states = {"scheduler": {"same": draw(json_values)}, "rng": {"ranks": [draw(json_values) for _ in range(world)]}}
+        place(
+            draw(st.sampled_from(sorted(ITEMSIZE))),
+            tuple(draw(st.lists(st.integers(0, 4), max_size=3))),
+            key,
+        )
+    scalars = {
+        name: draw(st.dictionaries(st.text(max_size=3), json_values, max_size=2)) for name in known
+    }
+    groups = [
+        {
+            "params": list(known),
+            "options": draw(st.dictionaries(st.text(max_size=3), json_values, max_size=2)),
+        }
+    ]
+    states = {
+        "scheduler": {"same": draw(json_values)},
+        "rng": {"ranks": [draw(json_values) for _ in range(world)]},
+    }
     return Manifest(
         step=draw(st.integers(0, 10**12)),
         world=world,
         written_by=draw(st.text(max_size=5)),
         policy="zero3",
         precision="bf16",
-        files=tuple(ShardEntry(f"rank-{rank:05d}-of-{world:05d}.safetensors", 64 + end, 64, HASH) for rank, end in enumerate(ends)),
+        files=tuple(
+            ShardEntry(f"rank-{rank:05d}-of-{world:05d}.safetensors", 64 + end, 64, HASH)
+            for rank, end in enumerate(ends)
+        ),
         parameters=known,
         tensors=tuple(tensors),
-        optimizer=draw(st.sampled_from([None, {"class": "AdamW", "groups": groups, "scalars": scalars}])),
+        optimizer=draw(
+            st.sampled_from([None, {"class": "AdamW", "groups": groups, "scalars": scalars}])
+        ),
         states=states,
         chunk_bytes=chunk_bytes,
     )
 
 
 def sealed(raw: Any, text: str | None = None) -> bytes:
-    """Return the text of a manifest with a right hash, whatever it says: what a forger writes, and what reaches the checks behind the hash."""
+    """Return the text of a manifest with a right hash, whatever it says: what a forger writes,
+    and what reaches the checks behind the hash.
+    """
     body = (json.dumps(raw) if text is None else text).rstrip()
     assert body.endswith("}")
     body = body[:-1].rstrip() + ("," if body[:-1].strip() != "{" else "")
@@ -105,7 +140,10 @@ def example() -> dict[str, Any]:
         written_by="zeroshard",
         policy="zero3",
         precision="fp32",
-        files=tuple(ShardEntry(f"rank-{rank:05d}-of-00002.safetensors", 64 + 24, 64, HASH) for rank in range(2)),
+        files=tuple(
+            ShardEntry(f"rank-{rank:05d}-of-00002.safetensors", 64 + 24, 64, HASH)
+            for rank in range(2)
+        ),
         parameters={"w": ParameterEntry((2, 3), (3, 1), True)},
         tensors=(
             TensorEntry(0, 0, "F32", (3,), (HASH,), "value", "w", 0, 3),
@@ -113,7 +151,11 @@ def example() -> dict[str, Any]:
             TensorEntry(1, 0, "F32", (3,), (HASH,), "value", "w", 3, 6),
             TensorEntry(1, 12, "F32", (3,), (HASH,), "extra@1"),
         ),
-        optimizer={"class": "AdamW", "groups": [{"params": ["w"], "options": {"lr": 0.1}}], "scalars": {"w": {"step": 3.0}}},
+        optimizer={
+            "class": "AdamW",
+            "groups": [{"params": ["w"], "options": {"lr": 0.1}}],
+            "scalars": {"w": {"step": 3.0}},
+        },
         states={"extra": {"ranks": [1, {"$tensor": "extra"}]}, "rng": {"same": None}},
     )
     raw = json.loads(manifest.dump())
@@ -122,24 +164,34 @@ def example() -> dict[str, Any]:
     return raw
 
 
-# ---------------------------------------------------------------------------------------------------------------- there and back
+# ----------------------------------------------------------------------------------- there and back
 
 
 @given(manifests())
 def test_what_is_dumped_is_parsed(manifest: Manifest) -> None:
     text = manifest.dump()
     assert Manifest.parse(text, "there") == manifest
-    assert json.loads(text)["hash"] == digest(text[: text.rindex(b'\n "hash"')]), "the last line is the hash of all before it"
+    assert json.loads(text)["hash"] == digest(text[: text.rindex(b'\n "hash"')]), (
+        "the last line is the hash of all before it"
+    )
 
 
 def test_pieces_come_in_the_order_of_their_ranges_and_other_tensors_by_kind() -> None:
     manifest = Manifest.parse(sealed(example()), "there")
-    assert [(piece.file, piece.start, piece.stop) for piece in manifest.pieces()["w", "value"]] == [(0, 0, 3), (1, 3, 6)]
+    assert [(piece.file, piece.start, piece.stop) for piece in manifest.pieces()["w", "value"]] == [
+        (0, 0, 3),
+        (1, 3, 6),
+    ]
     assert list(manifest.loose()) == ["extra@1"] and manifest.total_bytes() == 2 * 88
-    assert [entry.key for entry in manifest.tensors] == ["w|value|0:3", "w|state.exp_avg|0:3", "w|value|3:6", "extra@1"]
+    assert [entry.key for entry in manifest.tensors] == [
+        "w|value|0:3",
+        "w|state.exp_avg|0:3",
+        "w|value|3:6",
+        "extra@1",
+    ]
 
 
-# ---------------------------------------------------------------------------------------------------------------- damaged text
+# ------------------------------------------------------------------------------------- damaged text
 
 
 @settings(max_examples=300)
@@ -166,10 +218,15 @@ def test_damaged_text_is_found_by_its_hash(data: st.DataObject) -> None:
 
 @settings(max_examples=300)
 @given(st.data())
-def test_damaged_text_with_a_right_hash_gives_a_manifest_or_a_typed_error(data: st.DataObject) -> None:
+def test_damaged_text_with_a_right_hash_gives_a_manifest_or_a_typed_error(
+    data: st.DataObject,
+) -> None:
     text = json.dumps(example())
     where = data.draw(st.integers(0, len(text) - 2))
-    inserted = data.draw(st.text(max_size=2) | st.sampled_from(["9" * 30, "-", "[" * 2000, '"', "NaN", "1e999", "{}", "null"]))
+    inserted = data.draw(
+        st.text(max_size=2)
+        | st.sampled_from(["9" * 30, "-", "[" * 2000, '"', "NaN", "1e999", "{}", "null"])
+    )
     removed = data.draw(st.integers(0, 12))
     _parse_or_refuse(sealed(None, text[:where] + inserted + text[where + removed : -1] + "}"))
 
@@ -185,8 +242,12 @@ def _parse_or_refuse(text: bytes) -> None:
 
 def _places(raw: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the path of every value inside `raw`."""
-    items = raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
-    return [place for key, value in items for place in [(*path, key), *_places(value, (*path, key))]]
+    items = (
+        raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
+    )
+    return [
+        place for key, value in items for place in [(*path, key), *_places(value, (*path, key))]
+    ]
 
 
 def _put(raw: Any, place: tuple[Any, ...], value: Any) -> None:
@@ -195,7 +256,27 @@ def _put(raw: Any, place: tuple[Any, ...], value: Any) -> None:
     raw[place[-1]] = value
 
 
-ODD = [None, True, -1, 0, 1, 1.5, 2**63, 2**64, 10**400, "", "\0", "x" * 10_000, [], {}, [[]], [-1], [2**62, 2**62], {"a": {}}, {"$tensor": 3}]
+ODD = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    1.5,
+    2**63,
+    2**64,
+    10**400,
+    "",
+    "\0",
+    "x" * 10_000,
+    [],
+    {},
+    [[]],
+    [-1],
+    [2**62, 2**62],
+    {"a": {}},
+    {"$tensor": 3},
+]
 
 
 @pytest.mark.parametrize("place", _places(example()), ids=lambda place: ".".join(map(str, place)))
@@ -233,7 +314,10 @@ NAME = "rank-00000-of-00002.safetensors"
         ({"world": 3}, "3 ranks wrote 2 files"),
         ({"chunk_bytes": 0}, "chunk_bytes is 0"),
         ({"chunk_bytes": 2**40}, "chunks of 1099511627776 bytes"),
-        ({"files__0__name": "../../etc/passwd"}, "'../../etc/passwd' is no name of a file of pieces"),
+        (
+            {"files__0__name": "../../etc/passwd"},
+            "'../../etc/passwd' is no name of a file of pieces",
+        ),
         ({"files__0__name": "/etc/passwd"}, "is no name"),
         ({"files__0__name": f"../{NAME}"}, "is no name"),
         ({"files__0__name": f"{NAME}\0"}, "is no name"),
@@ -241,10 +325,16 @@ NAME = "rank-00000-of-00002.safetensors"
         ({"files__0__name": "manifest.json"}, "is no name"),
         ({"files__0__name": "rank-00001-of-00002.safetensors"}, "a file stands there twice"),
         ({"files__0__header_bytes": 4}, "88 bytes and a header of 4"),
-        ({"files__0__header_bytes": 2**62, "files__0__bytes": 2**62 + 24}, "a header of 4611686018427387904"),
+        (
+            {"files__0__header_bytes": 2**62, "files__0__bytes": 2**62 + 24},
+            "a header of 4611686018427387904",
+        ),
         ({"files__0__bytes": 10**6}, "has 1000000 bytes, and its tensors end at 88"),
         ({"files__0__bytes": 87}, "ends behind the end of"),
-        ({"parameters__w__shape": [2**40, 2**40]}, r"a shape of \[1099511627776, 1099511627776\] is too large"),
+        (
+            {"parameters__w__shape": [2**40, 2**40]},
+            r"a shape of \[1099511627776, 1099511627776\] is too large",
+        ),
         ({"parameters__w__shape": [1] * 65}, "a shape of 65 dimensions"),
         ({"parameters__w__shape": [2, 4], "parameters__w__stride": [9, 1]}, r"has stride \[9, 1\]"),
         ({"parameters__w__stride": [0, 0]}, r"has stride \[0, 0\]"),
@@ -254,7 +344,10 @@ NAME = "rank-00000-of-00002.safetensors"
         ({"tensors__0__dtype": "F31"}, "as 'F31'"),
         ({"tensors__0__file": 2}, "lies in file 2 of 2"),
         ({"tensors__0__offset": 2**62}, "ends behind the end of"),
-        ({"tensors__1__offset": 8}, "lies at byte 8 of the data, and the tensor before it ends at 12"),
+        (
+            {"tensors__1__offset": 8},
+            "lies at byte 8 of the data, and the tensor before it ends at 12",
+        ),
         ({"tensors__0__shape": [2**31, 2**31]}, "ends behind the end of"),
         ({"tensors__0__hashes": []}, "has 0 hashes for 12 bytes"),
         ({"tensors__0__hashes": "ab"}, "'ab' is no list"),
@@ -264,7 +357,10 @@ NAME = "rank-00000-of-00002.safetensors"
         ({"optimizer": []}, r"\[\] is no object"),
         ({"optimizer__groups__0__params": ["v"]}, "there is no parameter 'v'"),
         ({"optimizer__scalars": {"v": {}}}, "there is no parameter 'v'"),
-        ({"states__extra": {"ranks": [1]}}, "the state 'extra' is neither the same on all ranks nor one for each of 2"),
+        (
+            {"states__extra": {"ranks": [1]}},
+            "the state 'extra' is neither the same on all ranks nor one for each of 2",
+        ),
         ({"states__extra": {"same": 1, "ranks": [1, 2]}}, "is neither the same"),
         ({"version": 0}, "its format version is 0"),
         ({"version": True}, "its format version is True"),
@@ -289,7 +385,13 @@ def test_the_same_tensor_twice_is_refused() -> None:
 
 def test_a_newer_version_says_which_and_what_to_do() -> None:
     raw = example() | {"version": 2, "written_by": "zeroshard 9.0", "tensors": "of another kind"}
-    with pytest.raises(CheckpointError, match=r"format version 2, written by 'zeroshard 9\.0', .* reads versions up to 1: use a newer zeroshard"):
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            r"format version 2, written by 'zeroshard 9\.0', .* reads versions up to 1: use a newer"
+            r" zeroshard"
+        ),
+    ):
         Manifest.parse(sealed(raw), "there")
 
 
@@ -323,7 +425,10 @@ def test_deep_nesting_is_refused(opening: str, depth: int) -> None:
             Manifest.parse(sealed(None, text), "there")
 
 
-@pytest.mark.parametrize("text", [b"", b"{}", b"\x00" * 100, b"[]\n", b'\n "hash": "' + b"0" * 32 + b'"\n}\n', b"\xff\xfe" * 50])
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"{}", b"\x00" * 100, b"[]\n", b'\n "hash": "' + b"0" * 32 + b'"\n}\n', b"\xff\xfe" * 50],
+)
 def test_what_is_no_manifest_at_all_is_refused(text: bytes) -> None:
     with pytest.raises(CheckpointError, match="there is damaged"):
         Manifest.parse(text, "there")

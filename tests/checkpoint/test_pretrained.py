@@ -1,4 +1,6 @@
-"""Weights from safetensors files: every row, each rank its own bytes, and what does not fit is named before anything changes."""
+"""Weights from safetensors files: every row, each rank its own bytes, and what does not fit is
+named before anything changes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from zeroshard import CheckpointError, PlanMismatch
 
 
 class Conv(nn.Module):
-    """Four dimensions, channels last; a leading dimension of one; a batch norm's buffers; a scalar; a tie."""
+    """Four dimensions, channels last; a leading dimension of one; a batch norm's buffers; a
+    scalar; a tie.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,10 +43,18 @@ def _write(directory: Path, state: dict[str, torch.Tensor], files: int) -> None:
     if files == 1:
         save_file(tensors, directory / "model.safetensors")
         return
-    weight_map = {name: f"model-{index % files + 1:05d}-of-{files:05d}.safetensors" for index, name in enumerate(tensors)}
+    weight_map = {
+        name: f"model-{index % files + 1:05d}-of-{files:05d}.safetensors"
+        for index, name in enumerate(tensors)
+    }
     for file in set(weight_map.values()):
-        save_file({name: value for name, value in tensors.items() if weight_map[name] == file}, directory / file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        save_file(
+            {name: value for name, value in tensors.items() if weight_map[name] == file},
+            directory / file,
+        )
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 def _load(rank: int, world: int, directory: str, transport: str, precision: str) -> None:
@@ -54,7 +66,13 @@ def _load(rank: int, world: int, directory: str, transport: str, precision: str)
             parameter.requires_grad_(False)  # frozen: weights without a master
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
-        engine = zs.shard(model, optimizer, policy=row, precision=precision, comm=zs.Comm.model_validate({"transport": transport}))
+        engine = zs.shard(
+            model,
+            optimizer,
+            policy=row,
+            precision=precision,
+            comm=zs.Comm.model_validate({"transport": transport}),
+        )
         report = zs.load_pretrained(engine, directory)
         assert not report.missing and not report.unexpected
         assert model(*batch(rank, 0)).isfinite()
@@ -63,11 +81,17 @@ def _load(rank: int, world: int, directory: str, transport: str, precision: str)
             assert torch.equal(state[name], value.to(state[name].dtype)), (row, name)
         masters = {p.name: p for p in engine.resting_pieces() if p.parameter.requires_grad}
         for name, piece in masters.items():
-            assert torch.equal(piece.tensor, expected[name].reshape(-1)[piece.start : piece.stop]), "masters take the file's full precision"
+            assert torch.equal(
+                piece.tensor, expected[name].reshape(-1)[piece.start : piece.stop]
+            ), "masters take the file's full precision"
         total = 4 * sum(value.numel() for value in expected.values())
         if row != "ddp":
             rows = sum(2 * 4 * value[0].numel() for value in expected.values())
-            assert report.bytes_read <= total / world + rows + total * 0.02, (row, report.bytes_read, total)
+            assert report.bytes_read <= total / world + rows + total * 0.02, (
+                row,
+                report.bytes_read,
+                total,
+            )
         for step in range(2):
             model(*batch(rank, step)).backward()
             optimizer.step()
@@ -86,7 +110,9 @@ def _load(rank: int, world: int, directory: str, transport: str, precision: str)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("files", [1, 3])
-def test_every_row_loads_its_own_bytes_of_trained_and_frozen_weights(files: int, precision: str, transport: str, tmp_path: Path) -> None:
+def test_every_row_loads_its_own_bytes_of_trained_and_frozen_weights(
+    files: int, precision: str, transport: str, tmp_path: Path
+) -> None:
     _write(tmp_path, dict(_reseeded(64).state_dict()), files)
     run_ranks(2, _load, str(tmp_path), transport, precision)
 
@@ -123,18 +149,27 @@ def test_odd_shapes_strides_buffers_and_ties(kept: str, tmp_path: Path) -> None:
     plain = Conv()
     report = zs.load_pretrained(plain, tmp_path)
     assert all(torch.equal(plain.state_dict()[name], value) for name, value in state.items())
-    assert report.bytes_read == sum(value.numel() * value.element_size() for value in state.values())
+    assert report.bytes_read == sum(
+        value.numel() * value.element_size() for value in state.values()
+    )
 
 
 def test_half_precision_files_fill_fp32_masters_and_names_can_be_changed(tmp_path: Path) -> None:
     torch.manual_seed(1)
     source = make_model()
-    _write(tmp_path, {f"old.{name}": value.bfloat16() for name, value in source.state_dict().items()}, 2)
+    _write(
+        tmp_path,
+        {f"old.{name}": value.bfloat16() for name, value in source.state_dict().items()},
+        2,
+    )
     model = make_model()
     engine = zs.shard(model, two_groups(model), stage=3)
     zs.load_pretrained(engine, tmp_path, rename=lambda name: name.removeprefix("old."))
     state = engine.full_state_dict()
-    assert all(torch.equal(state[name], value.bfloat16().float()) for name, value in source.state_dict().items())
+    assert all(
+        torch.equal(state[name], value.bfloat16().float())
+        for name, value in source.state_dict().items()
+    )
     engine.close()
 
 
@@ -169,7 +204,10 @@ def _other_values(rank: int, world: int, directory: str) -> None:
     for row in ROWS:
         model = _built_by_each_rank(rank)
         engine = zs.shard(model, two_groups(model), policy=row)
-        with pytest.raises(PlanMismatch, match=r"first about 'initial value of .*load_pretrained\(\) before its first use"):
+        with pytest.raises(
+            PlanMismatch,
+            match=r"first about 'initial value of .*load_pretrained\(\) before its first use",
+        ):
             model(*batch(rank, 0))
         zs.load_pretrained(engine, directory)
         assert model(*batch(rank, 0)).isfinite()
@@ -182,19 +220,36 @@ def _other_values(rank: int, world: int, directory: str) -> None:
     engine = zs.shard(model, two_groups(model))
     zs.load_pretrained(engine, f"{directory}/part", strict=False)
     save = functools.partial(zs.save, f"{directory}/unsaved", engine, step=1)
-    for refused in (lambda: model(*batch(rank, 0)), engine.full_state_dict, lambda: engine.gathered().__enter__(), save):
-        with pytest.raises(PlanMismatch, match=r"first about 'initial value of head\.weight': rank 0: .*; rank 1: .*same seed"):
+    for refused in (
+        lambda: model(*batch(rank, 0)),
+        engine.full_state_dict,
+        lambda: engine.gathered().__enter__(),
+        save,
+    ):
+        with pytest.raises(
+            PlanMismatch,
+            match=r"first about 'initial value of head\.weight': rank 0: .*; rank 1: .*same seed",
+        ):
             refused()
     zs.load(f"{directory}/saved", engine)
-    assert all(torch.equal(engine.full_state_dict(rank0_only=False)[name], value) for name, value in expected.items())
+    assert all(
+        torch.equal(engine.full_state_dict(rank0_only=False)[name], value)
+        for name, value in expected.items()
+    )
     engine.close()
 
 
-def test_deferred_values_may_differ_between_ranks_where_files_overwrite_them(tmp_path: Path) -> None:
+def test_deferred_values_may_differ_between_ranks_where_files_overwrite_them(
+    tmp_path: Path,
+) -> None:
     state = dict(_reseeded(160).state_dict())
     _write(tmp_path, state, 1)
     (tmp_path / "part").mkdir()
-    _write(tmp_path / "part", {name: value for name, value in state.items() if name != "head.weight"}, 1)
+    _write(
+        tmp_path / "part",
+        {name: value for name, value in state.items() if name != "head.weight"},
+        1,
+    )
     run_ranks(2, _other_values, str(tmp_path))
 
 
@@ -213,8 +268,14 @@ def _refused(rank: int, world: int, directory: str) -> None:
         assert all(torch.equal(after[name], value) for name, value in before.items())
 
     state = {name: value + 1 for name, value in before.items()}
-    told(r"missing 'head.weight'; strict=False", {name: value for name, value in state.items() if name != "head.weight"})
-    told(r"unexpected 'more', 'other'; strict=False", {**state, "more": torch.ones(2), "other": torch.ones(1)})
+    told(
+        r"missing 'head.weight'; strict=False",
+        {name: value for name, value in state.items() if name != "head.weight"},
+    )
+    told(
+        r"unexpected 'more', 'other'; strict=False",
+        {**state, "more": torch.ones(2), "other": torch.ones(1)},
+    )
     wrong = {**state, "norm.bias": torch.ones(4)}
     told(r"tensor 'norm.bias' is \[4\] in the files and \[19\] in the model", wrong)
     told(r"tensor 'norm.bias'", wrong, strict=False)
@@ -224,7 +285,9 @@ def _refused(rank: int, world: int, directory: str) -> None:
     report = zs.load_pretrained(engine, path, strict=False)
     assert report.missing == ["head.weight"] and report.unexpected == ["more"]
     after = engine.full_state_dict(rank0_only=False)
-    assert torch.equal(after["head.weight"], before["head.weight"]) and torch.equal(after["norm.weight"], before["norm.weight"] + 1)
+    assert torch.equal(after["head.weight"], before["head.weight"]) and torch.equal(
+        after["norm.weight"], before["norm.weight"] + 1
+    )
     whole = Path(directory) / "whole"
     if rank == 0:
         whole.mkdir()
@@ -234,9 +297,16 @@ def _refused(rank: int, world: int, directory: str) -> None:
         zs.load_pretrained(engine, path)
     with pytest.raises(CheckpointError, match=r"holds neither model\.safetensors nor"):
         zs.load_pretrained(engine, Path(directory) / "nowhere")
-    with pytest.raises(CheckpointError if rank else PlanMismatch, match=r"nowhere" if rank else r"rank 1 refused: .*nowhere holds neither"):
-        zs.load_pretrained(engine, Path(directory) / "nowhere" if rank else Path(directory) / "whole")
-    (path.parent / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}}))
+    with pytest.raises(
+        CheckpointError if rank else PlanMismatch,
+        match=r"nowhere" if rank else r"rank 1 refused: .*nowhere holds neither",
+    ):
+        zs.load_pretrained(
+            engine, Path(directory) / "nowhere" if rank else Path(directory) / "whole"
+        )
+    (path.parent / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "../../etc/passwd"}})
+    )
     with pytest.raises(CheckpointError, match="names a file outside its directory"):
         zs.load_pretrained(engine, path.parent)
     engine.close()

@@ -1,4 +1,6 @@
-"""Saves that meet a failing disk or another job: every rank hears of it, no rank waits for itself, and the order of system calls is the safe one."""
+"""Saves that meet a failing disk or another job: every rank hears of it, no rank waits for
+itself, and the order of system calls is the safe one.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,34 @@ from tests.checkpoint.common import check_everything, make
 from tests.harness import run_ranks
 from zeroshard import CheckpointError, ConfigError, PlanMismatch
 
-# ---------------------------------------------------------------------------------------------------------------- system calls
+# ------------------------------------------------------------------------------------- system calls
 
 CALLS = {
-    os: ("open", "close", "mkdir", "fsync", "ftruncate", "write", "pwrite", "rename", "unlink", "rmdir", "scandir", "statvfs", "posix_fallocate", "listdir"),
+    os: (
+        "open",
+        "close",
+        "mkdir",
+        "fsync",
+        "ftruncate",
+        "write",
+        "pwrite",
+        "rename",
+        "unlink",
+        "rmdir",
+        "scandir",
+        "statvfs",
+        "posix_fallocate",
+        "listdir",
+    ),
     fcntl: ("flock",),
 }
 
 
 @contextmanager
 def watched(folder: Path, called: Callable[[str, str], None]) -> Iterator[None]:
-    """Tell `called` (name, path) of every system call on what lies at or under `folder`; of close() once it is done, of the others before."""
+    """Tell `called` (name, path) of every system call on what lies at or under `folder`; of
+    close() once it is done, of the others before.
+    """
 
     def watch(owner: Any, name: str) -> Any:
         real = getattr(owner, name)
@@ -80,25 +99,42 @@ def test_what_is_written_is_on_disk_before_it_is_seen_and_its_name_after(tmp_pat
         with watched(tmp_path, lambda name, path: calls.append((name, path))):  # noqa: B023
             training.save(folder, 1)
         last = {call: index for index, call in enumerate(calls)}
-        (working,) = {path for name, path in calls if name == "rename" and Path(path).name.startswith(".saving")}
-        seen = calls.index(("rename", working))  # again, this is the swap; the old one is renamed later to be removed
-        files = {path for name, path in calls if name in ("write", "posix_fallocate") and path.startswith(working)}
+        (working,) = {
+            path
+            for name, path in calls
+            if name == "rename" and Path(path).name.startswith(".saving")
+        }
+        # again, this is the swap; the old one is renamed later to be removed
+        seen = calls.index(("rename", working))
+        files = {
+            path
+            for name, path in calls
+            if name in ("write", "posix_fallocate") and path.startswith(working)
+        }
         assert len(files) == 1, "the file of pieces; the manifest goes through Python's file"
         for path in [*files, f"{working}/.manifest.json", working]:
             assert last["fsync", path] < seen, path
         renamed = last["rename", f"{working}/.manifest.json"]
-        assert last["fsync", f"{working}/.manifest.json"] < renamed < last["fsync", working] < seen < last["fsync", str(folder)]
+        assert (
+            last["fsync", f"{working}/.manifest.json"]
+            < renamed
+            < last["fsync", working]
+            < seen
+            < last["fsync", str(folder)]
+        )
         if not again:
             for parent in (tmp_path, tmp_path / "new", tmp_path / "new" / "parents"):
                 assert last["fsync", str(parent)] < seen, f"{parent} has a new entry"
     training.engine.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------- each call fails once
+# ----------------------------------------------------------------------------- each call fails once
 
 
 def _faults(rank: int, world: int, folder: Path, background: bool, failing: int) -> list[str]:
-    """Save with each system call of rank `failing` failing in turn; return what it was told, or "" where the save came through."""
+    """Save with each system call of rank `failing` failing in turn; return what it was told, or
+    "" where the save came through.
+    """
     training = make("zero3")
     engine = training.engine
     training.step(rank, 0)
@@ -133,9 +169,16 @@ def _faults(rank: int, world: int, folder: Path, background: bool, failing: int)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("background", "failing"),
-    [(False, 0), pytest.param(True, 0, marks=pytest.mark.slow), pytest.param(False, 1, marks=pytest.mark.slow), (True, 1)],
+    [
+        (False, 0),
+        pytest.param(True, 0, marks=pytest.mark.slow),
+        pytest.param(False, 1, marks=pytest.mark.slow),
+        (True, 1),
+    ],
 )
-def test_every_system_call_that_fails_is_told_on_all_ranks(tmp_path: Path, background: bool, failing: int) -> None:
+def test_every_system_call_that_fails_is_told_on_all_ranks(
+    tmp_path: Path, background: bool, failing: int
+) -> None:
     zero, one = run_ranks(2, _faults, tmp_path, background, failing)
     assert [bool(text) for text in zero] == [bool(text) for text in one]
     assert zero[-1] == "" and sum(map(bool, zero)) >= (12 if failing == 0 else 3)
@@ -144,7 +187,9 @@ def test_every_system_call_that_fails_is_told_on_all_ranks(tmp_path: Path, backg
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_lock_that_cannot_be_let_go_is_told_though_the_step_is_complete(tmp_path: Path, background: bool) -> None:
+def test_a_lock_that_cannot_be_let_go_is_told_though_the_step_is_complete(
+    tmp_path: Path, background: bool
+) -> None:
     training = make("zero2")
     training.step(0, 0)
 
@@ -162,11 +207,13 @@ def test_a_lock_that_cannot_be_let_go_is_told_though_the_step_is_complete(tmp_pa
     training.engine.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------- nobody waits for itself
+# -------------------------------------------------------------------------- nobody waits for itself
 
 
 def _gone(rank: int, world: int, folder: Path, failing: int) -> str:
-    """A background save whose directory goes before rank `failing` has written: it can leave no note."""
+    """A background save whose directory goes before rank `failing` has written: it can leave no
+    note.
+    """
     training = make("zero3")
     engine = training.engine
     training.step(rank, 0)
@@ -174,7 +221,8 @@ def _gone(rank: int, world: int, folder: Path, failing: int) -> str:
 
     def write(path: Path, *args: Any, **options: Any) -> Any:
         if rank == failing:
-            os.rename(folder, folder.with_name("gone"))  # in one call: the other rank may be writing there
+            # in one call: the other rank may be writing there
+            os.rename(folder, folder.with_name("gone"))
         return real(path, *args, **options)
 
     saver = zs.Saver(folder, engine)
@@ -189,13 +237,21 @@ def _gone(rank: int, world: int, folder: Path, failing: int) -> str:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("world", "failing"), [(1, 0), (2, 0), (2, 1)])
-def test_a_background_save_whose_directory_vanishes_is_told_at_once(tmp_path: Path, world: int, failing: int) -> None:
+def test_a_background_save_whose_directory_vanishes_is_told_at_once(
+    tmp_path: Path, world: int, failing: int
+) -> None:
     for text in run_ranks(world, _gone, tmp_path / "run", failing):
-        assert "cannot be written: No such file" in text or "was removed" in text or "is not there" in text
+        assert (
+            "cannot be written: No such file" in text
+            or "was removed" in text
+            or "is not there" in text
+        )
 
 
 def _no_note(rank: int, world: int, folder: Path, failing: int) -> str:
-    """A background save on a disk that turned read-only for one rank: neither its file nor its note can be written."""
+    """A background save on a disk that turned read-only for one rank: neither its file nor its
+    note can be written.
+    """
     training = make("zero3")
     engine = training.engine
     training.step(rank, 0)
@@ -220,7 +276,9 @@ def _no_note(rank: int, world: int, folder: Path, failing: int) -> str:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_rank_that_can_leave_no_note_is_heard_at_the_next_call(tmp_path: Path, failing: int) -> None:
+def test_a_rank_that_can_leave_no_note_is_heard_at_the_next_call(
+    tmp_path: Path, failing: int
+) -> None:
     for text in run_ranks(3, _no_note, tmp_path, failing):
         assert "Read-only file system" in text
 
@@ -233,7 +291,10 @@ def _no_copy(rank: int, world: int, folder: Path, failing: int) -> str:
         raise MemoryError("no memory for the copy")
 
     saver = zs.Saver(folder, training.engine)
-    with mock.patch.object(saver, "_copied", broken if rank == failing else saver._copied), pytest.raises(CheckpointError) as error:
+    with (
+        mock.patch.object(saver, "_copied", broken if rank == failing else saver._copied),
+        pytest.raises(CheckpointError) as error,
+    ):
         saver.save(1)
         saver.wait()
     saver.save(2)
@@ -278,7 +339,7 @@ def test_a_state_that_raises_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
         assert "states['odd']" in text and "the loader's file is gone" in text
 
 
-# ---------------------------------------------------------------------------------------------------------------- ranks and jobs that disagree
+# --------------------------------------------------------------------- ranks and jobs that disagree
 
 
 def _other_step(rank: int, world: int, folder: Path) -> str:
@@ -306,13 +367,21 @@ def _other_job(rank: int, world: int, folder: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 3], ids=["over a step", "between steps"])
-def test_a_directory_that_another_job_saves_to_in_turn_is_noticed(tmp_path: Path, step: int) -> None:
+def test_a_directory_that_another_job_saves_to_in_turn_is_noticed(
+    tmp_path: Path, step: int
+) -> None:
     training = make("zero2")
     training.step(0, 0)
     training.save(tmp_path, 1)
     training.save(tmp_path, 2)
     run_ranks(1, _other_job, tmp_path, step)
-    with pytest.raises(CheckpointError, match=rf"step {step} in {tmp_path} was written by another job since this one last saved or loaded there: give each job"):
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            rf"step {step} in {tmp_path} was written by another job since this one last saved or"
+            r" loaded there: give each job"
+        ),
+    ):
         training.save(tmp_path, 4)
     training.save(tmp_path, 4)  # it was told
     run_ranks(1, _other_job, tmp_path, 5)
@@ -325,11 +394,20 @@ def test_what_a_save_needs_is_told_with_what_must_stay_free(tmp_path: Path) -> N
     model = nn.Linear(4, 4)
     engine = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
     free = os.statvfs_result((512, 512, 0, 0, 2000, 0, 0, 0, 0, 255))
-    with mock.patch.object(os, "statvfs", lambda path: free), pytest.raises(CheckpointError) as error:
+    with (
+        mock.patch.object(os, "statvfs", lambda path: free),
+        pytest.raises(CheckpointError) as error,
+    ):
         zs.save(tmp_path, engine, step=1)
     words = str(error.value).split()
-    needed, own, beside = int(words[words.index("needs") + 1]), int(words[words.index("needs") + 3].lstrip("(")), 1 << 20
-    assert needed == own + beside > 2000 * 512 and "and 1024000 are free" in str(error.value) and f"{beside} for the manifest" in str(error.value)
+    needed, own, beside = (
+        int(words[words.index("needs") + 1]),
+        int(words[words.index("needs") + 3].lstrip("(")),
+        1 << 20,
+    )
+    assert (
+        needed == own + beside > 2000 * 512
+        and "and 1024000 are free" in str(error.value)
+        and f"{beside} for the manifest" in str(error.value)
+    )
     engine.close()
-
-

@@ -19,7 +19,9 @@ from tests.harness import run_ranks
 from zeroshard import CheckpointError, ConfigError
 
 
-def _made(row: str = "zero3", model: nn.Module | None = None, **options: Any) -> tuple[Any, torch.optim.Optimizer, zs.Engine]:
+def _made(
+    row: str = "zero3", model: nn.Module | None = None, **options: Any
+) -> tuple[Any, torch.optim.Optimizer, zs.Engine]:
     model = make_model() if model is None else model
     optimizer = two_groups(model)
     return model, optimizer, zs.shard(model, optimizer, policy=row, stall_timeout_s=20, **options)
@@ -42,14 +44,18 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-# ---------------------------------------------------------------------------------------------------------------- what is beside the shards
+# ------------------------------------------------------------------------ what is beside the shards
 
 
 class Loader:
     """A data loader's position, each rank's own."""
 
     def __init__(self, rank: int) -> None:
-        self.position = {"epoch": 1, "seen": [10 * rank, (rank, None)], "shuffle": torch.arange(5) + rank}
+        self.position = {
+            "epoch": 1,
+            "seen": [10 * rank, (rank, None)],
+            "shuffle": torch.arange(5) + rank,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return self.position
@@ -85,12 +91,18 @@ def _beside(rank: int, world: int, folder: Path, precision: str) -> None:
     np.random.seed(rank)
     engine, ema, loader = made[2], zs.EMA(made[2], 0.9), Loader(rank)
     if engine._scaler is not None:
-        engine._scaler.scale, engine._scaler.growth_interval = 256.0, 3  # it moves between the save and the load
+        # it moves between the save and the load
+        engine._scaler.scale, engine._scaler.growth_interval = 256.0, 3
     for step in range(2):
         _step(made, rank, step)
         ema.update()
     states = {"ema": ema, "loader": loader}
-    extra = {"best": float("inf"), "names": ("a", b"\x00"), "curve": torch.tensor([1.0, 2.0]), 7: {1, 2}}
+    extra = {
+        "best": float("inf"),
+        "names": ("a", b"\x00"),
+        "curve": torch.tensor([1.0, 2.0]),
+        7: {1, 2},
+    }
     zs.save(folder, engine, step=2, states=states, extra=extra)
     draws = _draws()
     expected = [_step(made, rank, step) for step in (2, 3)]
@@ -103,19 +115,35 @@ def _beside(rank: int, world: int, folder: Path, precision: str) -> None:
         ema.update()
     loader.position = {}
     restored = zs.load(folder, engine, states=states)
-    assert restored.skipped == [] and restored.extra["best"] == float("inf") and restored.extra["names"] == ("a", b"\x00")
-    assert torch.equal(restored.extra["curve"], torch.tensor([1.0, 2.0])) and restored.extra[7] == {1, 2}
-    assert loader.position["seen"] == [10 * rank, (rank, None)] and torch.equal(loader.position["shuffle"], torch.arange(5) + rank)
+    assert (
+        restored.skipped == []
+        and restored.extra["best"] == float("inf")
+        and restored.extra["names"] == ("a", b"\x00")
+    )
+    assert torch.equal(restored.extra["curve"], torch.tensor([1.0, 2.0])) and restored.extra[7] == {
+        1,
+        2,
+    }
+    assert loader.position["seen"] == [10 * rank, (rank, None)] and torch.equal(
+        loader.position["shuffle"], torch.arange(5) + rank
+    )
     assert _draws() == draws
-    assert [_step(made, rank, step) for step in (2, 3)] == expected, "losses, dropout and batch norm included"
-    assert all(torch.equal(buffer, buffers[name]) for name, buffer in made[0].named_buffers()) and engine.loss_scale == scale
+    assert [_step(made, rank, step) for step in (2, 3)] == expected, (
+        "losses, dropout and batch norm included"
+    )
+    assert (
+        all(torch.equal(buffer, buffers[name]) for name, buffer in made[0].named_buffers())
+        and engine.loss_scale == scale
+    )
     with ema.swapped():
         assert _same(_state(engine), averaged)
     engine.close()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_everything_beside_the_shards_comes_back_on_every_rank(tmp_path: Path, precision: str) -> None:
+def test_everything_beside_the_shards_comes_back_on_every_rank(
+    tmp_path: Path, precision: str
+) -> None:
     run_ranks(2, _beside, tmp_path, precision)
 
 
@@ -128,14 +156,20 @@ def _alone(rank: int, world: int, folder: Path) -> list[str]:
     return restored.skipped
 
 
-def test_what_ranks_held_differently_is_skipped_by_name_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_what_ranks_held_differently_is_skipped_by_name_on_another_number_of_ranks(
+    tmp_path: Path,
+) -> None:
     run_ranks(2, _beside, tmp_path, "fp32")
     (skipped,) = run_ranks(1, _alone, tmp_path)
     text = "; ".join(skipped)
-    assert "states['loader']: it differed between the 2 ranks" in text and "states['rng']" in text and "states['ema']: not asked for" in text
+    assert (
+        "states['loader']: it differed between the 2 ranks" in text
+        and "states['rng']" in text
+        and "states['ema']: not asked for" in text
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- models of all kinds
+# ------------------------------------------------------------------------------ models of all kinds
 
 
 class Tied(Net):
@@ -161,12 +195,21 @@ def _kinds(rank: int, world: int, folder: Path) -> None:
     }
     models["frozen"][1].blocks[1].requires_grad_(False)
     for name, (first, second) in models.items():
-        engine = zs.shard(first, two_groups(nn.ParameterList([p for p in first.parameters() if p.requires_grad])), sync_from=0)
+        engine = zs.shard(
+            first,
+            two_groups(nn.ParameterList([p for p in first.parameters() if p.requires_grad])),
+            sync_from=0,
+        )
         zs.save(folder / name, engine, step=0)
         expected = _state(engine)
         engine.close()
         for row in ("zero3", "zero1"):
-            engine = zs.shard(second, two_groups(nn.ParameterList([p for p in second.parameters() if p.requires_grad])), policy=row, sync_from=0)
+            engine = zs.shard(
+                second,
+                two_groups(nn.ParameterList([p for p in second.parameters() if p.requires_grad])),
+                policy=row,
+                sync_from=0,
+            )
             zs.load(folder / name, engine)
             assert _same(_state(engine), expected), (name, row)
             engine.close()
@@ -189,13 +232,15 @@ def test_tied_channels_last_frozen_and_deferred_models(tmp_path: Path) -> None:
     run_ranks(2, _kinds, tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------------------------- what does not fit
+# -------------------------------------------------------------------------------- what does not fit
 
 
 def _misfits(rank: int, world: int, folder: Path) -> list[str]:
     made = _made()
     _step(made, rank, 0)
-    zs.save(folder, made[2], step=1, states={"schedule": torch.optim.lr_scheduler.StepLR(made[1], 1)})
+    zs.save(
+        folder, made[2], step=1, states={"schedule": torch.optim.lr_scheduler.StepLR(made[1], 1)}
+    )
     made[2].close()
     said = []
     renamed, reshaped = make_model(), make_model()
@@ -235,10 +280,22 @@ def _misfits(rank: int, world: int, folder: Path) -> list[str]:
 def test_what_does_not_fit_is_named_and_nothing_changes(tmp_path: Path) -> None:
     for said in run_ranks(2, _misfits, tmp_path):
         renamed, reshaped, sgd, grouped, states, step, nowhere = said
-        assert "parameter 'extra.weight' is not in the checkpoint" in renamed and "strict=False loads what fits" in renamed
-        assert "'norm.bias' of the checkpoint is not in the model" in renamed or "(and 1 more)" in renamed
-        assert "parameter 'head.weight' is [37, 19] in the checkpoint and [40, 19] in the model" in reshaped
-        assert "the optimizer was AdamW and is SGD" in sgd and "optimizer param group 0 holds other parameters" in grouped
+        assert (
+            "parameter 'extra.weight' is not in the checkpoint" in renamed
+            and "strict=False loads what fits" in renamed
+        )
+        assert (
+            "'norm.bias' of the checkpoint is not in the model" in renamed
+            or "(and 1 more)" in renamed
+        )
+        assert (
+            "parameter 'head.weight' is [37, 19] in the checkpoint and [40, 19] in the model"
+            in reshaped
+        )
+        assert (
+            "the optimizer was AdamW and is SGD" in sgd
+            and "optimizer param group 0 holds other parameters" in grouped
+        )
         assert "states['sampler'] is not in the checkpoint" in states
         assert "holds no step 7; its newest is 1" in step and "holds no checkpoint" in nowhere
 
@@ -255,7 +312,12 @@ def _unsaveable(rank: int, world: int, folder: Path) -> None:
     only_one = {"broken": object()} if rank == 1 else {"fine": 1}
     with pytest.raises(CheckpointError, match=r"extra\.broken is a object"):
         zs.save(folder, engine, step=0, extra=only_one)
-    for bad in ({"step": -1}, {"step": 1.0}, {"step": 1, "keep_last": 0}, {"step": 1, "keep_every": 5}):
+    for bad in (
+        {"step": -1},
+        {"step": 1.0},
+        {"step": 1, "keep_last": 0},
+        {"step": 1, "keep_every": 5},
+    ):
         with pytest.raises(ConfigError):
             zs.save(folder, engine, **bad)
     with pytest.raises(CheckpointError, match="the name 'rng' cannot be used"):
@@ -264,7 +326,10 @@ def _unsaveable(rank: int, world: int, folder: Path) -> None:
         made[0](*batch(rank, 0)).backward()
         if clip:
             engine.clip_grad_norm_(1.0)
-        with pytest.raises(CheckpointError, match=r"gradients that no step has taken.*save after optimizer.step\(\)"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"gradients that no step has taken.*save after optimizer.step\(\)",
+        ):
             zs.save(folder, engine, step=0)
         made[1].zero_grad()
     assert not list(folder.iterdir())
@@ -278,7 +343,7 @@ def test_what_cannot_be_saved_is_named_before_anything_is_written(tmp_path: Path
     run_ranks(2, _unsaveable, tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------------------------- in the background
+# -------------------------------------------------------------------------------- in the background
 
 
 def _background(rank: int, world: int, folder: Path, row: str, transport: str) -> None:
@@ -313,8 +378,13 @@ def _background(rank: int, world: int, folder: Path, row: str, transport: str) -
             memory = {key: tensor.data_ptr() for key, tensor in saver._staging.items()}
             _step(made, rank, 4)
             saver.save(5)
-            assert {key: tensor.data_ptr() for key, tensor in saver._staging.items()} == memory, "staged where it was before"
-        assert sorted(path.name for path in folder.glob("step-*")) == ["step-0000000004", "step-0000000005"]
+            assert {key: tensor.data_ptr() for key, tensor in saver._staging.items()} == memory, (
+                "staged where it was before"
+            )
+        assert sorted(path.name for path in folder.glob("step-*")) == [
+            "step-0000000004",
+            "step-0000000005",
+        ]
         zs.load(folder, engine, step=4)
         assert _same(_state(engine), states[1])
     finally:
@@ -324,7 +394,9 @@ def _background(rank: int, world: int, folder: Path, row: str, transport: str) -
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("row", ["ddp", "zero3"])
-def test_a_save_in_the_background_holds_the_state_of_its_moment(tmp_path: Path, row: str, transport: str) -> None:
+def test_a_save_in_the_background_holds_the_state_of_its_moment(
+    tmp_path: Path, row: str, transport: str
+) -> None:
     run_ranks(2, _background, tmp_path, row, transport)
 
 
@@ -364,5 +436,7 @@ def _failing(rank: int, world: int, folder: Path, background: bool) -> None:
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_nothing(tmp_path: Path, background: bool) -> None:
+def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_nothing(
+    tmp_path: Path, background: bool
+) -> None:
     run_ranks(2, _failing, tmp_path, background)

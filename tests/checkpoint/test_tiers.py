@@ -1,4 +1,6 @@
-"""Checkpoints across tiers: saved from any, loaded into any other, and training goes on with the same bits."""
+"""Checkpoints across tiers: saved from any, loaded into any other, and training goes on with the
+same bits.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,18 @@ class Layout:
         model = make_model()
         optimizer = two_groups(model)
         offload = zs.Offload(**chosen, **disk)
-        return Made(model, optimizer, zs.shard(model, optimizer, policy=self.row, precision=self.precision, offload=offload, stall_timeout_s=20))
+        return Made(
+            model,
+            optimizer,
+            zs.shard(
+                model,
+                optimizer,
+                policy=self.row,
+                precision=self.precision,
+                offload=offload,
+                stall_timeout_s=20,
+            ),
+        )
 
 
 @dataclass
@@ -78,14 +91,16 @@ class Made:
 
     def differs_from(self, other: Made) -> list[str]:
         mine, theirs = self.state(), other.state()
-        return [name for name in mine if not torch.equal(mine[name], theirs[name])] + (["losses"] if self.losses != other.losses else [])
+        return [name for name in mine if not torch.equal(mine[name], theirs[name])] + (
+            ["losses"] if self.losses != other.losses else []
+        )
 
     def close(self) -> None:
         self.engine.exchange(b"")
         self.engine.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------- any tier into any other
+# -------------------------------------------------------------------------- any tier into any other
 
 
 @dataclass
@@ -109,22 +124,41 @@ def _write(rank: int, world: int, layout: Layout, folder: Path, swap: Path) -> W
     return written
 
 
-def _read(rank: int, world: int, layout: Layout, folder: Path, swap: Path, saved: list[Written], same: bool) -> dict[str, list[str]]:
-    """Load into a run that has trained something else before, and into one on the device; train both on."""
+def _read(
+    rank: int,
+    world: int,
+    layout: Layout,
+    folder: Path,
+    swap: Path,
+    saved: list[Written],
+    same: bool,
+) -> dict[str, list[str]]:
+    """Load into a run that has trained something else before, and into one on the device; train
+    both on.
+    """
     out = {}
     runs = [layout.made(swap), layout.made(swap, "device" if layout.tiers != "late" else "late")]
     for run in runs:
         run.train(rank, range(20, 21))  # masters and moments are another run's until load() comes
         restored = zs.load(folder, run.engine)
         assert restored.step == CUT and not restored.damaged
-        assert all("rng" in what for what in restored.skipped), restored.skipped  # of another number of ranks
+        # of another number of ranks
+        assert all("rng" in what for what in restored.skipped), restored.skipped
     written = saved[rank if same else 0]
-    out["at the cut"] = [name for name, value in runs[0].state().items() if not torch.equal(value, written.at_cut[name])]
+    out["at the cut"] = [
+        name
+        for name, value in runs[0].state().items()
+        if not torch.equal(value, written.at_cut[name])
+    ]
     for run in runs:
         run.train(rank, range(CUT, CUT + MORE))
     out["beside the device"] = runs[0].differs_from(runs[1])
     if same:
-        out["beside the run that saved"] = [name for name, value in runs[0].state().items() if not torch.equal(value, written.at_end[name])]
+        out["beside the run that saved"] = [
+            name
+            for name, value in runs[0].state().items()
+            if not torch.equal(value, written.at_end[name])
+        ]
         out["beside the run that saved"] += ["losses"] if runs[0].losses != written.losses else []
     for run in runs:
         run.close()
@@ -153,28 +187,49 @@ def test_the_pairs_cover() -> None:
         return str(TIERS[layout.tiers].get("optimizer", "device"))
 
     met = {(at(a), at(b)) for a, b in PAIRS}
-    assert met >= set(itertools.product(("host", "disk"), ("host", "disk"))) | {("device", "disk"), ("disk", "device")}
+    assert met >= set(itertools.product(("host", "disk"), ("host", "disk"))) | {
+        ("device", "disk"),
+        ("disk", "device"),
+    }
     assert {layout.tiers for pair in PAIRS for layout in pair} == set(TIERS)
-    assert {layout.row for _, layout in PAIRS} == {layout.row for layout, _ in PAIRS} == {"ddp", "zero1", "zero2", "zero3"}
+    assert (
+        {layout.row for _, layout in PAIRS}
+        == {layout.row for layout, _ in PAIRS}
+        == {"ddp", "zero1", "zero2", "zero3"}
+    )
     assert {(a.world, b.world) for a, b in PAIRS} == set(itertools.product((1, 2), (1, 2)))
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda layout: f"{layout.tiers}-{layout.row}-{layout.world}")
-def test_a_checkpoint_of_any_tier_loads_into_any_other_and_training_goes_on_with_the_same_bits(source: Layout, target: Layout, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "target"), PAIRS, ids=lambda layout: f"{layout.tiers}-{layout.row}-{layout.world}"
+)
+def test_a_checkpoint_of_any_tier_loads_into_any_other_and_training_goes_on_with_the_same_bits(
+    source: Layout, target: Layout, tmp_path: Path
+) -> None:
     folder, swap = tmp_path / "checkpoints", tmp_path / "swap"
     swap.mkdir()
     saved = run_ranks(source.world, _write, source, folder, swap)
-    same = (source.world, source.precision, source.tiers == "late") == (target.world, target.precision, target.tiers == "late")
-    for rank, differences in enumerate(run_ranks(target.world, _read, target, folder, swap, saved, same)):
+    same = (source.world, source.precision, source.tiers == "late") == (
+        target.world,
+        target.precision,
+        target.tiers == "late",
+    )
+    for rank, differences in enumerate(
+        run_ranks(target.world, _read, target, folder, swap, saved, same)
+    ):
         assert not any(differences.values()), (rank, differences)
         assert len(differences) == 2 + same
 
 
-# ---------------------------------------------------------------------------------------------------------------- savers
+# ------------------------------------------------------------------------------------------- savers
 
 
-def _saver(rank: int, world: int, tiers: str, folder: Path, swap: Path) -> tuple[bool, bool, list[str], list[str]]:
-    """Save twice through a Saver while training goes on; return whether the file was there when save() returned."""
+def _saver(
+    rank: int, world: int, tiers: str, folder: Path, swap: Path
+) -> tuple[bool, bool, list[str], list[str]]:
+    """Save twice through a Saver while training goes on; return whether the file was there when
+    save() returned.
+    """
     layout = Layout(tiers, "zero3", world)
     run, reference = layout.made(swap), layout.made(swap, "device")
     records: list[str] = []
@@ -201,25 +256,38 @@ def _saver(rank: int, world: int, tiers: str, folder: Path, swap: Path) -> tuple
     differs = run.differs_from(reference)
     run.close()
     reference.close()
-    return there, in_memory, [record for record in records if "in the foreground" in record], differs
+    return (
+        there,
+        in_memory,
+        [record for record in records if "in the foreground" in record],
+        differs,
+    )
 
 
 @pytest.mark.parametrize("tiers", ["host", "all disk"])
-def test_a_background_saver_copies_from_the_host_and_writes_from_disk_in_the_foreground(tiers: str, tmp_path: Path) -> None:
+def test_a_background_saver_copies_from_the_host_and_writes_from_disk_in_the_foreground(
+    tiers: str, tmp_path: Path
+) -> None:
     swap = tmp_path / "swap"
     swap.mkdir()
-    for rank, (there, in_memory, said, differs) in enumerate(run_ranks(2, _saver, tiers, tmp_path / "checkpoints", swap)):
+    for rank, (there, in_memory, said, differs) in enumerate(
+        run_ranks(2, _saver, tiers, tmp_path / "checkpoints", swap)
+    ):
         assert in_memory is (tiers == "host")
         assert there or tiers == "host"
         assert len(said) == (rank == 0 and tiers != "host"), said  # once, for three saves
         assert differs == []
 
 
-# ---------------------------------------------------------------------------------------------------------------- state_dict of the optimizer
+# ---------------------------------------------------------------------- state_dict of the optimizer
 
 
-def _state_dicts(rank: int, world: int, row: str, names: list[str], swap: Path) -> dict[str, list[str]]:
-    """Take the optimizer's state_dict() of every rank and the model's on each tier, give them to new ones on the next, and train on."""
+def _state_dicts(
+    rank: int, world: int, row: str, names: list[str], swap: Path
+) -> dict[str, list[str]]:
+    """Take the optimizer's state_dict() of every rank and the model's on each tier, give them to
+    new ones on the next, and train on.
+    """
     out = {}
     reference = Layout("device", row, world).made(swap)
     reference.train(rank, range(CUT + MORE))
@@ -227,10 +295,19 @@ def _state_dicts(rank: int, world: int, row: str, names: list[str], swap: Path) 
         run = Layout(name, row, world).made(swap)
         run.train(rank, range(CUT))
         weights, states = run.state(), run.engine.optimizer_part()
-        numbers = [value for state in states["state"].values() for value in state.values() if isinstance(value, torch.Tensor)]
+        numbers = [
+            value
+            for state in states["state"].values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ]
         out[f"{name} nan"] = ["nan" for value in numbers if bool(value.isnan().any())]
         run.close()
-        following = Layout(other if TIERS[other].get("fraction") == TIERS[name].get("fraction") else name, row, world).made(swap)
+        following = Layout(
+            other if TIERS[other].get("fraction") == TIERS[name].get("fraction") else name,
+            row,
+            world,
+        ).made(swap)
         following.model.load_state_dict(weights)
         following.optimizer.load_state_dict(states)
         following.train(rank, range(CUT, CUT + MORE))
@@ -241,17 +318,27 @@ def _state_dicts(rank: int, world: int, row: str, names: list[str], swap: Path) 
     return out
 
 
-@pytest.mark.parametrize(("row", "names"), [("zero1", ["device", "host", "disk", "half host"]), ("zero3", ["all host", "all disk", "mixed", "half disk"])])
-def test_the_optimizers_state_dict_goes_round_on_every_tier(row: str, names: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("row", "names"),
+    [
+        ("zero1", ["device", "host", "disk", "half host"]),
+        ("zero3", ["all host", "all disk", "mixed", "half disk"]),
+    ],
+)
+def test_the_optimizers_state_dict_goes_round_on_every_tier(
+    row: str, names: list[str], tmp_path: Path
+) -> None:
     for differences in run_ranks(2, _state_dicts, row, names, tmp_path):
         assert not any(differences.values()), differences
 
 
-# ---------------------------------------------------------------------------------------------------------------- whole parameters
+# --------------------------------------------------------------------------------- whole parameters
 
 
 def _whole(rank: int, world: int, name: str, swap: Path) -> dict[str, list[str]]:
-    """Everything that reads or writes whole parameters and gradients, beside the same on the device."""
+    """Everything that reads or writes whole parameters and gradients, beside the same on the
+    device.
+    """
     layout, out = Layout(name, "zero3", world), {}
     runs = [layout.made(swap), layout.made(swap, "device")]
 
@@ -266,7 +353,9 @@ def _whole(rank: int, world: int, name: str, swap: Path) -> dict[str, list[str]]
     def gradients(run: Made) -> dict[str, torch.Tensor]:
         run.model(*batch(rank, 7)).backward()
         run.engine.clip_grad_norm_(0.1)
-        found = {key: run.engine.full_grad(parameter) for key, parameter in run.model.named_parameters()}
+        found = {
+            key: run.engine.full_grad(parameter) for key, parameter in run.model.named_parameters()
+        }
         run.optimizer.zero_grad()
         return {key: value for key, value in found.items() if value is not None}
 
@@ -276,7 +365,10 @@ def _whole(rank: int, world: int, name: str, swap: Path) -> dict[str, list[str]]
 
     def edited(run: Made) -> dict[str, torch.Tensor]:
         block = run.model.blocks[1]
-        with run.engine.gathered([block.up.weight, block.norm.bias], writeback=True), torch.no_grad():
+        with (
+            run.engine.gathered([block.up.weight, block.norm.bias], writeback=True),
+            torch.no_grad(),
+        ):
             block.up.weight.mul_(0.5)
             block.norm.bias.add_(1.0)
         return trained(run)
@@ -287,7 +379,13 @@ def _whole(rank: int, world: int, name: str, swap: Path) -> dict[str, list[str]]
         run.train(rank, range(3, 5))
         return run.state()
 
-    for what, action in {"trained": trained, "gradients": gradients, "gathered": gathered, "edited": edited, "loaded": loaded}.items():
+    for what, action in {
+        "trained": trained,
+        "gradients": gradients,
+        "gathered": gathered,
+        "edited": edited,
+        "loaded": loaded,
+    }.items():
         compare(what, action)
     try:
         zs.EMA(runs[0].engine)
@@ -297,18 +395,29 @@ def _whole(rank: int, world: int, name: str, swap: Path) -> dict[str, list[str]]
     models = [run.model for run in runs]
     for run in runs:
         run.close()
-    out["closed"] = [key for key, value in models[0].state_dict().items() if not torch.equal(value, models[1].state_dict()[key])]
+    out["closed"] = [
+        key
+        for key, value in models[0].state_dict().items()
+        if not torch.equal(value, models[1].state_dict()[key])
+    ]
     return out
 
 
-@pytest.mark.parametrize("name", ["host", "all host", "disk", "all disk", "mixed", "half host", "checked"])
-def test_whole_parameters_and_gradients_are_the_devices_on_every_tier(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["host", "all host", "disk", "all disk", "mixed", "half host", "checked"]
+)
+def test_whole_parameters_and_gradients_are_the_devices_on_every_tier(
+    name: str, tmp_path: Path
+) -> None:
     for differences in run_ranks(2, _whole, name, tmp_path):
         assert not any(differences.values()), differences
 
 
 def _pretrained(rank: int, world: int, name: str, folder: Path, swap: Path) -> list[str]:
-    expected = {key: torch.randn(value.shape, generator=torch.Generator().manual_seed(len(key))) for key, value in make_model().state_dict().items()}
+    expected = {
+        key: torch.randn(value.shape, generator=torch.Generator().manual_seed(len(key)))
+        for key, value in make_model().state_dict().items()
+    }
     if rank == 0:
         save_file(expected, folder / "model.safetensors")
     layout = Layout(name, "zero3", world)
@@ -318,7 +427,9 @@ def _pretrained(rank: int, world: int, name: str, folder: Path, swap: Path) -> l
     for made in (run, reference):
         report = zs.load_pretrained(made.engine, folder)
         wrong += [*report.missing, *report.unexpected]
-        wrong += [key for key, value in made.state().items() if not torch.equal(value, expected[key])]
+        wrong += [
+            key for key, value in made.state().items() if not torch.equal(value, expected[key])
+        ]
         made.train(rank, range(2))
     wrong += run.differs_from(reference)
     run.close()
@@ -331,11 +442,13 @@ def test_pretrained_weights_are_read_into_weights_on_other_tiers(name: str, tmp_
     assert run_ranks(2, _pretrained, name, tmp_path, tmp_path) == [[], []]
 
 
-# ---------------------------------------------------------------------------------------------------------------- damage
+# ------------------------------------------------------------------------------------------- damage
 
 
 def _damaged(rank: int, world: int, folder: Path, swap: Path) -> tuple[str, list[str]]:
-    """Load a step that is damaged into states on disk, which are written a piece at a time: nothing may change."""
+    """Load a step that is damaged into states on disk, which are written a piece at a time:
+    nothing may change.
+    """
     layout = Layout("all disk", "zero3", world)
     run, reference = layout.made(swap), layout.made(swap, "device")
     for made in (run, reference):

@@ -1,4 +1,6 @@
-"""Values without pickle: what is encoded comes back with its types and bits, and what has no form is refused with its path."""
+"""Values without pickle: what is encoded comes back with its types and bits, and what has no
+form is refused with its path.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def there_and_back(value: Any) -> Any:
     def store(path: str, tensor: torch.Tensor) -> str:
         key = f"{len(stored)}:{path}"
         data = bytearray(as_bytes(tensor))
-        stored[key] = torch.frombuffer(data, dtype=tensor.dtype).view(tensor.shape) if data else torch.empty(tensor.shape, dtype=tensor.dtype)
+        stored[key] = (
+            torch.frombuffer(data, dtype=tensor.dtype).view(tensor.shape)
+            if data
+            else torch.empty(tensor.shape, dtype=tensor.dtype)
+        )
         return key
 
     text = json.dumps(encode(value, "extra", store), allow_nan=False)
@@ -38,15 +44,27 @@ def there_and_back(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values have the same types and the same bits; NaN is itself, -0.0 is not 0.0."""
+    """Return whether two values have the same types and the same bits; NaN is itself, -0.0 is
+    not 0.0.
+    """
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        return one.dtype is other.dtype and one.shape == other.shape and bytes(as_bytes(one)) == bytes(as_bytes(other))
+        return (
+            one.dtype is other.dtype
+            and one.shape == other.shape
+            and bytes(as_bytes(one)) == bytes(as_bytes(other))
+        )
     if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+        return (
+            one.dtype == other.dtype
+            and one.shape == other.shape
+            and one.tobytes() == other.tobytes()
+        )
     if isinstance(one, float):
-        return (math.isnan(one) and math.isnan(other)) or (one == other and math.copysign(1, one) == math.copysign(1, other))
+        return (math.isnan(one) and math.isnan(other)) or (
+            one == other and math.copysign(1, one) == math.copysign(1, other)
+        )
     if isinstance(one, complex):
         return same(one.real, other.real) and same(one.imag, other.imag)
     if isinstance(one, list | tuple):
@@ -57,7 +75,12 @@ def same(one: Any, other: Any) -> bool:
 
 
 hashable = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**200), 2**200) | st.floats(allow_nan=False) | st.text(max_size=5) | st.binary(max_size=5),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**200), 2**200)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5)
+    | st.binary(max_size=5),
     lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3),
     max_leaves=4,
 )
@@ -91,9 +114,20 @@ def test_tensors_of_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, 
     assert same(there_and_back({"deep": [tensor]}), {"deep": [tensor]})
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2],
+    ids=str,
+)
 def test_numbers_that_are_none_and_both_zeros(dtype: torch.dtype) -> None:
-    for value in (math.inf, -math.inf, math.nan, -0.0, torch.finfo(dtype).tiny, torch.finfo(dtype).max):
+    for value in (
+        math.inf,
+        -math.inf,
+        math.nan,
+        -0.0,
+        torch.finfo(dtype).tiny,
+        torch.finfo(dtype).max,
+    ):
         for tensor in (torch.tensor(value, dtype=dtype), torch.tensor([value], dtype=dtype)):
             back = there_and_back(tensor)
             assert back.dtype is dtype and torch.equal(back.float().isnan(), tensor.float().isnan())
@@ -103,14 +137,23 @@ def test_numbers_that_are_none_and_both_zeros(dtype: torch.dtype) -> None:
 def test_the_largest_and_smallest_integers() -> None:
     for dtype in (torch.int64, torch.uint64, torch.int8, torch.uint16):
         for value in (torch.iinfo(dtype).min, torch.iinfo(dtype).max):
-            assert same(there_and_back(torch.tensor(value, dtype=dtype)), torch.tensor(value, dtype=dtype))
+            assert same(
+                there_and_back(torch.tensor(value, dtype=dtype)), torch.tensor(value, dtype=dtype)
+            )
     assert there_and_back(2**8000) == 2**8000
 
 
 def test_views_and_lazy_tensors_come_back_as_their_numbers() -> None:
     base = torch.arange(12.0).view(3, 4)
     conjugate = torch.tensor([1 + 2j, 3 - 1j]).conj()
-    for tensor in (base.t(), base[:, 1], base[::2], torch.tensor(1.0).expand(3, 2), conjugate, torch._neg_view(torch.tensor([1.0, -2.0]))):
+    for tensor in (
+        base.t(),
+        base[:, 1],
+        base[::2],
+        torch.tensor(1.0).expand(3, 2),
+        conjugate,
+        torch._neg_view(torch.tensor([1.0, -2.0])),
+    ):
         assert torch.equal(there_and_back(tensor), tensor)
     assert torch.equal(there_and_back(torch.tensor(1 + 2j).conj()), torch.tensor(1 - 2j))
     trained = torch.nn.Parameter(torch.ones(2))
@@ -122,11 +165,23 @@ def test_numpy_arrays_of_every_kind() -> None:
     big_endian = np.arange(3, dtype=">i4")
     sealed = np.arange(3.0)
     sealed.flags.writeable = False
-    for array in (np.zeros((2, 0)), np.array(7, dtype=np.uint8), np.arange(6).reshape(2, 3).T, np.array([1j]).astype(np.complex64), sealed, np.array([True])):
+    for array in (
+        np.zeros((2, 0)),
+        np.array(7, dtype=np.uint8),
+        np.arange(6).reshape(2, 3).T,
+        np.array([1j]).astype(np.complex64),
+        sealed,
+        np.array([True]),
+    ):
         back = there_and_back(array)
-        assert back.dtype == array.dtype and back.shape == array.shape and np.array_equal(back, array)
+        assert (
+            back.dtype == array.dtype and back.shape == array.shape and np.array_equal(back, array)
+        )
     assert np.array_equal(there_and_back(big_endian), big_endian), "in this machine's order"
-    assert there_and_back(np.float32(0.1)) == float(np.float32(0.1)) and type(there_and_back(np.int64(3))) is int
+    assert (
+        there_and_back(np.float32(0.1)) == float(np.float32(0.1))
+        and type(there_and_back(np.int64(3))) is int
+    )
     assert there_and_back(np.bool_(True)) is True and there_and_back(np.complex64(1j)) == 1j
 
 
@@ -166,7 +221,7 @@ def test_a_scheduler_takes_back_its_state() -> None:
     assert other.get_last_lr() == schedule.get_last_lr() and other.last_epoch == 3
 
 
-# ---------------------------------------------------------------------------------------------------------------- subclasses
+# --------------------------------------------------------------------------------------- subclasses
 
 
 class Phase(enum.IntEnum):
@@ -207,7 +262,7 @@ def test_a_subclass_becomes_the_plain_type(value: Any, expected: Any) -> None:
     assert same(there_and_back(value), expected)
 
 
-# ---------------------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------- refusals
 
 
 class Unknown:
@@ -230,7 +285,10 @@ def _nested(depth: int, wrap: Callable[[Any], Any]) -> Any:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"a": [1, Unknown()]}, r"^extra\.a\[1\] is a Unknown, which has no form in a checkpoint: numbers, text"),
+        (
+            {"a": [1, Unknown()]},
+            r"^extra\.a\[1\] is a Unknown, which has no form in a checkpoint: numbers, text",
+        ),
         ({"a.b": {3: Unknown()}}, r"^extra\.a\.b\[3\] is a Unknown"),
         ({(1, Unknown): 1}, r"^extra \(a key\)\[1\] is a type"),
         ({"f": lambda: 0}, r"^extra\.f is a function"),
@@ -240,7 +298,10 @@ def _nested(depth: int, wrap: Callable[[Any], Any]) -> Any:
         ([[_cycle()]], r"\[0\] is nested more than 100 deep"),
         ({"t": torch.zeros(2).to_sparse()}, r"^extra\.t is a torch\.sparse_coo tensor"),
         ({"t": torch.zeros(2, device="meta")}, r"^extra\.t is a meta tensor"),
-        ({"t": torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged)}, r"^extra\.t is a nested tensor"),
+        (
+            {"t": torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged)},
+            r"^extra\.t is a nested tensor",
+        ),
         ({"a": np.zeros(2, dtype=np.longdouble)}, r"^extra\.a is an array of (float|longdouble)"),
         ({"a": np.longdouble(1)}, r"^extra\.a is a longdouble"),
         ({"a": np.array(["x"])}, r"^extra\.a is a ndarray"),
@@ -256,7 +317,11 @@ def test_what_has_no_form_is_refused_with_its_path(value: Any, message: str) -> 
         there_and_back(value)
 
 
-@pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: {"a": x}, lambda x: {1: x}, lambda x: (x,), lambda x: frozenset([x])], ids="ldits")
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda x: [x], lambda x: {"a": x}, lambda x: {1: x}, lambda x: (x,), lambda x: frozenset([x])],
+    ids="ldits",
+)
 def test_a_hundred_levels_come_back_and_one_more_is_refused(wrap: Callable[[Any], Any]) -> None:
     assert there_and_back(_nested(100, wrap)) == _nested(100, wrap)
     with pytest.raises(CheckpointError, match="nested more than 100 deep"):

@@ -1,4 +1,6 @@
-"""The contract of a Transport, as functions that every rank runs. Each is called on every transport by test_contract.py."""
+"""The contract of a Transport, as functions that every rank runs. Each is called on every
+transport by test_contract.py.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,20 @@ def fill(transport: Transport, key: str, seed: int, numel: int, dtype: torch.dty
 
 
 def expected_sum(
-    spec: Spec, seed: int, ranges: tuple[Range, ...], rank: int, dtype: torch.dtype, *, absent: tuple[int, ...] = ()
+    spec: Spec,
+    seed: int,
+    ranges: tuple[Range, ...],
+    rank: int,
+    dtype: torch.dtype,
+    *,
+    absent: tuple[int, ...] = (),
 ) -> torch.Tensor:
     """Return what `fill`ed buffers sum to on `rank`."""
     numel, own = end_of(ranges), slice(*ranges[rank])
-    parts = [None if r in absent else values(1000 * seed + r, numel, dtype)[own] for r in range(spec.world_size)]
+    parts = [
+        None if r in absent else values(1000 * seed + r, numel, dtype)[own]
+        for r in range(spec.world_size)
+    ]
     return naive_sum(parts, length(ranges[rank]), spec.node_size)
 
 
@@ -46,7 +57,9 @@ def check_sum(spec: Spec, actual: torch.Tensor, expected: torch.Tensor, dtype: t
     if spec.exact or (spec.world_size <= 2 and dtype == torch.float32):
         assert same(actual, expected)
     else:
-        torch.testing.assert_close(actual, expected, rtol=1e-5 if dtype == torch.float32 else 0.02, atol=0.2)
+        torch.testing.assert_close(
+            actual, expected, rtol=1e-5 if dtype == torch.float32 else 0.02, atol=0.2
+        )
 
 
 def gather_brings_every_slice(rank: int, world_size: int, spec: Spec) -> None:
@@ -58,7 +71,9 @@ def gather_brings_every_slice(rank: int, world_size: int, spec: Spec) -> None:
 
 
 def a_write_waits_for_gathers_under_way(rank: int, world_size: int, spec: Spec) -> None:
-    """Rank 0 is late, so that the others' gathers are still waiting for it when they begin to write."""
+    """Rank 0 is late, so that the others' gathers are still waiting for it when they begin to
+    write.
+    """
     ranges = spec.cuts()[0]
     numel, own = end_of(ranges), slice(*ranges[rank])
     with opened(spec, rank) as transport:
@@ -80,7 +95,9 @@ def a_write_waits_for_gathers_under_way(rank: int, world_size: int, spec: Spec) 
         transport.exchange(b"")
 
 
-def _gather_epochs(transport: Transport, key: str, ranges: tuple[Range, ...], replicated: bool, dtype: torch.dtype) -> None:
+def _gather_epochs(
+    transport: Transport, key: str, ranges: tuple[Range, ...], replicated: bool, dtype: torch.dtype
+) -> None:
     numel, own = end_of(ranges), slice(*ranges[transport.rank])
     window = transport.window(key, ranges, dtype, CPU, replicated=replicated)
     assert window.local.shape == (length(ranges[transport.rank]),) and not window.local.any()
@@ -112,7 +129,14 @@ def reduce_is_the_canonical_sum(rank: int, world_size: int, spec: Spec) -> None:
                     buffer = fill(transport, f"unit {number}", seed, end_of(ranges), dtype)
                     before = values(5, length(ranges[rank]))
                     out = before.clone()
-                    work = transport.reduce(f"unit {number}", buffer, ranges, out, wire_dtype=dtype, accumulate=accumulate)
+                    work = transport.reduce(
+                        f"unit {number}",
+                        buffer,
+                        ranges,
+                        out,
+                        wire_dtype=dtype,
+                        accumulate=accumulate,
+                    )
                     work.wait()
                     work.wait()
                     assert work.done()
@@ -128,25 +152,48 @@ def node_size_shapes_the_sum(rank: int, world_size: int, spec: Spec) -> None:
         with opened(mesh, rank) as transport:
             buffer = fill(transport, "unit", 1, numel, torch.float32)
             out = torch.empty(64)
-            transport.reduce("unit", buffer, ranges, out, wire_dtype=torch.float32, accumulate=False).wait()
-            parts: list[torch.Tensor | None] = [values(1000 + r, numel)[slice(*ranges[rank])] for r in range(world_size)]
+            transport.reduce(
+                "unit", buffer, ranges, out, wire_dtype=torch.float32, accumulate=False
+            ).wait()
+            parts: list[torch.Tensor | None] = [
+                values(1000 + r, numel)[slice(*ranges[rank])] for r in range(world_size)
+            ]
             check_sum(spec, out, naive_sum(parts, 64, node_size), torch.float32)
 
 
 def none_contributes_zeros(rank: int, world_size: int, spec: Spec) -> None:
     with opened(spec, rank) as transport:
         for seed, ranges in enumerate(spec.cuts()):
-            for absent in ((0,), (world_size - 1,), tuple(range(world_size)), tuple(range(1, world_size))):
-                buffer = None if rank in absent else fill(transport, "unit", seed, end_of(ranges), torch.bfloat16)
+            for absent in (
+                (0,),
+                (world_size - 1,),
+                tuple(range(world_size)),
+                tuple(range(1, world_size)),
+            ):
+                buffer = (
+                    None
+                    if rank in absent
+                    else fill(transport, "unit", seed, end_of(ranges), torch.bfloat16)
+                )
                 out = torch.full((length(ranges[rank]),), 3.0)
-                transport.reduce("unit", buffer, ranges, out, wire_dtype=torch.bfloat16, accumulate=False).wait()
-                check_sum(spec, out, expected_sum(spec, seed, ranges, rank, torch.bfloat16, absent=absent), torch.bfloat16)
+                transport.reduce(
+                    "unit", buffer, ranges, out, wire_dtype=torch.bfloat16, accumulate=False
+                ).wait()
+                check_sum(
+                    spec,
+                    out,
+                    expected_sum(spec, seed, ranges, rank, torch.bfloat16, absent=absent),
+                    torch.bfloat16,
+                )
 
 
 def keys_interleave_and_the_nth_meets_the_nth(rank: int, world_size: int, spec: Spec) -> None:
     ranges, numel = spec.cut(*[128] * world_size), 128 * world_size
     with opened(spec, rank, pool_bytes=64 << 10) as transport:
-        windows = [transport.window(f"w{i}", ranges, torch.float32, CPU, replicated=False) for i in range(3)]
+        windows = [
+            transport.window(f"w{i}", ranges, torch.float32, CPU, replicated=False)
+            for i in range(3)
+        ]
         for index, window in enumerate(windows):
             window.local.copy_(values(index, numel)[slice(*ranges[rank])])
             window.publish()
@@ -155,14 +202,20 @@ def keys_interleave_and_the_nth_meets_the_nth(rank: int, world_size: int, spec: 
             for index, window in enumerate(windows):
                 out, full = torch.zeros(128), torch.empty(numel)
                 buffer = fill(transport, f"w{index}", 10 * turn + index, numel, torch.float32)
-                works.append(transport.reduce(f"w{index}", buffer, ranges, out, wire_dtype=torch.float32, accumulate=False))
+                works.append(
+                    transport.reduce(
+                        f"w{index}", buffer, ranges, out, wire_dtype=torch.float32, accumulate=False
+                    )
+                )
                 works.append(window.gather(full))
                 outs.append((10 * turn + index, out))
                 gathered.append((index, full))
         for work in reversed(works):
             work.wait()
         for seed, out in outs:
-            check_sum(spec, out, expected_sum(spec, seed, ranges, rank, torch.float32), torch.float32)
+            check_sum(
+                spec, out, expected_sum(spec, seed, ranges, rank, torch.float32), torch.float32
+            )
         assert all(same(full, values(index, numel)) for index, full in gathered)
 
 
@@ -184,7 +237,9 @@ def loose_tensors_are_gathered(rank: int, world_size: int, spec: Spec) -> None:
 def exchange_brings_every_payload(rank: int, world_size: int, spec: Spec) -> None:
     with opened(spec, rank) as transport:
         for size in (0, 1, 247, 248, 249, 5000, 100_000):
-            assert transport.exchange(bytes([rank]) * size) == [bytes([r]) * size for r in range(world_size)]
+            assert transport.exchange(bytes([rank]) * size) == [
+                bytes([r]) * size for r in range(world_size)
+            ]
             mixed = transport.exchange(b"x" * (size * rank))
             assert mixed == [b"x" * (size * r) for r in range(world_size)]
 
@@ -195,7 +250,9 @@ def broadcast_copies_from_the_source(rank: int, world_size: int, spec: Spec) -> 
             for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
                 tensor = torch.full((5, 3), rank, dtype=torch.float32).to(dtype)
                 transport.broadcast(tensor, source)
-                assert torch.equal(tensor, torch.full((5, 3), source, dtype=torch.float32).to(dtype))
+                assert torch.equal(
+                    tensor, torch.full((5, 3), source, dtype=torch.float32).to(dtype)
+                )
             strided = torch.full((6, 4), float(rank)).t()[1:3]
             transport.broadcast(strided, source)
             assert (strided == source).all()
@@ -206,7 +263,10 @@ def broadcast_copies_from_the_source(rank: int, world_size: int, spec: Spec) -> 
 
 
 def traffic_is_what_came_from_others(rank: int, world_size: int, spec: Spec) -> None:
-    ranges, numel = spec.cut(*[64 * (r + 1) for r in range(world_size)]), 32 * world_size * (world_size + 1)
+    ranges, numel = (
+        spec.cut(*[64 * (r + 1) for r in range(world_size)]),
+        32 * world_size * (world_size + 1),
+    )
     with opened(spec, rank) as transport:
         window = transport.window("w", ranges, torch.bfloat16, CPU, replicated=False)
         window.publish()
@@ -215,13 +275,18 @@ def traffic_is_what_came_from_others(rank: int, world_size: int, spec: Spec) -> 
         window.gather(torch.empty(numel, dtype=torch.bfloat16)).wait()
         out = torch.zeros(length(ranges[rank]))
         buffer = fill(transport, "w", 0, numel, torch.bfloat16)
-        transport.reduce("w", buffer, ranges, out, wire_dtype=torch.bfloat16, accumulate=False).wait()
+        transport.reduce(
+            "w", buffer, ranges, out, wire_dtype=torch.bfloat16, accumulate=False
+        ).wait()
         transport.exchange(b"four")
         transport.broadcast(torch.zeros(10), 0)
         expected: dict[tuple[str, str], int] = {}
         between: dict[str, int] = {}
         axes = Axes.of(world_size, spec.node_size)
-        columns = [sum(length(ranges[member]) for member in axes.node_group(peer)) for peer in range(world_size)]
+        columns = [
+            sum(length(ranges[member]) for member in axes.node_group(peer))
+            for peer in range(world_size)
+        ]
         for peer in range(world_size):
             if peer == rank:
                 continue
@@ -231,7 +296,8 @@ def traffic_is_what_came_from_others(rank: int, world_size: int, spec: Spec) -> 
                 gathered, reduced = 2 * columns[peer], 2 * columns[rank]
             elif spec.two_level:
                 in_column = peer in axes.node_group(rank)
-                gathered, reduced = (gathered, 2 * reduced) if in_column else (0, 0)  # node sums travel in fp32
+                # node sums travel in fp32
+                gathered, reduced = (gathered, 2 * reduced) if in_column else (0, 0)
             for operation, num_bytes in (
                 ("all_gather", gathered),
                 ("reduce_scatter", reduced),
@@ -240,10 +306,22 @@ def traffic_is_what_came_from_others(rank: int, world_size: int, spec: Spec) -> 
             ):
                 expected[operation, link] = expected.get((operation, link), 0) + num_bytes
                 between[operation] = between.get(operation, 0) + (0 if near else num_bytes)
-        assert {k: v for k, v in transport.traffic.bytes.items() if v} == {k: v for k, v in expected.items() if v}
-        assert {k: v for k, v in transport.traffic.between.items() if v} == {k: v for k, v in between.items() if v}
-        reduces = sum(calls for (operation, _), calls in transport.traffic.calls.items() if operation == "reduce_scatter")
-        assert reduces == (2 if spec.two_level else len(transport.traffic.calls.keys() & {("reduce_scatter", link) for link in LINKS}))
+        assert {k: v for k, v in transport.traffic.bytes.items() if v} == {
+            k: v for k, v in expected.items() if v
+        }
+        assert {k: v for k, v in transport.traffic.between.items() if v} == {
+            k: v for k, v in between.items() if v
+        }
+        reduces = sum(
+            calls
+            for (operation, _), calls in transport.traffic.calls.items()
+            if operation == "reduce_scatter"
+        )
+        assert reduces == (
+            2
+            if spec.two_level
+            else len(transport.traffic.calls.keys() & {("reduce_scatter", link) for link in LINKS})
+        )
         if window.aliased:
             transport.traffic.reset()
             window.gather().wait()
@@ -256,9 +334,12 @@ def works_finish_without_being_waited_for(rank: int, world_size: int, spec: Spec
     with opened(spec, rank) as transport:
         buffer = fill(transport, "unit", 0, 64 * world_size, torch.float32)
         out = torch.zeros(64)
-        work = transport.reduce("unit", buffer, ranges, out, wire_dtype=torch.float32, accumulate=False)
+        work = transport.reduce(
+            "unit", buffer, ranges, out, wire_dtype=torch.float32, accumulate=False
+        )
         deadline = time.monotonic() + 10
-        while not work.done() and not spec.native:  # gloo's native works only say so once they are waited for
+        # gloo's native works only say so once they are waited for
+        while not work.done() and not spec.native:
             assert time.monotonic() < deadline
             transport.progress()
         work.wait()
@@ -276,7 +357,9 @@ def buffers_return_to_the_pool(rank: int, world_size: int, spec: Spec) -> None:
             buffer = fill(transport, "unit", step, numel, torch.float32)
             addresses.add(buffer.data.data_ptr())
             out = torch.empty(1024)
-            transport.reduce("unit", buffer, ranges, out, wire_dtype=torch.float32, accumulate=False).wait()
+            transport.reduce(
+                "unit", buffer, ranges, out, wire_dtype=torch.float32, accumulate=False
+            ).wait()
     assert len(addresses) <= 3, len(addresses)
 
 
@@ -288,11 +371,19 @@ def abandon_forgets_what_was_under_way(rank: int, world_size: int, spec: Spec) -
             if not spec.native:  # native collectives cannot be left half done
                 for key in ("a", "b")[: 1 + rank % 2]:
                     buffer = fill(transport, key, 77, numel, torch.float32)
-                    transport.reduce(key, buffer, ranges, torch.zeros(64), wire_dtype=torch.float32, accumulate=False)
+                    transport.reduce(
+                        key,
+                        buffer,
+                        ranges,
+                        torch.zeros(64),
+                        wire_dtype=torch.float32,
+                        accumulate=False,
+                    )
                 if rank == 0:
                     window.publish()
                 if rank == world_size - 1:
-                    with contextlib.suppress(StateError):  # where rank 0 publishes, without begin_write(), just while this copies
+                    # where rank 0 publishes, without begin_write(), just while this copies
+                    with contextlib.suppress(StateError):
                         window.gather()
                     transport.grad_buffer("left on loan", numel, torch.float32, CPU)
             transport.abandon()
@@ -305,8 +396,12 @@ def abandon_forgets_what_was_under_way(rank: int, world_size: int, spec: Spec) -
             for key in ("a", "b"):
                 out = torch.empty(64)
                 buffer = fill(transport, key, turn, numel, torch.float32)
-                transport.reduce(key, buffer, ranges, out, wire_dtype=torch.float32, accumulate=False).wait()
-                check_sum(spec, out, expected_sum(spec, turn, ranges, rank, torch.float32), torch.float32)
+                transport.reduce(
+                    key, buffer, ranges, out, wire_dtype=torch.float32, accumulate=False
+                ).wait()
+                check_sum(
+                    spec, out, expected_sum(spec, turn, ranges, rank, torch.float32), torch.float32
+                )
             assert transport.exchange(bytes([rank])) == [bytes([r]) for r in range(world_size)]
 
 
@@ -316,9 +411,17 @@ def comparison_names_the_first_difference(rank: int, world_size: int, spec: Spec
         if world_size == 1:
             return
         try:
-            compare(transport, {"units": "ab12", "policy": "cd34" if rank else "ffff", "last": str(rank)}, call="compare()")
+            compare(
+                transport,
+                {"units": "ab12", "policy": "cd34" if rank else "ffff", "last": str(rank)},
+                call="compare()",
+            )
         except PlanMismatch as error:
-            assert "'policy'" in str(error) and "rank 0: policy = ffff" in str(error) and "last" not in str(error)
+            assert (
+                "'policy'" in str(error)
+                and "rank 0: policy = ffff" in str(error)
+                and "last" not in str(error)
+            )
         else:
             raise AssertionError("no PlanMismatch")
         transport.exchange(b"")
@@ -338,12 +441,15 @@ def dropping_it_leaves_no_thread(rank: int, world_size: int, spec: Spec) -> None
     for key in ("a", "b"):
         out = torch.empty(64)
         buffer = fill(transport, key, 0, 64 * world_size, torch.float32)
-        transport.reduce(key, buffer, ranges, out, wire_dtype=torch.float32, accumulate=False).wait()
+        transport.reduce(
+            key, buffer, ranges, out, wire_dtype=torch.float32, accumulate=False
+        ).wait()
     transport.exchange(b"")
     del transport  # nobody closes it
     deadline = time.monotonic() + 10
     while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
-        gc.collect()  # more than once: a thread that is still reporting its last transfer keeps the transport
+        # more than once: a thread that is still reporting its last transfer keeps the transport
+        gc.collect()
         left.pop().join(0.05)
     assert not left, left
 

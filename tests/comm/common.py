@@ -32,13 +32,17 @@ class Spec:
     two_level: bool | None = None
 
     def cut(self, *shares: int) -> tuple[Range, ...]:
-        """Return the ranges of each rank's contiguous `shares`, dealt out as this transport wants them."""
+        """Return the ranges of each rank's contiguous `shares`, dealt out as this transport
+        wants them.
+        """
         order = Axes.of(self.world_size, self.node_size).mesh.column_order
         dealt = dict(zip(order, cut(*(shares[rank] for rank in order)), strict=True))
         return tuple(dealt[rank] for rank in range(self.world_size))
 
     def cuts(self) -> list[tuple[Range, ...]]:
-        """Return equal shares, unequal ones, and ones that are empty first, last and everywhere but once."""
+        """Return equal shares, unequal ones, and ones that are empty first, last and everywhere
+        but once.
+        """
         size = self.world_size
         return [
             self.cut(*[192] * size),
@@ -86,11 +90,15 @@ SPECS = [
     Spec("two_level4_columns", 4, "gloo", node_size=1, two_level=True),
     Spec("two_level4_native", 4, "nccl", ordered=True, node_size=2, two_level=True),
 ]
-PAIRED = [spec for spec in SPECS if spec.name in ("gloo", "shared_memory", "mixed") and not spec.two_level]
+PAIRED = [
+    spec for spec in SPECS if spec.name in ("gloo", "shared_memory", "mixed") and not spec.two_level
+]
 MAPPED = [spec for spec in PAIRED if spec.name == "shared_memory"]
 
 
-def made(spec: Spec, rank: int, *, stall_timeout_s: float = 20.0, pool_bytes: int | None = None) -> Transport:
+def made(
+    spec: Spec, rank: int, *, stall_timeout_s: float = 20.0, pool_bytes: int | None = None
+) -> Transport:
     """Make `spec`'s transport over the default group."""
     transport = make_transport(
         None,

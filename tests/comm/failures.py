@@ -21,7 +21,9 @@ from zeroshard.errors import ConfigError, PeerLostError, PlanMismatch, StallErro
 
 
 def opposite_order_needs_one_buffer(rank: int, world_size: int, spec: Spec) -> int:
-    """Even ranks run units up, odd ranks down, all with a pool that holds one buffer; return how many slots that took."""
+    """Even ranks run units up, odd ranks down, all with a pool that holds one buffer; return how
+    many slots that took.
+    """
     ranges, numel, keys = spec.cut(*[640] * world_size), 640 * world_size, "abcdef"
     with opened(spec, rank, pool_bytes=1) as transport:
         outs = {key: torch.zeros(640) for key in keys}
@@ -31,8 +33,14 @@ def opposite_order_needs_one_buffer(rank: int, world_size: int, spec: Spec) -> i
             for key in keys if rank % 2 == 0 else keys[::-1]:
                 seed = step * 100 + ord(key)
                 buffer = fill(transport, key, seed, numel, torch.float32)
-                works.append(transport.reduce(key, buffer, ranges, outs[key], wire_dtype=torch.float32, accumulate=True))
-                expected[key] = expected[key] + expected_sum(spec, seed, ranges, rank, torch.float32)
+                works.append(
+                    transport.reduce(
+                        key, buffer, ranges, outs[key], wire_dtype=torch.float32, accumulate=True
+                    )
+                )
+                expected[key] = expected[key] + expected_sum(
+                    spec, seed, ranges, rank, torch.float32
+                )
             for work in works:
                 work.wait()
         for key in keys:
@@ -42,7 +50,9 @@ def opposite_order_needs_one_buffer(rank: int, world_size: int, spec: Spec) -> i
 
 
 def a_slow_rank_costs_no_copies(rank: int, world_size: int, spec: Spec) -> tuple[int, int]:
-    """The last rank is slow in every step; return how often anything was copied out, and how many slots there are."""
+    """The last rank is slow in every step; return how often anything was copied out, and how
+    many slots there are.
+    """
     copied = 0
 
     def copy_out(part: Contribution) -> None:
@@ -59,7 +69,9 @@ def a_slow_rank_costs_no_copies(rank: int, world_size: int, spec: Spec) -> tuple
                 if rank == world_size - 1:
                     time.sleep(0.02)
                 out = torch.zeros(640)
-                work = transport.reduce("unit", buffer, ranges, out, wire_dtype=torch.float32, accumulate=False)
+                work = transport.reduce(
+                    "unit", buffer, ranges, out, wire_dtype=torch.float32, accumulate=False
+                )
                 if step % 2:
                     work.wait()
             transport.exchange(b"")
@@ -69,7 +81,9 @@ def a_slow_rank_costs_no_copies(rank: int, world_size: int, spec: Spec) -> tuple
 
 
 def a_late_rank_is_named(rank: int, world_size: int, spec: Spec) -> None:
-    """The last rank comes late; whoever waits says for which key and rank, and all can go on after `abandon`."""
+    """The last rank comes late; whoever waits says for which key and rank, and all can go on
+    after `abandon`.
+    """
     late, ranges = world_size - 1, spec.cut(*[64] * world_size)
     with opened(spec, rank) as transport:
         window = transport.window("layer.7", ranges, torch.float32, CPU, replicated=False)
@@ -81,7 +95,11 @@ def a_late_rank_is_named(rank: int, world_size: int, spec: Spec) -> None:
                     operation()
                 except StallError as error:
                     assert f"rank(s) [{late}]" in str(error), error
-                    assert "layer.7" in str(error) or "exchange" in str(error) or "finish reading" in str(error), error
+                    assert (
+                        "layer.7" in str(error)
+                        or "exchange" in str(error)
+                        or "finish reading" in str(error)
+                    ), error
                 else:
                     raise AssertionError(f"{operation} did not stall")
             else:
@@ -89,12 +107,16 @@ def a_late_rank_is_named(rank: int, world_size: int, spec: Spec) -> None:
             _meet(transport)
 
 
-def _waiting_operations(transport: Transport, window: Window, ranges: tuple[tuple[int, int], ...]) -> list[Callable[[], object]]:
+def _waiting_operations(
+    transport: Transport, window: Window, ranges: tuple[tuple[int, int], ...]
+) -> list[Callable[[], object]]:
     numel = end_of(ranges)
 
     def reduce() -> None:
         buffer = fill(transport, "layer.7", 0, numel, torch.float32)
-        transport.reduce("layer.7", buffer, ranges, torch.zeros(64), wire_dtype=torch.float32, accumulate=False).wait()
+        transport.reduce(
+            "layer.7", buffer, ranges, torch.zeros(64), wire_dtype=torch.float32, accumulate=False
+        ).wait()
 
     def gather() -> None:
         window.publish()
@@ -112,7 +134,9 @@ def _meet(transport: Transport) -> None:
     transport.stall_timeout_s = before
 
 
-SOCKETS_LIVE_ON_S = 20.0  # in a child of the dead rank: who learns of the death by the end of a connection learns it later than that
+# in a child of the dead rank: who learns of the death by the end of a connection learns it later
+# than that
+SOCKETS_LIVE_ON_S = 20.0
 
 
 def a_dead_rank_is_an_error(rank: int, world_size: int, spec: Spec, operation: int) -> float | None:
@@ -130,7 +154,11 @@ def a_dead_rank_is_an_error(rank: int, world_size: int, spec: Spec, operation: i
         try:
             _waiting_operations(transport, window, ranges)[operation]()
         except PeerLostError as error:
-            assert "layer.7" in str(error) or "exchange" in str(error) or "finish reading" in str(error), error
+            assert (
+                "layer.7" in str(error)
+                or "exchange" in str(error)
+                or "finish reading" in str(error)
+            ), error
             return time.monotonic() - begin
     return None
 
@@ -153,16 +181,27 @@ def kill_yourself_with_memory_mapped(rank: int, world_size: int, spec: Spec) -> 
     ranges = spec.cut(*[numel // world_size] * world_size)
     with opened(spec, rank) as transport:
         for name, replicated in (("a", False), ("b", True)):
-            transport.window(name, ranges, torch.float32, CPU, replicated=replicated).local.fill_(1.0)
+            transport.window(name, ranges, torch.float32, CPU, replicated=replicated).local.fill_(
+                1.0
+            )
         fill(transport, "a", 0, numel, torch.float32)
         for sock in transport.mail.links._sockets.values():  # type: ignore[attr-defined]
-            print(*(bytes(name).decode() for name in (sock.getsockname(), sock.getpeername()) if name), flush=True)
+            print(
+                *(
+                    bytes(name).decode()
+                    for name in (sock.getsockname(), sock.getpeername())
+                    if name
+                ),
+                flush=True,
+            )
         transport.exchange(b"")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def memory_and_descriptors_come_back(rank: int, world_size: int, spec: Spec) -> None:
-    """Windows, slots and transports leave no descriptor and no mapping, and do not touch /dev/shm."""
+    """Windows, slots and transports leave no descriptor and no mapping, and do not touch
+    /dev/shm.
+    """
     numel = 1 << 20
     ranges = spec.cut(*[numel // world_size] * world_size)
     _use(spec, rank, ranges)  # what torch opens once
@@ -179,7 +218,10 @@ def memory_and_descriptors_come_back(rank: int, world_size: int, spec: Spec) -> 
         gc.enable()
     with opened(spec, rank) as transport:
         before = _descriptors()
-        windows = [transport.window(f"w{i}", ranges, torch.float32, CPU, replicated=i % 2 == 0) for i in range(6)]
+        windows = [
+            transport.window(f"w{i}", ranges, torch.float32, CPU, replicated=i % 2 == 0)
+            for i in range(6)
+        ]
         assert _descriptors() == before  # not one open descriptor per window
         with open("/proc/self/maps") as maps:
             assert "memfd:zeroshard" in maps.read()
@@ -193,7 +235,9 @@ def _descriptors() -> int:
 
 
 def _settled_descriptors() -> int:
-    """Return the count once it has stayed the same for 0.3 s: threads of transports that were closed before may still close theirs."""
+    """Return the count once it has stayed the same for 0.3 s: threads of transports that were
+    closed before may still close theirs.
+    """
     counts = [_descriptors()]
     while len(counts) < 100 and counts[-6:] != [counts[-1]] * 6:
         time.sleep(0.05)
@@ -208,14 +252,18 @@ def _use(spec: Spec, rank: int, ranges: tuple[tuple[int, int], ...]) -> None:
         window.gather().wait()
         buffer = fill(transport, "w", 0, end_of(ranges), torch.float32)
         out = torch.zeros(ranges[rank][1] - ranges[rank][0])
-        transport.reduce("w", buffer, ranges, out, wire_dtype=torch.float32, accumulate=False).wait()
+        transport.reduce(
+            "w", buffer, ranges, out, wire_dtype=torch.float32, accumulate=False
+        ).wait()
         del buffer  # a loan keeps the slot's memory mapped
         window.close()
         transport.exchange(b"")
 
 
 def a_read_never_sees_half_a_write(rank: int, world_size: int, spec: Spec, slow: int) -> None:
-    """Steps with delays in every place: reads before begin_write see the old epoch, reads after publish the new one."""
+    """Steps with delays in every place: reads before begin_write see the old epoch, reads after
+    publish the new one.
+    """
     numel = 64 * 256 * world_size
     ranges = spec.cut(*[64 * 256] * world_size)
     with opened(spec, rank) as transport:
@@ -282,7 +330,8 @@ class _SlowCopies:
         def collect_late(timeout_s: float) -> bool:
             nonlocal calls
             calls += 1
-            if calls == 2:  # the first is progress before the copy, the second the look at the epoch after it
+            # the first is progress before the copy, the second the look at the epoch after it
+            if calls == 2:
                 transport.mail.collect = collect  # type: ignore[attr-defined]
                 transport.exchange(b"now")
                 transport.exchange(b"published")
@@ -297,21 +346,30 @@ class _SlowCopies:
 
 def different_windows_are_refused_by_all(rank: int, world_size: int, spec: Spec) -> None:
     with opened(spec, rank) as transport:
-        for key, share, dtype in (("a", 64 + 64 * rank, torch.float32), (f"b{rank}", 64, torch.float32)):
+        for key, share, dtype in (
+            ("a", 64 + 64 * rank, torch.float32),
+            (f"b{rank}", 64, torch.float32),
+        ):
             try:
                 transport.window(key, spec.cut(*[share] * world_size), dtype, CPU, replicated=False)
             except PlanMismatch as error:
                 assert f"window {key}" in str(error)
             else:
                 raise AssertionError("no PlanMismatch")
-        window = transport.window("c", spec.cut(*[64] * world_size), torch.float32, CPU, replicated=False)
+        window = transport.window(
+            "c", spec.cut(*[64] * world_size), torch.float32, CPU, replicated=False
+        )
         window.publish()
         window.gather(torch.empty(64 * world_size)).wait()
         transport.exchange(b"")
 
 
-def memory_short_on_one_rank_is_an_error_on_all(rank: int, world_size: int, spec: Spec, replicated: bool, short: int) -> None:
-    """The last reservation of one rank fails; all ranks refuse the window and the transport stays usable."""
+def memory_short_on_one_rank_is_an_error_on_all(
+    rank: int, world_size: int, spec: Spec, replicated: bool, short: int
+) -> None:
+    """The last reservation of one rank fails; all ranks refuse the window and the transport
+    stays usable.
+    """
     from zeroshard.comm import memfd
 
     def no_memory(fd: int, start: int, stop: int) -> None:
@@ -381,13 +439,19 @@ def payloads_of_different_calls_never_meet(rank: int, world_size: int, spec: Spe
         try:
             transport.exchange(b"x" * 300 * (rank + 1), call)
         except PlanMismatch as error:
-            assert transport.exchange(bytes([rank]), "zs.load()") == [bytes([other]) for other in range(world_size)]
+            assert transport.exchange(bytes([rank]), "zs.load()") == [
+                bytes([other]) for other in range(world_size)
+            ]
             return str(error)
     raise AssertionError("no PlanMismatch")
 
 
-def the_next_call_is_told_where_a_payload_is_late(rank: int, world_size: int, spec: Spec) -> tuple[list[bytes], str]:
-    """Rank 1's payload for an exchange comes late to the last rank while rank 0 and rank 2, which have it, are in different calls already."""
+def the_next_call_is_told_where_a_payload_is_late(
+    rank: int, world_size: int, spec: Spec
+) -> tuple[list[bytes], str]:
+    """Rank 1's payload for an exchange comes late to the last rank while rank 0 and rank 2,
+    which have it, are in different calls already.
+    """
     last = world_size - 1
     with opened(spec, rank, stall_timeout_s=40.0) as transport:
         links = transport.mail.links  # type: ignore[attr-defined]
@@ -402,7 +466,11 @@ def the_next_call_is_told_where_a_payload_is_late(rank: int, world_size: int, sp
         exchanged = transport.exchange(bytes([rank]))
         links.send = send
         try:
-            transport.exchange(b"", "zs.save()") if rank == 0 else transport.broadcast(torch.zeros(4), source=0)
+            (
+                transport.exchange(b"", "zs.save()")
+                if rank == 0
+                else transport.broadcast(torch.zeros(4), source=0)
+            )
         except PlanMismatch as error:
             said = str(error)
         transport.abandon()
@@ -410,7 +478,9 @@ def the_next_call_is_told_where_a_payload_is_late(rank: int, world_size: int, sp
 
 
 def waiting_in_different_calls_is_told_at_once(rank: int, world_size: int, spec: Spec) -> list[str]:
-    """Rank 0 saves while the others do something else that needs rank 0; return what was raised each time."""
+    """Rank 0 saves while the others do something else that needs rank 0; return what was raised
+    each time.
+    """
     ranges = spec.cut(*[64] * world_size)
     said = []
     with opened(spec, rank, stall_timeout_s=40.0) as transport:

@@ -1,4 +1,6 @@
-"""The codecs' contract, run on every codec: error bounds, zeros, NaN and Inf, slices, sums, dtypes; and the layout of each on the wire."""
+"""The codecs' contract, run on every codec: error bounds, zeros, NaN and Inf, slices, sums,
+dtypes; and the layout of each on the wire.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,17 @@ SPECIAL = [0.0, -0.0, 1.0, -3e-7, 1e20, -1e-42, 1.4e-45, 1.1754944e-38, MAX, -MA
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """fp32 of any size and magnitude, with zeros, denormals, huge and arbitrary numbers put anywhere."""
+    """fp32 of any size and magnitude, with zeros, denormals, huge and arbitrary numbers put
+    anywhere.
+    """
     numel = draw(st.integers(1, 700))
-    values = normal(numel, seed=draw(st.integers(0, 1000))) * 10.0 ** draw(st.sampled_from([-43, -38, -30, -4, 0, 5, 30]))
-    placed = st.tuples(st.integers(0, numel - 1), st.sampled_from(SPECIAL) | st.floats(width=32, allow_nan=False, allow_infinity=False))
+    values = normal(numel, seed=draw(st.integers(0, 1000))) * 10.0 ** draw(
+        st.sampled_from([-43, -38, -30, -4, 0, 5, 30])
+    )
+    placed = st.tuples(
+        st.integers(0, numel - 1),
+        st.sampled_from(SPECIAL) | st.floats(width=32, allow_nan=False, allow_infinity=False),
+    )
     for place, value in draw(st.lists(placed, max_size=8)):
         values[place] = value
     return values.clamp(-MAX, MAX)
@@ -41,7 +50,9 @@ def encoded(coder: Codec, source: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def decoded(coder: Codec, data: torch.Tensor, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def decoded(
+    coder: Codec, data: torch.Tensor, numel: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     out = torch.full((numel,), math.nan, dtype=dtype)
     coder.decode(data, out)
     return out
@@ -54,7 +65,9 @@ def round_trip(coder: Codec, source: torch.Tensor) -> torch.Tensor:
 def normal(numel: int, seed: int = 0) -> torch.Tensor:
     """Values over many magnitudes, as gradients are."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(numel, generator=generator) * torch.exp(3 * torch.randn(numel, generator=generator))
+    return torch.randn(numel, generator=generator) * torch.exp(
+        3 * torch.randn(numel, generator=generator)
+    )
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -64,15 +77,21 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def check_bounds(coder: Codec, source: torch.Tensor) -> None:
     error = (round_trip(coder, source).double() - source.double()).abs()
-    for values, errors in zip(source.double().split(coder.block), error.split(coder.block), strict=True):
+    for values, errors in zip(
+        source.double().split(coder.block), error.split(coder.block), strict=True
+    ):
         amax = values.abs().max().item()
         assert errors.max().item() <= coder.error_bound(amax), (amax, errors.max())
         if coder.name == "fp8":  # half an ulp, which is smaller for smaller values
             scale = coder.error_bound(amax) / (16 + 448 * 2.0**-22)
-            assert (errors <= (values.abs() / 16).clamp(min=scale * 2.0**-10) + values.abs() * 2.0**-21).all()
+            assert (
+                errors <= (values.abs() / 16).clamp(min=scale * 2.0**-10) + values.abs() * 2.0**-21
+            ).all()
 
 
-@pytest.mark.parametrize(("name", "near"), [("int9", "int8"), ("fp88", "fp8"), ("INT4", "int4"), ("", "")])
+@pytest.mark.parametrize(
+    ("name", "near"), [("int9", "int8"), ("fp88", "fp8"), ("INT4", "int4"), ("", "")]
+)
 def test_an_unknown_name_is_refused_with_the_nearest_one(name: str, near: str) -> None:
     with pytest.raises(ValueError, match=f"{name!r} is not one of int8, int4, fp8.*{near}"):
         codec(name)
@@ -86,7 +105,11 @@ def test_a_block_that_shards_could_cut_is_refused(name: str, block: int) -> None
 
 
 def test_codecs_are_values() -> None:
-    assert codec("int8") == Int8(256) and codec("int8") != codec("int4") and len({Int8(), Int8(256), Int8(64)}) == 2
+    assert (
+        codec("int8") == Int8(256)
+        and codec("int8") != codec("int4")
+        and len({Int8(), Int8(256), Int8(64)}) == 2
+    )
     assert (Int8.largest, Int4.largest, Fp8.largest) == (127, 7, 448)
     assert (Int8().bits, Int4().bits, Fp8().bits) == (8, 4, 8)
     assert (Int8().stride, Int4().stride, Fp8(64).stride, Int4(64).stride) == (260, 132, 68, 36)
@@ -97,7 +120,12 @@ def test_codecs_are_values() -> None:
 def test_elements_map_linearly_to_bytes(coder: Codec) -> None:
     block, stride = coder.block, coder.stride
     assert stride % 4 == 0
-    assert [coder.encoded_bytes(n) for n in (0, 1, block, block + 1)] == [0, stride, stride, 2 * stride]
+    assert [coder.encoded_bytes(n) for n in (0, 1, block, block + 1)] == [
+        0,
+        stride,
+        stride,
+        2 * stride,
+    ]
     assert coder.bytes_of((3 * block, 7 * block)) == (3 * stride, 7 * stride)
     assert coder.bytes_of((block, block + 1)) == (stride, 2 * stride)  # the end of a tensor
     assert coder.bytes_of((2 * block, 2 * block)) == (2 * stride, 2 * stride)
@@ -147,11 +175,14 @@ def test_nan_and_inf_are_never_hidden(coder: Codec, dtype: torch.dtype, bad: flo
         touched = (data != clean).nonzero() // coder.stride
         assert touched.unique().tolist() == [block]
         own = data[block * coder.stride : (block + 1) * coder.stride]
-        assert own.tolist() == [0, 0, 0xC0, 0x7F] + [0] * (coder.stride - 4)  # one pattern, whatever NaN it was and on every processor
+        # one pattern, whatever NaN it was and on every processor
+        assert own.tolist() == [0, 0, 0xC0, 0x7F] + [0] * (coder.stride - 4)
 
 
 @every_codec
-@pytest.mark.parametrize("amax", [1.4e-45, 2.7e-43, 1e-40, 1.1754942e-38, 1.1754944e-38, 1.4e-36, 3e38, MAX])
+@pytest.mark.parametrize(
+    "amax", [1.4e-45, 2.7e-43, 1e-40, 1.1754942e-38, 1.1754944e-38, 1.4e-36, 3e38, MAX]
+)
 def test_denormal_and_huge_blocks_work(coder: Codec, amax: float) -> None:
     source = torch.linspace(-1, 1, 2 * coder.block - 1, dtype=torch.float64).mul(amax).float()
     assert round_trip(coder, source).isfinite().all()
@@ -161,7 +192,9 @@ def test_denormal_and_huge_blocks_work(coder: Codec, amax: float) -> None:
 
 
 @every_codec
-@pytest.mark.parametrize("numel", [0, 1, 63, 64, 255, 257, 1000, codecs.TILE["cpu"] - 1, 2 * codecs.TILE["cpu"] + 65])
+@pytest.mark.parametrize(
+    "numel", [0, 1, 63, 64, 255, 257, 1000, codecs.TILE["cpu"] - 1, 2 * codecs.TILE["cpu"] + 65]
+)
 def test_any_number_of_elements_goes_through(coder: Codec, numel: int) -> None:
     source = normal(numel)
     data = encoded(coder, source)
@@ -178,7 +211,10 @@ def test_a_slice_on_block_boundaries_travels_by_itself(coder: Codec, data: st.Da
     numel = data.draw(st.integers(1, 20 * coder.block))
     blocks = -(-numel // coder.block)
     first = data.draw(st.integers(0, blocks))
-    start, stop = first * coder.block, min(data.draw(st.integers(first, blocks)) * coder.block, numel)
+    start, stop = (
+        first * coder.block,
+        min(data.draw(st.integers(first, blocks)) * coder.block, numel),
+    )
     start = min(start, stop)
     if start % coder.block:
         return
@@ -186,7 +222,9 @@ def test_a_slice_on_block_boundaries_travels_by_itself(coder: Codec, data: st.Da
     whole = encoded(coder, source)
     begin, end = coder.bytes_of((start, stop))
     assert torch.equal(encoded(coder, source[start:stop]), whole[begin:end])
-    assert same_bits(decoded(coder, whole[begin:end], stop - start), decoded(coder, whole, numel)[start:stop])
+    assert same_bits(
+        decoded(coder, whole[begin:end], stop - start), decoded(coder, whole, numel)[start:stop]
+    )
 
 
 @every_codec
@@ -200,7 +238,8 @@ def test_encoding_what_was_decoded_gives_the_same_bytes(coder: Codec, source: to
 
 @pytest.mark.parametrize("largest", [cls.largest for cls in CODECS.values()])
 def test_every_scale_comes_back_from_its_largest_value(largest: int) -> None:
-    amax = torch.arange(0x3F800000, 0x40000000, dtype=torch.int32).view(torch.float32)  # all of [1, 2): what idempotence rests on
+    # all of [1, 2): what idempotence rests on
+    amax = torch.arange(0x3F800000, 0x40000000, dtype=torch.int32).view(torch.float32)
     by = torch.tensor(float(largest))
     scale = amax / by
     assert torch.equal((scale * by) / by, scale)
@@ -208,8 +247,11 @@ def test_every_scale_comes_back_from_its_largest_value(largest: int) -> None:
 
 @every_codec
 @pytest.mark.parametrize("dtype", HALVES)
-def test_half_precision_is_widened_before_and_rounded_once_after(coder: Codec, dtype: torch.dtype) -> None:
-    source = normal(50 * coder.block + 17).clamp(-6e4, 6e4).to(dtype)  # large enough that fp16's denormals are finer than the codes
+def test_half_precision_is_widened_before_and_rounded_once_after(
+    coder: Codec, dtype: torch.dtype
+) -> None:
+    # large enough that fp16's denormals are finer than the codes
+    source = normal(50 * coder.block + 17).clamp(-6e4, 6e4).to(dtype)
     data = encoded(coder, source)
     assert torch.equal(data, encoded(coder, source.float()))
     out = decoded(coder, data, source.numel(), dtype)
@@ -244,21 +286,37 @@ def test_a_sum_is_formed_in_order_and_rounded_once(coder: Codec, numel: int) -> 
 
 
 @every_codec
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.int32, torch.int64, torch.bool, torch.complex64]
+)
 def test_other_dtypes_are_refused_by_name(coder: Codec, dtype: torch.dtype) -> None:
     data = torch.zeros(coder.stride, dtype=torch.uint8)
     values = torch.zeros(coder.block, dtype=dtype)
-    for call in (lambda: coder.encode(values, data), lambda: coder.decode(data, values), lambda: coder.decode_sum([data], values)):
-        with pytest.raises(ValueError, match=f"codec {coder.name} takes fp32, bf16 or fp16, not {dtype}"):
+    for call in (
+        lambda: coder.encode(values, data),
+        lambda: coder.decode(data, values),
+        lambda: coder.decode_sum([data], values),
+    ):
+        with pytest.raises(
+            ValueError, match=f"codec {coder.name} takes fp32, bf16 or fp16, not {dtype}"
+        ):
             call()
-    with pytest.raises(ValueError, match=f"codec {coder.name}: the encoding is torch.uint8, not {dtype}"):
+    with pytest.raises(
+        ValueError, match=f"codec {coder.name}: the encoding is torch.uint8, not {dtype}"
+    ):
         coder.encode(torch.zeros(coder.block), data.to(dtype))
 
 
 @every_codec
 def test_buffers_that_do_not_fit_are_refused(coder: Codec) -> None:
     values, data = torch.zeros(coder.block), torch.zeros(2 * coder.stride, dtype=torch.uint8)
-    for bad in (data, data[: coder.stride - 1], data[2 : 2 + coder.stride], data[::2], data[: coder.stride].view(2, -1)):
+    for bad in (
+        data,
+        data[: coder.stride - 1],
+        data[2 : 2 + coder.stride],
+        data[::2],
+        data[: coder.stride].view(2, -1),
+    ):
         with pytest.raises(AssertionError):
             coder.encode(values, bad)
 
@@ -282,7 +340,10 @@ def test_int4_packs_element_j_with_element_j_plus_half_a_block() -> None:
     data = encoded(Int4(64), source)
     assert data[:4].view(torch.float32).item() == 1.0
     packed = data[4:].view(torch.int8)
-    assert packed[:5].tolist() == [7 - 16 * 7, 3 - 16, -7 + 16 * 7, -2, 0] and packed[31].item() == 5 * 16
+    assert (
+        packed[:5].tolist() == [7 - 16 * 7, 3 - 16, -7 + 16 * 7, -2, 0]
+        and packed[31].item() == 5 * 16
+    )
     assert same_bits(round_trip(Int4(64), source), source)  # no -0.0 either
 
 
@@ -295,7 +356,9 @@ def test_fp8_codes_are_torchs_and_every_one_decodes_as_torch_decodes_it() -> Non
     assert torch.equal(encoded(Fp8(), source)[4:258], codes)
     between = torch.linspace(-448, 448, 100_096).view(-1, 64)
     between[:, 0] = 448  # scale 1
-    assert same_bits(round_trip(Fp8(64), between.flatten()), between.flatten().to(torch.float8_e4m3fn).float())
+    assert same_bits(
+        round_trip(Fp8(64), between.flatten()), between.flatten().to(torch.float8_e4m3fn).float()
+    )
 
 
 class _Sizes(TorchDispatchMode):
@@ -317,7 +380,10 @@ class _Sizes(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scratch_does_not_grow_with_the_tensor(coder: Codec, dtype: torch.dtype) -> None:
     numel = 8 * codecs.TILE["cpu"] + 3
-    source, data = torch.zeros(numel, dtype=dtype), torch.zeros(coder.encoded_bytes(numel), dtype=torch.uint8)
+    source, data = (
+        torch.zeros(numel, dtype=dtype),
+        torch.zeros(coder.encoded_bytes(numel), dtype=torch.uint8),
+    )
     with _Sizes() as sizes:
         coder.encode(source, data)
         coder.decode(data, source)
@@ -333,7 +399,12 @@ def test_threads_do_not_share_scratch(coder: Codec) -> None:
     expected = [encoded(coder, source) for source in sources]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(5):
-            assert all(torch.equal(a, b) for a, b in zip(pool.map(lambda source: encoded(coder, source), sources), expected, strict=True))
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(
+                    pool.map(lambda source: encoded(coder, source), sources), expected, strict=True
+                )
+            )
 
 
 def test_modes_of_the_caller_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
 """The Triton kernels give the bits of the torch code.
 
-Three ways, by what is there. Triton is no dependency, and the tests that need it are not even defined where it is not installed: a skip
-would spend a budget that is zero, and the marker `gpu` would promise them to machines with a GPU, which they do not need.
+Three ways, by what is there. Triton is no dependency, and the tests that need it are not even
+defined where it is not installed: a skip would spend a budget that is zero, and the marker `gpu`
+would promise them to machines with a GPU, which they do not need.
 
-- Triton installed: the kernels run on the CPU in Triton's interpreter (a process of its own: the variable is read at import), and are compiled
-  for a GPU, whose instructions are looked at. Neither needs a GPU.
+- Triton installed: the kernels run on the CPU in Triton's interpreter (a process of its own: the
+  variable is read at import), and are compiled for a GPU, whose instructions are looked at. Neither
+  needs a GPU.
 - A GPU, with or without Triton: what it encodes and decodes is compared with the CPU's.
 - Neither: that the library does without Triton.
 """
@@ -30,9 +32,13 @@ CODERS = [codec(name, block=block) for name in CODECS for block in (64, 192, 256
 
 
 def hard_values(block: int, dtype: torch.dtype, num_blocks: int = 130) -> torch.Tensor:
-    """Ordinary blocks, and among them zeros, NaN, Inf, denormals, the largest number, ties, and a short last one."""
+    """Ordinary blocks, and among them zeros, NaN, Inf, denormals, the largest number, ties, and
+    a short last one.
+    """
     generator = torch.Generator().manual_seed(block)
-    values = torch.randn(num_blocks, block, generator=generator) * torch.exp(4 * torch.randn(num_blocks, block, generator=generator))
+    values = torch.randn(num_blocks, block, generator=generator) * torch.exp(
+        4 * torch.randn(num_blocks, block, generator=generator)
+    )
     values[0] = 0.0
     values[1, 3], values[2, block - 1] = math.nan, -math.inf
     values[3] *= 1e-44
@@ -47,7 +53,11 @@ def hard_values(block: int, dtype: torch.dtype, num_blocks: int = 130) -> torch.
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal bits, -0.0 apart from 0.0; any NaN equals any other."""
-    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0)) and torch.equal(a.signbit(), b.signbit())
+    return (
+        torch.equal(a.isnan(), b.isnan())
+        and torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0))
+        and torch.equal(a.signbit(), b.signbit())
+    )
 
 
 def interpret() -> None:
@@ -62,14 +72,18 @@ def interpret() -> None:
             ours = torch.full_like(data, 0xAB)
             coder.encode(source, data)
             codec_kernels.encode(coder, source, ours)
-            assert torch.equal(ours, data), f"{what}: encoded bytes {(ours != data).nonzero().flatten()[:5].tolist()} differ"
+            assert torch.equal(ours, data), (
+                f"{what}: encoded bytes {(ours != data).nonzero().flatten()[:5].tolist()} differ"
+            )
             for add in (False, True) if dtype == torch.float32 else (False,):
                 start = torch.linspace(-3, 3, source.numel()).to(dtype)
                 expected, decoded = start.clone(), start.clone()
                 coder.decode(data, expected, add=add)
                 codec_kernels.decode(coder, data, decoded, add=add)
                 finite = ~expected.isnan()  # the sign of a NaN means nothing
-                assert same_bits(decoded[finite], expected[finite]) and decoded[~finite].isnan().all(), f"{what} add={add}"
+                assert (
+                    same_bits(decoded[finite], expected[finite]) and decoded[~finite].isnan().all()
+                ), f"{what} add={add}"
             codec_kernels.encode(coder, source[:0], data[:0])
             codec_kernels.decode(coder, data[:0], source[:0], add=False)
     print("same bits")
@@ -85,9 +99,21 @@ def compile_for_a_gpu() -> None:
 
     for coder in (codec(name) for name in CODECS):
         _, rows, width = codec_kernels._sizes(coder, 1 << 20)
-        constants = {"block": coder.block, "stride": coder.stride, "rows": rows, "width": width, "kind": coder.name}
+        constants = {
+            "block": coder.block,
+            "stride": coder.stride,
+            "rows": rows,
+            "width": width,
+            "kind": coder.name,
+        }
         common = {"data": "*u8", "scales": "*i32", "numel": "i32", "num_blocks": "i32"}
-        encoding = {"source": "*fp32", **common, "largest": "fp32", "smallest_scale": "fp32", "largest_scale": "fp32"}
+        encoding = {
+            "source": "*fp32",
+            **common,
+            "largest": "fp32",
+            "smallest_scale": "fp32",
+            "largest_scale": "fp32",
+        }
         for kernel, kinds, more in (
             (codec_kernels._encode, encoding, {}),
             (codec_kernels._decode, {"out": "*fp32", **common}, {"add": True}),
@@ -95,13 +121,26 @@ def compile_for_a_gpu() -> None:
             constexprs = constants | more
             signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
             source = ASTSource(kernel, signature, constexprs=constexprs)
-            compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(codec_kernels.OPTIONS))
-            print(*sorted(set(re.findall(r"\b(?:div|fma|mad|mul|add|sub|min|max)[.\w]*\.f32\b", compiled.asm["ptx"]))))
+            compiled = triton.compile(
+                source, target=GPUTarget("cuda", 90, 32), options=dict(codec_kernels.OPTIONS)
+            )
+            print(
+                *sorted(
+                    set(
+                        re.findall(
+                            r"\b(?:div|fma|mad|mul|add|sub|min|max)[.\w]*\.f32\b",
+                            compiled.asm["ptx"],
+                        )
+                    )
+                )
+            )
 
 
 def run_here(call: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", f"from tests.comm import test_codec_kernels as t; t.{call}()"]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=110)
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=110
+    )
 
 
 def test_without_triton_torch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,14 +163,17 @@ if find_spec("triton") is not None:
         done = run_here("compile_for_a_gpu", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
         assert done.returncode == 0, done.stderr[-2000:]
         encode, decode = "add.rn.f32 div.rn.f32 max.f32 min.f32", "add.rn.f32 mul.rn.f32"
-        assert done.stdout.splitlines() == [encode, decode] * 3  # nothing fused, approximate or flushed to zero
+        # nothing fused, approximate or flushed to zero
+        assert done.stdout.splitlines() == [encode, decode] * 3
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("way", ["triton", "torch"])
 @pytest.mark.parametrize("coder", CODERS, ids=lambda c: f"{c.name}-{c.block}")
-def test_a_gpu_gives_the_bits_of_the_cpu(coder: Codec, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_gives_the_bits_of_the_cpu(
+    coder: Codec, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if way == "torch":
         monkeypatch.setattr(codecs, "_kernels", lambda tensor: None)
     elif find_spec("triton") is None:
@@ -148,7 +190,13 @@ def test_a_gpu_gives_the_bits_of_the_cpu(coder: Codec, way: str, monkeypatch: py
         coder.decode(data, expected)
         coder.decode(on_gpu, decoded)
         finite = ~expected.isnan()
-        assert same_bits(decoded.cpu()[finite], expected[finite]) and decoded.cpu()[~finite].isnan().all()
+        assert (
+            same_bits(decoded.cpu()[finite], expected[finite])
+            and decoded.cpu()[~finite].isnan().all()
+        )
         coder.decode_sum([data, data, data], expected)
         coder.decode_sum([on_gpu, on_gpu, on_gpu], decoded)
-        assert same_bits(decoded.cpu()[finite], expected[finite]) and decoded.cpu()[~finite].isnan().all()
+        assert (
+            same_bits(decoded.cpu()[finite], expected[finite])
+            and decoded.cpu()[~finite].isnan().all()
+        )

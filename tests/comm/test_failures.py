@@ -21,7 +21,9 @@ mapped = pytest.mark.parametrize("spec", MAPPED, ids=lambda spec: spec.label)
 
 @by_label
 def test_opposite_order_with_a_pool_of_one_does_not_deadlock(spec: Spec) -> None:
-    num_slots = run_ranks(spec.world_size, failures.opposite_order_needs_one_buffer, spec, timeout=30)
+    num_slots = run_ranks(
+        spec.world_size, failures.opposite_order_needs_one_buffer, spec, timeout=30
+    )
     if spec.name == "shared_memory":
         assert num_slots == [1] * spec.world_size
 
@@ -50,35 +52,65 @@ def test_a_late_rank_is_named_with_its_key_and_all_can_go_on(spec: Spec) -> None
         pytest.param(TWO_LEVEL4, 0, marks=pytest.mark.slow),
         pytest.param(TWO_LEVEL4, 1, marks=pytest.mark.slow),
     ],
-    ids=lambda value: getattr(value, "label", ("reduce", "gather", "exchange", "begin_write")[value] if isinstance(value, int) else ""),
+    ids=lambda value: getattr(
+        value,
+        "label",
+        ("reduce", "gather", "exchange", "begin_write")[value] if isinstance(value, int) else "",
+    ),
 )
 def test_a_dead_rank_is_an_error_before_its_sockets_close(spec: Spec, operation: int) -> None:
-    results = spawn_ranks(spec.world_size, failures.a_dead_rank_is_an_error, spec, operation, timeout=50)
+    results = spawn_ranks(
+        spec.world_size, failures.a_dead_rank_is_an_error, spec, operation, timeout=50
+    )
     assert results[-1].exitcode == -9
     for result in results[:-1]:
         assert result.result is not None and result.result < failures.SOCKETS_LIVE_ON_S, result
 
 
-@pytest.mark.parametrize("spec", [GLOO2, SHM2, MIXED4, TWO_LEVEL4, Spec("native2", 2, "nccl")], ids=lambda spec: spec.label)
-def test_payloads_of_different_calls_never_meet_and_both_calls_are_named_on_every_rank(spec: Spec) -> None:
-    said = run_ranks(spec.world_size, failures.payloads_of_different_calls_never_meet, spec, timeout=30)
+@pytest.mark.parametrize(
+    "spec",
+    [GLOO2, SHM2, MIXED4, TWO_LEVEL4, Spec("native2", 2, "nccl")],
+    ids=lambda spec: spec.label,
+)
+def test_payloads_of_different_calls_never_meet_and_both_calls_are_named_on_every_rank(
+    spec: Spec,
+) -> None:
+    said = run_ranks(
+        spec.world_size, failures.payloads_of_different_calls_never_meet, spec, timeout=30
+    )
     assert all("rank 0 is in zs.save(), rank 1 is in zs.load()" in text for text in said), said
 
 
-@pytest.mark.parametrize("spec", [SHM2, SHM4, GLOO2, Spec("gloo3", 3, "gloo")], ids=lambda spec: spec.label)
-def test_ranks_that_wait_for_each_other_in_different_calls_are_told_at_once_on_every_rank(spec: Spec) -> None:
-    said = run_ranks(spec.world_size, failures.waiting_in_different_calls_is_told_at_once, spec, timeout=30)
+@pytest.mark.parametrize(
+    "spec", [SHM2, SHM4, GLOO2, Spec("gloo3", 3, "gloo")], ids=lambda spec: spec.label
+)
+def test_ranks_that_wait_for_each_other_in_different_calls_are_told_at_once_on_every_rank(
+    spec: Spec,
+) -> None:
+    said = run_ranks(
+        spec.world_size, failures.waiting_in_different_calls_is_told_at_once, spec, timeout=30
+    )
     for texts in said:
-        others = ("the reduce of layer.7", "the gather of layer.7", "exchange()", "the writing of new weights")
+        others = (
+            "the reduce of layer.7",
+            "the gather of layer.7",
+            "exchange()",
+            "the writing of new weights",
+        )
         assert len(texts) == (4 if spec.name == "shared_memory" else 3), said
         for text, other in zip(texts, others[: len(texts)], strict=True):
-            assert "rank 0 is in zs.save()" in text and re.search(rf"rank \d is in {re.escape(other)}", text), (text, other)
+            assert "rank 0 is in zs.save()" in text and re.search(
+                rf"rank \d is in {re.escape(other)}", text
+            ), (text, other)
 
 
 def test_a_rank_whose_exchange_can_end_is_told_of_different_calls_in_its_next_one() -> None:
     results = run_ranks(4, failures.the_next_call_is_told_where_a_payload_is_late, SHM4, timeout=30)
     assert [exchanged for exchanged, _ in results] == [[bytes([rank]) for rank in range(4)]] * 4
-    assert all("rank 0 is in zs.save()" in said and "a broadcast from rank 0" in said for _, said in results), results
+    assert all(
+        "rank 0 is in zs.save()" in said and "a broadcast from rank 0" in said
+        for _, said in results
+    ), results
 
 
 def test_nothing_is_left_after_kill_9() -> None:
@@ -89,7 +121,12 @@ def test_nothing_is_left_after_kill_9() -> None:
     while (left := left & _files()) and time.monotonic() < deadline:
         time.sleep(0.1)  # tests that run beside this one have files of their own for a while
     assert not left
-    names = {name.strip("\0") for result in results for name in result.stdout.split() if "zeroshard-" in name}
+    names = {
+        name.strip("\0")
+        for result in results
+        for name in result.stdout.split()
+        if "zeroshard-" in name
+    }
     assert names
     with open("/proc/net/unix") as sockets:
         text = sockets.read()
@@ -97,7 +134,12 @@ def test_nothing_is_left_after_kill_9() -> None:
 
 
 def _files() -> set[str]:
-    return {f"{folder}/{name}" for folder in ("/dev/shm", "/tmp") for name in os.listdir(folder) if "zeroshard" in name or "torch_" in name}
+    return {
+        f"{folder}/{name}"
+        for folder in ("/dev/shm", "/tmp")
+        for name in os.listdir(folder)
+        if "zeroshard" in name or "torch_" in name
+    }
 
 
 @mapped
@@ -126,8 +168,17 @@ def test_windows_that_differ_are_refused_by_all_ranks(spec: Spec) -> None:
 @mapped
 @pytest.mark.parametrize("replicated", [False, True])
 @pytest.mark.parametrize("short", [0, 1])
-def test_memory_short_on_one_rank_is_an_error_on_all(spec: Spec, replicated: bool, short: int) -> None:
-    run_ranks(spec.world_size, failures.memory_short_on_one_rank_is_an_error_on_all, spec, replicated, short, timeout=30)
+def test_memory_short_on_one_rank_is_an_error_on_all(
+    spec: Spec, replicated: bool, short: int
+) -> None:
+    run_ranks(
+        spec.world_size,
+        failures.memory_short_on_one_rank_is_an_error_on_all,
+        spec,
+        replicated,
+        short,
+        timeout=30,
+    )
 
 
 def test_without_memfd_on_one_rank_all_use_gloo_and_say_so_once() -> None:

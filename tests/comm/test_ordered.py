@@ -15,7 +15,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def naive_sum(contributions: list[torch.Tensor | None], numel: int, node_size: int | None) -> torch.Tensor:
+def naive_sum(
+    contributions: list[torch.Tensor | None], numel: int, node_size: int | None
+) -> torch.Tensor:
     """Sum as the docstring says, one operation at a time, with real zeros."""
     whole = [torch.zeros(numel) if c is None else c.float() for c in contributions]
     size = len(whole) if node_size is None else node_size
@@ -32,20 +34,28 @@ def naive_sum(contributions: list[torch.Tensor | None], numel: int, node_size: i
 def contribution(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return numbers of very different sizes, with both zeros among them."""
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(numel, generator=generator) * torch.exp2(torch.randint(-12, 12, (numel,), generator=generator).float())
+    values = torch.randn(numel, generator=generator) * torch.exp2(
+        torch.randint(-12, 12, (numel,), generator=generator).float()
+    )
     values[::7], values[3::7] = -0.0, 0.0
     return values.to(dtype)
 
 
 @given(
-    shape=st.sampled_from([(1, None), (2, None), (2, 1), (3, None), (4, 2), (4, 1), (4, None), (6, 3), (6, 2)]),
+    shape=st.sampled_from(
+        [(1, None), (2, None), (2, 1), (3, None), (4, 2), (4, 1), (4, None), (6, 3), (6, 2)]
+    ),
     present=st.lists(st.booleans(), min_size=6, max_size=6),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     accumulate=st.booleans(),
     numel=st.sampled_from([0, 1, 64, 1000]),
 )
 def test_bits_are_those_of_a_naive_sum_with_real_zeros(
-    shape: tuple[int, int | None], present: list[bool], dtype: torch.dtype, accumulate: bool, numel: int
+    shape: tuple[int, int | None],
+    present: list[bool],
+    dtype: torch.dtype,
+    accumulate: bool,
+    numel: int,
 ) -> None:
     size, node_size = shape
     parts = [contribution(rank, numel, dtype) if present[rank] else None for rank in range(size)]
@@ -59,7 +69,9 @@ def test_bits_are_those_of_a_naive_sum_with_real_zeros(
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_chunks_change_no_bit(accumulate: bool) -> None:
     numel = 2 * CHUNK_NUMEL + 65
-    parts: list[torch.Tensor | None] = [contribution(rank, numel, torch.float32) for rank in range(4)]
+    parts: list[torch.Tensor | None] = [
+        contribution(rank, numel, torch.float32) for rank in range(4)
+    ]
     out = torch.ones(numel)
     ordered_sum(parts, out, node_size=2, accumulate=accumulate)
     expected = naive_sum(parts, numel, 2)
@@ -67,7 +79,9 @@ def test_chunks_change_no_bit(accumulate: bool) -> None:
 
 
 def test_an_out_in_bf16_is_rounded_once() -> None:
-    parts: list[torch.Tensor | None] = [contribution(rank, 640, torch.bfloat16) for rank in range(3)]
+    parts: list[torch.Tensor | None] = [
+        contribution(rank, 640, torch.bfloat16) for rank in range(3)
+    ]
     before = contribution(5, 640, torch.bfloat16)
     out = before.clone()
     ordered_sum(parts, out, accumulate=True)

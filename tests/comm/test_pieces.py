@@ -23,7 +23,10 @@ CPU = torch.device("cpu")
 
 def pair(stall_timeout_s: float = 10.0) -> tuple[Links, Links]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return tuple(Links({peer: end}, members=(0, 1), stall_timeout_s=stall_timeout_s) for peer, end in ((1, ours), (0, theirs)))
+    return tuple(
+        Links({peer: end}, members=(0, 1), stall_timeout_s=stall_timeout_s)
+        for peer, end in ((1, ours), (0, theirs))
+    )
 
 
 def test_two_ranks_with_full_sockets_do_not_deadlock() -> None:
@@ -48,7 +51,8 @@ def test_two_ranks_with_full_sockets_do_not_deadlock() -> None:
 
 def test_what_a_peer_said_before_it_hung_up_still_counts() -> None:
     ours, theirs = pair()
-    ours.send(1, Kind.ACK, 1)  # unread when the peer closes: the kernel then reports a reset before the data
+    # unread when the peer closes: the kernel then reports a reset before the data
+    ours.send(1, Kind.ACK, 1)
     for number in range(5):
         theirs.send(0, Kind.READ, number)
     theirs.close()
@@ -82,7 +86,11 @@ def test_another_thread_can_end_a_wait() -> None:
 def make_pool(limit_bytes: int | None) -> tuple[SlotPool, list[int], list[int]]:
     made: list[int] = []
     dropped: list[int] = []
-    return SlotPool(lambda number, num_bytes, fd: made.append(num_bytes), dropped.append, limit_bytes), made, dropped
+    return (
+        SlotPool(lambda number, num_bytes, fd: made.append(num_bytes), dropped.append, limit_bytes),
+        made,
+        dropped,
+    )
 
 
 def test_the_pool_stays_within_its_limit_and_always_gives_one() -> None:
@@ -97,7 +105,8 @@ def test_the_pool_stays_within_its_limit_and_always_gives_one() -> None:
     again = pool.take(64, torch.float32, CPU)  # the idle slot fits
     assert again is not None and again.slot == first.slot and made == [12288] and not dropped
     pool.give_back(again)
-    assert pool.take(4000, torch.float32, CPU) is not None  # the idle slot does not: it is dropped first
+    # the idle slot does not: it is dropped first
+    assert pool.take(4000, torch.float32, CPU) is not None
     assert dropped == [first.slot] and pool.total_bytes() == 16384
 
 

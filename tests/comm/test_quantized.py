@@ -1,4 +1,6 @@
-"""Encoded sums and error feedback by hand: what is added where, what is kept, and what is forgotten."""
+"""Encoded sums and error feedback by hand: what is added where, what is kept, and what is
+forgotten.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,12 @@ def decoded(data: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["stored", "added"])
-@pytest.mark.parametrize("missing", [(), (1,), (0, 1, 2)], ids=["all come", "one is missing", "nobody comes"])
-def test_encoded_parts_are_decoded_and_added_in_order(missing: tuple[int, ...], accumulate: bool) -> None:
+@pytest.mark.parametrize(
+    "missing", [(), (1,), (0, 1, 2)], ids=["all come", "one is missing", "nobody comes"]
+)
+def test_encoded_parts_are_decoded_and_added_in_order(
+    missing: tuple[int, ...], accumulate: bool
+) -> None:
     parts = [None if rank in missing else encoded(numbers(rank)) for rank in range(3)]
     total = torch.zeros(NUMEL)
     for part in parts:

@@ -49,7 +49,15 @@ def test_equal_histories_give_equal_digests_of_64_bits(calls: list[Call], step: 
 
 
 @pytest.mark.parametrize(
-    "change", [{"operation": "reduce"}, {"unit": "blocks.1"}, {"dtype": "fp32"}, {"numel": 704}, {"ordered": False}], ids=str
+    "change",
+    [
+        {"operation": "reduce"},
+        {"unit": "blocks.1"},
+        {"dtype": "fp32"},
+        {"numel": 704},
+        {"ordered": False},
+    ],
+    ids=str,
 )
 def test_every_field_counts(change: dict[str, object]) -> None:
     call = Call()

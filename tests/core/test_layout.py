@@ -1,4 +1,6 @@
-"""Layouts: slots and shares cover the buffer, pieces cover every parameter exactly once, whatever the shares."""
+"""Layouts: slots and shares cover the buffer, pieces cover every parameter exactly once,
+whatever the shares.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,17 @@ def layouts(draw: st.DrawFn) -> Layout:
         return equal
     blocks = equal.slots[-1].stop if equal.slots else 0
     blocks = round_up(blocks, align) // align + draw(st.integers(0, 3))
-    cuts = sorted(draw(st.lists(st.integers(0, blocks), min_size=num_shards - 1, max_size=num_shards - 1)))
-    shares = [(stop - start) * align for start, stop in zip([0, *cuts], [*cuts, blocks], strict=True)]
+    cuts = sorted(
+        draw(st.lists(st.integers(0, blocks), min_size=num_shards - 1, max_size=num_shards - 1))
+    )
+    shares = [
+        (stop - start) * align for start, stop in zip([0, *cuts], [*cuts, blocks], strict=True)
+    ]
     return Layout.build(shapes, num_shards, align=align, shares=shares)
 
 
-# -- by example -------------------------------------------------------------------------------------------------------------------------
+# -- by example
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_drawing_of_the_docstring() -> None:
@@ -41,8 +48,12 @@ def test_the_drawing_of_the_docstring() -> None:
     assert [slot.offset for slot in layout.slots] == [0, 8, 12]
     assert layout.shares == (8, 8, 8)
     assert layout.ranges == ((0, 8), (8, 16), (16, 24))
-    assert [(piece.name, piece.start, piece.stop, piece.shard_start) for piece in layout.pieces(1)] == [("b", 0, 3, 0), ("c", 0, 4, 4)]
-    assert [(piece.name, piece.start, piece.stop, piece.shard_start) for piece in layout.pieces(2)] == [("c", 4, 5, 0)]
+    assert [
+        (piece.name, piece.start, piece.stop, piece.shard_start) for piece in layout.pieces(1)
+    ] == [("b", 0, 3, 0), ("c", 0, 4, 4)]
+    assert [
+        (piece.name, piece.start, piece.stop, piece.shard_start) for piece in layout.pieces(2)
+    ] == [("c", 4, 5, 0)]
     assert layout.padding == 24 - 14
 
 
@@ -55,7 +66,10 @@ def test_unequal_shares_with_an_empty_one() -> None:
 def test_a_scalar_takes_one_element_and_an_empty_parameter_none() -> None:
     layout = Layout.build([("scalar", ()), ("empty", (0, 3)), ("vector", (5,))], 2)
     assert [(slot.numel, slot.offset) for slot in layout.slots] == [(1, 0), (0, 64), (5, 64)]
-    assert [piece.name for rank in range(2) for piece in layout.pieces(rank)] == ["scalar", "vector"]
+    assert [piece.name for rank in range(2) for piece in layout.pieces(rank)] == [
+        "scalar",
+        "vector",
+    ]
 
 
 def test_a_layout_without_parameters_is_empty() -> None:
@@ -64,20 +78,30 @@ def test_a_layout_without_parameters_is_empty() -> None:
 
 
 @pytest.mark.parametrize("shares", [(63, 65), (64, -64, 128), (64,), (64, 32, 32)])
-def test_shares_that_are_unaligned_negative_or_too_short_are_refused(shares: tuple[int, ...]) -> None:
+def test_shares_that_are_unaligned_negative_or_too_short_are_refused(
+    shares: tuple[int, ...],
+) -> None:
     with pytest.raises(AssertionError):
         Layout.build([("a", (100,))], len(shares), shares=shares)
 
 
 @pytest.mark.parametrize(
-    "slots", [(Slot("a", (4,), 2),), (Slot("a", (65,), 0), Slot("b", (1,), 64)), (Slot("b", (1,), 64), Slot("a", (1,), 0))]
+    "slots",
+    [
+        (Slot("a", (4,), 2),),
+        (Slot("a", (65,), 0), Slot("b", (1,), 64)),
+        (Slot("b", (1,), 64), Slot("a", (1,), 0)),
+    ],
 )
-def test_slots_that_are_unaligned_overlapping_or_out_of_order_are_refused(slots: tuple[Slot, ...]) -> None:
+def test_slots_that_are_unaligned_overlapping_or_out_of_order_are_refused(
+    slots: tuple[Slot, ...],
+) -> None:
     with pytest.raises(AssertionError):
         Layout(slots, (128,))
 
 
-# -- properties -------------------------------------------------------------------------------------------------------------------------
+# -- properties
+# --------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 10**6), st.integers(1, 1000))
@@ -87,7 +111,9 @@ def test_round_up_is_the_smallest_multiple(value: int, multiple: int) -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(1, 64), ALIGNS)
-def test_equal_shares_are_equal_aligned_and_no_larger_than_needed(numel: int, num_shards: int, align: int) -> None:
+def test_equal_shares_are_equal_aligned_and_no_larger_than_needed(
+    numel: int, num_shards: int, align: int
+) -> None:
     shares = equal_shares(numel, num_shards, align)
     assert len(shares) == num_shards and len(set(shares)) == 1
     assert shares[0] % align == 0
@@ -163,18 +189,29 @@ def test_pieces_of_any_span_are_those_elements(layout: Layout, data: st.DataObje
 
 
 @given(SHAPES, st.integers(1, 8), ALIGNS)
-def test_padding_is_at_most_the_alignment_per_parameter_and_rank(shapes: list[tuple[int, ...]], num_shards: int, align: int) -> None:
+def test_padding_is_at_most_the_alignment_per_parameter_and_rank(
+    shapes: list[tuple[int, ...]], num_shards: int, align: int
+) -> None:
     layout = Layout.build(named(shapes), num_shards, align=align)
     assert 0 <= layout.padding <= align * (len(shapes) + num_shards)
     for share in layout.shares:  # what one rank keeps at rest
-        assert share <= sum(slot.numel for slot in layout.slots) / num_shards + align * (len(shapes) / num_shards + 1)
+        assert share <= sum(slot.numel for slot in layout.slots) / num_shards + align * (
+            len(shapes) / num_shards + 1
+        )
 
 
 @given(layouts())
 def test_replicated_is_the_same_buffer_owned_by_one(layout: Layout) -> None:
     whole = layout.replicated()
-    assert (whole.slots, whole.numel, whole.num_shards, whole.align) == (layout.slots, layout.numel, 1, layout.align)
-    assert [(piece.start, piece.stop) for piece in whole.pieces(0)] == [(0, slot.numel) for slot in layout.slots if slot.numel]
+    assert (whole.slots, whole.numel, whole.num_shards, whole.align) == (
+        layout.slots,
+        layout.numel,
+        1,
+        layout.align,
+    )
+    assert [(piece.start, piece.stop) for piece in whole.pieces(0)] == [
+        (0, slot.numel) for slot in layout.slots if slot.numel
+    ]
 
 
 @given(layouts())

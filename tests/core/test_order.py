@@ -1,4 +1,6 @@
-"""The order of execution: pure functions over traces, and a simulated engine that must never gather in vain."""
+"""The order of execution: pure functions over traces, and a simulated engine that must never
+gather in vain.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,24 @@ def run_pass(order: Order[str], trace: list[str], *, phase: str = "forward") -> 
         order.record(phase, unit)
 
 
-def next_predictions(order: Order[str], trace: list[str], *, phase: str = "forward") -> list[list[str]]:
+def next_predictions(
+    order: Order[str], trace: list[str], *, phase: str = "forward"
+) -> list[list[str]]:
     """Run a pass and return what is predicted after each unit, without a budget."""
     order.begin(phase)
     out = []
     for unit in trace:
         order.record(phase, unit)
-        out.append(order.predict(phase, unit, sizes=dict.fromkeys(UNITS, 1), live_bytes=0, budget_bytes=UNLIMITED))
+        out.append(
+            order.predict(
+                phase, unit, sizes=dict.fromkeys(UNITS, 1), live_bytes=0, budget_bytes=UNLIMITED
+            )
+        )
     return out
 
 
-# -- by example ----------------------------------------------------------------------------------------------------------------------------
+# -- by example
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_first_pass_predicts_nothing() -> None:
@@ -55,7 +64,13 @@ def test_phases_do_not_see_each_other() -> None:
 def test_a_unit_that_runs_twice_has_two_successors() -> None:
     order: Order[str] = Order()
     run_pass(order, list("abcbd"))
-    assert next_predictions(order, list("abcbd")) == [["b", "c", "d"], ["c", "d"], ["b", "d"], ["d"], []]
+    assert next_predictions(order, list("abcbd")) == [
+        ["b", "c", "d"],
+        ["c", "d"],
+        ["b", "d"],
+        ["d"],
+        [],
+    ]
 
 
 def test_skipped_units_are_skipped_at_once_and_unknown_units_predict_nothing() -> None:
@@ -86,15 +101,20 @@ def test_the_budget_counts_live_bytes_and_stops_at_the_first_unit_that_does_not_
     sizes = {"a": 4, "b": 4, "c": 9, "d": 1}
     assert order.predict("forward", "a", sizes=sizes, live_bytes=4, budget_bytes=8) == ["b"]
     assert order.predict("forward", "a", sizes=sizes, live_bytes=4, budget_bytes=7) == []
-    assert order.predict("forward", "a", sizes=sizes, live_bytes=4, budget_bytes=16) == ["b"]  # d would fit, c comes first
-    assert order.predict("forward", "a", sizes=sizes, live_bytes=8, budget_bytes=17, live={"a", "b"}) == ["c"]
+    # d would fit, c comes first
+    assert order.predict("forward", "a", sizes=sizes, live_bytes=4, budget_bytes=16) == ["b"]
+    assert order.predict(
+        "forward", "a", sizes=sizes, live_bytes=8, budget_bytes=17, live={"a", "b"}
+    ) == ["c"]
 
 
 def test_a_prediction_may_be_asked_for_before_the_unit_is_recorded() -> None:
     order: Order[str] = Order()
     run_pass(order, list("abc"))
     order.begin("forward")
-    assert order.predict("forward", "a", sizes=dict.fromkeys(UNITS, 1), live_bytes=1, budget_bytes=2) == ["b"]
+    assert order.predict(
+        "forward", "a", sizes=dict.fromkeys(UNITS, 1), live_bytes=1, budget_bytes=2
+    ) == ["b"]
     assert order.upcoming("forward", "a") == ["b", "c"]
 
 
@@ -107,7 +127,8 @@ def test_eviction_takes_what_is_not_expected_first_and_then_what_is_needed_last(
     assert to_evict("abc", list("abc"), sizes=sizes, excess_bytes=0) == []
 
 
-# -- properties ----------------------------------------------------------------------------------------------------------------------------
+# -- properties
+# --------------------------------------------------------------------------------------------------
 
 
 @given(TRACES, st.integers(-1, 19), st.sampled_from(UNITS))
@@ -161,10 +182,19 @@ def test_a_repeated_pass_gathers_nothing_in_vain_and_keeps_the_budget(
         num_gathers += unit not in live
         live.add(unit)
         live_bytes = sum(sizes[other] for other in live)
-        predicted = order.predict("forward", unit, sizes=sizes, live_bytes=live_bytes, budget_bytes=budget_bytes, live=live)
+        predicted = order.predict(
+            "forward",
+            unit,
+            sizes=sizes,
+            live_bytes=live_bytes,
+            budget_bytes=budget_bytes,
+            live=live,
+        )
         assert live.isdisjoint(predicted)
         assert set(predicted) <= set(trace[index + 1 :])
-        assert not predicted or live_bytes + sum(sizes[other] for other in predicted) <= budget_bytes
+        assert (
+            not predicted or live_bytes + sum(sizes[other] for other in predicted) <= budget_bytes
+        )
         num_gathers += len(predicted)
         live.update(predicted)
         live.remove(unit)
@@ -173,7 +203,9 @@ def test_a_repeated_pass_gathers_nothing_in_vain_and_keeps_the_budget(
 
 
 @given(st.lists(TRACES, max_size=4), st.lists(st.sampled_from(UNITS), max_size=30), SIZES)
-def test_any_sequence_of_calls_is_answered_with_known_units(earlier: list[list[str]], calls: list[str], sizes: dict[str, int]) -> None:
+def test_any_sequence_of_calls_is_answered_with_known_units(
+    earlier: list[list[str]], calls: list[str], sizes: dict[str, int]
+) -> None:
     order: Order[str] = Order()
     for trace in earlier:
         run_pass(order, trace)
@@ -181,6 +213,10 @@ def test_any_sequence_of_calls_is_answered_with_known_units(earlier: list[list[s
     known = set(earlier[-1]) if earlier else set()
     for unit in calls:
         order.record("forward", unit)
-        predicted = order.predict("forward", unit, sizes=sizes, live_bytes=0, budget_bytes=UNLIMITED)
+        predicted = order.predict(
+            "forward", unit, sizes=sizes, live_bytes=0, budget_bytes=UNLIMITED
+        )
         assert set(predicted) <= known - {unit}
-        assert predicted == list(dict.fromkeys(other for other in order.upcoming("forward", unit) if other != unit))
+        assert predicted == list(
+            dict.fromkeys(other for other in order.upcoming("forward", unit) if other != unit)
+        )

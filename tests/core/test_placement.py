@@ -24,7 +24,10 @@ def test_a_cell_that_is_not_of_the_table_is_refused(text: str) -> None:
         Cell.parse(text)
 
 
-@pytest.mark.parametrize(("text", "num_shards"), [("R R", 1), ("S S", 24), ("R S", 8), ("S R", 3), ("P P", 1), ("P S", 8)])
+@pytest.mark.parametrize(
+    ("text", "num_shards"),
+    [("R R", 1), ("S S", 24), ("R S", 8), ("S R", 3), ("P P", 1), ("P S", 8)],
+)
 def test_a_state_is_cut_along_the_sharded_axes(text: str, num_shards: int) -> None:
     cell = Cell.parse(text)
     assert cell.num_shards(Mesh(num_nodes=3, node_size=8)) == num_shards
@@ -50,7 +53,9 @@ def test_a_mesh_counts_its_ranks_and_has_at_least_one() -> None:
         (R, S, (Move.SLICE,)),
     ],
 )
-def test_moves_lead_from_one_placement_to_another(source: Placement, target: Placement, steps: tuple[Move, ...]) -> None:
+def test_moves_lead_from_one_placement_to_another(
+    source: Placement, target: Placement, steps: tuple[Move, ...]
+) -> None:
     assert moves(source, target) == steps
 
 

@@ -1,4 +1,6 @@
-"""The table, the cells that make no sense, and its two cost functions against the numbers of the papers."""
+"""The table, the cells that make no sense, and its two cost functions against the numbers of the
+papers.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def cells(weight: str, between: str, grad: str, optim: str) -> Cells:
     return Cells(*(Cell.parse(text) for text in (weight, between, grad, optim)))
 
 
-# -- the table -----------------------------------------------------------------------------------------------------------------------------
+# -- the table
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_rows_are_those_of_the_design() -> None:
@@ -49,7 +52,9 @@ def test_stages_are_names_of_rows() -> None:
 
 
 def test_a_wrong_name_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"'zero_3' is not a row of the table \(ddp, .*did you mean 'zero3'"):
+    with pytest.raises(
+        ValueError, match=r"'zero_3' is not a row of the table \(ddp, .*did you mean 'zero3'"
+    ):
         row("zero_3")
     with pytest.raises(ValueError, match=r"\)$"):
         row("something else")
@@ -62,7 +67,8 @@ def test_units_may_have_cells_of_their_own() -> None:
     assert hash(policy) == hash(row("zero3")) and policy != row("zero3")
 
 
-# -- nonsense ------------------------------------------------------------------------------------------------------------------------------
+# -- nonsense
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -71,15 +77,32 @@ def test_units_may_have_cells_of_their_own() -> None:
         (("P R", "R R", "P P", "R R"), "weight=P R: only a gradient can be a partial sum"),
         (("R R", "R P", "P P", "R R"), "between=R P: only a gradient"),
         (("R R", "R R", "P P", "P P"), "optim=P P: only a gradient"),
-        (("R R", "R R", "S S", "R S"), "optim=R S is sharded less finely than grad=S S on the node axis, which it reads"),
-        (("R R", "R R", "P S", "S R"), "optim=S R is sharded less finely than grad=P S on the local axis"),
+        (
+            ("R R", "R R", "S S", "R S"),
+            "optim=R S is sharded less finely than grad=S S on the node axis, which it reads",
+        ),
+        (
+            ("R R", "R R", "P S", "S R"),
+            "optim=S R is sharded less finely than grad=P S on the local axis",
+        ),
         (("R R", "R R", "S S", "R R"), "sharded less finely than grad"),
-        (("S S", "S S", "P P", "S R"), "optim=S R is sharded less finely than weight=S S on the local axis, which it writes"),
-        (("R R", "S S", "S S", "S S"), "between=S S is sharded more finely than weight=R R on the node axis"),
-        (("R S", "S S", "S S", "S S"), "between=S S is sharded more finely than weight=R S on the node axis"),
+        (
+            ("S S", "S S", "P P", "S R"),
+            "optim=S R is sharded less finely than weight=S S on the local axis, which it writes",
+        ),
+        (
+            ("R R", "S S", "S S", "S S"),
+            "between=S S is sharded more finely than weight=R R on the node axis",
+        ),
+        (
+            ("R S", "S S", "S S", "S S"),
+            "between=S S is sharded more finely than weight=R S on the node axis",
+        ),
     ],
 )
-def test_cells_that_make_no_sense_cannot_be_built(nonsense: tuple[str, str, str, str], message: str) -> None:
+def test_cells_that_make_no_sense_cannot_be_built(
+    nonsense: tuple[str, str, str, str], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         cells(*nonsense)
 
@@ -96,18 +119,24 @@ AXES = st.tuples(st.sampled_from("RSP"), st.sampled_from("RSP")).map(" ".join)
 
 
 @given(st.tuples(AXES, AXES, AXES, AXES))
-def test_whatever_can_be_built_has_an_optimizer_that_sees_its_gradient_and_covers_its_weight(texts: tuple[str, str, str, str]) -> None:
+def test_whatever_can_be_built_has_an_optimizer_that_sees_its_gradient_and_covers_its_weight(
+    texts: tuple[str, str, str, str],
+) -> None:
     try:
         built = cells(*texts)
     except ValueError:
         return
     for mesh in (Mesh(1, 4), Mesh(3, 2)):
-        shards = {name: getattr(built, name).num_shards(mesh) for name in ("weight", "between", "grad", "optim")}
+        shards = {
+            name: getattr(built, name).num_shards(mesh)
+            for name in ("weight", "between", "grad", "optim")
+        }
         assert shards["optim"] >= max(shards["weight"], shards["grad"])
         assert shards["between"] <= shards["weight"]
 
 
-# -- bytes at rest -------------------------------------------------------------------------------------------------------------------------
+# -- bytes at rest
+# --------------------------------------------------------------------------------------------------
 
 
 def bytes_per_parameter(name: str, point: RestPoint, precision: Precision, mesh: Mesh) -> float:
@@ -124,27 +153,41 @@ def test_after_a_step_each_rank_holds_what_the_design_says(num_nodes: int, num_r
     }
     for precision, rows in expected.items():
         for name, total in rows.items():
-            assert bytes_per_parameter(name, "after_step", PRECISIONS[precision], mesh) == pytest.approx(total), (name, precision)
+            assert bytes_per_parameter(
+                name, "after_step", PRECISIONS[precision], mesh
+            ) == pytest.approx(total), (name, precision)
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
 def test_weights_in_fp32_are_their_own_masters_where_both_rest_on_one_tier(name: str) -> None:
     device, host = Tier.DEVICE, Tier.HOST
-    for weight, optimizer, has_master in ((device, device, False), (device, host, True), (host, host, False), (host, device, True)):
+    for weight, optimizer, has_master in (
+        (device, device, False),
+        (device, host, True),
+        (host, host, False),
+        (host, device, True),
+    ):
         if name == "zero1" and weight is host:
             continue  # refused: replicated weights stay on the device
         moved = row(name).tiered(weight, device, optimizer)
-        rests = moved.bytes_at_rest("after_step", numel=NUMEL, mesh=Mesh(1, 4), precision=PRECISIONS["fp32"])
-        assert rests.master == (NUMEL if has_master else 0), (weight, optimizer)  # a quarter of the parameters, 4 bytes each
+        rests = moved.bytes_at_rest(
+            "after_step", numel=NUMEL, mesh=Mesh(1, 4), precision=PRECISIONS["fp32"]
+        )
+        # a quarter of the parameters, 4 bytes each
+        assert rests.master == (NUMEL if has_master else 0), (weight, optimizer)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 def test_between_micro_batches_the_gradient_is_added(num_ranks: int) -> None:
     mesh, n = Mesh(1, num_ranks), num_ranks
     share = {"ddp": 1, "zero1": 1, "zero2": 1 / n, "zero3": 1 / n}
-    for name, precision in ((name, precision) for name in share for precision in PRECISIONS.values()):
+    for name, precision in (
+        (name, precision) for name in share for precision in PRECISIONS.values()
+    ):
         at_rest = bytes_per_parameter(name, "after_step", precision, mesh)
-        assert bytes_per_parameter(name, "between_micro_batches", precision, mesh) == pytest.approx(at_rest + 4 * share[name])
+        assert bytes_per_parameter(name, "between_micro_batches", precision, mesh) == pytest.approx(
+            at_rest + 4 * share[name]
+        )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8, 64])
@@ -153,46 +196,94 @@ def test_bf16_gradients_give_the_papers_bytes(num_ranks: int) -> None:
     n, paper = num_ranks, Precision("bf16", accumulate="bf16")  # type: ignore[arg-type]
     expected = {"ddp": 16, "zero1": 4 + 12 / n, "zero2": 2 + 14 / n, "zero3": 16 / n}
     for name, total in expected.items():
-        assert bytes_per_parameter(name, "between_micro_batches", paper, Mesh(1, n)) == pytest.approx(total), name
+        assert bytes_per_parameter(
+            name, "between_micro_batches", paper, Mesh(1, n)
+        ) == pytest.approx(total), name
 
 
 def test_the_papers_example_of_7_5_billion_parameters_on_64_gpus() -> None:
     paper = Precision("bf16", accumulate="bf16")  # type: ignore[arg-type]
     gigabytes = {
-        name: row(name).bytes_at_rest("between_micro_batches", numel=7_500_000_000, mesh=Mesh(1, 64), precision=paper).total / 1e9
+        name: (
+            row(name)
+            .bytes_at_rest(
+                "between_micro_batches", numel=7_500_000_000, mesh=Mesh(1, 64), precision=paper
+            )
+            .total
+            / 1e9
+        )
         for name in STAGES.values()
     }
-    assert gigabytes == pytest.approx({"ddp": 120, "zero1": 31.4, "zero2": 16.6, "zero3": 1.9}, abs=0.05)
+    assert gigabytes == pytest.approx(
+        {"ddp": 120, "zero1": 31.4, "zero2": 16.6, "zero3": 1.9}, abs=0.05
+    )
 
 
 def test_states_are_counted_one_by_one() -> None:
-    rest = row("zero1").bytes_at_rest("between_micro_batches", numel=100, mesh=Mesh(1, 4), precision=PRECISIONS["bf16"], moment_bytes=4)
-    assert (rest.weight, rest.master, rest.grad, rest.optimizer, rest.total) == (200, 100, 400, 100, 800)
-    rest = row("zero3").bytes_at_rest("after_step", numel=100, mesh=Mesh(1, 4), precision=PRECISIONS["fp32"])
+    rest = row("zero1").bytes_at_rest(
+        "between_micro_batches",
+        numel=100,
+        mesh=Mesh(1, 4),
+        precision=PRECISIONS["bf16"],
+        moment_bytes=4,
+    )
+    assert (rest.weight, rest.master, rest.grad, rest.optimizer, rest.total) == (
+        200,
+        100,
+        400,
+        100,
+        800,
+    )
+    rest = row("zero3").bytes_at_rest(
+        "after_step", numel=100, mesh=Mesh(1, 4), precision=PRECISIONS["fp32"]
+    )
     assert (rest.weight, rest.master, rest.grad, rest.optimizer) == (100, 0, 0, 200)
 
 
 def test_hybrid_rows_are_cut_by_node() -> None:
     mesh = Mesh(num_nodes=4, node_size=8)
-    assert bytes_per_parameter("mics", "after_step", PRECISIONS["bf16"], mesh) == pytest.approx(14 / 8)
-    assert bytes_per_parameter("hfsdp", "after_step", PRECISIONS["bf16"], mesh) == pytest.approx(2 / 8 + 12 / 32)
-    assert bytes_per_parameter("hfsdp", "between_micro_batches", PRECISIONS["bf16"], mesh) == pytest.approx(2 / 8 + 12 / 32 + 4 / 8)
+    assert bytes_per_parameter("mics", "after_step", PRECISIONS["bf16"], mesh) == pytest.approx(
+        14 / 8
+    )
+    assert bytes_per_parameter("hfsdp", "after_step", PRECISIONS["bf16"], mesh) == pytest.approx(
+        2 / 8 + 12 / 32
+    )
+    assert bytes_per_parameter(
+        "hfsdp", "between_micro_batches", PRECISIONS["bf16"], mesh
+    ) == pytest.approx(2 / 8 + 12 / 32 + 4 / 8)
 
 
-# -- bytes on the wire ---------------------------------------------------------------------------------------------------------------------
+# -- bytes on the wire
+# --------------------------------------------------------------------------------------------------
 
 
 def wire(name: str, precision: Precision, size: int, k: int = 1, *, no_sync: bool = False) -> float:
-    return row(name).wire_bytes(numel=NUMEL, mesh=Mesh(1, size), wires=Wires.of(precision), micro_batches=k, no_sync=no_sync).total
+    return (
+        row(name)
+        .wire_bytes(
+            numel=NUMEL,
+            mesh=Mesh(1, size),
+            wires=Wires.of(precision),
+            micro_batches=k,
+            no_sync=no_sync,
+        )
+        .total
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 8])
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("reduce", [None, "fp32"])
 @pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
-def test_every_backward_outside_no_sync_reduces(compute: str, reduce: str | None, k: int, size: int) -> None:
+def test_every_backward_outside_no_sync_reduces(
+    compute: str, reduce: str | None, k: int, size: int
+) -> None:
     precision = Precision(compute, reduce)  # type: ignore[arg-type]
-    psi, r, remote = NUMEL * precision.compute.itemsize, NUMEL * precision.wire.itemsize, (size - 1) / size
+    psi, r, remote = (
+        NUMEL * precision.compute.itemsize,
+        NUMEL * precision.wire.itemsize,
+        (size - 1) / size,
+    )
     expected = {
         "ddp": k * r + 4 * NUMEL,  # the fp32 sum comes back: 3 Psi in bf16
         "zero1": k * r + psi,
@@ -213,10 +304,24 @@ def test_inside_no_sync_partial_sums_are_reduced_once(k: int) -> None:
 
 
 def test_the_bytes_say_what_they_carry() -> None:
-    sent = row("zero3").wire_bytes(numel=100, mesh=Mesh(1, 4), wires=Wires.of(PRECISIONS["bf16"]), micro_batches=2)
-    assert (sent.gather.total, sent.reduce.total, sent.publish.total, sent.total) == (600, 300, 0, 900)
-    sent = row("zero1").wire_bytes(numel=100, mesh=Mesh(1, 4), wires=Wires.of(PRECISIONS["bf16"]), micro_batches=2)
-    assert (sent.gather.total, sent.reduce.total, sent.publish.total, sent.total) == (0, 300, 150, 450)
+    sent = row("zero3").wire_bytes(
+        numel=100, mesh=Mesh(1, 4), wires=Wires.of(PRECISIONS["bf16"]), micro_batches=2
+    )
+    assert (sent.gather.total, sent.reduce.total, sent.publish.total, sent.total) == (
+        600,
+        300,
+        0,
+        900,
+    )
+    sent = row("zero1").wire_bytes(
+        numel=100, mesh=Mesh(1, 4), wires=Wires.of(PRECISIONS["bf16"]), micro_batches=2
+    )
+    assert (sent.gather.total, sent.reduce.total, sent.publish.total, sent.total) == (
+        0,
+        300,
+        150,
+        450,
+    )
 
 
 @pytest.mark.parametrize("name", ROWS)

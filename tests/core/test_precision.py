@@ -11,10 +11,17 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp32", FP32), ("bf16", BF16), ("fp16", FP16)])
-def test_a_short_name_stands_for_compute_and_wire_with_fp32_at_rest(name: str, dtype: torch.dtype) -> None:
+def test_a_short_name_stands_for_compute_and_wire_with_fp32_at_rest(
+    name: str, dtype: torch.dtype
+) -> None:
     precision = PRECISIONS[name]
     assert precision == Precision(name) == Precision(dtype)  # type: ignore[arg-type]
-    assert (precision.compute, precision.wire, precision.accumulate, precision.master) == (dtype, dtype, FP32, FP32)
+    assert (precision.compute, precision.wire, precision.accumulate, precision.master) == (
+        dtype,
+        dtype,
+        FP32,
+        FP32,
+    )
     assert precision.weight_is_master == (name == "fp32")
     assert precision.needs_loss_scaling == (name == "fp16")
 
@@ -37,7 +44,10 @@ def test_any_field_may_be_given_by_name() -> None:
         ({"compute": torch.int8}, "int8"),
         ({"compute": "fp32", "reduce": "int8"}, "'int8'"),
         ({"compute": "bf16", "master": "bf16"}, "master='bf16' is not supported"),
-        ({"compute": "bf16", "accumulate": "fp16"}, "accumulate='fp16' must be 'fp32' or the compute dtype 'bf16'"),
+        (
+            {"compute": "bf16", "accumulate": "fp16"},
+            "accumulate='fp16' must be 'fp32' or the compute dtype 'bf16'",
+        ),
         ({"compute": "fp32", "accumulate": "bf16"}, "accumulate='bf16'"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Bytes per step and link class: the closed forms of docs/design/traffic.md, and a count by brute force."""
+"""Bytes per step and link class: the closed forms of docs/design/traffic.md, and a count by
+brute force.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,18 @@ INT8, INT4 = 1 + 4 / 256, 0.5 + 4 / 256
 
 def leaving(name: str, wires: Wires = BF16, mesh: Mesh = TWO, **options: object) -> float:
     """Return the bytes that leave a node per step, in units of Psi."""
-    return row(name).wire_bytes(numel=NUMEL, mesh=mesh, wires=wires, **options).leaving_a_node(mesh) / PSI  # type: ignore[arg-type]
+    return (
+        row(name).wire_bytes(numel=NUMEL, mesh=mesh, wires=wires, **options).leaving_a_node(mesh)
+        / PSI
+    )  # type: ignore[arg-type]
 
 
 def test_the_table_of_the_note() -> None:
     assert leaving("zero3", two_level=False) == 3
     assert leaving("zero3", two_level=True) == 2
     assert leaving("zero3", Wires.of(PRECISIONS["bf16"], hop=2), two_level=True) == 1.5
-    assert leaving("zero3") == 2  # the cheapest of each transition: no better here, and the reduce goes flat
+    # the cheapest of each transition: no better here, and the reduce goes flat
+    assert leaving("zero3") == 2
     assert (leaving("hpz"), leaving("mics"), leaving("hfsdp")) == (1.5, 2, 1.5)
 
 
@@ -60,8 +66,16 @@ def test_transitions_are_what_counting_shards_gives(nodes: int, local: int) -> N
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("no_sync", [False, True])
-def test_on_one_node_nothing_leaves_it_and_lowerings_are_equal(name: str, k: int, no_sync: bool) -> None:
-    options = {"numel": NUMEL, "mesh": Mesh(1, 4), "wires": BF16, "micro_batches": k, "no_sync": no_sync}
+def test_on_one_node_nothing_leaves_it_and_lowerings_are_equal(
+    name: str, k: int, no_sync: bool
+) -> None:
+    options = {
+        "numel": NUMEL,
+        "mesh": Mesh(1, 4),
+        "wires": BF16,
+        "micro_batches": k,
+        "no_sync": no_sync,
+    }
     seen = [row(name).wire_bytes(two_level=levels, **options) for levels in (None, False, True)]  # type: ignore[arg-type]
     assert seen[0] == seen[1] == seen[2] and seen[0].links.between == 0
 
@@ -78,15 +92,23 @@ def test_node_sums_cross_once_per_step_inside_no_sync(name: str) -> None:
     one = row(name).wire_bytes(numel=NUMEL, mesh=TWO, wires=BF16)
     inside = row(name).wire_bytes(numel=NUMEL, mesh=TWO, wires=BF16, micro_batches=4, no_sync=True)
     outside = row(name).wire_bytes(numel=NUMEL, mesh=TWO, wires=BF16, micro_batches=4)
-    assert inside.reduce.between == one.reduce.between and outside.reduce.between == 4 * one.reduce.between
+    assert (
+        inside.reduce.between == one.reduce.between
+        and outside.reduce.between == 4 * one.reduce.between
+    )
     assert inside.reduce.inside == outside.reduce.inside == 4 * one.reduce.inside
 
 
-@given(st.integers(1, 6), st.integers(1, 6), st.sampled_from(list(ROWS)), st.sampled_from([2.0, 4.0]))
-def test_the_cheapest_lowering_is_never_worse_than_one_lowering_for_all(nodes: int, local: int, name: str, hop: float) -> None:
+@given(
+    st.integers(1, 6), st.integers(1, 6), st.sampled_from(list(ROWS)), st.sampled_from([2.0, 4.0])
+)
+def test_the_cheapest_lowering_is_never_worse_than_one_lowering_for_all(
+    nodes: int, local: int, name: str, hop: float
+) -> None:
     mesh, wires = Mesh(nodes, local), Wires.of(PRECISIONS["bf16"], hop=hop)
     best, flat, deep = (
-        row(name).wire_bytes(numel=NUMEL, mesh=mesh, wires=wires, two_level=levels).links.between for levels in (None, False, True)
+        row(name).wire_bytes(numel=NUMEL, mesh=mesh, wires=wires, two_level=levels).links.between
+        for levels in (None, False, True)
     )
     assert best <= min(flat, deep) + 1e-6
 
@@ -94,13 +116,22 @@ def test_the_cheapest_lowering_is_never_worse_than_one_lowering_for_all(nodes: i
 def test_exact_reduces_in_bf16_go_in_two_levels_from_four_ranks_a_node() -> None:
     def pays(local: int) -> bool:
         mesh = Mesh(2, local)
-        flat, deep = (reduce_scatter(mesh, Scope.OWN, PSI, 2 * PSI, two_level=levels) for levels in (False, True))
+        flat, deep = (
+            reduce_scatter(mesh, Scope.OWN, PSI, 2 * PSI, two_level=levels)
+            for levels in (False, True)
+        )
         return cheapest(flat, deep)
 
     assert [pays(local) for local in (1, 2, 3, 4, 8)] == [False, False, True, True, True]
 
 
 def test_a_state_sharded_between_nodes_only_has_no_scope() -> None:
-    assert [Cell.parse(text).scope for text in ("S S", "R S", "P S", "R R", "P P")] == [Scope.OWN, Scope.COLUMN, Scope.COLUMN, Scope.WHOLE, Scope.WHOLE]
+    assert [Cell.parse(text).scope for text in ("S S", "R S", "P S", "R R", "P P")] == [
+        Scope.OWN,
+        Scope.COLUMN,
+        Scope.COLUMN,
+        Scope.WHOLE,
+        Scope.WHOLE,
+    ]
     with pytest.raises(ValueError, match="S R: sharded between nodes"):
         Cell.parse("S R").scope  # noqa: B018

@@ -1,4 +1,6 @@
-"""One case, every contender: a model and what a step does with it, trained by torch DDP (or by hand) and in every row, bit for bit the same."""
+"""One case, every contender: a model and what a step does with it, trained by torch DDP (or by
+hand) and in every row, bit for bit the same.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,22 @@ Backward = Callable[..., None]
 
 @dataclass(frozen=True)
 class Case:
-    """A model and what a step does with it before ``optimizer.step()``; the numbers it returns are compared too."""
+    """A model and what a step does with it before ``optimizer.step()``; the numbers it returns
+    are compared too.
+    """
 
     model: Callable[[], nn.Module]
     run: Callable[[nn.Module, Backward, int, int], list[torch.Tensor]]
-    ddp: dict[str, Any] | None = field(default_factory=dict)  # how torch's DDP takes it; None: it cannot, so by hand
+    # how torch's DDP takes it; None: it cannot, so by hand
+    ddp: dict[str, Any] | None = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)  # of shard()
     gloo: bool = True  # whether the ranks gather the same units in the same order
 
 
 class ByHand:
-    """Data parallel training in a dozen lines: what each backward adds is summed over the ranks, and averaged at the end."""
+    """Data parallel training in a dozen lines: what each backward adds is summed over the ranks,
+    and averaged at the end.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
@@ -73,7 +80,15 @@ def train_case(rank: int, kind: str, case: Case, steps: int = STEPS, **options: 
         hand = ByHand(module)
         backward = hand.backward
     else:
-        engine = zs.shard(module, optimizer, policy=kind, stall_timeout_s=20, strict=True, **case.options, **options)
+        engine = zs.shard(
+            module,
+            optimizer,
+            policy=kind,
+            stall_timeout_s=20,
+            strict=True,
+            **case.options,
+            **options,
+        )
     seen: list[torch.Tensor] = []
     for step in range(steps):
         seen += case.run(module, backward, rank, step)
@@ -83,7 +98,11 @@ def train_case(rank: int, kind: str, case: Case, steps: int = STEPS, **options: 
         optimizer.zero_grad()
     losses = [value.double().sum().item() for value in seen]
     if engine is None:
-        return Run(losses, {k: v.clone() for k, v in inner.state_dict().items()}, {"state": len(optimizer.state)})
+        return Run(
+            losses,
+            {k: v.clone() for k, v in inner.state_dict().items()},
+            {"state": len(optimizer.state)},
+        )
     assert all(not unit.in_backward and unit.depth == 0 for unit in engine._weights.units)
     state = engine.full_state_dict(rank0_only=False)
     engine.close()
@@ -91,10 +110,14 @@ def train_case(rank: int, kind: str, case: Case, steps: int = STEPS, **options: 
 
 
 def compare_case(rank: int, case: Case, rows: Sequence[str] = ROWS) -> dict[str, list[str]]:
-    """Train `case` in `rows`, and at stage 3 over sockets; return what differs from the reference."""
+    """Train `case` in `rows`, and at stage 3 over sockets; return what differs from the
+    reference.
+    """
     reference = train_case(rank, "reference", case)
     assert all(loss == loss for loss in reference.losses), "the reference is NaN"
-    runs = {row: train_case(rank, row, case, comm=zs.Comm(transport="shared_memory")) for row in rows}
+    runs = {
+        row: train_case(rank, row, case, comm=zs.Comm(transport="shared_memory")) for row in rows
+    }
     if case.gloo:
         runs["zero3 on gloo"] = train_case(rank, "zero3", case, comm=zs.Comm(transport="gloo"))
     return {kind: run.differs_from(reference) for kind, run in runs.items()}

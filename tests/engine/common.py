@@ -1,4 +1,6 @@
-"""What the engine's tests share: a small model on odd shapes, its data, and one training loop for every contender."""
+"""What the engine's tests share: a small model on odd shapes, its data, and one training loop
+for every contender.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A language model without attention: embedding, repeated blocks, final norm, head; no size is a round number."""
+    """A language model without attention: embedding, repeated blocks, final norm, head; no size
+    is a round number.
+    """
 
     def __init__(self, width: int = 19, layers: int = 4) -> None:
         super().__init__()
@@ -48,7 +52,11 @@ class Net(nn.Module):
         for block in self.blocks:
             h = block(h)
         logits = self.head(self.norm(h))
-        return logits if y is None else nn.functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+        return (
+            logits
+            if y is None
+            else nn.functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+        )
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,11 +71,16 @@ def make_model(**sizes: int) -> Net:
     return Net(**sizes)
 
 
-def two_groups(model: nn.Module, make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> torch.optim.Optimizer:
+def two_groups(
+    model: nn.Module, make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, **options: Any
+) -> torch.optim.Optimizer:
     """Return an optimizer with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
-    return make([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], **{"lr": 1e-2, **options})
+    return make(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+        **{"lr": 1e-2, **options},
+    )
 
 
 def padded_numel(engine: zs.Engine) -> int:
@@ -75,7 +88,9 @@ def padded_numel(engine: zs.Engine) -> int:
     return sum(s.flat.layout.numel for unit in engine._weights.units for s in unit.segments)
 
 
-def one_step(engine: zs.Engine, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+def one_step(
+    engine: zs.Engine, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
+) -> None:
     """Train one step on the first batch, counting traffic from zero."""
     engine.reset_traffic()
     model(*batch(rank, 0)).backward()
@@ -85,7 +100,11 @@ def one_step(engine: zs.Engine, model: nn.Module, optimizer: torch.optim.Optimiz
 
 def bytes_between_nodes(engine: zs.Engine) -> int:
     """Return the payload that came from other nodes, small exchanges aside."""
-    return sum(num_bytes for operation, num_bytes in engine.traffic().between_nodes.items() if operation != "exchange")
+    return sum(
+        num_bytes
+        for operation, num_bytes in engine.traffic().between_nodes.items()
+        if operation != "exchange"
+    )
 
 
 @dataclass
@@ -98,29 +117,60 @@ class Run:
     row: str = "this run"
 
     def differs_from(self, other: Run) -> list[str]:
-        """Return a line per parameter that differs in any bit (see `differences`), and one for the losses where those differ."""
+        """Return a line per parameter that differs in any bit (see `differences`), and one for
+        the losses where those differ.
+        """
         lines = differences(self.state, other.state, self.row, other.row)
-        steps = [step for step, pair in enumerate(zip(self.losses, other.losses, strict=False)) if pair[0] != pair[1]]
+        steps = [
+            step
+            for step, pair in enumerate(zip(self.losses, other.losses, strict=False))
+            if pair[0] != pair[1]
+        ]
         if self.losses == other.losses:
             return lines
         if not steps:
-            return [*lines, f"{len(self.losses)} losses in {self.row} against {len(other.losses)} in {other.row}"]
+            return [
+                *lines,
+                (
+                    f"{len(self.losses)} losses in {self.row} against {len(other.losses)} in"
+                    f" {other.row}"
+                ),
+            ]
         first = steps[0]
-        return [*lines, f"losses[{first}]: {self.losses[first]!r} in {self.row} against {other.losses[first]!r} in {other.row}"]
+        return [
+            *lines,
+            (
+                f"losses[{first}]: {self.losses[first]!r} in {self.row} against"
+                f" {other.losses[first]!r} in {other.row}"
+            ),
+        ]
 
 
-def differences(ours: State, expected: State, row: str = "this run", other: str = "the reference") -> list[str]:
-    """Return a line per tensor that differs in any element: its name, the first index, both values with their rows, and how many differ."""
-    lines = [f"{name} is only in {row if name in ours else other}" for name in sorted(ours.keys() ^ expected.keys())]
+def differences(
+    ours: State, expected: State, row: str = "this run", other: str = "the reference"
+) -> list[str]:
+    """Return a line per tensor that differs in any element: its name, the first index, both
+    values with their rows, and how many differ.
+    """
+    lines = [
+        f"{name} is only in {row if name in ours else other}"
+        for name in sorted(ours.keys() ^ expected.keys())
+    ]
     for name in [name for name in ours if name in expected]:
         mine, theirs = ours[name], expected[name]
         if torch.equal(mine, theirs):
             continue
         if mine.shape != theirs.shape:
-            lines.append(f"{name}: shape {tuple(mine.shape)} in {row} against {tuple(theirs.shape)} in {other}")
+            lines.append(
+                f"{name}: shape {tuple(mine.shape)} in {row} against {tuple(theirs.shape)} in"
+                f" {other}"
+            )
             continue
         wrong = (mine != theirs).nonzero().tolist()
-        values = f"{mine[tuple(wrong[0])].item()!r} in {row} against {theirs[tuple(wrong[0])].item()!r} in {other}"
+        values = (
+            f"{mine[tuple(wrong[0])].item()!r} in {row} against {theirs[tuple(wrong[0])].item()!r}"
+            f" in {other}"
+        )
         lines.append(f"{name}{wrong[0]}: {values} ({len(wrong)} of {mine.numel()} elements differ)")
     return lines
 
@@ -137,7 +187,9 @@ def train(
     model: Callable[[], nn.Module] = make_model,
     **options: Any,
 ) -> Run:
-    """Train `model` on this rank for `steps`; `kind` is a row, "plain" (one process) or "torch-ddp"."""
+    """Train `model` on this rank for `steps`; `kind` is a row, "plain" (one process) or
+    "torch-ddp".
+    """
     module, engine = model(), None
     inner = module
     tied = optimizer(module)
@@ -156,7 +208,13 @@ def train(
                 engine.backward(loss) if engine else loss.backward()
             losses.append(loss.item())
         if clip is not None:
-            norms.append(float(engine.clip_grad_norm_(clip) if engine else nn.utils.clip_grad_norm_(module.parameters(), clip)))
+            norms.append(
+                float(
+                    engine.clip_grad_norm_(clip)
+                    if engine
+                    else nn.utils.clip_grad_norm_(module.parameters(), clip)
+                )
+            )
         tied.step()
         tied.zero_grad()
     extra: dict[str, Any] = {"norms": norms}
@@ -168,7 +226,9 @@ def train(
     return Run(losses, state, extra, kind)
 
 
-def train_with_ddp(rank: int, model: Net, optimizer: torch.optim.Optimizer, steps: list[int]) -> Run:
+def train_with_ddp(
+    rank: int, model: Net, optimizer: torch.optim.Optimizer, steps: list[int]
+) -> Run:
     """Train `model` on this rank's batches of `steps` with torch's own data parallel wrapper."""
     module = DistributedDataParallel(model)
     losses = []
@@ -178,15 +238,30 @@ def train_with_ddp(rank: int, model: Net, optimizer: torch.optim.Optimizer, step
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    return Run(losses, {name: value.clone() for name, value in model.state_dict().items()}, row="torch-ddp")
+    return Run(
+        losses, {name: value.clone() for name, value in model.state_dict().items()}, row="torch-ddp"
+    )
 
 
 def train_row(
-    model: nn.Module, optimizer: torch.optim.Optimizer, row: str, step: Callable[[int], None], *, steps: int, transport: str = "auto", units: Any = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    row: str,
+    step: Callable[[int], None],
+    *,
+    steps: int,
+    transport: str = "auto",
+    units: Any = None,
 ) -> State:
-    """Return the weights after `steps` calls of `step`, each a forward and a backward; row "plain" adds the ranks' gradients by hand, as DDP does."""
+    """Return the weights after `steps` calls of `step`, each a forward and a backward; row
+    "plain" adds the ranks' gradients by hand, as DDP does.
+    """
     comm = zs.Comm.model_validate({"transport": transport})
-    engine = None if row == "plain" else zs.shard(model, optimizer, policy=row, comm=comm, units=units, stall_timeout_s=20)
+    engine = (
+        None
+        if row == "plain"
+        else zs.shard(model, optimizer, policy=row, comm=comm, units=units, stall_timeout_s=20)
+    )
     for number in range(steps):
         step(number)
         if engine is None:
@@ -194,7 +269,9 @@ def train_row(
         optimizer.step()
         optimizer.zero_grad()
         if engine is not None and row == "zero3":
-            assert all(unit.state is UnitState.RESTING for unit in engine._weights.units), "nothing stays gathered after the step"
+            assert all(unit.state is UnitState.RESTING for unit in engine._weights.units), (
+                "nothing stays gathered after the step"
+            )
     if engine is None:
         return {name: value.detach().clone() for name, value in model.named_parameters()}
     assert engine.steps_skipped == 0

@@ -1,4 +1,6 @@
-"""What leaves a module although it lies in the module's weights, or leaves where nobody looks: views, parameters, objects, dicts passed in."""
+"""What leaves a module although it lies in the module's weights, or leaves where nobody looks:
+views, parameters, objects, dicts passed in.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Part(nn.Module):
 
 
 class Block(nn.Module):
-    """Reads a parameter of its own; beside its output, what it computes for the loss goes into `aside`."""
+    """Reads a parameter of its own; beside its output, what it computes for the loss goes into
+    `aside`.
+    """
 
     def __init__(self, aside: str = "") -> None:
         super().__init__()
@@ -63,10 +67,13 @@ class Block(nn.Module):
         self.penalty: Any = None
         self.aside = aside
 
-    def forward(self, x: torch.Tensor, shift: torch.Tensor | None = None, notes: Any = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, shift: torch.Tensor | None = None, notes: Any = None
+    ) -> torch.Tensor:
         h = self.linear(self.norm(x)) if shift is None else self.linear(self.norm(x)) * shift
         result = x + torch.tanh(h * self.scale.detach()) * self.scale
-        penalty = (result * self.scale.exp()).square().mean()  # made last: its backward comes before that of the result
+        # made last: its backward comes before that of the result
+        penalty = (result * self.scale.exp()).square().mean()
         if self.aside == "dict":
             notes.setdefault("penalties", []).append(penalty)
         elif self.aside == "object":
@@ -79,7 +86,12 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Embeds, adds what a part gives away, runs blocks."""
 
-    def __init__(self, give: Callable[[nn.Parameter], Any], take: Callable[[Any], torch.Tensor], aside: str = "") -> None:
+    def __init__(
+        self,
+        give: Callable[[nn.Parameter], Any],
+        take: Callable[[Any], torch.Tensor],
+        aside: str = "",
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.part = Part(give)
@@ -96,16 +108,26 @@ class Model(nn.Module):
             h = block(h, shift, notes=notes)
         penalties = [block.penalty for block in self.blocks if block.penalty is not None]
         penalties += notes.get("penalties", []) if isinstance(notes, dict) else notes.penalties
-        return Holder(normal=torch.distributions.Normal(self.last(h), self.temperature), scale=self.temperature, penalties=penalties)
+        return Holder(
+            normal=torch.distributions.Normal(self.last(h), self.temperature),
+            scale=self.temperature,
+            penalties=penalties,
+        )
 
 
 Give = tuple[Callable[[nn.Parameter], Any], Callable[[Any], torch.Tensor]]
 GIVES: dict[str, Give] = {
     "a view": (lambda p: p[:1], lambda out: out),
     "a transposed view in a tuple": (lambda p: (1, p.t()), lambda out: out[1].t()[1]),
-    "a detached view in a dict": (lambda p: OrderedDict(x=p.detach()[:1], y=p[1]), lambda out: out["x"] + out["y"]),
+    "a detached view in a dict": (
+        lambda p: OrderedDict(x=p.detach()[:1], y=p[1]),
+        lambda out: out["x"] + out["y"],
+    ),
     "a view in a dataclass": (lambda p: Output(p[:1]), lambda out: out.shift),
-    "a view in an object": (lambda p: Holder(inner=Holder(shift=p[:1])), lambda out: out.inner.shift),
+    "a view in an object": (
+        lambda p: Holder(inner=Holder(shift=p[:1])),
+        lambda out: out.inner.shift,
+    ),
     "a view in slots": (lambda p: Slotted(p[:1]), lambda out: out.shift),
     "a view in a closure": (lambda p: _closing_over(p[:1]), lambda out: out()),
     "the parameter": (lambda p: p, lambda out: out[:1]),
@@ -119,12 +141,24 @@ def _closing_over(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _loss(output: Any, x: torch.Tensor) -> torch.Tensor:
-    loss = -output.normal.log_prob(x).mean() - 0.01 * output.normal.entropy().mean() + output.scale.float().square()
+    loss = (
+        -output.normal.log_prob(x).mean()
+        - 0.01 * output.normal.entropy().mean()
+        + output.scale.float().square()
+    )
     return loss + sum(output.penalties, torch.zeros(()))
 
 
-MEMORY_RETURNED_FIRST = ("gloo", pytest.param("shared_memory", marks=pytest.mark.slow))  # over sockets released weights are really gone
-MODES = ("one backward", "two forwards", "retained", "an evaluation in between", "checkpointed", "checkpointed reentrantly")
+# over sockets released weights are really gone
+MEMORY_RETURNED_FIRST = ("gloo", pytest.param("shared_memory", marks=pytest.mark.slow))
+MODES = (
+    "one backward",
+    "two forwards",
+    "retained",
+    "an evaluation in between",
+    "checkpointed",
+    "checkpointed reentrantly",
+)
 
 
 def _step(model: nn.Module, x: torch.Tensor, mode: str) -> None:
@@ -139,7 +173,9 @@ def _step(model: nn.Module, x: torch.Tensor, mode: str) -> None:
         with torch.no_grad():
             before = model(3 * x)
             after = model(x)
-            assert before.normal.scale.isfinite().all() and before.normal.log_prob(x).isfinite().all()
+            assert (
+                before.normal.scale.isfinite().all() and before.normal.log_prob(x).isfinite().all()
+            )
             kept = after.normal.sample()
         assert kept.isfinite().all()
         loss.backward()
@@ -153,7 +189,9 @@ def _step(model: nn.Module, x: torch.Tensor, mode: str) -> None:
         _loss(model(x), x).backward()
 
 
-def _train(rank: int, row: str, transport: str, make: Callable[[], nn.Module], mode: str, units: Any = None) -> dict[str, torch.Tensor]:
+def _train(
+    rank: int, row: str, transport: str, make: Callable[[], nn.Module], mode: str, units: Any = None
+) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = make()
 
@@ -161,15 +199,32 @@ def _train(rank: int, row: str, transport: str, make: Callable[[], nn.Module], m
         torch.manual_seed(10 * number + rank)
         _step(model, torch.randn(5, WIDTH), mode)
 
-    return train_row(model, torch.optim.AdamW(model.parameters(), lr=1e-2), row, step, steps=3, transport=transport, units=units)
+    return train_row(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        row,
+        step,
+        steps=3,
+        transport=transport,
+        units=units,
+    )
 
 
-def _compare(rank: int, transport: str, make: Callable[[], nn.Module], mode: str, rows: tuple[str, ...], cuts: tuple[Any, ...] = (None,)) -> None:
+def _compare(
+    rank: int,
+    transport: str,
+    make: Callable[[], nn.Module],
+    mode: str,
+    rows: tuple[str, ...],
+    cuts: tuple[Any, ...] = (None,),
+) -> None:
     expected = _train(rank, "plain", transport, make, mode)
     for row in rows:
         for units in cuts:
             state = _train(rank, row, transport, make, mode, units)
-            different = [name for name, value in expected.items() if not torch.equal(value, state[name])]
+            different = [
+                name for name, value in expected.items() if not torch.equal(value, state[name])
+            ]
             assert not different, (row, units, different)
 
 
@@ -179,13 +234,21 @@ CUTS = (None, ["part", Block], [Block, nn.Linear], [""])
 def _given(rank: int, world: int, transport: str, mode: str) -> None:
     for what, (give, take) in GIVES.items():
         try:
-            _compare(rank, transport, lambda give=give, take=take: Model(give, take), mode, ("zero3",))  # type: ignore[misc]
+            _compare(
+                rank, transport, lambda give=give, take=take: Model(give, take), mode, ("zero3",)
+            )  # type: ignore[misc]
         except Exception as error:
             raise AssertionError(what) from error
 
 
 @pytest.mark.parametrize("transport", MEMORY_RETURNED_FIRST)
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=[pytest.mark.slow] * (index % 2)) for index, mode in enumerate(MODES)])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=[pytest.mark.slow] * (index % 2))
+        for index, mode in enumerate(MODES)
+    ],
+)
 def test_what_lies_in_the_weights_may_leave_its_module(mode: str, transport: str) -> None:
     run_ranks(2, _given, transport, mode)
 
@@ -204,12 +267,24 @@ def _aside(rank: int, world: int, transport: str, aside: str) -> None:
     for mode in MODES:
         if aside == "attribute" and mode in ("two forwards", "an evaluation in between"):
             continue
-        _compare(rank, transport, lambda: Model(*GIVES["a view"], aside=aside), mode, ("zero3", "zero3-keep"), (None, [Block, nn.Linear]))
+        _compare(
+            rank,
+            transport,
+            lambda: Model(*GIVES["a view"], aside=aside),
+            mode,
+            ("zero3", "zero3-keep"),
+            (None, [Block, nn.Linear]),
+        )
 
 
 @pytest.mark.parametrize("transport", MEMORY_RETURNED_FIRST)
-@pytest.mark.parametrize("aside", ["dict", *(pytest.param(aside, marks=pytest.mark.slow) for aside in ("object", "attribute"))])
-def test_a_result_may_leave_its_module_through_what_was_passed_in_or_as_an_attribute(aside: str, transport: str) -> None:
+@pytest.mark.parametrize(
+    "aside",
+    ["dict", *(pytest.param(aside, marks=pytest.mark.slow) for aside in ("object", "attribute"))],
+)
+def test_a_result_may_leave_its_module_through_what_was_passed_in_or_as_an_attribute(
+    aside: str, transport: str
+) -> None:
     run_ranks(2, _aside, transport, aside)
 
 
@@ -219,7 +294,9 @@ class Borrower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, 3 * WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3 * WIDTH, 3 * WIDTH), nn.Tanh()) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(3 * WIDTH, 3 * WIDTH), nn.Tanh()) for _ in range(4)
+        )
         self.last = nn.Linear(3 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -228,7 +305,11 @@ class Borrower(nn.Module):
             h = block(h)
         borrowed = self.blocks[1][0].weight
         h = h + nn.functional.linear(h, borrowed)
-        return Holder(normal=torch.distributions.Normal(self.last(h), 1.0), scale=borrowed.mean(), penalties=[])
+        return Holder(
+            normal=torch.distributions.Normal(self.last(h), 1.0),
+            scale=borrowed.mean(),
+            penalties=[],
+        )
 
 
 def _borrowed(rank: int, world: int, transport: str) -> None:
@@ -237,7 +318,9 @@ def _borrowed(rank: int, world: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", MEMORY_RETURNED_FIRST)
-def test_a_weight_used_outside_its_module_serves_several_forwards_and_backwards(transport: str) -> None:
+def test_a_weight_used_outside_its_module_serves_several_forwards_and_backwards(
+    transport: str,
+) -> None:
     run_ranks(2, _borrowed, transport)
 
 
@@ -273,8 +356,13 @@ def _hidden(rank: int, world: int, transport: str) -> None:
     model = Hiding()
     optimizer = torch.optim.AdamW(model.parameters())
     comm = zs.Comm.model_validate({"transport": transport})
-    engine = zs.shard(model, optimizer, stage=3, comm=comm, units=lambda name, module: isinstance(module, Hider))
-    message = r"2 steps in a row .* first in parameter 'first\.weight', because a backward reads parameter 'blocks\.\d\.scale' while it is released"
+    engine = zs.shard(
+        model, optimizer, stage=3, comm=comm, units=lambda name, module: isinstance(module, Hider)
+    )
+    message = (
+        r"2 steps in a row .* first in parameter 'first\.weight', because a backward reads"
+        r" parameter 'blocks\.\d\.scale' while it is released"
+    )
     for outcome in (contextlib.nullcontext(), pytest.raises(StateError, match=message)):
         loss = model(torch.randn(5, WIDTH)).square().mean() + sum(HIDDEN)
         loss.backward()
@@ -291,5 +379,7 @@ def _hidden(rank: int, world: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_result_that_left_unseen_is_named_in_the_step_after_the_first_bad_one(transport: str) -> None:
+def test_a_result_that_left_unseen_is_named_in_the_step_after_the_first_bad_one(
+    transport: str,
+) -> None:
     run_ranks(2, _hidden, transport)

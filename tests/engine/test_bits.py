@@ -1,4 +1,6 @@
-"""Correctness is bits: every row, transport and unit cut trains to the same parameters as plain data parallel training."""
+"""Correctness is bits: every row, transport and unit cut trains to the same parameters as plain
+data parallel training.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,36 @@ STEPS = 200
 def _rows(rank: int, world: int, transport: str, fused: bool, steps: int) -> dict[str, list[str]]:
     """Train every row; return what differs from the ddp row, and at two ranks from torch's DDP."""
     make = functools.partial(two_groups, fused=fused, foreach=False)
-    runs = {row: train(rank, row, steps, optimizer=make, comm=zs.Comm(transport=transport)) for row in ROWS}
+    runs = {
+        row: train(rank, row, steps, optimizer=make, comm=zs.Comm(transport=transport))
+        for row in ROWS
+    }
     if world == 2:
         runs["torch-ddp"] = train(rank, "torch-ddp", steps, optimizer=make)
     return {row: run.differs_from(runs["ddp"]) for row, run in runs.items()}
 
 
-@pytest.mark.parametrize(("world", "fused"), [(2, True), pytest.param(2, False, marks=pytest.mark.slow), pytest.param(4, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world", "fused"),
+    [
+        (2, True),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(4, True, marks=pytest.mark.slow),
+    ],
+)
 def test_all_rows_give_the_same_bits_after_200_steps(world: int, fused: bool) -> None:
     for differences in run_ranks(world, _rows, "shared_memory", fused, STEPS, timeout=110):
         assert not any(differences.values()), differences
 
 
-@pytest.mark.parametrize(("world", "steps"), [pytest.param(2, 40, marks=pytest.mark.slow), (4, 5), pytest.param(4, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world", "steps"),
+    [
+        pytest.param(2, 40, marks=pytest.mark.slow),
+        (4, 5),
+        pytest.param(4, 20, marks=pytest.mark.slow),
+    ],
+)
 def test_sockets_give_the_same_bits(world: int, steps: int) -> None:
     for differences in run_ranks(world, _rows, "gloo", True, steps, timeout=110):
         assert not any(differences.values()), differences
@@ -46,8 +65,16 @@ def test_the_whole_matrix_over_200_steps(world: int, transport: str, fused: bool
 
 
 def _cuts(rank: int, world: int) -> dict[str, list[str]]:
-    cuts = {"automatic": None, "class": [Block], "names": ["blocks.1", "head"], "one": [""], "leaves": lambda name, module: name.endswith("up")}
-    runs: dict[str, Run] = {cut: train(rank, "zero3", 25, units=units, clip=0.1) for cut, units in cuts.items()}
+    cuts = {
+        "automatic": None,
+        "class": [Block],
+        "names": ["blocks.1", "head"],
+        "one": [""],
+        "leaves": lambda name, module: name.endswith("up"),
+    }
+    runs: dict[str, Run] = {
+        cut: train(rank, "zero3", 25, units=units, clip=0.1) for cut, units in cuts.items()
+    }
     assert len({len(run.extra["units"]) for run in runs.values()}) >= 4
     return {cut: run.differs_from(runs["automatic"]) for cut, run in runs.items()}
 
@@ -58,9 +85,13 @@ def test_any_unit_cut_gives_the_same_bits(world: int) -> None:
         assert not any(differences.values()), differences
 
 
-def _clipped(rank: int, world: int, precision: str) -> tuple[dict[str, list[str]], list[list[float]]]:
+def _clipped(
+    rank: int, world: int, precision: str
+) -> tuple[dict[str, list[str]], list[list[float]]]:
     runs = {row: train(rank, row, 15, clip=0.05, precision=precision) for row in ROWS}
-    return {row: run.differs_from(runs["ddp"]) for row, run in runs.items()}, [run.extra["norms"] for run in runs.values()]
+    return {row: run.differs_from(runs["ddp"]) for row, run in runs.items()}, [
+        run.extra["norms"] for run in runs.values()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -80,16 +111,30 @@ def test_clipping_and_precision_keep_the_rows_equal(world: int, precision: str) 
         assert max(norms[0]) > 0.05
 
 
-def _accumulated(rank: int, world: int, no_sync: bool, precision: str, steps: int) -> dict[str, Run]:
+def _accumulated(
+    rank: int, world: int, no_sync: bool, precision: str, steps: int
+) -> dict[str, Run]:
     kinds = [*ROWS, "torch-ddp"] if precision == "fp32" else ROWS
     options = {} if precision == "fp32" else {"precision": precision}
-    return {kind: train(rank, kind, steps, micro_batches=3, no_sync=no_sync, **({} if kind == "torch-ddp" else options)) for kind in kinds}
+    return {
+        kind: train(
+            rank,
+            kind,
+            steps,
+            micro_batches=3,
+            no_sync=no_sync,
+            **({} if kind == "torch-ddp" else options),
+        )
+        for kind in kinds
+    }
 
 
 @pytest.mark.parametrize("steps", [4, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("no_sync", [True, False], ids=["no_sync", "every-backward"])
-def test_accumulated_micro_batches_add_up_in_the_classes_the_design_names(no_sync: bool, precision: str, steps: int) -> None:
+def test_accumulated_micro_batches_add_up_in_the_classes_the_design_names(
+    no_sync: bool, precision: str, steps: int
+) -> None:
     for runs in run_ranks(2, _accumulated, no_sync, precision, steps, timeout=100):
         first = ["ddp", "zero1"] + (["torch-ddp"] if precision == "fp32" and no_sync else [])
         classes = [first, ["zero2", "zero3", "zero3-keep"]] if no_sync else [list(ROWS)]
@@ -111,7 +156,10 @@ OPTIMIZERS = {
 
 
 def _optimizers(rank: int, world: int, name: str, steps: int) -> dict[str, list[str]]:
-    runs = {kind: train(rank, kind, steps, optimizer=OPTIMIZERS[name]) for kind in ("zero1", "zero3", "torch-ddp")}
+    runs = {
+        kind: train(rank, kind, steps, optimizer=OPTIMIZERS[name])
+        for kind in ("zero1", "zero3", "torch-ddp")
+    }
     return {kind: run.differs_from(runs["torch-ddp"]) for kind, run in runs.items()}
 
 

@@ -13,14 +13,22 @@ from zeroshard.buffer import PagePool
 
 
 def _running_mean(rank: int, world: int, broadcast: bool) -> tuple[list[float], list[float]]:
-    """Return the batch norm's running mean after two steps here, and under torch's DDP with the same setting."""
+    """Return the batch norm's running mean after two steps here, and under torch's DDP with the
+    same setting.
+    """
     out = []
     for sharded in (True, False):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = zs.shard(model, optimizer, stage=3, broadcast_buffers=broadcast) if sharded else None
-        runs = model if sharded else nn.parallel.DistributedDataParallel(model, broadcast_buffers=broadcast)
+        engine = (
+            zs.shard(model, optimizer, stage=3, broadcast_buffers=broadcast) if sharded else None
+        )
+        runs = (
+            model
+            if sharded
+            else nn.parallel.DistributedDataParallel(model, broadcast_buffers=broadcast)
+        )
         for step in range(2):
             torch.manual_seed(10 * step + rank)
             runs(torch.randn(8, 6)).sum().backward()

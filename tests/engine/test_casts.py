@@ -1,4 +1,6 @@
-"""Half precision trains models that hold fp32 buffers or make fp32 tensors: what reaches a layer of torch.nn's is cast, and nothing else is."""
+"""Half precision trains models that hold fp32 buffers or make fp32 tensors: what reaches a layer
+of torch.nn's is cast, and nothing else is.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,35 @@ WIDTH = 16
 
 
 class Positions(nn.Module):
-    """Of PyTorch's tutorial "Language Modeling with nn.Transformer": a sinusoidal table in a buffer."""
+    """Of PyTorch's tutorial "Language Modeling with nn.Transformer": a sinusoidal table in a
+    buffer.
+    """
 
     def __init__(self, by_hand: bool) -> None:
         super().__init__()
         self.by_hand = by_hand
-        position, scale = torch.arange(32.0)[:, None], torch.exp(torch.arange(0, WIDTH, 2) * (-math.log(1e4) / WIDTH))
-        self.register_buffer("pe", torch.stack([torch.sin(position * scale), torch.cos(position * scale)], dim=-1).flatten(1))
+        position, scale = (
+            torch.arange(32.0)[:, None],
+            torch.exp(torch.arange(0, WIDTH, 2) * (-math.log(1e4) / WIDTH)),
+        )
+        self.register_buffer(
+            "pe",
+            torch.stack([torch.sin(position * scale), torch.cos(position * scale)], dim=-1).flatten(
+                1
+            ),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert self.pe.dtype is torch.float32
-        return x + (self.pe[: x.shape[1]].to(torch.bfloat16) if self.by_hand else self.pe[: x.shape[1]])
+        return x + (
+            self.pe[: x.shape[1]].to(torch.bfloat16) if self.by_hand else self.pe[: x.shape[1]]
+        )
 
 
 class Tutorial(nn.Module):
-    """The tutorial's model, with the mask that it makes in its forward; `by_hand` casts all that as its author would."""
+    """The tutorial's model, with the mask that it makes in its forward; `by_hand` casts all that
+    as its author would.
+    """
 
     def __init__(self, by_hand: bool = False) -> None:
         super().__init__()
@@ -50,14 +66,25 @@ class Tutorial(nn.Module):
 
 
 class Many(nn.Module):
-    """One of each layer that takes its weights' dtype alone, on fp32 tensors that the forward makes."""
+    """One of each layer that takes its weights' dtype alone, on fp32 tensors that the forward
+    makes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GRU(WIDTH, WIDTH, batch_first=True), nn.PReLU()])
+        self.layers = nn.ModuleList(
+            [
+                nn.Linear(WIDTH, WIDTH),
+                nn.LayerNorm(WIDTH),
+                nn.GRU(WIDTH, WIDTH, batch_first=True),
+                nn.PReLU(),
+            ]
+        )
         self.bilinear = nn.Bilinear(WIDTH, WIDTH, WIDTH)
-        self.convolutions = nn.ModuleList([nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.GroupNorm(2, WIDTH), nn.BatchNorm1d(WIDTH)])
+        self.convolutions = nn.ModuleList(
+            [nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.GroupNorm(2, WIDTH), nn.BatchNorm1d(WIDTH)]
+        )
         self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
@@ -69,15 +96,33 @@ class Many(nn.Module):
         h = self.bilinear(h.float(), h.float())
         for layer in self.convolutions:
             h = layer(h.mT.float()).mT
-        h = h + self.attention(h.float(), h.float(), h.float(), attn_mask=torch.zeros(h.shape[1], h.shape[1]), need_weights=False)[0]
+        h = (
+            h
+            + self.attention(
+                h.float(),
+                h.float(),
+                h.float(),
+                attn_mask=torch.zeros(h.shape[1], h.shape[1]),
+                need_weights=False,
+            )[0]
+        )
         return nn.functional.cross_entropy(self.head(h.float()).flatten(0, 1).float(), y.flatten())
 
 
-def _trained(rank: int, make: Callable[[], nn.Module], row: str = "zero3", precision: str = "bf16", steps: int = 4, **options: object) -> Run:
+def _trained(
+    rank: int,
+    make: Callable[[], nn.Module],
+    row: str = "zero3",
+    precision: str = "bf16",
+    steps: int = 4,
+    **options: object,
+) -> Run:
     torch.manual_seed(0)
     model = make()
     optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row, precision=precision, stall_timeout_s=20, **options)
+    engine = zs.shard(
+        model, optimizer, policy=row, precision=precision, stall_timeout_s=20, **options
+    )
     losses = []
     for step in range(steps):
         loss = model(*batch(rank, step))
@@ -105,12 +150,16 @@ def _in_every_row(rank: int, world: int, make: Callable[[], nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("make", [Tutorial, Many])
-def test_a_model_with_fp32_buffers_and_masks_trains_in_bf16_to_the_same_bits_in_every_row_and_cut(make: Callable[[], nn.Module]) -> None:
+def test_a_model_with_fp32_buffers_and_masks_trains_in_bf16_to_the_same_bits_in_every_row_and_cut(
+    make: Callable[[], nn.Module],
+) -> None:
     run_ranks(2, _in_every_row, make)
 
 
 def test_fp32_activations_are_cast_where_a_layer_reads_them() -> None:
-    """The residual stream stays fp32, so that the losses are close to those of a model that casts its table by hand, and not the same."""
+    """The residual stream stays fp32, so that the losses are close to those of a model that
+    casts its table by hand, and not the same.
+    """
     ours, by_hand = _trained(0, Tutorial), _trained(0, lambda: Tutorial(by_hand=True))
     assert ours.losses == pytest.approx(by_hand.losses, rel=0.02)
     assert all(math.isfinite(loss) for loss in _trained(0, Tutorial, precision="fp16").losses)
@@ -134,7 +183,9 @@ def _compiled(compiles: bool) -> list[float]:
     for block in model if compiles else ():
         block.forward = torch.compile(block.forward, backend="eager")
     engine = zs.shard(model, precision="bf16")
-    losses = [model(torch.full((2, WIDTH), 1.0 + number)).float().sum().item() for number in range(2)]
+    losses = [
+        model(torch.full((2, WIDTH), 1.0 + number)).float().sum().item() for number in range(2)
+    ]
     engine.close()
     return losses
 
@@ -162,7 +213,10 @@ class Router(nn.Linear):
 
 
 def test_a_layer_with_a_forward_of_its_own_gets_its_inputs_as_they_are() -> None:
-    for layer, expected in ((nn.Linear(1, 1, bias=False), 1.0), (Router(1, 1, bias=False), 1.0 + 2**-10)):
+    for layer, expected in (
+        (nn.Linear(1, 1, bias=False), 1.0),
+        (Router(1, 1, bias=False), 1.0 + 2**-10),
+    ):
         nn.init.ones_(layer.weight)
         model = Reads(layer)
         engine = zs.shard(model, precision="bf16")
@@ -199,7 +253,12 @@ def test_an_error_of_torchs_about_dtypes_names_the_buffer_and_the_remedy() -> No
     with pytest.raises(RuntimeError, match="dtype") as caught:
         model(torch.ones(2, 3))
     (note,) = caught.value.__notes__
-    assert "buffer '0.table' is not" in note and "precision='bf16'" in note and ".to(x.dtype)" in note and "\n" not in note
+    assert (
+        "buffer '0.table' is not" in note
+        and "precision='bf16'" in note
+        and ".to(x.dtype)" in note
+        and "\n" not in note
+    )
 
 
 def test_other_errors_are_left_as_they_are() -> None:

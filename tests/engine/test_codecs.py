@@ -1,4 +1,6 @@
-"""Encoded weights and gradients: what a step may lose, what it may not touch, what travels, and what is refused."""
+"""Encoded weights and gradients: what a step may lose, what it may not touch, what travels, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.engine.common import Net, batch, bytes_between_nodes, make_model, one_step, padded_numel, train, two_groups
+from tests.engine.common import (
+    Net,
+    batch,
+    bytes_between_nodes,
+    make_model,
+    one_step,
+    padded_numel,
+    train,
+    two_groups,
+)
 from tests.harness import run_ranks
 from zeroshard.comm.codec import Codec, codec
 from zeroshard.core.placement import Mesh
@@ -24,7 +35,7 @@ PLUS_PLUS = {"weight_codec": "int8", "grad_codec": "int4"}
 WIDTH = 64
 
 
-# ---------------------------------------------------------------------------------------------------------------- weights
+# ------------------------------------------------------------------------------------------ weights
 
 
 def _weights(rank: int, world: int, name: str, row: str, precision: str) -> dict[str, bool]:
@@ -32,10 +43,14 @@ def _weights(rank: int, world: int, name: str, row: str, precision: str) -> dict
     model = make_model(width=WIDTH)
     given = {key: value.clone() for key, value in model.state_dict().items()}
     comm = zs.Comm(transport="gloo", node_size=2, weight_codec=name)
-    engine = zs.shard(model, two_groups(model), policy=row, precision=precision, comm=comm, stall_timeout_s=20)
+    engine = zs.shard(
+        model, two_groups(model), policy=row, precision=precision, comm=comm, stall_timeout_s=20
+    )
     seen: dict[str, torch.Tensor] = {}
     block = model.blocks[1]
-    block.up.register_forward_hook(lambda module, args, out: seen.update(up=module.weight.detach().clone()))
+    block.up.register_forward_hook(
+        lambda module, args, out: seen.update(up=module.weight.detach().clone())
+    )
     loss = model(*batch(rank, 0))
     exact = given["blocks.1.up.weight"].to(seen["up"].dtype)
     coder = codec(name)
@@ -55,12 +70,19 @@ def _weights(rank: int, world: int, name: str, row: str, precision: str) -> dict
         "the forward computes with decoded weights": in_forward,
         "so does the backward": torch.equal(backward["up"], decoded.view_as(exact)),
         "gathered() shows what rests": shown,
-        "masters are untouched": all(torch.equal(whole[key], value.to(whole[key].dtype)) for key, value in given.items()),
-        "close() gives back what rests": all(torch.equal(value, given[key]) for key, value in model.state_dict().items()),
+        "masters are untouched": all(
+            torch.equal(whole[key], value.to(whole[key].dtype)) for key, value in given.items()
+        ),
+        "close() gives back what rests": all(
+            torch.equal(value, given[key]) for key, value in model.state_dict().items()
+        ),
     }
 
 
-@pytest.mark.parametrize(("name", "row", "precision"), [("int8", "hpz", "fp32"), ("int4", "zero3", "fp32"), ("fp8", "hpz", "bf16")])
+@pytest.mark.parametrize(
+    ("name", "row", "precision"),
+    [("int8", "hpz", "fp32"), ("int4", "zero3", "fp32"), ("fp8", "hpz", "bf16")],
+)
 def test_weights_travel_encoded_and_masters_stay(name: str, row: str, precision: str) -> None:
     for seen in run_ranks(4, _weights, name, row, precision, timeout=60):
         assert all(seen.values()), seen
@@ -69,7 +91,9 @@ def test_weights_travel_encoded_and_masters_stay(name: str, row: str, precision:
 def _edited(rank: int, world: int) -> list[str]:
     model = make_model()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    engine = zs.shard(model, two_groups(model), comm=zs.Comm(weight_codec="int4"), stall_timeout_s=20)
+    engine = zs.shard(
+        model, two_groups(model), comm=zs.Comm(weight_codec="int4"), stall_timeout_s=20
+    )
     with engine.gathered(writeback=True), torch.no_grad():
         model.head.weight.add_(1.0)
     after = engine.full_state_dict(rank0_only=False)
@@ -82,7 +106,7 @@ def test_an_edit_writes_back_what_rests_and_not_what_was_decoded() -> None:
     assert run_ranks(2, _edited, timeout=30) == [[], []]
 
 
-# ---------------------------------------------------------------------------------------------------------------- frozen weights at rest
+# --------------------------------------------------------------------------- frozen weights at rest
 
 
 class Adapted(Net):
@@ -91,20 +115,29 @@ class Adapted(Net):
     def __init__(self) -> None:
         super().__init__(width=WIDTH)
         self.requires_grad_(False)
-        self.adapters = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in self.blocks)
+        self.adapters = torch.nn.ModuleList(
+            torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in self.blocks
+        )
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
         h = self.embed(x)
         for block, adapter in zip(self.blocks, self.adapters, strict=True):
             h = block(h) + 0.1 * adapter(h)
         logits = self.head(self.norm(h))
-        return logits if y is None else torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+        return (
+            logits
+            if y is None
+            else torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+        )
 
 
 def _frozen(rank: int, world: int, path: str) -> dict[str, object]:
     coder = codec("int8")
     sizes, states, losses = {}, {}, {}
-    for name, comm, rounded in (("encoded", {"frozen_codec": "int8"}, False), ("rounded", {}, True)):
+    for name, comm, rounded in (
+        ("encoded", {"frozen_codec": "int8"}, False),
+        ("rounded", {}, True),
+    ):
         torch.manual_seed(0)
         model = Adapted()
         if rounded:  # the reference: the same numbers, at rest as they are
@@ -126,31 +159,52 @@ def _frozen(rank: int, world: int, path: str) -> dict[str, object]:
             if step == 1 and name == "encoded":
                 zs.save(path, engine, step=2)
         frozen = [s.flat for unit in engine._weights.units for s in unit.segments if s.grad is None]
-        sizes[name] = sum(flat.rest_bytes for flat in frozen) / sum(flat.layout.numel / world for flat in frozen)
+        sizes[name] = sum(flat.rest_bytes for flat in frozen) / sum(
+            flat.layout.numel / world for flat in frozen
+        )
         states[name] = engine.full_state_dict(rank0_only=False)
         if name == "encoded":
             zs.load(path, engine)
-            states["loaded"] = {key: value for key, value in engine.full_state_dict(rank0_only=False).items() if "adapters" not in key}
+            states["loaded"] = {
+                key: value
+                for key, value in engine.full_state_dict(rank0_only=False).items()
+                if "adapters" not in key
+            }
         engine.close()
     return {
         "bytes": sizes,
         "losses are equal": losses["encoded"] == losses["rounded"],
-        "differ": [key for key, value in states["rounded"].items() if not torch.equal(value, states["encoded"][key])],
-        "loaded": [key for key, value in states["loaded"].items() if not torch.equal(value, states["encoded"][key])],
+        "differ": [
+            key
+            for key, value in states["rounded"].items()
+            if not torch.equal(value, states["encoded"][key])
+        ],
+        "loaded": [
+            key
+            for key, value in states["loaded"].items()
+            if not torch.equal(value, states["encoded"][key])
+        ],
     }
 
 
 def test_frozen_weights_rest_encoded_and_checkpoints_read_and_write_them(tmp_path: Path) -> None:
     for seen in run_ranks(2, _frozen, str(tmp_path), timeout=60):
-        assert seen["bytes"] == {"encoded": pytest.approx(1 + 4 / 256), "rounded": pytest.approx(4.0)}
+        assert seen["bytes"] == {
+            "encoded": pytest.approx(1 + 4 / 256),
+            "rounded": pytest.approx(4.0),
+        }
         assert seen["losses are equal"] and seen["differ"] == [] and seen["loaded"] == []
 
 
-# ---------------------------------------------------------------------------------------------------------------- gradients
+# ---------------------------------------------------------------------------------------- gradients
 
 
-def _gradients(rank: int, world: int, names: list[str], levels: bool) -> dict[str, tuple[float, float]]:
-    """Return, per codec, the largest error of an averaged gradient and its bound from the values that were sent."""
+def _gradients(
+    rank: int, world: int, names: list[str], levels: bool
+) -> dict[str, tuple[float, float]]:
+    """Return, per codec, the largest error of an averaged gradient and its bound from the values
+    that were sent.
+    """
     grads: dict[str, dict[str, torch.Tensor]] = {}
     sent: dict[str, float] = {}
     for name in ["", *names]:
@@ -163,11 +217,17 @@ def _gradients(rank: int, world: int, names: list[str], levels: bool) -> dict[st
         engine.close()
     model = make_model(width=WIDTH)
     model(*batch(rank, 0)).backward()
-    sent["amax"] = max(float(parameter.grad.abs().max()) for parameter in model.parameters() if parameter.grad is not None)
+    sent["amax"] = max(
+        float(parameter.grad.abs().max())
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    )
     out = {}
     for name in names:
         coder: Codec = codec(name)
-        worst = max(float((grads[name][key] - value).abs().max()) for key, value in grads[""].items())
+        worst = max(
+            float((grads[name][key] - value).abs().max()) for key, value in grads[""].items()
+        )
         out[name] = (worst, coder.error_bound(sent["amax"]))
     return out
 
@@ -177,10 +237,16 @@ def test_a_gradient_is_off_by_what_the_codec_states(levels: bool) -> None:
     names = ["int8", "int4", "fp8"]
     seen = run_ranks(4, _gradients, names, levels, timeout=60)
     for name in names:
-        amax_bound = max(bounds[name][1] for bounds in seen)  # one encoding of values up to the largest gradient of any rank
-        # four ranks' first hop, averaged: one bound; the second hop encodes two sums of two such values, averaged over four: one more
+        # one encoding of values up to the largest gradient of any rank
+        amax_bound = max(bounds[name][1] for bounds in seen)
+        # four ranks' first hop, averaged: one bound; the second hop encodes two sums of two such
+        # values, averaged over four: one more
         for errors in seen:
-            assert 0 < errors[name][0] <= (2.05 if levels else 1.02) * amax_bound, (name, errors[name], amax_bound)
+            assert 0 < errors[name][0] <= (2.05 if levels else 1.02) * amax_bound, (
+                name,
+                errors[name],
+                amax_bound,
+            )
 
 
 def _overflow(rank: int, world: int) -> tuple[int, list[str]]:
@@ -188,7 +254,9 @@ def _overflow(rank: int, world: int) -> tuple[int, list[str]]:
     model = make_model()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     optimizer = two_groups(model)
-    comm = zs.Comm(transport="gloo", node_size=2, hierarchical=True, **PLUS_PLUS, error_feedback=True)  # type: ignore[arg-type]
+    comm = zs.Comm(
+        transport="gloo", node_size=2, hierarchical=True, **PLUS_PLUS, error_feedback=True
+    )  # type: ignore[arg-type]
     engine = zs.shard(model, optimizer, policy="hpz", comm=comm, stall_timeout_s=20)
     loss = model(*batch(rank, 0))
     (loss * float("inf") if rank == 3 else loss).backward()
@@ -210,11 +278,13 @@ def test_what_is_not_finite_is_never_hidden() -> None:
     assert run_ranks(4, _overflow, timeout=30) == [(1, [])] * 4
 
 
-# ---------------------------------------------------------------------------------------------------------------- error feedback
+# ----------------------------------------------------------------------------------- error feedback
 
 
 def _loco(rank: int, world: int, feedback: object) -> tuple[float, int]:
-    """Return how far the sum of many equal steps' gradients is off, relative to int4's step, and the bytes of the residual."""
+    """Return how far the sum of many equal steps' gradients is off, relative to int4's step, and
+    the bytes of the residual.
+    """
     torch.manual_seed(0)
     layer = torch.nn.Linear(64, 64, bias=False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
@@ -240,7 +310,9 @@ def test_error_feedback_keeps_what_encoding_takes() -> None:
     (forgotten, _), *_ = run_ranks(2, _loco, {"beta": 1.0, "reset": 1}, timeout=30)
     assert none == 0 and held == 2 * 64 * 64
     assert with_it < 0.2 * without, (with_it, without)
-    assert forgotten == pytest.approx(without, rel=0.01), "a residual that is reset after each sum helps nothing"
+    assert forgotten == pytest.approx(without, rel=0.01), (
+        "a residual that is reset after each sum helps nothing"
+    )
 
 
 def _held_residuals(rank: int, world: int) -> dict[str, tuple[int, int]]:
@@ -258,13 +330,18 @@ def _held_residuals(rank: int, world: int) -> dict[str, tuple[int, int]]:
         model = make_model()
         optimizer = two_groups(model)
         comm = zs.Comm(grad_codec="int8", error_feedback=True)
-        engine = zs.shard(model, optimizer, stage=2, precision="fp16", comm=comm, stall_timeout_s=20)
+        engine = zs.shard(
+            model, optimizer, stage=2, precision="fp16", comm=comm, stall_timeout_s=20
+        )
         before = train(engine, 2)
         if event == "reset":
             engine.reset()
             out[event] = before, engine.memory().at_rest.get("residual", 0)
         else:
-            out[event] = before, train(engine, 1, factor=1.0 if event == "a good step" else float("inf"))
+            out[event] = (
+                before,
+                train(engine, 1, factor=1.0 if event == "a good step" else float("inf")),
+            )
         engine.close()
     return out
 
@@ -276,15 +353,19 @@ def test_the_residual_is_forgotten_where_it_is_of_other_gradients() -> None:
         assert stale == [(before, 0)] * 2
 
 
-# ---------------------------------------------------------------------------------------------------------------- traffic
+# ------------------------------------------------------------------------------------------ traffic
 
 
-def _counted(rank: int, world: int, row: str, options: dict[str, object], precision: str) -> tuple[int, int]:
+def _counted(
+    rank: int, world: int, row: str, options: dict[str, object], precision: str
+) -> tuple[int, int]:
     torch.manual_seed(0)
     model = Net(width=WIDTH, layers=3)
     optimizer = two_groups(model)
     comm = zs.Comm(transport="gloo", node_size=2, hierarchical=True, **options)  # type: ignore[arg-type]
-    engine = zs.shard(model, optimizer, policy=row, precision=precision, comm=comm, stall_timeout_s=20)
+    engine = zs.shard(
+        model, optimizer, policy=row, precision=precision, comm=comm, stall_timeout_s=20
+    )
     for _ in range(2):
         one_step(engine, model, optimizer, rank)
         assert all(unit.state is not UnitState.GATHERING for unit in engine._weights.units)
@@ -304,7 +385,9 @@ def _counted(rank: int, world: int, row: str, options: dict[str, object], precis
         ("hpz", {"weight_codec": "int8", "grad_codec": "int8"}, 0.508),
     ],
 )
-def test_bytes_leaving_a_node_are_the_formula(row: str, options: dict[str, str], psi: float) -> None:
+def test_bytes_leaving_a_node_are_the_formula(
+    row: str, options: dict[str, str], psi: float
+) -> None:
     def per_element(name: str | None) -> float | None:
         return None if name in (None, "bf16") else codec(name).stride / codec(name).block  # type: ignore[arg-type]
 
@@ -316,35 +399,54 @@ def test_bytes_leaving_a_node_are_the_formula(row: str, options: dict[str, str],
     )
     seen = run_ranks(4, _counted, row, options, "bf16", timeout=60)
     numel = seen[0][1]
-    formula = policy_row(row).wire_bytes(numel=numel, mesh=MESH, wires=wires, two_level=True).leaving_a_node(MESH)
+    formula = (
+        policy_row(row)
+        .wire_bytes(numel=numel, mesh=MESH, wires=wires, two_level=True)
+        .leaving_a_node(MESH)
+    )
     for node in (seen[:2], seen[2:]):
         assert sum(between for between, _ in node) == pytest.approx(formula, rel=0.001)
     assert formula / (2 * numel) == pytest.approx(psi, abs=0.001)
 
 
-# ---------------------------------------------------------------------------------------------------------------- training
+# ----------------------------------------------------------------------------------------- training
 
 
-def _trained(rank: int, world: int, options: dict[str, object], row: str, steps: int) -> list[float]:
-    run = train(rank, row, steps, optimizer=functools.partial(two_groups, lr=3e-3), comm=zs.Comm(**options))  # type: ignore[arg-type]
+def _trained(
+    rank: int, world: int, options: dict[str, object], row: str, steps: int
+) -> list[float]:
+    run = train(
+        rank, row, steps, optimizer=functools.partial(two_groups, lr=3e-3), comm=zs.Comm(**options)
+    )  # type: ignore[arg-type]
     return run.losses
 
 
 @pytest.mark.slow
 def test_training_with_everything_encoded_follows_the_exact_run() -> None:
     (exact, *_), (coded, *_) = (
-        run_ranks(4, _trained, {"transport": "gloo", "node_size": 2, "hierarchical": True, **options}, row, 40, timeout=60)
+        run_ranks(
+            4,
+            _trained,
+            {"transport": "gloo", "node_size": 2, "hierarchical": True, **options},
+            row,
+            40,
+            timeout=60,
+        )
         for options, row in (({}, "zero3"), ({**PLUS_PLUS, "error_feedback": True}, "hpz"))
     )
     assert coded != exact and sum(coded[-10:]) == pytest.approx(sum(exact[-10:]), rel=0.05)
 
 
-# ---------------------------------------------------------------------------------------------------------------- misuse
+# ------------------------------------------------------------------------------------------- misuse
 
 
 def _one_node(rank: int, world: int) -> list[str]:
     out = []
-    for options in ({"hierarchical": True}, {"grad_codec": "bf16"}, {"hierarchical": True, "node_size": 2}):
+    for options in (
+        {"hierarchical": True},
+        {"grad_codec": "bf16"},
+        {"hierarchical": True, "node_size": 2},
+    ):
         model = make_model()
         with pytest.raises(ConfigError) as caught:
             zs.shard(model, two_groups(model), comm=options, stall_timeout_s=20)
@@ -354,15 +456,24 @@ def _one_node(rank: int, world: int) -> list[str]:
 
 def test_what_has_no_effect_on_one_node_is_refused() -> None:
     for levels, hop, same in run_ranks(2, _one_node, timeout=30):
-        assert levels == same == "comm.hierarchical=True has no effect: all 2 ranks are one node; set comm.node_size"
+        assert (
+            levels
+            == same
+            == "comm.hierarchical=True has no effect: all 2 ranks are one node; set comm.node_size"
+        )
         assert hop.startswith("comm.grad_codec='bf16' rounds sums over one node")
 
 
 def test_parameters_that_a_codec_cannot_take_are_named() -> None:
     model = make_model()
-    model.register_parameter("table", torch.nn.Parameter(torch.zeros(64, dtype=torch.int64), requires_grad=False))
+    model.register_parameter(
+        "table", torch.nn.Parameter(torch.zeros(64, dtype=torch.int64), requires_grad=False)
+    )
     for setting in ("weight_codec", "frozen_codec"):
-        with pytest.raises(ConfigError, match=rf"comm.{setting}='int8' takes fp32, bf16 and fp16; parameter 'table' is int64"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"comm.{setting}='int8' takes fp32, bf16 and fp16; parameter 'table' is int64",
+        ):
             zs.shard(model, two_groups(model), comm={setting: "int8"})
     zs.shard(model, two_groups(model), comm={"grad_codec": "int8"}).close()
 
@@ -370,11 +481,26 @@ def test_parameters_that_a_codec_cannot_take_are_named() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"comm": {"weight_codec": "int7"}}, r"comm.weight_codec: codec 'int7' .* did you mean 'int"),
-        ({"comm": {"grad_codec": "int8", "codec_block": 100}}, r"comm.grad_codec: .*block=100 is not a positive multiple of 64"),
-        ({"comm": {"weight_codec": "int8"}, "stage": 2}, r"comm.weight_codec='int8' encodes gathers .* policy='zero2'"),
-        ({"comm": {"weight_codec": "int8", "node_size": 1}, "policy": "mics"}, r"comm.weight_codec='int8' encodes gathers .* policy='mics'"),
-        ({"comm": {"frozen_codec": "int4"}}, r"comm.frozen_codec='int4' has no effect: every parameter"),
+        (
+            {"comm": {"weight_codec": "int7"}},
+            r"comm.weight_codec: codec 'int7' .* did you mean 'int",
+        ),
+        (
+            {"comm": {"grad_codec": "int8", "codec_block": 100}},
+            r"comm.grad_codec: .*block=100 is not a positive multiple of 64",
+        ),
+        (
+            {"comm": {"weight_codec": "int8"}, "stage": 2},
+            r"comm.weight_codec='int8' encodes gathers .* policy='zero2'",
+        ),
+        (
+            {"comm": {"weight_codec": "int8", "node_size": 1}, "policy": "mics"},
+            r"comm.weight_codec='int8' encodes gathers .* policy='mics'",
+        ),
+        (
+            {"comm": {"frozen_codec": "int4"}},
+            r"comm.frozen_codec='int4' has no effect: every parameter",
+        ),
         ({"comm": {"error_feedback": True}}, r"comm.error_feedback has no effect without"),
         ({"comm": {"weight_codec": "bf16"}}, r"comm.weight_codec='bf16' is no codec"),
         ({"comm": {"node_size": 3}}, r"comm.node_size=3 does not divide"),

@@ -24,7 +24,9 @@ def _compiled(rank: int, world: int, transport: str, row: str) -> None:
         torch._dynamo.utils.counters.clear()
         model = make_model(layers=LAYERS)
         optimizer = two_groups(model)
-        engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm.model_validate({"transport": transport}))
+        engine = zs.shard(
+            model, optimizer, policy=row, comm=zs.Comm.model_validate({"transport": transport})
+        )
         events: list[tuple[str, str]] = []
         if compiled:
             for block in model.blocks:
@@ -42,9 +44,14 @@ def _compiled(rank: int, world: int, transport: str, row: str) -> None:
             losses[compiled].append(loss.item())
         if compiled:
             frames = torch._dynamo.utils.counters["frames"]
-            assert frames["ok"] == frames["total"] <= LAYERS and not torch._dynamo.utils.counters["graph_break"], torch._dynamo.utils.counters
+            assert (
+                frames["ok"] == frames["total"] <= LAYERS
+                and not torch._dynamo.utils.counters["graph_break"]
+            ), torch._dynamo.utils.counters
         if row == "zero3" and transport == "gloo":
-            assert events.index(("gather", "blocks.2")) < events.index(("release", "blocks.1")), "prefetch still overlaps"
+            assert events.index(("gather", "blocks.2")) < events.index(("release", "blocks.1")), (
+                "prefetch still overlaps"
+            )
         engine.close()
     torch._dynamo.reset()
     assert losses[True] == losses[False]
@@ -58,14 +65,19 @@ def _compiled(rank: int, world: int, transport: str, row: str) -> None:
         pytest.param("shared_memory", "zero1", marks=pytest.mark.slow),
     ],
 )
-def test_compiled_blocks_train_to_the_same_numbers_without_compiling_again(transport: str, row: str) -> None:
+def test_compiled_blocks_train_to_the_same_numbers_without_compiling_again(
+    transport: str, row: str
+) -> None:
     run_ranks(2, _compiled, transport, row, timeout=120)
 
 
 def test_compiling_the_hooks_is_refused_with_the_remedy() -> None:
     model = make_model()
     engine = zs.shard(model)
-    with pytest.raises(StateError, match=r"blocks\.0\.compile\(\) would compile the hooks.*module\.forward = torch\.compile"):
+    with pytest.raises(
+        StateError,
+        match=r"blocks\.0\.compile\(\) would compile the hooks.*module\.forward = torch\.compile",
+    ):
         model.blocks[0].compile()
     engine.close()
     model.blocks[0].compile()
@@ -79,7 +91,12 @@ def test_compiling_around_the_whole_model_is_refused_with_the_remedy(row: str) -
     model = make_model()
     engine = zs.shard(model, two_groups(model), policy=row)
     compiled = torch.compile(model, backend="aot_eager")
-    with pytest.raises(StateError, match=r"torch\.compile around Net would compile the hooks.*module\.forward = torch\.compile"):
+    with pytest.raises(
+        StateError,
+        match=(
+            r"torch\.compile around Net would compile the hooks.*module\.forward = torch\.compile"
+        ),
+    ):
         compiled(*batch(0, 0))
     torch._dynamo.reset()
     engine.reset()
@@ -92,7 +109,9 @@ class _Encoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)
+        )
         self.head = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

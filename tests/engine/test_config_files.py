@@ -1,4 +1,6 @@
-"""Configurations that are not as they should be: one ConfigError that names the file or the key, whatever the text or the value is."""
+"""Configurations that are not as they should be: one ConfigError that names the file or the key,
+whatever the text or the value is.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_a_file_that_is_no_plain_json_is_named(tmp_path: Path, text: bytes, mess
             zs.Config.from_json(text.decode())
 
 
-@pytest.mark.parametrize("path", [Path("/"), Path("a\0b")], ids=["a directory", "a zero in the name"])
+@pytest.mark.parametrize(
+    "path", [Path("/"), Path("a\0b")], ids=["a directory", "a zero in the name"]
+)
 def test_a_path_that_is_no_file_is_named(path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config=.* cannot be read"):
         build_config(path)
@@ -66,54 +70,127 @@ NO_NUMBERS: list[tuple[dict[str, Any], str]] = [
     ({"comm": {"node_size": True}}, r"comm\.node_size: True is not a number"),
     ({"comm": {"ordered": "false"}}, r"comm\.ordered: 'false' is neither true nor false"),
     ({"comm": {"codec_block": True}}, r"comm\.codec_block: True is not a number"),
-    ({"comm": {"grad_codec": "int8", "error_feedback": 1}}, r"comm\.error_feedback: 1 is neither true nor false"),
-    ({"comm": {"grad_codec": "int8", "error_feedback": {"beta": True}}}, r"comm\.error_feedback\..*: True is not a number"),
-    ({"offload": {"optimizer": "host", "fraction": True}}, r"offload\.fraction: True is not a number"),
-    ({"offload": {"optimizer": "host", "fraction": "half"}}, r"offload\.fraction: 'half' is not a number"),
-    ({"offload": {"optimizer": "host", "fraction": float("nan")}}, r"offload\.fraction=nan is not in \[0, 1\]"),
-    ({"offload": {"optimizer": "host", "fraction": {"optimizer": True}}}, r"offload\.fraction: .* is not a number"),
-    ({"offload": {"optimizer": "host", "delayed_update": True}}, r"offload\.delayed_update: True is not a number"),
+    (
+        {"comm": {"grad_codec": "int8", "error_feedback": 1}},
+        r"comm\.error_feedback: 1 is neither true nor false",
+    ),
+    (
+        {"comm": {"grad_codec": "int8", "error_feedback": {"beta": True}}},
+        r"comm\.error_feedback\..*: True is not a number",
+    ),
+    (
+        {"offload": {"optimizer": "host", "fraction": True}},
+        r"offload\.fraction: True is not a number",
+    ),
+    (
+        {"offload": {"optimizer": "host", "fraction": "half"}},
+        r"offload\.fraction: 'half' is not a number",
+    ),
+    (
+        {"offload": {"optimizer": "host", "fraction": float("nan")}},
+        r"offload\.fraction=nan is not in \[0, 1\]",
+    ),
+    (
+        {"offload": {"optimizer": "host", "fraction": {"optimizer": True}}},
+        r"offload\.fraction: .* is not a number",
+    ),
+    (
+        {"offload": {"optimizer": "host", "delayed_update": True}},
+        r"offload\.delayed_update: True is not a number",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("config", "message"), NO_NUMBERS, ids=[json.dumps(config) for config, _ in NO_NUMBERS])
-def test_true_and_text_are_no_numbers_and_numbers_are_not_true(config: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "message"), NO_NUMBERS, ids=[json.dumps(config) for config, _ in NO_NUMBERS]
+)
+def test_true_and_text_are_no_numbers_and_numbers_are_not_true(
+    config: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         build_config(config)
 
 
 def test_numbers_keep_being_numbers() -> None:
-    config = build_config({"stage": 2, "prefetch_bytes": 1e6, "stall_timeout_s": 5, "offload": {"optimizer": "host", "fraction": "auto"}})
-    assert (config.prefetch_bytes, config.stall_timeout_s, config.offload.fraction) == (1_000_000, 5.0, "auto")
+    config = build_config(
+        {
+            "stage": 2,
+            "prefetch_bytes": 1e6,
+            "stall_timeout_s": 5,
+            "offload": {"optimizer": "host", "fraction": "auto"},
+        }
+    )
+    assert (config.prefetch_bytes, config.stall_timeout_s, config.offload.fraction) == (
+        1_000_000,
+        5.0,
+        "auto",
+    )
 
 
 DEEPSPEED: list[tuple[dict[str, Any], str]] = [
     ({"bf16": {"enabled": "false"}}, r"bf16\.enabled='false' is neither true nor false"),
     ({"gradient_clipping": False}, "gradient_clipping: False is not a number"),
     ({"train_batch_size": True}, "train_batch_size: True is not a number"),
-    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": True}}, r"zero_hpz_partition_size=True is not a number of ranks"),
-    ({"zero_optimization": {"stage": 3, "mics_shard_size": "8"}}, r"mics_shard_size='8' is not a number of ranks"),
-    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": "false"}}, r"zero_quantized_weights='false' is neither true nor false"),
-    ({"zero_optimization": {"stage": 3, "zeropp_loco_param": 5}}, r"zeropp_loco_param.* is an object, not 5"),
-    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": ["cpu"]}}}, r"offload_optimizer\.device=\['cpu'\] is not one of"),
-    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": True}}}, r"offload\.fraction: .* is not a number"),
-    ({"zero_optimization": {"stage": 2, "offload_optimizer": 3}}, r"offload_optimizer.* is an object, not 3"),
+    (
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": True}},
+        r"zero_hpz_partition_size=True is not a number of ranks",
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "mics_shard_size": "8"}},
+        r"mics_shard_size='8' is not a number of ranks",
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "zero_quantized_weights": "false"}},
+        r"zero_quantized_weights='false' is neither true nor false",
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "zeropp_loco_param": 5}},
+        r"zeropp_loco_param.* is an object, not 5",
+    ),
+    (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": ["cpu"]}}},
+        r"offload_optimizer\.device=\['cpu'\] is not one of",
+    ),
+    (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": True}}},
+        r"offload\.fraction: .* is not a number",
+    ),
+    (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": 3}},
+        r"offload_optimizer.* is an object, not 3",
+    ),
     ({"zero_optimization": {"stage": [3]}}, "stage"),
 ]
 
 
-@pytest.mark.parametrize(("config", "message"), DEEPSPEED, ids=[json.dumps(config) for config, _ in DEEPSPEED])
+@pytest.mark.parametrize(
+    ("config", "message"), DEEPSPEED, ids=[json.dumps(config) for config, _ in DEEPSPEED]
+)
 def test_deepspeeds_values_of_another_kind_are_named(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         zs.Config.from_deepspeed(config)
 
 
-_SECTION = ["stage", "offload_optimizer", "offload_param", "zero_hpz_partition_size", "zero_quantized_weights", "zeropp_loco_param"]
+_SECTION = [
+    "stage",
+    "offload_optimizer",
+    "offload_param",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zeropp_loco_param",
+]
 _WORDS = ["auto", "cpu", "nvme", "host", "zero3", "hpz"]
 _KEYS = [*_SECTION, "device", "ratio", "enabled", "beta"]
 _VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.text(max_size=3) | st.sampled_from(_WORDS),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(_KEYS), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 9)
+    | st.floats()
+    | st.text(max_size=3)
+    | st.sampled_from(_WORDS),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(_KEYS), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -123,14 +200,20 @@ _INNER = st.sampled_from([*zs.Comm.model_fields, *zs.Offload.model_fields])
 
 
 @given(st.dictionaries(_OUTER, _VALUES), st.dictionaries(st.sampled_from(_SECTION), _VALUES))
-def test_any_deepspeed_configuration_is_read_or_named(outer: dict[str, Any], section: dict[str, Any]) -> None:
+def test_any_deepspeed_configuration_is_read_or_named(
+    outer: dict[str, Any], section: dict[str, Any]
+) -> None:
     try:
         zs.Config.from_deepspeed({**outer, "zero_optimization": section})
     except ConfigError as error:
         assert "\n" not in str(error)
 
 
-@given(st.dictionaries(st.sampled_from([*zs.Config.model_fields]), _VALUES | st.dictionaries(_INNER, _VALUES)))
+@given(
+    st.dictionaries(
+        st.sampled_from([*zs.Config.model_fields]), _VALUES | st.dictionaries(_INNER, _VALUES)
+    )
+)
 def test_any_dictionary_is_a_configuration_or_named(data: dict[str, Any]) -> None:
     try:
         build_config(data).refuse_unsupported()

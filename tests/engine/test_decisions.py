@@ -1,4 +1,6 @@
-"""What every rank decides by itself, and must decide alike: options of param groups, the clip value, zero_grad(), micro-batches."""
+"""What every rank decides by itself, and must decide alike: options of param groups, the clip
+value, zero_grad(), micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def _backward(rank: int, model: Net, step: int = 0) -> None:
     model(*batch(rank, step)).backward()
 
 
-# ---------------------------------------------------------------------------------------------------------------- one rank decides otherwise
+# ----------------------------------------------------------------------- one rank decides otherwise
 
 
 def _lr(rank: int, model: Net, optimizer: torch.optim.Optimizer, engine: zs.Engine) -> None:
@@ -49,7 +51,9 @@ def _lr_tensor(rank: int, model: Net, optimizer: torch.optim.Optimizer, engine: 
     optimizer.step()
 
 
-def _lr_after_clip(rank: int, model: Net, optimizer: torch.optim.Optimizer, engine: zs.Engine) -> None:
+def _lr_after_clip(
+    rank: int, model: Net, optimizer: torch.optim.Optimizer, engine: zs.Engine
+) -> None:
     """Between the clip, where the ranks have compared, and the step: told in the next one."""
     _backward(rank, model)
     engine.clip_grad_norm_(1.0)
@@ -73,7 +77,9 @@ def _no_clip(rank: int, model: Net, optimizer: torch.optim.Optimizer, engine: zs
     optimizer.step()
 
 
-def _micro_batches(rank: int, model: Net, optimizer: torch.optim.Optimizer, engine: zs.Engine) -> None:
+def _micro_batches(
+    rank: int, model: Net, optimizer: torch.optim.Optimizer, engine: zs.Engine
+) -> None:
     with engine.no_sync():
         for step in range(1 + rank):
             _backward(rank, model, step)
@@ -90,7 +96,9 @@ def _zero_grad(rank: int, model: Net, optimizer: torch.optim.Optimizer, engine: 
     optimizer.step()
 
 
-def _zero_grad_of_a_micro_batch(rank: int, model: Net, optimizer: torch.optim.Optimizer, engine: zs.Engine) -> None:
+def _zero_grad_of_a_micro_batch(
+    rank: int, model: Net, optimizer: torch.optim.Optimizer, engine: zs.Engine
+) -> None:
     with engine.no_sync():
         _backward(rank, model)
     if rank == 1:
@@ -99,7 +107,9 @@ def _zero_grad_of_a_micro_batch(rank: int, model: Net, optimizer: torch.optim.Op
     optimizer.step()
 
 
-def _zero_grad_of_a_part(rank: int, model: Net, optimizer: torch.optim.Optimizer, engine: zs.Engine) -> None:
+def _zero_grad_of_a_part(
+    rank: int, model: Net, optimizer: torch.optim.Optimizer, engine: zs.Engine
+) -> None:
     _backward(rank, model)
     optimizer.step()
     for parameter in (model.head, model.blocks[1])[rank].parameters():
@@ -108,7 +118,9 @@ def _zero_grad_of_a_part(rank: int, model: Net, optimizer: torch.optim.Optimizer
     optimizer.step()
 
 
-def _zero_grad_to_zeros(rank: int, model: Net, optimizer: torch.optim.Optimizer, engine: zs.Engine) -> None:
+def _zero_grad_to_zeros(
+    rank: int, model: Net, optimizer: torch.optim.Optimizer, engine: zs.Engine
+) -> None:
     _backward(rank, model)
     optimizer.step()
     if rank == 0:
@@ -118,32 +130,72 @@ def _zero_grad_to_zeros(rank: int, model: Net, optimizer: torch.optim.Optimizer,
 
 
 CASES: dict[Step, str] = {
-    _lr: r"option 'lr' of optimizer param group 1 differs between ranks in step 1 \(rank 0: 0.01; rank 1: 0.001\)",
-    _betas: r"option 'betas' of optimizer param group 0 differs between ranks in step 1 \(rank 0: \(0.9, 0.999\); rank 1: \(0.9, 0.95\)\)",
-    _lr_tensor: r"option 'lr' of optimizer param group 0 differs between ranks in step 2 \(rank 0: 0.25; rank 1: 0.5\)",
-    _lr_after_clip: r"option 'lr' of optimizer param group 0, changed after the gradients of step 1 were averaged differs .* rank 1: 0.001",
-    _clip: r"max_norm of clip_grad_norm_\(\) differs between ranks in step 1 \(rank 0: 1.0; rank 1: 0.5\)",
-    _no_clip: r"max_norm of clip_grad_norm_\(\) differs between ranks in step 1 \(rank 0: 1.0; rank 1: nothing\)",
-    _micro_batches: r"different numbers of backwards since zero_grad\(\) in step 1 \(rank 0: 2; rank 1: 3\)",
-    _zero_grad: r"different numbers of backwards since zero_grad\(\) in step 2 \(rank 0: 1; rank 1: 2\)",
-    _zero_grad_of_a_micro_batch: r"different numbers of backwards since zero_grad\(\) in step 1 \(rank 0: 2; rank 1: 1\)",
-    _zero_grad_of_a_part: r"gradients cleared by zero_grad\(\) differs between ranks in step 2 \(rank 0: head.weight; rank 1: blocks.1.norm",
-    _zero_grad_to_zeros: r"zero_grad\(set_to_none=False\) differs between ranks in step 2 \(rank 0: called; rank 1: nothing\)",
+    _lr: (
+        r"option 'lr' of optimizer param group 1 differs between ranks in step 1 \(rank 0: 0.01;"
+        r" rank 1: 0.001\)"
+    ),
+    _betas: (
+        r"option 'betas' of optimizer param group 0 differs between ranks in step 1 \(rank 0:"
+        r" \(0.9, 0.999\); rank 1: \(0.9, 0.95\)\)"
+    ),
+    _lr_tensor: (
+        r"option 'lr' of optimizer param group 0 differs between ranks in step 2 \(rank 0: 0.25;"
+        r" rank 1: 0.5\)"
+    ),
+    _lr_after_clip: (
+        r"option 'lr' of optimizer param group 0, changed after the gradients of step 1 were"
+        r" averaged differs .* rank 1: 0.001"
+    ),
+    _clip: (
+        r"max_norm of clip_grad_norm_\(\) differs between ranks in step 1 \(rank 0: 1.0; rank 1:"
+        r" 0.5\)"
+    ),
+    _no_clip: (
+        r"max_norm of clip_grad_norm_\(\) differs between ranks in step 1 \(rank 0: 1.0; rank 1:"
+        r" nothing\)"
+    ),
+    _micro_batches: (
+        r"different numbers of backwards since zero_grad\(\) in step 1 \(rank 0: 2; rank 1: 3\)"
+    ),
+    _zero_grad: (
+        r"different numbers of backwards since zero_grad\(\) in step 2 \(rank 0: 1; rank 1: 2\)"
+    ),
+    _zero_grad_of_a_micro_batch: (
+        r"different numbers of backwards since zero_grad\(\) in step 1 \(rank 0: 2; rank 1: 1\)"
+    ),
+    _zero_grad_of_a_part: (
+        r"gradients cleared by zero_grad\(\) differs between ranks in step 2 \(rank 0: head.weight;"
+        r" rank 1: blocks.1.norm"
+    ),
+    _zero_grad_to_zeros: (
+        r"zero_grad\(set_to_none=False\) differs between ranks in step 2 \(rank 0: called; rank 1:"
+        r" nothing\)"
+    ),
 }
 
 
 def _cases(row: str) -> list[Step]:
-    """Return the cases that end in the comparison: where every micro-batch is reduced, one too many waits for its peer before that."""
+    """Return the cases that end in the comparison: where every micro-batch is reduced, one too
+    many waits for its peer before that.
+    """
     return [case for case in CASES if case is not _micro_batches or row in ("ddp", "zero1")]
 
 
 def _differs(rank: int, world: int, row: str, transport: str) -> dict[str, str]:
-    """Return what every case says on this rank, in the second step of a run; afterwards all go on."""
+    """Return what every case says on this rank, in the second step of a run; afterwards all go
+    on.
+    """
     said = {}
     for case in _cases(row):
         model = make_model()
         optimizer = two_groups(model)
-        engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm.model_validate({"transport": transport}), stall_timeout_s=20)
+        engine = zs.shard(
+            model,
+            optimizer,
+            policy=row,
+            comm=zs.Comm.model_validate({"transport": transport}),
+            stall_timeout_s=20,
+        )
         _backward(rank, model)
         optimizer.step()
         optimizer.zero_grad()
@@ -157,15 +209,22 @@ def _differs(rank: int, world: int, row: str, transport: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("row", "transport"), [("zero1", "shared_memory"), ("zero3", "gloo"), pytest.param("ddp", "gloo", marks=pytest.mark.slow)]
+    ("row", "transport"),
+    [
+        ("zero1", "shared_memory"),
+        ("zero3", "gloo"),
+        pytest.param("ddp", "gloo", marks=pytest.mark.slow),
+    ],
 )
-def test_a_decision_that_differs_between_ranks_is_told_on_every_rank_with_both_values(row: str, transport: str) -> None:
+def test_a_decision_that_differs_between_ranks_is_told_on_every_rank_with_both_values(
+    row: str, transport: str
+) -> None:
     for said in run_ranks(2, _differs, row, transport, timeout=90):
         for case in _cases(row):
             assert re.search(CASES[case], said[case.__name__]), (case.__name__, said[case.__name__])
 
 
-# ---------------------------------------------------------------------------------------------------------------- programs that are right
+# -------------------------------------------------------------------------- programs that are right
 
 
 def _plateau(rank: int, world: int, mean: bool) -> str:
@@ -195,9 +254,15 @@ def _plateau(rank: int, world: int, mean: bool) -> str:
     return "nothing"
 
 
-def test_a_scheduler_fed_with_each_ranks_own_loss_is_told_and_one_fed_with_the_mean_is_not() -> None:
+def test_a_scheduler_fed_with_each_ranks_own_loss_is_told_and_one_fed_with_the_mean_is_not() -> (
+    None
+):
     for said in run_ranks(2, _plateau, False):
-        assert re.match(r"option 'lr' of optimizer param group 0 differs between ranks in step \d+ \(rank 0: \S+; rank 1: \S+\): ", said), said
+        assert re.match(
+            r"option 'lr' of optimizer param group 0 differs between ranks in step \d+ \(rank 0:"
+            r" \S+; rank 1: \S+\): ",
+            said,
+        ), said
         assert "average it first" in said
     assert run_ranks(2, _plateau, True) == ["nothing", "nothing"]
 
@@ -205,7 +270,9 @@ def test_a_scheduler_fed_with_each_ranks_own_loss_is_told_and_one_fed_with_the_m
 class Branching(Net):
     """Each rank may leave out blocks: the parameters that a rank uses are its own."""
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor, route: tuple[int, ...] = (0, 1, 2, 3)) -> torch.Tensor:  # type: ignore[override]
+    def forward(
+        self, x: torch.Tensor, y: torch.Tensor, route: tuple[int, ...] = (0, 1, 2, 3)
+    ) -> torch.Tensor:  # type: ignore[override]
         h = self.embed(x)
         for index in route:
             h = self.blocks[index](h)
@@ -214,7 +281,12 @@ class Branching(Net):
 
 def _cleared(model: Net, optimizer: torch.optim.Optimizer, how: str) -> None:
     if how == "of a part":
-        for parameter in [*model.embed.parameters(), *model.blocks[0].parameters(), *model.norm.parameters(), *model.head.parameters()]:
+        for parameter in [
+            *model.embed.parameters(),
+            *model.blocks[0].parameters(),
+            *model.norm.parameters(),
+            *model.head.parameters(),
+        ]:
             parameter.grad = None
     elif how == "of the model":
         model.zero_grad()
@@ -223,13 +295,21 @@ def _cleared(model: Net, optimizer: torch.optim.Optimizer, how: str) -> None:
 
 
 def _alike(rank: int, world: int, transport: str) -> None:
-    """Each rank uses other parameters, and clears all it has, between micro-batches and after the step: nobody is refused."""
+    """Each rank uses other parameters, and clears all it has, between micro-batches and after
+    the step: nobody is refused.
+    """
     for row in ROWS if transport == "shared_memory" else ("zero1", "zero2"):
         for how in ("of the optimizer", "of the model", "of a part", "to zeros"):
             torch.manual_seed(0)
             model = Branching()
             optimizer = two_groups(model)
-            engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm.model_validate({"transport": transport}), stall_timeout_s=20)
+            engine = zs.shard(
+                model,
+                optimizer,
+                policy=row,
+                comm=zs.Comm.model_validate({"transport": transport}),
+                stall_timeout_s=20,
+            )
             route = ((0,), (0, 1, 2))[rank]
             for step in range(3):
                 with engine.no_sync():
@@ -246,21 +326,27 @@ def _alike(rank: int, world: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_use_different_parameters_and_clear_all_they_have_are_not_refused(transport: str) -> None:
+def test_ranks_that_use_different_parameters_and_clear_all_they_have_are_not_refused(
+    transport: str,
+) -> None:
     run_ranks(2, _alike, transport, timeout=90)
 
 
-# ---------------------------------------------------------------------------------------------------------------- what it costs
+# ------------------------------------------------------------------------------------ what it costs
 
 
-def test_options_are_encoded_again_only_where_one_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_are_encoded_again_only_where_one_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import zeroshard.runtime.decisions as module
 
     encoded: list[Any] = []
     text = module._text
     monkeypatch.setattr(module, "_text", lambda value: encoded.append(value) or text(value))
     decisions = Decisions()
-    decisions.optimizer = optimizer = torch.optim.AdamW(make_model().parameters(), lr=torch.tensor(1e-2), foreach=False)
+    decisions.optimizer = optimizer = torch.optim.AdamW(
+        make_model().parameters(), lr=torch.tensor(1e-2), foreach=False
+    )
     first = decisions.digest()
     count = len(encoded)
     for _ in range(5):

@@ -38,7 +38,9 @@ class Block(nn.Module):
 
 def _critic(recompute: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block(recompute) for _ in range(3)), nn.Linear(WIDTH, 1))
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), *(Block(recompute) for _ in range(3)), nn.Linear(WIDTH, 1)
+    )
 
 
 def _penalty(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -54,7 +56,9 @@ def _wasserstein(model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int) 
     loss.backward()
 
 
-def _penalty_after_another_backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int) -> None:
+def _penalty_after_another_backward(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int
+) -> None:
     penalty = _penalty(model, x, y)
     (model(x).mean() - model(y).mean()).backward()
     with torch.no_grad():
@@ -63,16 +67,22 @@ def _penalty_after_another_backward(model: nn.Module, x: torch.Tensor, y: torch.
 
 
 def _inner_gradient(model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int) -> None:
-    """The gradient with respect to what lies in the middle of the model (path length regularisation), two orders up."""
+    """The gradient with respect to what lies in the middle of the model (path length
+    regularisation), two orders up.
+    """
     assert isinstance(model, nn.Sequential)
     middle = model[1](model[0](x))
-    (gradient,) = torch.autograd.grad(model[4](model[3](model[2](middle))).sum(), middle, create_graph=True)
+    (gradient,) = torch.autograd.grad(
+        model[4](model[3](model[2](middle))).sum(), middle, create_graph=True
+    )
     (second,) = torch.autograd.grad(gradient.square().sum(), middle, create_graph=True)
     (gradient.square().sum() + 1e-2 * second.square().sum()).backward()
 
 
 def _retained_graph(model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int) -> None:
-    """Two backwards of one graph, with weights used outside their modules and a block that runs on its own output."""
+    """Two backwards of one graph, with weights used outside their modules and a block that runs
+    on its own output.
+    """
     assert isinstance(model, nn.Sequential)
     middle = model[1](model[1](model[0](x)))
     penalty = sum(parameter.square().sum() for parameter in model.parameters())
@@ -89,14 +99,24 @@ PROGRAMS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor, int], None]
 }
 
 
-def _train(rank: int, row: str, transport: str, program: str, recompute: bool, units: Any) -> dict[str, torch.Tensor]:
+def _train(
+    rank: int, row: str, transport: str, program: str, recompute: bool, units: Any
+) -> dict[str, torch.Tensor]:
     model = _critic(recompute)
 
     def step(number: int) -> None:
         torch.manual_seed(10 * number + rank)
         PROGRAMS[program](model, torch.randn(6, WIDTH), torch.randn(6, WIDTH), number)
 
-    return train_row(model, torch.optim.Adam(model.parameters(), lr=1e-2), row, step, steps=4, transport=transport, units=units)
+    return train_row(
+        model,
+        torch.optim.Adam(model.parameters(), lr=1e-2),
+        row,
+        step,
+        steps=4,
+        transport=transport,
+        units=units,
+    )
 
 
 def _same(rank: int, world: int, transport: str, program: str) -> None:
@@ -105,14 +125,18 @@ def _same(rank: int, world: int, transport: str, program: str) -> None:
         for row in ROWS:
             for units in (None, [nn.Linear, Block], [""]) if row.startswith("zero3") else (None,):
                 state = _train(rank, row, transport, program, recompute, units)
-                for name, value in expected.items():  # two backwards are summed over the ranks one by one, in another order
+                # two backwards are summed over the ranks one by one, in another order
+                for name, value in expected.items():
                     if program == "another backward in between":
                         torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
                     else:
                         assert torch.equal(state[name], value), (row, units, recompute, name)
 
 
-@pytest.mark.parametrize("transport", ["gloo", pytest.param("shared_memory", marks=pytest.mark.slow)])  # over sockets released weights are really gone
+# over sockets released weights are really gone
+@pytest.mark.parametrize(
+    "transport", ["gloo", pytest.param("shared_memory", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_gradient_penalty_trains_as_under_ddp(program: str, transport: str) -> None:
     run_ranks(2, _same, transport, program)
@@ -121,9 +145,13 @@ def test_a_gradient_penalty_trains_as_under_ddp(program: str, transport: str) ->
 def _stale(rank: int, world: int, transport: str) -> None:
     model = _critic()
     optimizer = torch.optim.Adam(model.parameters())
-    engine = zs.shard(model, optimizer, stage=3, comm=zs.Comm.model_validate({"transport": transport}))
+    engine = zs.shard(
+        model, optimizer, stage=3, comm=zs.Comm.model_validate({"transport": transport})
+    )
     middle = model[0](torch.randn(6, WIDTH))
-    (gradient,) = torch.autograd.grad(model[4](model[3](model[2](model[1](middle)))).sum(), middle, create_graph=True)
+    (gradient,) = torch.autograd.grad(
+        model[4](model[3](model[2](model[1](middle)))).sum(), middle, create_graph=True
+    )
     model(torch.randn(6, WIDTH)).sum().backward()
     optimizer.step()
     with pytest.raises(StateError, match=r"of a forward that ran before the last optimizer\.step"):

@@ -1,4 +1,6 @@
-"""Models whose parameters are not all alike: several dtypes, batch norm in half precision, frozen integers, no elements, shared elements."""
+"""Models whose parameters are not all alike: several dtypes, batch norm in half precision,
+frozen integers, no elements, shared elements.
+"""
 
 from __future__ import annotations
 
@@ -43,17 +45,23 @@ def _adapted() -> Chain:
 
 
 class Odd(nn.Module):
-    """Parameters that are not floats, that have no elements, one element, or elements that share memory."""
+    """Parameters that are not floats, that have no elements, one element, or elements that share
+    memory.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
         self.empty = nn.Parameter(torch.empty(0, width))
         self.scalar = nn.Parameter(torch.tensor(0.5))
-        self.expanded = nn.Parameter(torch.randn(1, width).expand(width, width), requires_grad=False)
+        self.expanded = nn.Parameter(
+            torch.randn(1, width).expand(width, width), requires_grad=False
+        )
         self.steps = nn.Parameter(torch.tensor([3, -1]), requires_grad=False)
         self.mask = nn.Parameter(torch.arange(width) % 3 > 0, requires_grad=False)
-        self.codes = nn.Parameter(torch.randint(-127, 127, (width, width), dtype=torch.int8), requires_grad=False)
+        self.codes = nn.Parameter(
+            torch.randint(-127, 127, (width, width), dtype=torch.int8), requires_grad=False
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.scalar * self.linear(x) * self.mask + 0.01 * nn.functional.linear(x, self.expanded)
@@ -64,7 +72,10 @@ class Odd(nn.Module):
 
 CASES = {
     "fp32 adapters on a bf16 base": Case(seeded(_adapted), simple, options={"precision": "bf16"}),
-    "integers, no elements, shared elements": Case(seeded(Chain, Odd), simple, ddp={"init_sync": False}),  # it cannot write to shared elements
+    # it cannot write to shared elements
+    "integers, no elements, shared elements": Case(
+        seeded(Chain, Odd), simple, ddp={"init_sync": False}
+    ),
 }
 
 
@@ -78,7 +89,7 @@ def test_parameters_of_several_kinds_train_to_ddps_bits_in_every_row(name: str) 
         assert not any(differences.values()), differences
 
 
-# ---------------------------------------------------------------------------------------------------------------- half precision, not everywhere
+# ------------------------------------------------------------------- half precision, not everywhere
 
 
 class KeepingNorm(Block):
@@ -91,7 +102,9 @@ class KeepingNorm(Block):
 
 
 def _norms_in_fp32() -> nn.Module:
-    """A bf16 model with fp32 norms; its numbers are those of the reference, rounded where the weights are bf16."""
+    """A bf16 model with fp32 norms; its numbers are those of the reference, rounded where the
+    weights are bf16.
+    """
     model = Chain(KeepingNorm).to(BF16)
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
@@ -104,7 +117,10 @@ class Pictures(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.convolutions = nn.ModuleList(nn.Sequential(nn.Conv2d(5, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU()) for _ in range(3))
+        self.convolutions = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(5, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU())
+            for _ in range(3)
+        )
         self.last = nn.Linear(5, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -120,7 +136,9 @@ def _images(rank: int, step: int) -> tuple[torch.Tensor]:
 NORMS: tuple[type[nn.Module], ...] = (nn.LayerNorm, nn.BatchNorm2d)
 
 
-def _partly_bf16(rank: int, world: int, make: Callable[[], nn.Module], data: Callable[[int, int], Any]) -> list[str]:
+def _partly_bf16(
+    rank: int, world: int, make: Callable[[], nn.Module], data: Callable[[int, int], Any]
+) -> list[str]:
     runs = {}
     for kind in ("reference", *ROWS, "zero3 on gloo"):
         model, engine = seeded(make)(), None
@@ -131,7 +149,13 @@ def _partly_bf16(rank: int, world: int, make: Callable[[], nn.Module], data: Cal
         optimizer = two_groups(model)
         if kind != "reference":
             row, _, transport = kind.partition(" on ")
-            engine = zs.shard(model, optimizer, policy=row, precision="bf16", comm=zs.Comm(transport=transport or "shared_memory"))  # type: ignore[arg-type]
+            engine = zs.shard(
+                model,
+                optimizer,
+                policy=row,
+                precision="bf16",
+                comm=zs.Comm(transport=transport or "shared_memory"),
+            )  # type: ignore[arg-type]
         losses = []
         for step in range(5):
             loss = runs_module(*data(rank, step))
@@ -142,15 +166,24 @@ def _partly_bf16(rank: int, world: int, make: Callable[[], nn.Module], data: Cal
         if engine is None:
             model.eval()
             losses.append(InBf16(model, NORMS)(*data(rank, 9)).item())
-            runs[kind] = Run(losses, {k: v.clone() for k, v in narrowed(model, model.state_dict(), NORMS).items()})
+            runs[kind] = Run(
+                losses,
+                {k: v.clone() for k, v in narrowed(model, model.state_dict(), NORMS).items()},
+            )
             continue
         model.eval()
         with torch.no_grad():
             losses.append(runs_module(*data(rank, 9)).item())
         runs[kind] = Run(losses, engine.full_state_dict(rank0_only=False))
-        assert {value.dtype for name, value in runs[kind].state.items() if "norm" in name} <= {torch.float32}
+        assert {value.dtype for name, value in runs[kind].state.items() if "norm" in name} <= {
+            torch.float32
+        }
         engine.close()
-    return [f"{kind}: {name}" for kind, run in runs.items() for name in run.differs_from(runs["reference"])]
+    return [
+        f"{kind}: {name}"
+        for kind, run in runs.items()
+        for name in run.differs_from(runs["reference"])
+    ]
 
 
 def test_fp32_norms_in_a_bf16_model_keep_their_dtype() -> None:
@@ -163,25 +196,39 @@ def test_batch_norm_keeps_fp32_in_bf16() -> None:
         assert not differences
 
 
-# ---------------------------------------------------------------------------------------------------------------- refused by name
+# ---------------------------------------------------------------------------------- refused by name
 
 
 @pytest.mark.parametrize(
     ("dtype", "precision", "message"),
     [
-        (torch.float64, "fp32", "parameter 'blocks.1.up.weight' is float64, which is not supported"),
-        (torch.float16, "bf16", "parameter 'blocks.1.up.weight' is fp16 but precision computes in bf16"),
-        (torch.bfloat16, "fp32", "parameter 'blocks.1.up.weight' is bf16 but precision computes in fp32"),
+        (
+            torch.float64,
+            "fp32",
+            "parameter 'blocks.1.up.weight' is float64, which is not supported",
+        ),
+        (
+            torch.float16,
+            "bf16",
+            "parameter 'blocks.1.up.weight' is fp16 but precision computes in bf16",
+        ),
+        (
+            torch.bfloat16,
+            "fp32",
+            "parameter 'blocks.1.up.weight' is bf16 but precision computes in fp32",
+        ),
     ],
 )
-def test_a_parameter_of_a_dtype_that_does_not_fit_is_refused_by_name(dtype: torch.dtype, precision: str, message: str) -> None:
+def test_a_parameter_of_a_dtype_that_does_not_fit_is_refused_by_name(
+    dtype: torch.dtype, precision: str, message: str
+) -> None:
     model = make_model()
     model.blocks[1].up.to(dtype)
     with pytest.raises(ConfigError, match=message):
         zs.shard(model, two_groups(model), precision=precision)
 
 
-# ---------------------------------------------------------------------------------------------------------------- after close()
+# ------------------------------------------------------------------------------------ after close()
 
 
 def _closed(rank: int, world: int, row: str, precision: str, transport: str) -> None:
@@ -189,13 +236,22 @@ def _closed(rank: int, world: int, row: str, precision: str, transport: str) -> 
     model.blocks[0].requires_grad_(False)
     frozen = copy.deepcopy(model.blocks[0].state_dict())
     optimizer = two_groups(nn.ParameterList([p for p in model.parameters() if p.requires_grad]))
-    engine = zs.shard(model, optimizer, policy=row, precision=precision, comm=zs.Comm.model_validate({"transport": transport}))
+    engine = zs.shard(
+        model,
+        optimizer,
+        policy=row,
+        precision=precision,
+        comm=zs.Comm.model_validate({"transport": transport}),
+    )
     for step in range(2):
         engine.backward(model(*batch(rank, step)))
         optimizer.step()
         optimizer.zero_grad()
     weights = engine.full_state_dict(rank0_only=False)
-    masters = {piece.name: (piece.start, piece.stop, piece.tensor.clone()) for piece in engine.resting_pieces()}
+    masters = {
+        piece.name: (piece.start, piece.stop, piece.tensor.clone())
+        for piece in engine.resting_pieces()
+    }
     engine.close()
     again = copy.deepcopy(model)
     for name, value in again.state_dict().items():
@@ -213,5 +269,7 @@ def _closed(rank: int, world: int, row: str, precision: str, transport: str) -> 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("row", ["ddp", "zero1", "zero3"])
-def test_close_gives_a_plain_model_back_with_its_dtypes_and_the_masters_numbers(row: str, precision: str, transport: str) -> None:
+def test_close_gives_a_plain_model_back_with_its_dtypes_and_the_masters_numbers(
+    row: str, precision: str, transport: str
+) -> None:
     run_ranks(2, _closed, row, precision, transport)

@@ -16,7 +16,9 @@ DECAY, STEPS = 0.9, 5
 
 
 def _reference(rank: int) -> tuple[dict[str, torch.Tensor], list[float], dict[str, torch.Tensor]]:
-    """Return the averaged weights, the losses evaluated with them after each step, and the trained weights."""
+    """Return the averaged weights, the losses evaluated with them after each step, and the
+    trained weights.
+    """
     model = make_model()
     runs, optimizer, losses = DistributedDataParallel(model), two_groups(model), []
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
@@ -36,7 +38,9 @@ def _same_as_torch(rank: int, world: int, transport: str) -> None:
     for row in ROWS:
         model = make_model()
         optimizer = two_groups(model)
-        engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm.model_validate({"transport": transport}))
+        engine = zs.shard(
+            model, optimizer, policy=row, comm=zs.Comm.model_validate({"transport": transport})
+        )
         ema = zs.EMA(engine, DECAY)
         ours = []
         for step in range(STEPS):

@@ -1,4 +1,6 @@
-"""Code that people already have works on a sharded model, or fails loudly: never a silent no-op, a NaN in a file, or a hang."""
+"""Code that people already have works on a sharded model, or fails loudly: never a silent no-op,
+a NaN in a file, or a hang.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def _same(a: State, b: State) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-# ---------------------------------------------------------------------------------------------------------------- gradients
+# ---------------------------------------------------------------------------------------- gradients
 
 
 def _gradients(rank: int, world: int, row: str) -> None:
@@ -83,11 +85,14 @@ def _gradients(rank: int, world: int, row: str) -> None:
         scaler.unscale_(optimizer)
     with pytest.raises(StateError, match=remedy):
         scaler.unscale_(torch.optim.SGD(model.parameters(), lr=1.0))
-    assert model.head.weight.grad.shape == model.head.weight.shape and "head.weight" in repr(model.head.weight.grad)
+    assert model.head.weight.grad.shape == model.head.weight.shape and "head.weight" in repr(
+        model.head.weight.grad
+    )
     norm = engine.clip_grad_norm_(0.1)
     assert norm.dtype is torch.float32 and norm.shape == () and norm > 0.1
     optimizer.step()
-    with pytest.raises(StateError, match=remedy):  # still there after the step, as under torch until zero_grad()
+    # still there after the step, as under torch until zero_grad()
+    with pytest.raises(StateError, match=remedy):
         model.head.weight.grad.norm()
     optimizer.zero_grad()
     engine.close()
@@ -171,7 +176,7 @@ def test_zeroing_one_modules_gradient_drops_that_one_alone() -> None:
     _on(_one_zeroed)
 
 
-# ---------------------------------------------------------------------------------------------------------------- state dicts
+# -------------------------------------------------------------------------------------- state dicts
 
 
 def _state(rank: int, world: int, row: str) -> None:
@@ -206,14 +211,24 @@ def test_state_dict_gives_full_tensors_inside_gathered_and_raises_outside() -> N
 def _loaded(rank: int, world: int, row: str, precision: str) -> None:
     torch.manual_seed(7)
     other = Net().state_dict()
-    expected = {name: value.to(torch.bfloat16 if precision == "bf16" else torch.float32) for name, value in other.items()}
+    expected = {
+        name: value.to(torch.bfloat16 if precision == "bf16" else torch.float32)
+        for name, value in other.items()
+    }
     model, optimizer, engine = _made(row, precision=precision)
     _step(model, optimizer, rank)
     assert model.load_state_dict(other).missing_keys == []
     assert _same(engine.full_state_dict(rank0_only=False), expected)
-    part = {name.removeprefix("blocks.1."): value * 2 for name, value in other.items() if name.startswith("blocks.1.")}
+    part = {
+        name.removeprefix("blocks.1."): value * 2
+        for name, value in other.items()
+        if name.startswith("blocks.1.")
+    }
     model.blocks[1].load_state_dict(part)
-    assert torch.equal(engine.full_state_dict(rank0_only=False)["blocks.1.up.weight"], 2 * expected["blocks.1.up.weight"])
+    assert torch.equal(
+        engine.full_state_dict(rank0_only=False)["blocks.1.up.weight"],
+        2 * expected["blocks.1.up.weight"],
+    )
     with pytest.raises(StateError, match="assign=True"):
         model.load_state_dict(other, assign=True)
     with pytest.raises(RuntimeError, match="size mismatch for head"):
@@ -221,7 +236,9 @@ def _loaded(rank: int, world: int, row: str, precision: str) -> None:
     result = model.load_state_dict({"head.weight": other["head.weight"]}, strict=False)
     assert "embed.weight" in result.missing_keys
     _step(model, optimizer, rank, 1)
-    assert all(value.isfinite().all() for value in engine.full_state_dict(rank0_only=False).values())
+    assert all(
+        value.isfinite().all() for value in engine.full_state_dict(rank0_only=False).values()
+    )
     engine.close()
 
 
@@ -244,15 +261,25 @@ def _written_back(rank: int, world: int, row: str) -> None:
         model.norm.bias.fill_(0.25)  # everybody's
         model.embed.weight.data[3] = 1.0  # everybody's, through .data
     after = engine.full_state_dict(rank0_only=False)
-    expected = {**before, "head.weight": 2 * before["head.weight"], "norm.bias": torch.full_like(before["norm.bias"], 0.25)}
+    expected = {
+        **before,
+        "head.weight": 2 * before["head.weight"],
+        "norm.bias": torch.full_like(before["norm.bias"], 0.25),
+    }
     expected["embed.weight"] = before["embed.weight"].clone()
     expected["embed.weight"][3] = 1.0
     assert _same(after, expected), row
-    differently = pytest.raises(StateError, match=r"parameter 'head.weight' was edited differently on ranks 0 and \[1\]")
+    differently = pytest.raises(
+        StateError, match=r"parameter 'head.weight' was edited differently on ranks 0 and \[1\]"
+    )
     with differently, engine.gathered(writeback=True), torch.no_grad():
         model.head.weight.mul_(float(rank + 2))
     assert _same(engine.full_state_dict(rank0_only=False), expected), row
-    with pytest.raises(StateError, match="was edited differently"), engine.gathered(model.head.weight, writeback=True), torch.no_grad():
+    with (
+        pytest.raises(StateError, match="was edited differently"),
+        engine.gathered(model.head.weight, writeback=True),
+        torch.no_grad(),
+    ):
         if rank == 1:
             model.head.weight.zero_()
     assert _same(engine.full_state_dict(rank0_only=False), expected), row
@@ -264,9 +291,13 @@ def test_gathered_with_writeback_keeps_rank_0s_edits_or_equal_ones_and_refuses_o
     _on(_written_back)
 
 
-@pytest.mark.parametrize("offload", [zs.Offload(), zs.Offload(optimizer="host")], ids=["device", "host"])
+@pytest.mark.parametrize(
+    "offload", [zs.Offload(), zs.Offload(optimizer="host")], ids=["device", "host"]
+)
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_writeback_leaves_the_masters_of_what_was_not_edited(stage: int, offload: zs.Offload) -> None:
+def test_writeback_leaves_the_masters_of_what_was_not_edited(
+    stage: int, offload: zs.Offload
+) -> None:
     model = make_model()
     engine = zs.shard(model, two_groups(model), stage=stage, precision="bf16", offload=offload)
 
@@ -278,7 +309,9 @@ def test_writeback_leaves_the_masters_of_what_was_not_edited(stage: int, offload
         return found
 
     before = masters()
-    assert not torch.equal(before["head.weight"], before["head.weight"].bfloat16().float()), "bf16 cannot hold them"
+    assert not torch.equal(before["head.weight"], before["head.weight"].bfloat16().float()), (
+        "bf16 cannot hold them"
+    )
     with engine.gathered(writeback=True), torch.no_grad():
         model.norm.bias.fill_(2.0)
     after = masters()
@@ -287,8 +320,7 @@ def test_writeback_leaves_the_masters_of_what_was_not_edited(stage: int, offload
     engine.close()
 
 
-
-# ---------------------------------------------------------------------------------------------------------------- the optimizer
+# ------------------------------------------------------------------------------------ the optimizer
 
 
 def _attached_later(rank: int, world: int, row: str) -> None:
@@ -339,21 +371,34 @@ def test_param_groups_changed_after_shard_are_refused_at_the_step() -> None:
 def _optimizer_state(rank: int, world: int, row: str) -> None:
     straight = train(rank, row, 4).state
     model, optimizer, engine = _made(row)
-    optimizer.load_state_dict(optimizer.state_dict())  # Accelerate's prepare() does so, before the first step
+    # Accelerate's prepare() does so, before the first step
+    optimizer.load_state_dict(optimizer.state_dict())
     for step in range(2):
         _step(model, optimizer, rank, step)
     if row == "ddp":
-        assert optimizer.state_dict()["zeroshard"] == engine.optimizer_part()["zeroshard"]  # every rank holds all of it
+        # every rank holds all of it
+        assert optimizer.state_dict()["zeroshard"] == engine.optimizer_part()["zeroshard"]
     else:
-        with pytest.raises(StateError, match=r"optimizer.state_dict\(\): .*zeroshard.save\(\).*engine.optimizer_part\(\)"):
+        with pytest.raises(
+            StateError,
+            match=r"optimizer.state_dict\(\): .*zeroshard.save\(\).*engine.optimizer_part\(\)",
+        ):
             optimizer.state_dict()
-    saved, weights = pickle.loads(pickle.dumps(engine.optimizer_part())), engine.full_state_dict(rank0_only=False)
+    saved, weights = (
+        pickle.loads(pickle.dumps(engine.optimizer_part())),
+        engine.full_state_dict(rank0_only=False),
+    )
     label = saved["zeroshard"]
     assert (label["rank"], label["world"]) == (rank, world)
     assert [len(group) for group in label["pieces"]] == [
-        len(group["params"]) if label["pieces"][i] else 0 for i, group in enumerate(saved["param_groups"])
+        len(group["params"]) if label["pieces"][i] else 0
+        for i, group in enumerate(saved["param_groups"])
     ]
-    assert all({"name", "start", "stop", "shape"} <= piece.keys() for group in label["pieces"] for piece in group)
+    assert all(
+        {"name", "start", "stop", "shape"} <= piece.keys()
+        for group in label["pieces"]
+        for piece in group
+    )
     engine.close()
     model, optimizer, engine = _made(row)
     model.load_state_dict(weights)
@@ -449,7 +494,7 @@ def test_optimizer_state_from_before_shard_is_cut_and_goes_on() -> None:
     _on(_older_state)
 
 
-# ---------------------------------------------------------------------------------------------------------------- the module itself
+# -------------------------------------------------------------------------------- the module itself
 
 
 def _converted(rank: int, world: int, row: str) -> None:
@@ -465,7 +510,12 @@ def _converted(rank: int, world: int, row: str) -> None:
         lambda: model.head.to(torch.float64),
         lambda: nn.Sequential(model).half(),
     ):
-        with pytest.raises(StateError, match=r"parameter '\S+' is sharded: its dtype, device and memory format cannot be changed"):
+        with pytest.raises(
+            StateError,
+            match=(
+                r"parameter '\S+' is sharded: its dtype, device and memory format cannot be changed"
+            ),
+        ):
             change()
     for same in (
         lambda: model.to("cpu"),
@@ -494,13 +544,20 @@ def _copied(rank: int, world: int, row: str) -> None:
         lambda: pickle.dumps(nn.Sequential(model)),
         lambda: torch.save(model, io.BytesIO()),
     ):
-        with pytest.raises(StateError, match=r"is sharded and cannot be copied or pickled: .*engine.full_state_dict\(\)"):
+        with pytest.raises(
+            StateError,
+            match=r"is sharded and cannot be copied or pickled: .*engine.full_state_dict\(\)",
+        ):
             copier()
     _step(model, optimizer, rank)
     engine.close()
     again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     assert _same(again.state_dict(), model.state_dict())
-    assert not any(key.startswith(("__", "_apply", "_zeroshard")) for module in model.modules() for key in vars(module))
+    assert not any(
+        key.startswith(("__", "_apply", "_zeroshard"))
+        for module in model.modules()
+        for key in vars(module)
+    )
 
 
 def test_a_sharded_model_is_not_copied_or_pickled() -> None:
@@ -511,7 +568,10 @@ def _closed(rank: int, world: int, row: str) -> None:
     expected = train(rank, row, 3).state
     model, optimizer, engine = _made(row)
     parameters = list(model.parameters())
-    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in make_model().modules()]
+    hooks = [
+        len(module._forward_hooks) + len(module._forward_pre_hooks)
+        for module in make_model().modules()
+    ]
     for step in range(3):
         _step(model, optimizer, rank, step)
     model(*batch(rank, 0)).backward()
@@ -519,10 +579,12 @@ def _closed(rank: int, world: int, row: str) -> None:
     engine.close()
     assert _same(model.state_dict(), expected)
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-    assert [p for group in optimizer.param_groups for p in group["params"]] == [p for p in parameters if p.ndim > 1] + [
-        p for p in parameters if p.ndim <= 1
-    ]
-    assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()] == hooks
+    assert [p for group in optimizer.param_groups for p in group["params"]] == [
+        p for p in parameters if p.ndim > 1
+    ] + [p for p in parameters if p.ndim <= 1]
+    assert [
+        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
+    ] == hooks
     assert all(p.grad is None and not p._backward_hooks for p in parameters)
     with pytest.raises(StateError, match="this engine is closed"):
         engine.full_state_dict()
@@ -541,7 +603,9 @@ def _closed(rank: int, world: int, row: str) -> None:
         assert _same(dict(model.state_dict()), expected)
 
 
-def test_close_gives_back_a_plain_module_and_optimizer_that_train_and_may_be_sharded_again() -> None:
+def test_close_gives_back_a_plain_module_and_optimizer_that_train_and_may_be_sharded_again() -> (
+    None
+):
     _on(_closed)
 
 
@@ -595,7 +659,10 @@ def _adversaries(rank: int, world: int, row: str) -> None:
         if kind == "torch-ddp":
             modules = [DistributedDataParallel(module) for module in modules]
         else:
-            engines = [zs.shard(module, each, policy=row) for module, each in zip(modules, optimizers, strict=True)]
+            engines = [
+                zs.shard(module, each, policy=row)
+                for module, each in zip(modules, optimizers, strict=True)
+            ]
         for step in range(4):
             noise = torch.randn(5, 3, generator=torch.Generator().manual_seed(10 * step + rank))
             real = torch.randn(5, 11, generator=torch.Generator().manual_seed(10 * step + rank + 5))
@@ -606,7 +673,10 @@ def _adversaries(rank: int, world: int, row: str) -> None:
             optimizers[0].step()
             for each in optimizers:
                 each.zero_grad()
-        states.append([engine.full_state_dict(rank0_only=False) for engine in engines] or [maker.state_dict(), critic.state_dict()])
+        states.append(
+            [engine.full_state_dict(rank0_only=False) for engine in engines]
+            or [maker.state_dict(), critic.state_dict()]
+        )
         for engine in engines:
             engine.close()
     assert all(_same(a, b) for a, b in zip(*states, strict=True)), row
@@ -629,7 +699,9 @@ def test_users_hooks_run_inside_gathered_and_ours_come_back_after_it() -> None:
     x, _ = batch(0, 0)
     with engine.gathered(), torch.no_grad():
         expected = model(x)
-        assert torch.equal(model(x), expected) and torch.equal(model.blocks[0](torch.ones(2, 19)), model.blocks[0](torch.ones(2, 19)))
+        assert torch.equal(model(x), expected) and torch.equal(
+            model.blocks[0](torch.ones(2, 19)), model.blocks[0](torch.ones(2, 19))
+        )
         assert seen == ["Linear", "Linear"]
         model(x)
         with pytest.raises(RuntimeError, match="enough"):

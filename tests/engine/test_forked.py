@@ -1,4 +1,6 @@
-"""A process that a rank forks is no rank: it is refused whatever it does with the model, and its parents train on to DDP's bits."""
+"""A process that a rank forks is no rank: it is refused whatever it does with the model, and its
+parents train on to DDP's bits.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ class _Rank:
     def __init__(self, row: str, transport: str) -> None:
         self.model: Net | None = make_model()
         self.optimizer: torch.optim.Optimizer | None = two_groups(self.model)
-        self.engine: zs.Engine | None = zs.shard(self.model, self.optimizer, policy=row, comm=zs.Comm(transport=transport), stall_timeout_s=20)
+        self.engine: zs.Engine | None = zs.shard(
+            self.model,
+            self.optimizer,
+            policy=row,
+            comm=zs.Comm(transport=transport),
+            stall_timeout_s=20,
+        )
 
     def step(self, rank: int, step: int) -> None:
         self.model(*batch(rank, step)).backward()
@@ -59,7 +67,9 @@ USES: dict[str, Callable[[_Rank], Any]] = {
 
 
 def _answer_of_child(use: Callable[[], Any]) -> str:
-    """Fork, call `use` in the child, and return what it raised as "class: message"; "" for nothing, "hung" where it did not end."""
+    """Fork, call `use` in the child, and return what it raised as "class: message"; "" for
+    nothing, "hung" where it did not end.
+    """
     reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -89,17 +99,23 @@ def _forked(rank: int, world: int, row: str, transport: str) -> None:
     it.step(rank, 0)
     for name, use in USES.items():
         answer = _answer_of_child(lambda use=use: use(it))
-        assert answer.startswith("StateError: process ") and "was forked off a rank" in answer, (name, answer)
+        assert answer.startswith("StateError: process ") and "was forked off a rank" in answer, (
+            name,
+            answer,
+        )
         assert "\n" not in answer, answer
     it.step(rank, 1)
-    assert _answer_of_child(it.drop) == ""  # what a child destroys, it does not destroy for its parent
+    # what a child destroys, it does not destroy for its parent
+    assert _answer_of_child(it.drop) == ""
     it.step(rank, 2)
     loss = it.model(*batch(rank, 3))
     assert _answer_of_child(loss.backward).startswith("StateError: process ")
     loss.backward()
     it.optimizer.step()
     state = it.engine.full_state_dict(rank0_only=False)
-    assert not [name for name, value in state.items() if not torch.equal(value, expected.state[name])]
+    assert not [
+        name for name, value in state.items() if not torch.equal(value, expected.state[name])
+    ]
     it.engine.close()
     with torch.no_grad():
         assert _answer_of_child(it.forward) == ""  # a plain module again

@@ -1,4 +1,6 @@
-"""Hooks on gradients, the user's own, and editing the optimizer's state in place: as under DDP, or refused by name."""
+"""Hooks on gradients, the user's own, and editing the optimizer's state in place: as under DDP,
+or refused by name.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,16 @@ from zeroshard.errors import StateError
 Train = Callable[[nn.Module, torch.optim.Optimizer, int], None]
 
 
-def _run(rank: int, kind: str, transport: str, before: Callable[[nn.Module, list[str]], None], after: Callable[..., None]) -> tuple[Run, list[str]]:
-    """Train five steps; `before` and `after` hang hooks on the model before and after it is sharded, which write to a log."""
+def _run(
+    rank: int,
+    kind: str,
+    transport: str,
+    before: Callable[[nn.Module, list[str]], None],
+    after: Callable[..., None],
+) -> tuple[Run, list[str]]:
+    """Train five steps; `before` and `after` hang hooks on the model before and after it is
+    sharded, which write to a log.
+    """
     model, log, engine = make_model(), [], None
     module: nn.Module = model
     before(model, log)
@@ -27,7 +37,13 @@ def _run(rank: int, kind: str, transport: str, before: Callable[[nn.Module, list
     if kind == "torch-ddp":
         module = DistributedDataParallel(model)
     else:
-        engine = zs.shard(model, optimizer, policy=kind, stall_timeout_s=20, comm=zs.Comm.model_validate({"transport": transport}))
+        engine = zs.shard(
+            model,
+            optimizer,
+            policy=kind,
+            stall_timeout_s=20,
+            comm=zs.Comm.model_validate({"transport": transport}),
+        )
     after(model, log)
     losses = []
     for step in range(5):
@@ -36,7 +52,11 @@ def _run(rank: int, kind: str, transport: str, before: Callable[[nn.Module, list
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    state = {k: v.clone() for k, v in model.state_dict().items()} if engine is None else engine.full_state_dict(rank0_only=False)
+    state = (
+        {k: v.clone() for k, v in model.state_dict().items()}
+        if engine is None
+        else engine.full_state_dict(rank0_only=False)
+    )
     if engine is not None:
         engine.close()
     return Run(losses, state), log
@@ -47,7 +67,9 @@ def _nothing(model: nn.Module, log: list[str]) -> None:
 
 
 def _halved(model: nn.Module, log: list[str]) -> None:
-    """Each parameter's gradient is noted and halved; two hooks on one parameter run in their order."""
+    """Each parameter's gradient is noted and halved; two hooks on one parameter run in their
+    order.
+    """
 
     def hook_for(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         def hook(grad: torch.Tensor) -> torch.Tensor:
@@ -66,7 +88,9 @@ def _observed(model: nn.Module, log: list[str]) -> None:
     for name, parameter in model.named_parameters():
 
         def hook(parameter: torch.Tensor, name: str = name) -> None:
-            log.append(f"{name} {tuple(parameter.grad.shape)} {parameter.grad.double().sum().item()!r}")
+            log.append(
+                f"{name} {tuple(parameter.grad.shape)} {parameter.grad.double().sum().item()!r}"
+            )
 
         parameter.register_post_accumulate_grad_hook(hook)
 
@@ -77,15 +101,21 @@ def _hooked(rank: int, world: int, before: Any, after: Any, transport: str) -> d
     out = {}
     for row in ROWS:
         run, log = _run(rank, row, transport, before, after)
-        out[row] = run.differs_from(reference) + ([] if sorted(log) == sorted(expected) else ["log"])
+        out[row] = run.differs_from(reference) + (
+            [] if sorted(log) == sorted(expected) else ["log"]
+        )
     return out
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
-    ("before", "after"), [(_halved, _nothing), (_nothing, _halved), (_observed, _nothing), (_halved, _halved)], ids=["before", "after", "seen", "both"]
+    ("before", "after"),
+    [(_halved, _nothing), (_nothing, _halved), (_observed, _nothing), (_halved, _halved)],
+    ids=["before", "after", "seen", "both"],
 )
-def test_hooks_on_gradients_see_and_change_what_they_do_under_ddp(before: Any, after: Any, transport: str) -> None:
+def test_hooks_on_gradients_see_and_change_what_they_do_under_ddp(
+    before: Any, after: Any, transport: str
+) -> None:
     for differences in run_ranks(2, _hooked, before, after, transport):
         assert not any(differences.values()), differences
 
@@ -98,15 +128,24 @@ def test_a_hook_that_comes_after_ours_finds_a_sealed_gradient(row: str) -> None:
     weight = model.blocks[1].up.weight
     alone = torch.optim.SGD([weight], lr=1.0)
     seen = []
-    handle = weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(tuple(parameter.grad.shape)))
+    handle = weight.register_post_accumulate_grad_hook(
+        lambda parameter: seen.append(tuple(parameter.grad.shape))
+    )
     for step in range(2):
         (model(*batch(0, step)) + model(*batch(0, step + 1))).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert seen and set(seen) == {tuple(weight.shape)}
     handle.remove()
-    handle = weight.register_post_accumulate_grad_hook(lambda parameter: alone.step())  # a step inside the backward, of an optimizer that nobody sharded
-    with pytest.raises(StateError, match=r"the gradient of 'blocks.1.up.weight' rests sharded .*step only an optimizer that was given to zs.shard"):
+    # a step inside the backward, of an optimizer that nobody sharded
+    handle = weight.register_post_accumulate_grad_hook(lambda parameter: alone.step())
+    with pytest.raises(
+        StateError,
+        match=(
+            r"the gradient of 'blocks.1.up.weight' rests sharded .*step only an optimizer that was"
+            r" given to zs.shard"
+        ),
+    ):
         model(*batch(0, 0)).backward()
     handle.remove()
     engine.reset()
@@ -115,7 +154,7 @@ def test_a_hook_that_comes_after_ours_finds_a_sealed_gradient(row: str) -> None:
     engine.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------- the optimizer's state
+# ---------------------------------------------------------------------------- the optimizer's state
 
 
 def _edited(rank: int, world: int, row: str) -> list[str]:
@@ -138,7 +177,14 @@ def _edited(rank: int, world: int, row: str) -> list[str]:
                 optimizer.state.clear()  # as some schedules with restarts do
             if step == 4:
                 optimizer.param_groups[0].update(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.3)
-        runs[kind] = Run([], {k: v.clone() for k, v in model.state_dict().items()} if engine is None else engine.full_state_dict(rank0_only=False))
+        runs[kind] = Run(
+            [],
+            (
+                {k: v.clone() for k, v in model.state_dict().items()}
+                if engine is None
+                else engine.full_state_dict(rank0_only=False)
+            ),
+        )
         if engine is not None:
             engine.close()
     return runs[row].differs_from(runs["torch-ddp"])

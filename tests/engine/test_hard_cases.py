@@ -1,4 +1,6 @@
-"""The cases that bend every engine of this kind, each against torch's DDP (or data parallel training by hand) with equal bits."""
+"""The cases that bend every engine of this kind, each against torch's DDP (or data parallel
+training by hand) with equal bits.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from tests.engine.cases import WIDTH, Backward, Case, Chain, compare_case, seeded, simple, train_case
+from tests.engine.cases import (
+    WIDTH,
+    Backward,
+    Case,
+    Chain,
+    compare_case,
+    seeded,
+    simple,
+    train_case,
+)
 from tests.engine.common import ROWS, TRANSPORTS, Block, Net, batch, make_model, two_groups
 from tests.harness import run_ranks
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.unit import UnitState
 
-# ---------------------------------------------------------------------------------------------------------------- the models
+# --------------------------------------------------------------------------------------- the models
 
 
 class Tied(Net):
@@ -30,7 +41,9 @@ class Tied(Net):
 
 
 class Borrowing(Net):
-    """Uses the embedding's weight outside its module, as a head; a unit that the whole model spans has it there."""
+    """Uses the embedding's weight outside its module, as a head; a unit that the whole model
+    spans has it there.
+    """
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
         h = self.embed(x)
@@ -42,12 +55,15 @@ class Borrowing(Net):
 
 
 class Checkpointed(Net):
-    """Blocks recomputed inside backward: one at a time, two together (`span`), or within each other (`nested`).
+    """Blocks recomputed inside backward: one at a time, two together (`span`), or within each
+    other (`nested`).
 
     `ahead`: a weight of one is used before, outside of its module and of the checkpoint.
     """
 
-    def __init__(self, *, reentrant: bool, span: int = 1, nested: bool = False, ahead: bool = False) -> None:
+    def __init__(
+        self, *, reentrant: bool, span: int = 1, nested: bool = False, ahead: bool = False
+    ) -> None:
         super().__init__(WIDTH, 4)
         self.reentrant, self.span, self.nested, self.ahead = reentrant, span, nested, ahead
 
@@ -74,7 +90,9 @@ class InnerCheckpoint(Block):
     reentrant = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = checkpoint(lambda t: nn.functional.gelu(self.up(self.norm(t))), x, use_reentrant=self.reentrant)
+        hidden = checkpoint(
+            lambda t: nn.functional.gelu(self.up(self.norm(t))), x, use_reentrant=self.reentrant
+        )
         return x + self.down(hidden)
 
 
@@ -105,7 +123,9 @@ class Routed(Net):
         super().__init__(WIDTH, 4)
         self.spare = Block(WIDTH)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor, route: list[int], spare: bool = False) -> torch.Tensor:  # type: ignore[override]
+    def forward(
+        self, x: torch.Tensor, y: torch.Tensor, route: list[int], spare: bool = False
+    ) -> torch.Tensor:  # type: ignore[override]
         h = self.embed(x)
         for index in route:
             h = self.blocks[index](h)
@@ -121,7 +141,9 @@ class Output:
 
 
 class Wrapping(Block):
-    """Returns its result in a container, with views and its own input in it; `kind` is set per block."""
+    """Returns its result in a container, with views and its own input in it; `kind` is set per
+    block.
+    """
 
     kind = "tuple"
 
@@ -157,7 +179,9 @@ class Containers(Net):
     def __init__(self) -> None:
         super().__init__(WIDTH, 1)
         self.blocks = nn.ModuleList(Wrapping(WIDTH) for _ in range(6))
-        for block, kind in zip(self.blocks, ["dict", "dataclass", "tuple", "chunks", "input", "view"], strict=True):
+        for block, kind in zip(
+            self.blocks, ["dict", "dataclass", "tuple", "chunks", "input", "view"], strict=True
+        ):
             block.kind = kind
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
@@ -165,7 +189,9 @@ class Containers(Net):
         for block in self.blocks:
             h = block(h)
         assert y is not None
-        return nn.functional.cross_entropy(self.head(self.norm(_hidden(h))).flatten(0, 1), y.flatten())
+        return nn.functional.cross_entropy(
+            self.head(self.norm(_hidden(h))).flatten(0, 1), y.flatten()
+        )
 
 
 class InPlace(Block):
@@ -215,10 +241,12 @@ class Convolutions(nn.Module):
         return self.last(self.mix(x.mean((2, 3)))).square().mean()
 
 
-# ---------------------------------------------------------------------------------------------------------------- what a step does
+# --------------------------------------------------------------------------------- what a step does
 
 
-def _two_forwards(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
+def _two_forwards(
+    module: nn.Module, backward: Backward, rank: int, step: int
+) -> list[torch.Tensor]:
     first, second = module(*batch(rank, 2 * step)), module(*batch(rank, 2 * step + 1))
     backward(first + 0.5 * second)
     return [first.detach(), second.detach()]
@@ -245,14 +273,18 @@ def _halves(module: nn.Module, backward: Backward, rank: int, step: int) -> list
     return [loss.detach()]
 
 
-def _routes_by_rank(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
+def _routes_by_rank(
+    module: nn.Module, backward: Backward, rank: int, step: int
+) -> list[torch.Tensor]:
     route = [[0, 1, 2, 3], [0, 3], [3, 1], []][(step + 2 * rank) % 4]
     loss = module(*batch(rank, step), route, rank == step % 2)
     backward(loss)
     return [loss.detach()]
 
 
-def _routes_by_step(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
+def _routes_by_step(
+    module: nn.Module, backward: Backward, rank: int, step: int
+) -> list[torch.Tensor]:
     route = [[0, 1, 2, 3], [3, 2, 1, 0], [1, 1, 2], [2, 0, 2, 0, 3], [0], [0, 1, 2, 3]][step]
     with torch.no_grad():
         module.eval()
@@ -288,7 +320,9 @@ def _evaluated(module: nn.Module, backward: Backward, rank: int, step: int) -> l
 
 
 def _images(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
-    loss = module(torch.randn(2, 5, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank)))
+    loss = module(
+        torch.randn(2, 5, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+    )
     backward(loss)
     return [loss.detach()]
 
@@ -298,17 +332,27 @@ _UNUSED = {"find_unused_parameters": True}
 CASES = {
     "tied embedding and head": Case(seeded(Tied), simple),
     "tied, two forwards": Case(seeded(Tied), _two_forwards),
-    "a weight used outside its module": Case(seeded(Borrowing), simple, options={"units": [Block, ""]}),
+    "a weight used outside its module": Case(
+        seeded(Borrowing), simple, options={"units": [Block, ""]}
+    ),
     "checkpoint": Case(seeded(Checkpointed, reentrant=False), simple),
     "checkpoint reentrant": Case(seeded(Checkpointed, reentrant=True), simple),
     "checkpoint over two blocks": Case(seeded(Checkpointed, reentrant=False, span=2), simple),
-    "checkpoint reentrant over two blocks": Case(seeded(Checkpointed, reentrant=True, span=2), simple),
+    "checkpoint reentrant over two blocks": Case(
+        seeded(Checkpointed, reentrant=True, span=2), simple
+    ),
     "checkpoint nested": Case(seeded(Checkpointed, reentrant=False, span=2, nested=True), simple),
-    "checkpoint reentrant nested": Case(seeded(Checkpointed, reentrant=True, span=2, nested=True), simple, ddp=None),
-    "a weight used outside and reentrant": Case(seeded(Checkpointed, reentrant=True, ahead=True), simple, ddp=None),
+    "checkpoint reentrant nested": Case(
+        seeded(Checkpointed, reentrant=True, span=2, nested=True), simple, ddp=None
+    ),
+    "a weight used outside and reentrant": Case(
+        seeded(Checkpointed, reentrant=True, ahead=True), simple, ddp=None
+    ),
     "checkpoint inside a block": Case(seeded(Chain, InnerCheckpoint), simple),
     "checkpoint reentrant inside a block": Case(seeded(Chain, ReentrantInner), simple),
-    "checkpoint, two losses": Case(seeded(Checkpointed, reentrant=False, span=2), _two_losses, ddp=None),
+    "checkpoint, two losses": Case(
+        seeded(Checkpointed, reentrant=False, span=2), _two_losses, ddp=None
+    ),
     "two forwards, one backward": Case(make_model, _two_forwards),
     "two losses, two backwards": Case(make_model, _two_losses, ddp=None),
     "retained graph": Case(make_model, _retained, ddp=None),
@@ -329,7 +373,11 @@ def _compare(rank: int, world: int, name: str, rows: tuple[str, ...]) -> dict[st
     return compare_case(rank, CASES[name], rows)
 
 
-@pytest.mark.parametrize("rows", [("zero1", "zero3"), pytest.param(ROWS, marks=pytest.mark.slow)], ids=["two rows", "every row"])
+@pytest.mark.parametrize(
+    "rows",
+    [("zero1", "zero3"), pytest.param(ROWS, marks=pytest.mark.slow)],
+    ids=["two rows", "every row"],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_hard_case_trains_to_ddps_bits(name: str, rows: tuple[str, ...]) -> None:
     for differences in run_ranks(2, _compare, name, rows):
@@ -358,11 +406,19 @@ def test_what_was_gathered_ahead_of_a_forward_that_ended_early_is_released(trans
 
 
 def _no_longer_on_tiers(rank: int, world: int, path: str) -> dict[str, list[str]]:
-    """Moments and weight decay would go on moving a block that is no longer used, if a step on another tier took it along."""
+    """Moments and weight decay would go on moving a block that is no longer used, if a step on
+    another tier took it along.
+    """
     case = CASES["no longer used"]
     reference = train_case(rank, "reference", case)
-    offloads = {"host": zs.Offload(optimizer="host"), "disk": zs.Offload(optimizer="disk", disk_path=path)}
-    return {tier: train_case(rank, "zero2", case, units=[""], offload=offload).differs_from(reference) for tier, offload in offloads.items()}
+    offloads = {
+        "host": zs.Offload(optimizer="host"),
+        "disk": zs.Offload(optimizer="disk", disk_path=path),
+    }
+    return {
+        tier: train_case(rank, "zero2", case, units=[""], offload=offload).differs_from(reference)
+        for tier, offload in offloads.items()
+    }
 
 
 def test_what_is_no_longer_used_is_not_stepped_on_another_tier_either(tmp_path: Path) -> None:
@@ -370,7 +426,7 @@ def test_what_is_no_longer_used_is_not_stepped_on_another_tier_either(tmp_path: 
         assert not any(differences.values()), differences
 
 
-# ---------------------------------------------------------------------------------------------------------------- parameters without gradient
+# ---------------------------------------------------------------------- parameters without gradient
 
 
 def _unused(rank: int, world: int, row: str) -> None:
@@ -435,9 +491,13 @@ def _frozen_in_optimizer(rank: int, world: int) -> None:
             optimizer.zero_grad()
         after = engine.full_state_dict(rank0_only=False)
         changed = {name for name in before if not torch.equal(before[name], after[name])}
-        assert changed == {name for name in before if name.endswith(("down.weight", "up.weight"))}, changed
+        assert changed == {
+            name for name in before if name.endswith(("down.weight", "up.weight"))
+        }, changed
         trainable = 3 * 2 * WIDTH * 3
-        assert memory["grad"] == 0 and engine.memory().at_rest["optimizer"] <= 8 * trainable, engine.memory()
+        assert memory["grad"] == 0 and engine.memory().at_rest["optimizer"] <= 8 * trainable, (
+            engine.memory()
+        )
         engine.close()
         assert list(optimizer.param_groups[0]["params"]) == list(model.parameters())
 
@@ -459,7 +519,11 @@ def _toggled(rank: int, world: int) -> list[str]:
     reference = train_case(rank, "reference", case)
     kinds = [(row, "shared_memory") for row in ROWS] + [("zero3", "gloo")]
     return [
-        f"{kind}: {name}" for kind in kinds for name in train_case(rank, kind[0], case, comm=zs.Comm(transport=kind[1])).differs_from(reference)
+        f"{kind}: {name}"
+        for kind in kinds
+        for name in train_case(rank, kind[0], case, comm=zs.Comm(transport=kind[1])).differs_from(
+            reference
+        )
     ]
 
 
@@ -470,7 +534,9 @@ def test_requires_grad_switched_off_and_on_again_skips_the_gradient() -> None:
 
 def _thawed(rank: int, world: int) -> None:
     model = seeded(_lora)()
-    engine = zs.shard(model, two_groups(nn.ParameterList([p for p in model.parameters() if p.requires_grad])))
+    engine = zs.shard(
+        model, two_groups(nn.ParameterList([p for p in model.parameters() if p.requires_grad]))
+    )
     model.blocks[1].base.requires_grad_(True)
     with pytest.raises(ConfigError, match=r"'blocks.1.base.weight' was frozen .* requires_grad"):
         model(*batch(rank, 0))
@@ -484,7 +550,7 @@ def test_a_frozen_parameter_that_is_switched_on_later_is_refused_by_name() -> No
     run_ranks(2, _thawed)
 
 
-# ---------------------------------------------------------------------------------------------------------------- stale weights, races
+# ----------------------------------------------------------------------------- stale weights, races
 
 
 def _stale(rank: int, world: int, row: str) -> None:
@@ -494,7 +560,12 @@ def _stale(rank: int, world: int, row: str) -> None:
     losses = [model(*batch(rank, step)) for step in range(2)]
     losses[0].backward()
     optimizer.step()
-    with pytest.raises(StateError, match=r"backward through unit '\S+' of a forward that ran before the last optimizer.step\(\)"):
+    with pytest.raises(
+        StateError,
+        match=(
+            r"backward through unit '\S+' of a forward that ran before the last optimizer.step\(\)"
+        ),
+    ):
         losses[1].backward()
     del losses
     engine.reset()
@@ -504,7 +575,11 @@ def _stale(rank: int, world: int, row: str) -> None:
         optimizer.zero_grad()
     loss = model(*batch(rank, 5))
     with engine.gathered(writeback=True):
-        model.head.weight.mul_(0.5) if not model.head.weight.requires_grad else model.head.weight.data.mul_(0.5)
+        (
+            model.head.weight.mul_(0.5)
+            if not model.head.weight.requires_grad
+            else model.head.weight.data.mul_(0.5)
+        )
     with pytest.raises(StateError, match="backward through unit"):
         loss.backward()
     engine.reset()
@@ -517,12 +592,16 @@ def test_backward_after_a_step_of_an_older_forward_is_an_error_in_every_row(row:
 
 
 def _race(rank: int, world: int, row: str) -> None:
-    """One rank evaluates between backward and step, slowly; the weights that it reads are those of before the step, all of them."""
+    """One rank evaluates between backward and step, slowly; the weights that it reads are those
+    of before the step, all of them.
+    """
     plain, model = make_model(), make_model()
     optimizer = two_groups(model)
     engine = zs.shard(model, optimizer, policy=row)
     for block in model.blocks:
-        block.register_forward_hook(lambda module, args, output: time.sleep(0.02) if not torch.is_grad_enabled() else None)
+        block.register_forward_hook(
+            lambda module, args, output: time.sleep(0.02) if not torch.is_grad_enabled() else None
+        )
     for step in range(6):
         plain.load_state_dict(engine.full_state_dict(rank0_only=False))
         model(*batch(rank, step)).backward()
@@ -550,7 +629,9 @@ def test_parameters_with_gaps_and_with_shared_elements_train_as_dense_ones() -> 
     nn.init.constant_(models[0][1].bias, 0.25)
     models[1].load_state_dict(models[0].state_dict())
     models[1][1].bias = nn.Parameter(torch.tensor([0.25]).expand(3))
-    models[1][1].weight = nn.Parameter(torch.stack([models[0][1].weight.detach()] * 2, dim=2)[:, :, 0])
+    models[1][1].weight = nn.Parameter(
+        torch.stack([models[0][1].weight.detach()] * 2, dim=2)[:, :, 0]
+    )
     assert models[1][1].weight.stride() == (10, 2) and models[1][1].bias.stride() == (0,)
     optimizers = [two_groups(model) for model in models]
     engine = zs.shard(models[1], optimizers[1])
@@ -579,13 +660,22 @@ class Branches(nn.Module):
 
 def _clipped_branches(rank: int, world: int, transport: str) -> None:
     states = {}
-    rows = ["ddp", "zero1", "zero2"] + ["zero3"] * (transport == "shared_memory")  # two-sided gathers need the same units on every rank
+    # two-sided gathers need the same units on every rank
+    rows = ["ddp", "zero1", "zero2"] + ["zero3"] * (transport == "shared_memory")
     for kind in ["torch-ddp", *rows]:
         torch.manual_seed(0)
         model = Branches()
         optimizer = two_groups(model)
-        engine = None if kind == "torch-ddp" else zs.shard(model, optimizer, policy=kind, comm=zs.Comm.model_validate({"transport": transport}))
-        runs = DistributedDataParallel(model, find_unused_parameters=True) if engine is None else model
+        engine = (
+            None
+            if kind == "torch-ddp"
+            else zs.shard(
+                model, optimizer, policy=kind, comm=zs.Comm.model_validate({"transport": transport})
+            )
+        )
+        runs = (
+            DistributedDataParallel(model, find_unused_parameters=True) if engine is None else model
+        )
         for step in range(3):
             runs(torch.full((2, 7), 1.0 + rank + step), rank + step % 2).backward()
             if engine is None:
@@ -595,7 +685,9 @@ def _clipped_branches(rank: int, world: int, transport: str) -> None:
             assert norm > 1e-2
             optimizer.step()
             optimizer.zero_grad()
-        states[kind] = model.state_dict() if engine is None else engine.full_state_dict(rank0_only=False)
+        states[kind] = (
+            model.state_dict() if engine is None else engine.full_state_dict(rank0_only=False)
+        )
         if engine is not None:
             engine.close()
     for name, value in states["torch-ddp"].items():

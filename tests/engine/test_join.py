@@ -1,4 +1,6 @@
-"""Uneven numbers of batches: ``engine.join()`` against torch's Join over DDP, and what it refuses."""
+"""Uneven numbers of batches: ``engine.join()`` against torch's Join over DDP, and what it
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,18 @@ from tests.harness import run_ranks
 from zeroshard import ConfigError, PlanMismatch
 
 
-def _train(rank: int, kind: str, transport: str, steps: list[int], *, micro_batches: int = 1, **options: Any) -> dict[str, torch.Tensor]:
-    """Train for ``steps[rank]`` steps on this rank's own data, with clipping (ours) and a schedule."""
+def _train(
+    rank: int,
+    kind: str,
+    transport: str,
+    steps: list[int],
+    *,
+    micro_batches: int = 1,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    """Train for ``steps[rank]`` steps on this rank's own data, with clipping (ours) and a
+    schedule.
+    """
     model = make_model()
     optimizer = two_groups(model)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
@@ -26,7 +38,14 @@ def _train(rank: int, kind: str, transport: str, steps: list[int], *, micro_batc
         joined: contextlib.AbstractContextManager[Any] = Join([runs])
         syncs: Any = runs
     else:
-        engine = zs.shard(model, optimizer, policy=kind, comm=zs.Comm.model_validate({"transport": transport}), stall_timeout_s=20, **options)
+        engine = zs.shard(
+            model,
+            optimizer,
+            policy=kind,
+            comm=zs.Comm.model_validate({"transport": transport}),
+            stall_timeout_s=20,
+            **options,
+        )
         runs, joined, syncs = model, engine.join(), engine
     with joined:
         for step in range(steps[rank]):
@@ -57,7 +76,9 @@ def _same_as_ddp(rank: int, world: int, transport: str, steps: list[int]) -> Non
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("steps", [[2, 5], [4, 0]], ids=str)
-def test_uneven_batches_end_with_the_weights_of_ddp_and_its_join(steps: list[int], transport: str) -> None:
+def test_uneven_batches_end_with_the_weights_of_ddp_and_its_join(
+    steps: list[int], transport: str
+) -> None:
     run_ranks(2, _same_as_ddp, transport, steps)
 
 
@@ -68,9 +89,17 @@ def _same_rows(rank: int, world: int, transport: str, options: dict[str, Any]) -
         assert not (found := differences(ours, first, row, "zero2")), found
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("gloo", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"precision": "fp16", "micro_batches": 2}], ids=["bf16 clipped", "fp16 accumulated"])
-def test_four_ranks_that_end_one_after_another_agree_in_every_row(options: dict[str, Any], transport: str) -> None:
+@pytest.mark.parametrize(
+    "transport", ["shared_memory", pytest.param("gloo", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "options",
+    [{"precision": "bf16"}, {"precision": "fp16", "micro_batches": 2}],
+    ids=["bf16 clipped", "fp16 accumulated"],
+)
+def test_four_ranks_that_end_one_after_another_agree_in_every_row(
+    options: dict[str, Any], transport: str
+) -> None:
     run_ranks(4, _same_rows, transport, options)
 
 
@@ -78,7 +107,16 @@ def _different_things(rank: int, world: int) -> None:
     model = make_model()
     optimizer = two_groups(model)
     engine = zs.shard(model, optimizer, stage=3, stall_timeout_s=20)
-    with pytest.raises(PlanMismatch, match=r"ranks with data must do the same in the same order; rank 0: backward; rank 1: forward"), engine.join():
+    with (
+        pytest.raises(
+            PlanMismatch,
+            match=(
+                r"ranks with data must do the same in the same order; rank 0: backward; rank 1:"
+                r" forward"
+            ),
+        ),
+        engine.join(),
+    ):
         loss = model(*batch(rank, 0))
         loss = model(*batch(rank, 1)) if rank == 1 else loss
         loss.backward()

@@ -21,10 +21,16 @@ from zeroshard.core.precision import PRECISIONS
 
 
 def _live_storages() -> dict[int, int]:
-    """Return every live tensor storage by address with its bytes, found without the engine's help."""
+    """Return every live tensor storage by address with its bytes, found without the engine's
+    help.
+    """
     found: dict[int, int] = {}
     for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and type(thing).__name__ not in ("SealedGrad", "FakeTensor", "FunctionalTensor"):
+        if isinstance(thing, torch.Tensor) and type(thing).__name__ not in (
+            "SealedGrad",
+            "FakeTensor",
+            "FunctionalTensor",
+        ):
             storage = thing.untyped_storage()
             if storage.nbytes() > 1024:
                 found[storage.data_ptr()] = storage.nbytes()
@@ -37,7 +43,9 @@ def _at_rest(rank: int, world: int, row: str, precision: str) -> dict[str, Any]:
     model = make_model(width=48, layers=4)
     numel = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine = zs.shard(model, optimizer, policy=row, precision=precision, comm=zs.Comm(transport="gloo"))
+    engine = zs.shard(
+        model, optimizer, policy=row, precision=precision, comm=zs.Comm(transport="gloo")
+    )
     for step in range(2):
         x, y = batch(rank, step)
         model(x, y).backward()
@@ -55,25 +63,45 @@ def _at_rest(rank: int, world: int, row: str, precision: str) -> dict[str, Any]:
     optimizer.zero_grad()
     num_slots, num_units = len(list(model.parameters())), len(engine.units)
     engine.close()
-    return {"numel": numel, "report": reported, "between": between, "live": live, "slots": num_slots, "units": num_units}
+    return {
+        "numel": numel,
+        "report": reported,
+        "between": between,
+        "live": live,
+        "slots": num_slots,
+        "units": num_units,
+    }
 
 
 @pytest.mark.parametrize(
-    ("world", "precision"), [(2, "bf16"), (4, "fp32"), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((2, "fp32"), (4, "bf16")))]
+    ("world", "precision"),
+    [
+        (2, "bf16"),
+        (4, "fp32"),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((2, "fp32"), (4, "bf16"))),
+    ],
 )
 @pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3", "zero3-keep"])
-def test_bytes_at_rest_are_the_formulas_within_padding(world: int, row: str, precision: str) -> None:
+def test_bytes_at_rest_are_the_formulas_within_padding(
+    world: int, row: str, precision: str
+) -> None:
     policy, mesh = policy_row(row), Mesh(1, world)
     for seen in run_ranks(world, _at_rest, row, precision):
-        for point, report in (("after_step", seen["report"]), ("between_micro_batches", seen["between"])):
-            formula = policy.bytes_at_rest(point, numel=seen["numel"], mesh=mesh, precision=PRECISIONS[precision])
+        for point, report in (
+            ("after_step", seen["report"]),
+            ("between_micro_batches", seen["between"]),
+        ):
+            formula = policy.bytes_at_rest(
+                point, numel=seen["numel"], mesh=mesh, precision=PRECISIONS[precision]
+            )
             padding = ALIGN * (seen["slots"] + world * seen["units"])  # elements per state
             for state, width in (("weight", 4), ("master", 4), ("grad", 4), ("optimizer", 8)):
                 excess = report.at_rest[state] - getattr(formula, state)
                 slack = padding * width
                 assert -slack <= excess <= slack, (point, state, excess, slack)
         assert seen["report"].at_rest["grad"] == 0
-        pooled = 3 * 4 * seen["numel"] / 4  # gradient buffers between steps: three of the largest unit, which is under a quarter here
+        # gradient buffers between steps: three of the largest unit, which is under a quarter here
+        pooled = 3 * 4 * seen["numel"] / 4
         assert seen["live"] <= seen["report"].total + pooled, "something else is alive"
 
 
@@ -89,7 +117,11 @@ def _peak(rank: int, world: int, row: str) -> dict[str, int]:
     def sample(*_: Any) -> None:
         nonlocal peak
         full = sum(segment.flat.full.untyped_storage().nbytes() for segment in segments)
-        grads = sum(s.grad.buffer_bytes for s in segments if s.grad is not None and s.grad._buffer is not None)
+        grads = sum(
+            s.grad.buffer_bytes
+            for s in segments
+            if s.grad is not None and s.grad._buffer is not None
+        )
         flying = sum(s.grad._flight_bytes for s in segments if s.grad is not None)
         peak = max(peak, full + grads + flying)
 
@@ -117,18 +149,28 @@ def test_full_weights_and_gradients_stay_within_three_units(row: str) -> None:
 
 
 def _shared_rest(rank: int, world: int) -> tuple[int, int, int]:
-    """Return private plus proportional bytes of this process before and after sharding, and the model's bytes."""
+    """Return private plus proportional bytes of this process before and after sharding, and the
+    model's bytes.
+    """
 
     def pss() -> int:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what the C allocator keeps for itself is not ours to measure
+        # what the C allocator keeps for itself is not ours to measure
+        ctypes.CDLL(None).malloc_trim(0)
         with open("/proc/self/smaps_rollup") as lines:
-            kib = {name.strip(): int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.endswith("kB\n")}
-        return 1024 * (kib["Pss"] - kib["LazyFree"])  # what the kernel may take at any moment is not held
+            kib = {
+                name.strip(): int(rest.split()[0])
+                for name, _, rest in (line.partition(":") for line in lines)
+                if rest.endswith("kB\n")
+            }
+        # what the kernel may take at any moment is not held
+        return 1024 * (kib["Pss"] - kib["LazyFree"])
 
     def train(layers: int) -> tuple[int, Any]:
         torch.manual_seed(0)
-        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(layers)))
+        model = torch.nn.Sequential(
+            *(torch.nn.Linear(1024, 1024, bias=False) for _ in range(layers))
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         engine = zs.shard(model, optimizer, stage=3, comm=zs.Comm(transport="shared_memory"))
         model(torch.ones(1, 1024)).sum().backward()
@@ -147,7 +189,9 @@ def _shared_rest(rank: int, world: int) -> tuple[int, int, int]:
 
 def test_the_operating_system_agrees_that_shards_lie_once_per_host() -> None:
     for before, after, full in run_ranks(2, _shared_rest):
-        assert after - before < full / 2 + 40 * 2**20, f"{(after - before) / 2**20:.0f} MiB for shards of {full / 2**21:.0f} MiB"
+        assert after - before < full / 2 + 40 * 2**20, (
+            f"{(after - before) / 2**20:.0f} MiB for shards of {full / 2**21:.0f} MiB"
+        )
 
 
 def _units(rank: int, world: int) -> list[str]:
@@ -161,13 +205,19 @@ def _units(rank: int, world: int) -> list[str]:
 def test_a_model_of_24_blocks_gets_at_least_24_units() -> None:
     names = run_ranks(1, _units)[0]
     assert len(names) >= 24
-    assert [name for name in names if name.startswith("blocks.")] == [f"blocks.{i}" for i in range(24)]
+    assert [name for name in names if name.startswith("blocks.")] == [
+        f"blocks.{i}" for i in range(24)
+    ]
 
 
-def _growth(rank: int, world: int, transport: str) -> tuple[Counter[str], Counter[str], list[bool], tuple[int, int]]:
-    """Train 200 steps; return live tensors by shape at step 5 and at the end, whether all is gone after `del`, and the pool's bytes and bound.
+def _growth(
+    rank: int, world: int, transport: str
+) -> tuple[Counter[str], Counter[str], list[bool], tuple[int, int]]:
+    """Train 200 steps; return live tensors by shape at step 5 and at the end, whether all is
+    gone after `del`, and the pool's bytes and bound.
 
-    The pool's slots (the only uint8 tensors here) are made when a rank first is late, at any step, so they are held to their bound instead.
+    The pool's slots (the only uint8 tensors here) are made when a rank first is late, at any step,
+    so they are held to their bound instead.
     """
     model = make_model()
     optimizer = two_groups(model)
@@ -175,7 +225,11 @@ def _growth(rank: int, world: int, transport: str) -> tuple[Counter[str], Counte
 
     def census() -> Counter[str]:
         gc.collect()
-        return Counter(str(tuple(t.shape)) for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.dtype is not torch.uint8)
+        return Counter(
+            str(tuple(t.shape))
+            for t in gc.get_objects()
+            if isinstance(t, torch.Tensor) and t.dtype is not torch.uint8
+        )
 
     seen = []
     for step in range(200 if transport == "shared_memory" else 40):
@@ -194,7 +248,9 @@ def _growth(rank: int, world: int, transport: str) -> tuple[Counter[str], Counte
     return seen[0], seen[1], [ref() is None for ref in watched], pool
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "transport", ["shared_memory", pytest.param("gloo", marks=pytest.mark.slow)]
+)
 def test_steps_leave_no_growth_and_deleting_the_model_frees_everything(transport: str) -> None:
     for early, late, gone, (pooled, limit) in run_ranks(2, _growth, transport):
         assert 0 < pooled <= limit + 4096

@@ -1,4 +1,6 @@
-"""Rows on a mesh of nodes: the same bits from every row and lowering, and between nodes exactly the bytes of docs/design/traffic.md."""
+"""Rows on a mesh of nodes: the same bits from every row and lowering, and between nodes exactly
+the bytes of docs/design/traffic.md.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from tests.engine.common import ROWS, Net, batch, bytes_between_nodes, make_model, one_step, padded_numel, train, two_groups
+from tests.engine.common import (
+    ROWS,
+    Net,
+    batch,
+    bytes_between_nodes,
+    make_model,
+    one_step,
+    padded_numel,
+    train,
+    two_groups,
+)
 from tests.harness import run_ranks
 from zeroshard.core.placement import Mesh, Tier
 from zeroshard.core.policy import row as policy_row
@@ -26,13 +38,20 @@ LOWERINGS = {"flat": False, "two levels": True, "cheapest": None}
 WIDTH = 64  # every parameter but the embedding and the head fills whole slots, so padding is small
 
 
-# ---------------------------------------------------------------------------------------------------------------- bits
+# --------------------------------------------------------------------------------------------- bits
 
 
-def _runs(rank: int, world: int, transport: str, precision: str, steps: int, micro_batches: int) -> dict[str, list[str]]:
+def _runs(
+    rank: int, world: int, transport: str, precision: str, steps: int, micro_batches: int
+) -> dict[str, list[str]]:
     """Train every row with every lowering; return what differs from ddp, flat."""
     make = functools.partial(two_groups, fused=True, foreach=False)
-    options = {"optimizer": make, "precision": precision, "micro_batches": micro_batches, "clip": 0.1}
+    options = {
+        "optimizer": make,
+        "precision": precision,
+        "micro_batches": micro_batches,
+        "clip": 0.1,
+    }
     runs = {}
     for row in ROWS + MESH_ROWS:
         for name, lowering in LOWERINGS.items():
@@ -43,14 +62,19 @@ def _runs(rank: int, world: int, transport: str, precision: str, steps: int, mic
     return {name: run.differs_from(runs["ddp, flat"]) for name, run in runs.items()}
 
 
-@pytest.mark.parametrize(("transport", "precision"), [("gloo", "fp32"), pytest.param("shared_memory", "bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("transport", "precision"),
+    [("gloo", "fp32"), pytest.param("shared_memory", "bf16", marks=pytest.mark.slow)],
+)
 def test_rows_and_lowerings_give_the_same_bits(transport: str, precision: str) -> None:
     for differences in run_ranks(4, _runs, transport, precision, 4, 2, timeout=110):
         assert not any(differences.values()), differences
 
 
 def _classes(rank: int, world: int, transport: str) -> dict[str, dict[str, list[str]]]:
-    """Train every row with micro-batches inside no_sync; return, per class, what differs from its first row."""
+    """Train every row with micro-batches inside no_sync; return, per class, what differs from
+    its first row.
+    """
     out = {}
     for rows in (("ddp", "zero1"), ("zero3", "zero2", "hpz"), ("mics", "hfsdp")):
         runs = {}
@@ -61,7 +85,9 @@ def _classes(rank: int, world: int, transport: str) -> dict[str, dict[str, list[
     return out
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "transport", ["shared_memory", pytest.param("gloo", marks=pytest.mark.slow)]
+)
 def test_inside_no_sync_rows_are_equal_within_each_class(transport: str) -> None:
     for classes in run_ranks(4, _classes, transport, timeout=110):
         for differences in classes.values():
@@ -69,7 +95,9 @@ def test_inside_no_sync_rows_are_equal_within_each_class(transport: str) -> None
 
 
 def _accumulated(rank: int, world: int) -> dict[str, list[str]]:
-    """Accumulate inside no_sync where a node is all ranks, and where it is one; return what differs from zero3 or zero1."""
+    """Accumulate inside no_sync where a node is all ranks, and where it is one; return what
+    differs from zero3 or zero1.
+    """
     options = {"micro_batches": 3, "no_sync": True, "clip": 0.1}
     tiers = {"device": None, "host": zs.Offload(grad="host", optimizer="host", fraction=0.4)}
     runs = {row: train(rank, row, 3, **options) for row in ("zero1", "zero3")}
@@ -78,7 +106,8 @@ def _accumulated(rank: int, world: int) -> dict[str, list[str]]:
         for tier, offload in tiers.items():
             run = train(rank, row, 3, offload=offload, **options)
             out[f"{row}, one node, {tier}"] = run.differs_from(runs["zero3"])
-    for row in ("mics", "hfsdp"):  # of nodes of one rank, each keeps the sum of its own micro-batches, as zero1 does
+    # of nodes of one rank, each keeps the sum of its own micro-batches, as zero1 does
+    for row in ("mics", "hfsdp"):
         for tier, offload in tiers.items():
             run = train(rank, row, 3, comm=zs.Comm(node_size=1), offload=offload, **options)
             out[f"{row}, nodes of one rank, {tier}"] = run.differs_from(runs["zero1"])
@@ -91,7 +120,9 @@ def test_gradients_accumulate_inside_no_sync_on_one_node_and_on_nodes_of_one_ran
 
 
 def _recomputed(rank: int, world: int, row: str) -> list[list[str]]:
-    """Train with recomputed blocks, and with two forwards before each backward; return what differs from zero3."""
+    """Train with recomputed blocks, and with two forwards before each backward; return what
+    differs from zero3.
+    """
     comm = zs.Comm(transport="gloo", node_size=2)
     out = []
     for forward in (_with_checkpoints, _twice):
@@ -108,7 +139,9 @@ def _recomputed(rank: int, world: int, row: str) -> list[list[str]]:
                 optimizer.zero_grad()
             runs.append(engine.full_state_dict(rank0_only=False))
             engine.close()
-        out.append([name for name, value in runs[0].items() if not torch.equal(value, runs[1][name])])
+        out.append(
+            [name for name, value in runs[0].items() if not torch.equal(value, runs[1][name])]
+        )
     return out
 
 
@@ -162,7 +195,9 @@ def _saved(rank: int, world: int, path: str) -> list[str]:
         for row, loads in ((save, False), (load, True)):
             model = make_model()
             optimizer = two_groups(model)
-            engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(node_size=2), stall_timeout_s=20)
+            engine = zs.shard(
+                model, optimizer, policy=row, comm=zs.Comm(node_size=2), stall_timeout_s=20
+            )
             if loads:
                 zs.load(f"{path}/{save}", engine)
             for step in range(2):
@@ -178,7 +213,11 @@ def _saved(rank: int, world: int, path: str) -> list[str]:
                     optimizer.zero_grad()
             states.append(engine.full_state_dict(rank0_only=False))
             engine.close()
-        out += [f"{save} to {load}: {name}" for name, value in states[0].items() if not torch.equal(value, states[1][name])]
+        out += [
+            f"{save} to {load}: {name}"
+            for name, value in states[0].items()
+            if not torch.equal(value, states[1][name])
+        ]
     return out
 
 
@@ -187,7 +226,10 @@ def test_checkpoints_lead_from_row_to_row(tmp_path: Path) -> None:
 
 
 def _node_sizes(rank: int, world: int) -> list[list[str]]:
-    runs = [train(rank, "zero3", 5, comm=zs.Comm(transport="gloo", node_size=size)) for size in (None, 4, 2, 1)]
+    runs = [
+        train(rank, "zero3", 5, comm=zs.Comm(transport="gloo", node_size=size))
+        for size in (None, 4, 2, 1)
+    ]
     return [run.differs_from(runs[0]) for run in runs]
 
 
@@ -197,11 +239,13 @@ def test_the_node_size_is_part_of_the_bits() -> None:
         assert not one, "nodes of one rank are summed in rank order, as one node is"
 
 
-# ---------------------------------------------------------------------------------------------------------------- traffic
+# ------------------------------------------------------------------------------------------ traffic
 
 
 def _counted(rank: int, world: int, precision: str) -> dict[tuple[str, str], tuple[int, int, int]]:
-    """Train one step after a first, for every row and lowering; return bytes between nodes, all bytes, and elements with padding."""
+    """Train one step after a first, for every row and lowering; return bytes between nodes, all
+    bytes, and elements with padding.
+    """
     out = {}
     for row in ROWS + MESH_ROWS:
         for name, lowering in LOWERINGS.items():
@@ -209,12 +253,18 @@ def _counted(rank: int, world: int, precision: str) -> dict[tuple[str, str], tup
             model = Net(width=WIDTH, layers=3)
             optimizer = two_groups(model)
             comm = zs.Comm(transport="gloo", node_size=2, hierarchical=lowering)
-            engine = zs.shard(model, optimizer, policy=row, precision=precision, comm=comm, stall_timeout_s=20)
+            engine = zs.shard(
+                model, optimizer, policy=row, precision=precision, comm=comm, stall_timeout_s=20
+            )
             for _ in range(2):
                 one_step(engine, model, optimizer, rank)
                 engine._context.transport.begin_write()  # what is published arrives in this step
             traffic = engine.traffic()
-            out[row, name] = (bytes_between_nodes(engine), traffic.total - traffic.bytes["exchange"], padded_numel(engine))
+            out[row, name] = (
+                bytes_between_nodes(engine),
+                traffic.total - traffic.bytes["exchange"],
+                padded_numel(engine),
+            )
             engine.close()
     return out
 
@@ -224,29 +274,48 @@ def test_bytes_between_nodes_are_the_formula(precision: str) -> None:
     for seen in run_ranks(4, _counted, precision, timeout=100):
         for (row, name), (between, total, padded) in seen.items():
             wires = Wires.of(PRECISIONS[precision])
-            formula = policy_row(row).wire_bytes(numel=padded, mesh=MESH, wires=wires, two_level=LOWERINGS[name])
+            formula = policy_row(row).wire_bytes(
+                numel=padded, mesh=MESH, wires=wires, two_level=LOWERINGS[name]
+            )
             assert (between, total) == (formula.links.between, formula.total), (row, name)
 
 
-# ---------------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 
 
 def _at_rest(rank: int, world: int) -> dict[str, tuple[float, float, int]]:
-    """Return bytes at rest, what the formula says, and the bytes of columns between forward and backward."""
+    """Return bytes at rest, what the formula says, and the bytes of columns between forward and
+    backward.
+    """
     out = {}
     for row in MESH_ROWS:
         torch.manual_seed(0)
         model = Net(width=WIDTH, layers=3)
         optimizer = two_groups(model)
-        engine = zs.shard(model, optimizer, policy=row, precision="bf16", comm=zs.Comm(node_size=2), stall_timeout_s=20)
+        engine = zs.shard(
+            model,
+            optimizer,
+            policy=row,
+            precision="bf16",
+            comm=zs.Comm(node_size=2),
+            stall_timeout_s=20,
+        )
         loss = model(*batch(rank, 0))
         columns = sum(s.flat.column_bytes for unit in engine._weights.units for s in unit.segments)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         padded = padded_numel(engine)
-        formula = policy_row(row).bytes_at_rest("after_step", numel=padded, mesh=MESH, precision=PRECISIONS["bf16"]).total
-        out[row] = (sum(engine.memory().at_rest.values()), formula, columns - (padded if row == "hpz" else 0))
+        formula = (
+            policy_row(row)
+            .bytes_at_rest("after_step", numel=padded, mesh=MESH, precision=PRECISIONS["bf16"])
+            .total
+        )
+        out[row] = (
+            sum(engine.memory().at_rest.values()),
+            formula,
+            columns - (padded if row == "hpz" else 0),
+        )
         engine.close()
     return out
 
@@ -258,7 +327,7 @@ def test_bytes_at_rest_are_the_formula() -> None:
             assert columns == 0, "hpz keeps 1/2 of the bf16 weights, the others nothing"
 
 
-# ---------------------------------------------------------------------------------------------------------------- misuse
+# ------------------------------------------------------------------------------------------- misuse
 
 
 def _without_a_launcher(rank: int, world: int) -> tuple[str, str]:
@@ -275,12 +344,18 @@ def _without_a_launcher(rank: int, world: int) -> tuple[str, str]:
 
 def test_the_node_size_comes_from_the_launcher() -> None:
     for refused, name in run_ranks(4, _without_a_launcher, timeout=30):
-        assert refused == "policy='hpz' needs to know the nodes: set comm.node_size (no launcher has set LOCAL_WORLD_SIZE)"
+        assert (
+            refused
+            == "policy='hpz' needs to know the nodes: set comm.node_size (no launcher has set"
+            " LOCAL_WORLD_SIZE)"
+        )
         assert "in nodes" in name
 
 
 def test_column_weights_off_the_device_need_a_column_optimizer() -> None:
-    with pytest.raises(ValueError, match=r"weight=R S on host with optim=S S: .*take mics, or zero3"):
+    with pytest.raises(
+        ValueError, match=r"weight=R S on host with optim=S S: .*take mics, or zero3"
+    ):
         policy_row("hfsdp").tiered(Tier.HOST, Tier.DEVICE, Tier.HOST)
 
 
@@ -298,16 +373,23 @@ def test_a_node_size_that_does_not_divide_is_refused_on_every_rank() -> None:
 
 def test_ranks_that_disagree_about_the_node_size_are_told_who_says_what() -> None:
     for text in run_ranks(4, _refused, (2, 2, 4, 2), timeout=30):
-        assert text.startswith("PlanMismatch") and "comm" in text and '"node_size":4' in text and "rank 2" in text, text
+        assert (
+            text.startswith("PlanMismatch")
+            and "comm" in text
+            and '"node_size":4' in text
+            and "rank 2" in text
+        ), text
 
 
-# ---------------------------------------------------------------------------------------------------------------- faults
+# ------------------------------------------------------------------------------------------- faults
 
 
 def _flipped(rank: int, world: int, row: str) -> str:
     model = make_model()
     optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(node_size=2), verify_every=2, stall_timeout_s=20)
+    engine = zs.shard(
+        model, optimizer, policy=row, comm=zs.Comm(node_size=2), verify_every=2, stall_timeout_s=20
+    )
     try:
         for step in range(4):
             model(*batch(rank, step)).backward()
@@ -332,7 +414,9 @@ def test_a_column_that_differs_between_nodes_is_found(row: str) -> None:
 def _late(rank: int, world: int) -> str:
     """Rank 3 does not come; return what the others are told."""
     model = make_model()
-    engine = zs.shard(model, two_groups(model), comm=zs.Comm(transport="gloo", node_size=2), stall_timeout_s=1.5)
+    engine = zs.shard(
+        model, two_groups(model), comm=zs.Comm(transport="gloo", node_size=2), stall_timeout_s=1.5
+    )
     if rank == 3:
         time.sleep(4)
         engine._context.transport.close()

@@ -1,4 +1,6 @@
-"""Misuse is answered with one clear line that names the parameter or the option, on every rank, before anything is changed."""
+"""Misuse is answered with one clear line that names the parameter or the option, on every rank,
+before anything is changed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.harness import run_ranks
 from zeroshard.errors import ConfigError, PlanMismatch, StateError
 
 
-def _refused(message: str, model: nn.Module | None = None, optimizer: Any = None, **options: Any) -> None:
+def _refused(
+    message: str, model: nn.Module | None = None, optimizer: Any = None, **options: Any
+) -> None:
     """Expect ConfigError, one line, and a model that still trains."""
     model = make_model() if model is None else model
     with pytest.raises(ConfigError, match=message) as caught:
@@ -28,7 +32,7 @@ def _refused(message: str, model: nn.Module | None = None, optimizer: Any = None
     assert "\n" not in str(caught.value), str(caught.value)
 
 
-# ---------------------------------------------------------------------------------------------------------------- the model
+# ---------------------------------------------------------------------------------------- the model
 
 
 def test_a_model_that_is_sharded_already() -> None:
@@ -41,7 +45,9 @@ def test_a_model_that_is_sharded_already() -> None:
 
 
 def _wrapped(rank: int, world: int) -> None:
-    _refused(r"wrapped in DistributedDataParallel: .*model.module", DistributedDataParallel(make_model()))
+    _refused(
+        r"wrapped in DistributedDataParallel: .*model.module", DistributedDataParallel(make_model())
+    )
 
 
 def test_a_model_wrapped_in_ddp() -> None:
@@ -65,15 +71,21 @@ def test_parameters_on_two_devices() -> None:
 
 
 def test_sparse_gradients_and_sparse_parameters() -> None:
-    _refused(r"module '0' makes sparse gradients \(sparse=True\)", nn.Sequential(nn.Embedding(5, 3, sparse=True)))
+    _refused(
+        r"module '0' makes sparse gradients \(sparse=True\)",
+        nn.Sequential(nn.Embedding(5, 3, sparse=True)),
+    )
     model = nn.Linear(3, 3)
     model.weight = nn.Parameter(torch.eye(3).to_sparse())
     _refused("parameter 'weight' is sparse", model)
     model = nn.Module()
     model.table = nn.Parameter(torch.ones(5, 3))
-    model.forward = lambda x: nn.functional.embedding(x, model.table, sparse=True).sum()  # not to be known from the modules
+    # not to be known from the modules
+    model.forward = lambda x: nn.functional.embedding(x, model.table, sparse=True).sum()
     engine = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ConfigError, match=r"parameter 'table' has a sparse gradient, .*sparse=False"):
+    with pytest.raises(
+        ConfigError, match=r"parameter 'table' has a sparse gradient, .*sparse=False"
+    ):
         model(torch.tensor([1, 2])).backward()
     engine.reset()
 
@@ -86,14 +98,20 @@ def test_a_parameter_of_a_dtype_that_is_not_served(dtype: torch.dtype) -> None:
 
 
 def test_parameters_narrower_than_the_precision() -> None:
-    _refused(r"parameter 'embed.weight' is bf16 but precision computes in fp32: pass precision='bf16'", make_model().bfloat16())
+    _refused(
+        r"parameter 'embed.weight' is bf16 but precision computes in fp32: pass precision='bf16'",
+        make_model().bfloat16(),
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- the optimizer
+# ------------------------------------------------------------------------------------ the optimizer
 
 
 def test_an_optimizer_of_another_model() -> None:
-    _refused("optimizer param group 0 holds a parameter of shape .* not one of this model's", optimizer=two_groups(make_model()))
+    _refused(
+        "optimizer param group 0 holds a parameter of shape .* not one of this model's",
+        optimizer=two_groups(make_model()),
+    )
 
 
 def test_an_optimizer_with_parameters_missing() -> None:
@@ -126,14 +144,28 @@ class NormedStep(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS cannot be sharded: .*dot products"),
-        (lambda model: torch.optim.Adafactor(model.parameters()), "Adafactor cannot be sharded: .*row and column"),
-        (lambda model: torch.optim.Muon(list(model.parameters())), "Muon cannot be sharded: it orthogonalises whole matrices"),
-        (lambda model: torch.optim.SparseAdam(model.parameters()), "SparseAdam cannot be sharded: .*sparse"),
+        (
+            lambda model: torch.optim.LBFGS(model.parameters()),
+            "LBFGS cannot be sharded: .*dot products",
+        ),
+        (
+            lambda model: torch.optim.Adafactor(model.parameters()),
+            "Adafactor cannot be sharded: .*row and column",
+        ),
+        (
+            lambda model: torch.optim.Muon(list(model.parameters())),
+            "Muon cannot be sharded: it orthogonalises whole matrices",
+        ),
+        (
+            lambda model: torch.optim.SparseAdam(model.parameters()),
+            "SparseAdam cannot be sharded: .*sparse",
+        ),
         (lambda model: NormedStep(model.parameters(), lr=0.1), "NormedStep .* is not elementwise"),
     ],
 )
-def test_optimizers_whose_step_is_not_elementwise(make: Callable[[nn.Module], Any], why: str) -> None:
+def test_optimizers_whose_step_is_not_elementwise(
+    make: Callable[[nn.Module], Any], why: str
+) -> None:
     model = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False))
     _refused(f"optimizer {why}", model, make(model))
     engine = zs.shard(model)
@@ -142,7 +174,7 @@ def test_optimizers_whose_step_is_not_elementwise(make: Callable[[nn.Module], An
     engine.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------- options
+# ------------------------------------------------------------------------------------------ options
 
 
 @pytest.mark.parametrize(
@@ -154,22 +186,40 @@ def test_optimizers_whose_step_is_not_elementwise(make: Callable[[nn.Module], An
         ({"policy": "hpz"}, "policy='hpz' needs to know the nodes"),
         ({"stage": 2, "policy": "zero3"}, "stage=2 and policy='zero3' were both given"),
         ({"precision": "fp8"}, "precision='fp8' is not one of"),
-        ({"prefetch_byte": 5}, "'prefetch_byte' is not a keyword of shard.*did you mean 'prefetch_bytes'"),
+        (
+            {"prefetch_byte": 5},
+            "'prefetch_byte' is not a keyword of shard.*did you mean 'prefetch_bytes'",
+        ),
         ({"stall_timeout": 5}, "'stall_timeout' .* did you mean 'stall_timeout_s'"),
         ({"prefetch_bytes": -1}, "prefetch_bytes"),
         ({"stall_timeout_s": 0}, "stall_timeout_s"),
-        ({"comm": {"transprt": "gloo"}}, "'comm.transprt' is not a key of comm; did you mean 'transport'"),
+        (
+            {"comm": {"transprt": "gloo"}},
+            "'comm.transprt' is not a key of comm; did you mean 'transport'",
+        ),
         ({"comm": {"transport": "mpi"}}, r"comm\.transport"),
         ({"comm": zs.Comm(weight_codec="int9")}, "comm.weight_codec: codec .int9. is not one of"),
-        ({"comm": zs.Comm(transport="gloo")}, "'gloo' needs torch.distributed: call zeroshard.init_distributed"),
+        (
+            {"comm": zs.Comm(transport="gloo")},
+            "'gloo' needs torch.distributed: call zeroshard.init_distributed",
+        ),
         ({"offload": {"optimizer": "disk"}}, "offload.optimizer='disk' needs offload.disk_path"),
-        ({"offload": {"optimizer": "cpu"}}, r"offload.optimizer='cpu' is not a tier: 'device', 'host' .* or 'disk' \(NVMe\)"),
+        (
+            {"offload": {"optimizer": "cpu"}},
+            r"offload.optimizer='cpu' is not a tier: 'device', 'host' .* or 'disk' \(NVMe\)",
+        ),
         ({"offload": {"weight": "nvme"}}, "offload.weight='nvme' is not a tier"),
-        ({"offload": {"optimiser": "host"}}, "'offload.optimiser' is not a key of offload; did you mean 'optimizer'"),
+        (
+            {"offload": {"optimiser": "host"}},
+            "'offload.optimiser' is not a key of offload; did you mean 'optimizer'",
+        ),
         ({"offload": zs.Offload(fraction=0.5)}, "offload.fraction has no effect"),
         ({"units": ["blocks.9"]}, "units: 'blocks.9' matches no module of Net"),
         ({"units": [nn.Conv2d]}, "units: 'Conv2d' matches no module"),
-        ({"units": lambda name, module: isinstance(module, nn.Dropout)}, "units: the callable chose no module of Net"),
+        (
+            {"units": lambda name, module: isinstance(module, nn.Dropout)},
+            "units: the callable chose no module of Net",
+        ),
         ({"config": {"stagee": 3}}, "'stagee' .* did you mean 'stage'"),
         ({"config": {"stage": 7}}, "stage=7 does not exist"),
         ({"config": 3}, "config must be .*, not int"),
@@ -177,7 +227,9 @@ def test_optimizers_whose_step_is_not_elementwise(make: Callable[[nn.Module], An
         ({"mesh": object()}, "mesh must be a one-dimensional DeviceMesh"),
         ({"sync_from": 5}, "sync_from=5 is not a rank"),
     ],
-    ids=lambda value: re.sub(r"0x[0-9a-f]+|\W+", "-", str(value))[:40] if isinstance(value, dict) else "",
+    ids=lambda value: (
+        re.sub(r"0x[0-9a-f]+|\W+", "-", str(value))[:40] if isinstance(value, dict) else ""
+    ),
 )
 def test_options_that_make_no_sense_are_named(options: dict[str, Any], message: str) -> None:
     _refused(message, **options)
@@ -204,7 +256,12 @@ def test_configurations_survive_json_and_keywords_go_before_them(tmp_path: Path)
     assert zs.Config.from_json(config.to_json()) == config
     path = tmp_path / "config.json"
     path.write_text(zs.Config(stage=2).to_json())
-    for source in (path, str(path), json.loads(path.read_text()), zs.Config.from_json(path.read_text())):
+    for source in (
+        path,
+        str(path),
+        json.loads(path.read_text()),
+        zs.Config.from_json(path.read_text()),
+    ):
         engine = zs.shard(make_model(), config=source)
         assert engine.policy.name == "zero2"
         engine.close()
@@ -221,10 +278,13 @@ def test_shard_before_a_process_group_under_torchrun(monkeypatch: pytest.MonkeyP
     assert not dist.is_initialized()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    _refused(r"WORLD_SIZE is set but there is no process group: call zeroshard.init_distributed\(\) before shard\(\)")
+    _refused(
+        r"WORLD_SIZE is set but there is no process group: call zeroshard.init_distributed\(\)"
+        r" before shard\(\)"
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- ranks that differ
+# -------------------------------------------------------------------------------- ranks that differ
 
 
 def _differ(rank: int, world: int, transport: str) -> None:
@@ -239,14 +299,20 @@ def _differ(rank: int, world: int, transport: str) -> None:
     told(rf"first about 'precision': {both}", precision=("fp32", "bf16")[rank])
     told(rf"first about 'prefetch_bytes': {both}", prefetch_bytes=1000 + rank)
     told(r"first about 'unit blocks.1[^']*'|first about 'unit", units=[f"blocks.{rank + 1}"])
-    told(r"parameter embed.weight = \(37, 19\).*parameter embed.weight = \(37, 20\)", make=lambda: make_model(width=19 + rank))
+    told(
+        r"parameter embed.weight = \(37, 19\).*parameter embed.weight = \(37, 20\)",
+        make=lambda: make_model(width=19 + rank),
+    )
     told(r"blocks.2.norm.weight", make=lambda: make_model(layers=2 + rank))
 
     def with_lr(lr: float, make: Any = torch.optim.AdamW) -> None:
         model = make_model()
         zs.shard(model, make(model.parameters(), lr=lr), comm=zs.Comm(transport=transport))
 
-    with pytest.raises(PlanMismatch, match=r"optimizer param group 0: lr = 0\.1; rank 1: optimizer param group 0: lr = 0\.2"):
+    with pytest.raises(
+        PlanMismatch,
+        match=r"optimizer param group 0: lr = 0\.1; rank 1: optimizer param group 0: lr = 0\.2",
+    ):
         with_lr(0.1 * (1 + rank))
     with pytest.raises(PlanMismatch, match="rank 0: optimizer = SGD; rank 1: optimizer = Adam"):
         with_lr(0.1, (torch.optim.SGD, torch.optim.Adam)[rank])
@@ -276,11 +342,13 @@ def _differ(rank: int, world: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
-def test_ranks_that_differ_are_told_the_first_difference_before_anything_is_changed(transport: str) -> None:
+def test_ranks_that_differ_are_told_the_first_difference_before_anything_is_changed(
+    transport: str,
+) -> None:
     run_ranks(2, _differ, transport)
 
 
-# ---------------------------------------------------------------------------------------------------------------- the wrong moment
+# --------------------------------------------------------------------------------- the wrong moment
 
 
 def _too_early(rank: int, world: int, row: str) -> None:
@@ -289,7 +357,10 @@ def _too_early(rank: int, world: int, row: str) -> None:
     engine = zs.shard(model, optimizer, policy=row)
     before = engine.full_state_dict(rank0_only=False)
     for _ in range(2):
-        with pytest.raises(StateError, match=r"optimizer.step\(\) without a gradient on any rank: call loss.backward\(\)"):
+        with pytest.raises(
+            StateError,
+            match=r"optimizer.step\(\) without a gradient on any rank: call loss.backward\(\)",
+        ):
             optimizer.step()
     with pytest.raises(StateError, match="without a gradient"):
         engine.clip_grad_norm_(1.0)
@@ -314,7 +385,9 @@ def test_fp16_needs_the_engines_backward() -> None:
     optimizer = two_groups(model)
     engine = zs.shard(model, optimizer, precision="fp16")
     model(*batch(0, 0)).backward()
-    with pytest.raises(StateError, match=r"'fp16' needs a scaled loss: call engine.backward\(loss\)"):
+    with pytest.raises(
+        StateError, match=r"'fp16' needs a scaled loss: call engine.backward\(loss\)"
+    ):
         optimizer.step()
     with pytest.raises(StateError, match="scaled otherwise than an earlier one's"):
         engine.backward(model(*batch(0, 0)))
@@ -326,7 +399,9 @@ def test_fp16_needs_the_engines_backward() -> None:
 
 def test_a_tensor_that_is_no_parameter_of_this_model() -> None:
     engine = zs.shard(make_model())
-    with pytest.raises(ConfigError, match=r"a parameter of shape \(2,\) is not one of this model's"):
+    with pytest.raises(
+        ConfigError, match=r"a parameter of shape \(2,\) is not one of this model's"
+    ):
         engine.full_grad(nn.Parameter(torch.zeros(2)))
     with (
         pytest.raises(ConfigError, match=r"a parameter of shape \(2,\) is not one of this model's"),
@@ -335,7 +410,7 @@ def test_a_tensor_that_is_no_parameter_of_this_model() -> None:
         pass
 
 
-# ---------------------------------------------------------------------------------------------------------------- writes to released parameters
+# -------------------------------------------------------------------- writes to released parameters
 
 
 def _assign(parameter: nn.Parameter) -> None:
@@ -358,7 +433,9 @@ WRITES: dict[str, Callable[[nn.Parameter], object]] = {
     "init.uniform_": lambda p: nn.init.uniform_(p),
     "assignment": _assign,
     "part": _half,
-    "a detached view": lambda p: p.detach().view(-1)[:1].fill_(0.0) if p.numel() == 1 else p.detach().fill_(0.0),
+    "a detached view": lambda p: (
+        p.detach().view(-1)[:1].fill_(0.0) if p.numel() == 1 else p.detach().fill_(0.0)
+    ),
     "data replaced": lambda p: setattr(p, "data", torch.zeros(p.shape)),
     "copy_ of one": lambda p: p.copy_(torch.tensor(1.0)),
 }
@@ -394,18 +471,31 @@ def _writes(rank: int, world: int, row: str) -> None:
             parameter = model.get_parameter(name)
             if "init" in how and name == "levels":
                 continue
-            with torch.no_grad(), pytest.raises(StateError, match=rf"parameter '{name}' (was written to while it was released|rests sharded)"):
+            with (
+                torch.no_grad(),
+                pytest.raises(
+                    StateError,
+                    match=(
+                        rf"parameter '{name}' (was written to while it was released|rests sharded)"
+                    ),
+                ),
+            ):
                 write(parameter)
             assert model(x).item() == expected, (how, name)
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # as code in C++ would, past the parameter's own guard
+            # as code in C++ would, past the parameter's own guard
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 try:
                     write(parameter)
-                except RuntimeError:  # torch refuses: more than one element refers to a single memory location
+                except RuntimeError:
+                    # torch refuses: more than one element refers to a single memory location
                     assert parameter.numel() > 1, (how, name)
                     continue
             with pytest.raises(
                 StateError,
-                match=rf"parameter '{name}' was written to while it was released, and the write is lost: .*gathered\(writeback=True\)",
+                match=(
+                    rf"parameter '{name}' was written to while it was released, and the write is"
+                    r" lost: .*gathered\(writeback=True\)"
+                ),
             ):
                 model(x)
             engine.reset()
@@ -420,17 +510,26 @@ def test_writing_to_a_released_parameter_by_any_way_is_an_error(row: str) -> Non
 
 def test_a_released_parameter_has_its_metadata_and_reads_as_nan_past_its_guard() -> None:
     model = Gained()
-    like = {name: (p.shape, p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()}
+    like = {
+        name: (p.shape, p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()
+    }
     engine = zs.shard(model)
-    assert {name: (p.shape, p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()} == like
+    assert {
+        name: (p.shape, p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()
+    } == like
     with torch._C.DisableTorchFunctionSubclass():
-        assert model.linear.weight.isnan().all() and (model.levels == torch.iinfo(torch.int64).max).all()
+        assert (
+            model.linear.weight.isnan().all()
+            and (model.levels == torch.iinfo(torch.int64).max).all()
+        )
     engine.close()
     assert torch.equal(model.levels, torch.arange(5))
 
 
 def _writes_while_gathered(rank: int, world: int, row: str) -> None:
-    """Edits without writeback are kept (rows that step everything everywhere) or are an error: never lost in silence."""
+    """Edits without writeback are kept (rows that step everything everywhere) or are an error:
+    never lost in silence.
+    """
     model = make_model()
     optimizer = two_groups(model)
     engine = zs.shard(model, optimizer, policy=row)
@@ -443,7 +542,9 @@ def _writes_while_gathered(rank: int, world: int, row: str) -> None:
             model.head.weight.mul_(0.5)
 
     if row in ("zero3", "zero3-keep"):
-        with pytest.raises(StateError, match=r"parameter 'head.weight' was written to while it was gathered"):
+        with pytest.raises(
+            StateError, match=r"parameter 'head.weight' was written to while it was gathered"
+        ):
             edit()
         engine.reset()
     else:
@@ -464,11 +565,15 @@ def test_writing_to_a_gathered_parameter_is_kept_or_an_error(row: str) -> None:
     run_ranks(2, _writes_while_gathered, row)
 
 
-# ---------------------------------------------------------------------------------------------------------------- modules that are not plain
+# ----------------------------------------------------------------------- modules that are not plain
 
 
 def test_something_that_is_not_a_module() -> None:
-    for thing, kind in (([make_model()], "list"), (make_model().parameters(), "generator"), (make_model().forward, "method")):
+    for thing, kind in (
+        ([make_model()], "list"),
+        (make_model().parameters(), "generator"),
+        (make_model().forward, "method"),
+    ):
         _refused(f"model is a {kind}, not a torch.nn.Module", thing)  # type: ignore[arg-type]
 
 
@@ -480,14 +585,21 @@ def test_a_model_without_values() -> None:
 
 def test_a_lazy_module() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(4))
-    _refused(r"parameter '1.weight' belongs to a lazy module .*run the model once", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    _refused(
+        r"parameter '1.weight' belongs to a lazy module .*run the model once",
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
     model(torch.ones(2, 3))
     zs.shard(model).close()
 
 
 def test_a_traced_or_scripted_module() -> None:
     for make in (torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 3))):
-        _refused("module '0' is traced or scripted", nn.Sequential(make(nn.Linear(3, 3)), nn.Linear(3, 3)))
+        _refused(
+            "module '0' is traced or scripted",
+            nn.Sequential(make(nn.Linear(3, 3)), nn.Linear(3, 3)),
+        )
         zs.shard(nn.Sequential(make(nn.ReLU()), nn.Linear(3, 3))).close()
 
 
@@ -499,7 +611,10 @@ def _wraps(rank: int, world: int, row: str) -> None:
     model = make_model()
     engine = zs.shard(model, two_groups(model), policy=row)
     for wrap in (DistributedDataParallel, lambda model: model._replicate_for_data_parallel()):
-        with pytest.raises(StateError, match="Net is sharded and cannot be wrapped in DistributedDataParallel or DataParallel"):
+        with pytest.raises(
+            StateError,
+            match="Net is sharded and cannot be wrapped in DistributedDataParallel or DataParallel",
+        ):
             wrap(model)
     engine.close()
     DistributedDataParallel(model)
@@ -510,14 +625,18 @@ def test_ddp_and_data_parallel_around_a_sharded_model(row: str) -> None:
     run_ranks(2, _wraps, row)
 
 
-# ---------------------------------------------------------------------------------------------------------------- one memory
+# --------------------------------------------------------------------------------------- one memory
 
 
 def test_two_parameters_over_one_memory_are_refused_by_name() -> None:
     for view in (lambda weight: weight, lambda weight: weight.t(), lambda weight: weight[1:]):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[1].weight = nn.Parameter(view(model[0].weight.data))
-        _refused("parameter '1.weight' lies in the memory of parameter '0.weight', .*use one nn.Parameter in both places", model)
+        _refused(
+            "parameter '1.weight' lies in the memory of parameter '0.weight', .*use one"
+            " nn.Parameter in both places",
+            model,
+        )
     model = nn.Sequential(nn.Linear(4, 4))
     model.register_buffer("table", model[0].weight.detach()[2])
     _refused("buffer 'table' lies in the memory of parameter '0.weight'", model)
@@ -534,13 +653,16 @@ def test_parameters_that_lie_side_by_side_in_one_memory_are_not_tied() -> None:
     model.rest = nn.Parameter(flat[16:])
     model.tied = model.rest
     zs.shard(model).close()
-    assert torch.equal(model.columns[1], torch.arange(16.0).view(4, 4)[:, 2:]) and model.tied is model.rest
+    assert (
+        torch.equal(model.columns[1], torch.arange(16.0).view(4, 4)[:, 2:])
+        and model.tied is model.rest
+    )
     frozen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     frozen[1].weight = nn.Parameter(frozen[0].weight.data)
     zs.shard(frozen.requires_grad_(False)).close()
 
 
-# ---------------------------------------------------------------------------------------------------------------- models that change afterwards
+# -------------------------------------------------------------------- models that change afterwards
 
 
 def _append(model: nn.Module) -> None:
@@ -608,8 +730,14 @@ def test_stepping_an_optimizer_made_after_shard_names_attach() -> None:
 
 def test_configurations_that_are_built_by_hand_are_refused_in_one_line_too() -> None:
     for make, message in (
-        (lambda: zs.Offload(optimizer="cpu"), "offload.optimizer='cpu' is not a tier: 'device', 'host' .* or 'disk'"),
-        (lambda: zs.Offload(optimiser="host"), "'offload.optimiser' is not a key of offload; did you mean 'optimizer'"),
+        (
+            lambda: zs.Offload(optimizer="cpu"),
+            "offload.optimizer='cpu' is not a tier: 'device', 'host' .* or 'disk'",
+        ),
+        (
+            lambda: zs.Offload(optimiser="host"),
+            "'offload.optimiser' is not a key of offload; did you mean 'optimizer'",
+        ),
         (lambda: zs.Comm(transport="mpi"), "comm.transport: Input should be"),
         (lambda: zs.Config(stage=7), "stage=7 does not exist"),
         (lambda: zs.Config(offload={"weight": "nvme"}), "offload.weight='nvme' is not a tier"),
@@ -623,10 +751,19 @@ def test_arguments_of_save_and_load_that_are_no_such_thing_are_named(tmp_path: P
     model = make_model()
     engine = zs.shard(model)
     for call, message in (
-        (lambda: zs.save(engine, tmp_path, step=0), r"engine is a PosixPath, not the zeroshard.Engine .*\(directory comes first, then engine\)"),
+        (
+            lambda: zs.save(engine, tmp_path, step=0),
+            (
+                r"engine is a PosixPath, not the zeroshard.Engine .*\(directory comes first, then"
+                r" engine\)"
+            ),
+        ),
         (lambda: zs.load(tmp_path, model), "engine is a Net, not the zeroshard.Engine"),
         (lambda: zs.save(3, engine, step=0), "directory is a int, not a path"),
-        (lambda: zs.save(tmp_path, engine, step=0, states={"lr": 3}), r"states\['lr'\] is a int, which has no state_dict\(\) .*extra="),
+        (
+            lambda: zs.save(tmp_path, engine, step=0, states={"lr": 3}),
+            r"states\['lr'\] is a int, which has no state_dict\(\) .*extra=",
+        ),
         (lambda: zs.load(tmp_path, engine, states=[3]), "states is a list, not a dict"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,6 @@
-"""``offload_states()`` empties the device between phases, ``reload_states()`` brings everything back bit for bit."""
+"""``offload_states()`` empties the device between phases, ``reload_states()`` brings everything
+back bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,17 @@ from tests.engine.test_memory import _live_storages
 from tests.harness import run_ranks
 
 
-def _train(rank: int, row: str, sleeps: bool, seen: dict[str, Any], before: Any = (), **options: Any) -> dict[str, torch.Tensor]:
+def _train(
+    rank: int, row: str, sleeps: bool, seen: dict[str, Any], before: Any = (), **options: Any
+) -> dict[str, torch.Tensor]:
     model = make_model(width=48)
     optimizer = two_groups(model)
     engine = zs.shard(model, optimizer, policy=row, stall_timeout_s=20, **options)
     for step in range(6):
         for micro in range(2):
             model(*batch(rank, 2 * step + micro)).backward()
-            if sleeps and step in (1, 3) and micro == step // 2:  # once with gradients at rest, once without
+            # once with gradients at rest, once without
+            if sleeps and step in (1, 3) and micro == step // 2:
                 if not micro:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -37,7 +42,9 @@ def _train(rank: int, row: str, sleeps: bool, seen: dict[str, Any], before: Any 
     return state
 
 
-def _sleep(engine: Any, model: Any, optimizer: Any, rank: int, seen: dict[str, Any], before: Any) -> None:
+def _sleep(
+    engine: Any, model: Any, optimizer: Any, rank: int, seen: dict[str, Any], before: Any
+) -> None:
     at_rest = engine.memory()
     seen["bytes"] = engine.offload_states()
     gc.collect()
@@ -54,8 +61,13 @@ def _sleep(engine: Any, model: Any, optimizer: Any, rank: int, seen: dict[str, A
     engine.reload_states()
 
 
-def _case(rank: int, world: int, row: str, transport: str, precision: str, host: bool) -> tuple[dict[str, Any], list[str]]:
-    options: dict[str, Any] = {"precision": precision, "comm": zs.Comm(transport=transport) if world > 1 else zs.Comm()}
+def _case(
+    rank: int, world: int, row: str, transport: str, precision: str, host: bool
+) -> tuple[dict[str, Any], list[str]]:
+    options: dict[str, Any] = {
+        "precision": precision,
+        "comm": zs.Comm(transport=transport) if world > 1 else zs.Comm(),
+    }
     if host:
         options["offload"] = zs.Offload(grad="host", optimizer="host", fraction=0.5)
     gc.collect()
@@ -87,11 +99,16 @@ def _case(rank: int, world: int, row: str, transport: str, precision: str, host:
         pytest.param("zero3-keep", 2, "gloo", "bf16", False, marks=pytest.mark.slow),
     ],
 )
-def test_states_leave_the_device_and_come_back_with_the_same_bits(row: str, world: int, transport: str, precision: str, host: bool) -> None:
+def test_states_leave_the_device_and_come_back_with_the_same_bits(
+    row: str, world: int, transport: str, precision: str, host: bool
+) -> None:
     for seen, differs in run_ranks(world, _case, row, transport, precision, host, timeout=60):
         assert differs == [], (row, transport, differs)
         assert abs(seen["bytes"] - seen["expected"]) <= 4096 + 0.01 * seen["expected"], seen
-        assert len(seen["errors"]) == 3 and all("reload_states" in error for error in seen["errors"]), seen
+        assert len(seen["errors"]) == 3 and all(
+            "reload_states" in error for error in seen["errors"]
+        ), seen
         assert seen["pieces"]
         if transport != "shared_memory":
-            assert seen["live"] < 0.35 * seen["bytes"] + 200_000, seen  # gradient buffers of the pool, and what tests hold
+            # gradient buffers of the pool, and what tests hold
+            assert seen["live"] < 0.35 * seen["bytes"] + 200_000, seen

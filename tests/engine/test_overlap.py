@@ -23,15 +23,21 @@ def _events(rank: int, world: int) -> list[tuple[str, str]]:
     events: list[tuple[str, str]] = []
     paths = {unit.name: unit.trainable[0].grad for unit in engine._weights.units}
     for index, block in enumerate(model.blocks):
-        block.down.register_forward_hook(lambda *_, index=index: events.append(("computed", f"blocks.{index}")))
+        block.down.register_forward_hook(
+            lambda *_, index=index: events.append(("computed", f"blocks.{index}"))
+        )
 
         def entered(module: torch.nn.Module, grads: object, index: int = index) -> None:
             flying = [name for name, path in paths.items() if path is not None and path.in_flight]
-            events.extend((f"in flight while blocks.{index} runs backward", name) for name in flying)
+            events.extend(
+                (f"in flight while blocks.{index} runs backward", name) for name in flying
+            )
 
         block.register_full_backward_pre_hook(entered)
         bias = block.down.bias
-        bias.register_post_accumulate_grad_hook(lambda _, index=index: events.append(("first gradient", f"blocks.{index}")))
+        bias.register_post_accumulate_grad_hook(
+            lambda _, index=index: events.append(("first gradient", f"blocks.{index}"))
+        )
     for step in range(3):
         if step == 2:
             engine._weights.trace = lambda what, name: events.append((what, name))
@@ -48,20 +54,27 @@ def test_the_next_gather_starts_before_the_current_unit_has_computed() -> None:
     for events in run_ranks(2, _events):
         forward = events[: events.index(("first gradient", f"blocks.{LAYERS - 1}"))]
         for index in range(LAYERS - 1):
-            assert forward.index(("gather", f"blocks.{index + 1}")) < forward.index(("computed", f"blocks.{index}"))
+            assert forward.index(("gather", f"blocks.{index + 1}")) < forward.index(
+                ("computed", f"blocks.{index}")
+            )
 
 
 def test_the_next_gather_of_backward_starts_before_the_current_units_gradients() -> None:
     for events in run_ranks(2, _events):
         backward = events[events.index(("computed", f"blocks.{LAYERS - 1}")) :]
         for index in range(1, LAYERS):
-            assert backward.index(("gather", f"blocks.{index - 1}")) < backward.index(("first gradient", f"blocks.{index}"))
+            assert backward.index(("gather", f"blocks.{index - 1}")) < backward.index(
+                ("first gradient", f"blocks.{index}")
+            )
 
 
 def test_reduces_are_in_flight_while_backward_goes_on() -> None:
     for events in run_ranks(2, _events):
         for index in range(LAYERS - 1):
-            assert (f"in flight while blocks.{index} runs backward", f"blocks.{index + 1}") in events, events
+            assert (
+                f"in flight while blocks.{index} runs backward",
+                f"blocks.{index + 1}",
+            ) in events, events
 
 
 def _published(rank: int, world: int) -> list[tuple[str, str]]:
@@ -80,17 +93,24 @@ def _published(rank: int, world: int) -> list[tuple[str, str]]:
     return events
 
 
-def test_the_publish_of_replicated_weights_is_started_by_the_step_and_awaited_by_the_forward() -> None:
+def test_the_publish_of_replicated_weights_is_started_by_the_step_and_awaited_by_the_forward() -> (
+    None
+):
     for events in run_ranks(2, _published):
         stepped = events.index(("stepped", ""))
         for index in range(LAYERS):
-            assert events.index(("gather", f"blocks.{index}")) < stepped < events.index(("use", f"blocks.{index}"))
+            assert (
+                events.index(("gather", f"blocks.{index}"))
+                < stepped
+                < events.index(("use", f"blocks.{index}"))
+            )
 
 
 def _flipped(rank: int, world: int, row: str) -> str:
     """Flip one mantissa bit of a replicated weight on rank 1 and train on; return the error.
 
-    Where every rank steps everything the damage stays; elsewhere the next publish would heal it, so it is done in the step that looks.
+    Where every rank steps everything the damage stays; elsewhere the next publish would heal it, so
+    it is done in the step that looks.
     """
     model = make_model()
     optimizer = two_groups(model)
@@ -98,7 +118,9 @@ def _flipped(rank: int, world: int, row: str) -> str:
     for step in range(8):
         model(*batch(rank, step)).backward()
         if step == (3 if row == "ddp" else 5) and rank == 1:
-            next(u for u in engine._weights.units if u.name == "blocks.0").segments[0].flat.full.view(torch.int32)[0] ^= 1
+            next(u for u in engine._weights.units if u.name == "blocks.0").segments[
+                0
+            ].flat.full.view(torch.int32)[0] ^= 1
         try:
             optimizer.step()
         except zs.PlanMismatch as error:
@@ -115,10 +137,14 @@ def test_a_flipped_bit_in_a_replicated_weight_is_found_within_verify_every_steps
 
 
 def _fresh_memory_differs(rank: int, world: int, row: str, options: dict[str, Any]) -> None:
-    """Train with memory that is full of another number on each rank, replicas compared in every step."""
+    """Train with memory that is full of another number on each rank, replicas compared in every
+    step.
+    """
     make = PagePool.empty
 
-    def filled(self: PagePool, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def filled(
+        self: PagePool, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         return make(self, numel, dtype, device).fill_(rank + 1)
 
     PagePool.empty = filled  # type: ignore[method-assign]
@@ -135,6 +161,10 @@ def _fresh_memory_differs(rank: int, world: int, row: str, options: dict[str, An
         PagePool.empty = make  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("row", "options"), [("ddp", {}), ("mics", {"comm": zs.Comm(node_size=1)})], ids=["ddp", "mics"])
-def test_replicas_are_alike_whatever_was_in_their_memory_before(row: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("row", "options"), [("ddp", {}), ("mics", {"comm": zs.Comm(node_size=1)})], ids=["ddp", "mics"]
+)
+def test_replicas_are_alike_whatever_was_in_their_memory_before(
+    row: str, options: dict[str, Any]
+) -> None:
     run_ranks(2, _fresh_memory_differs, row, options)

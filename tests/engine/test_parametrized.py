@@ -1,4 +1,6 @@
-"""Weights that are computed from other parameters at every use: torch's parametrizations, and the hooks that came before them."""
+"""Weights that are computed from other parameters at every use: torch's parametrizations, and
+the hooks that came before them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""After an exception inside optimizer.step(), or on one rank alone: what engine.reset() and zs.load() bring back, and what they refuse."""
+"""After an exception inside optimizer.step(), or on one rank alone: what engine.reset() and
+zs.load() bring back, and what they refuse.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,11 @@ class Fragile(torch.optim.AdamW):
         groups = [group["params"] for group in self.param_groups]
         kept = [parameter for params in groups for parameter in params][: self.after]
         for group in self.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if any(parameter is other for other in kept)]
+            group["params"] = [
+                parameter
+                for parameter in group["params"]
+                if any(parameter is other for other in kept)
+            ]
         try:
             with torch.no_grad():
                 torch.optim.AdamW.step.__wrapped__(self)  # type: ignore[attr-defined]  # without the hooks of a step
@@ -63,7 +69,17 @@ def _fragile(model: nn.Module) -> Fragile:
 def _made(row: str, transport: str, **options: Any) -> tuple[Net, Fragile, zs.Engine]:
     model = make_model()
     optimizer = _fragile(model)
-    return model, optimizer, zs.shard(model, optimizer, policy=row, comm=zs.Comm.model_validate({"transport": transport}), **{"stall_timeout_s": 20, **options})
+    return (
+        model,
+        optimizer,
+        zs.shard(
+            model,
+            optimizer,
+            policy=row,
+            comm=zs.Comm.model_validate({"transport": transport}),
+            **{"stall_timeout_s": 20, **options},
+        ),
+    )
 
 
 def _step(rank: int, step: int, model: Net, optimizer: torch.optim.Optimizer) -> float:
@@ -87,15 +103,18 @@ def _plain(rank: int, steps: list[int]) -> Run:
     return train_with_ddp(rank, model, _fragile(model), steps)
 
 
-# ---------------------------------------------------------------------------------------------------------------- all ranks fail in the step
+# ----------------------------------------------------------------------- all ranks fail in the step
 
 
 def _before_anything(rank: int, world: int, transport: str) -> dict[str, list[str]]:
-    """Steps 1 and 3 end by an exception before a parameter is written; the others train as if those had not been."""
+    """Steps 1 and 3 end by an exception before a parameter is written; the others train as if
+    those had not been.
+    """
     expected = _plain(rank, [0, 2, 4])
     out = {}
     rows = [(row, {}) for row in (ROWS if transport == "shared_memory" else ("zero2", "zero3"))]
-    if transport == "shared_memory":  # the host's part of a step is taken beside the device's, which is what raises
+    # the host's part of a step is taken beside the device's, which is what raises
+    if transport == "shared_memory":
         rows += [("zero3", {"offload": zs.Offload(optimizer="host", fraction=0.5)})]
     for row, options in rows:
         model, optimizer, engine = _made(row, transport, **options)
@@ -104,7 +123,10 @@ def _before_anything(rank: int, world: int, transport: str) -> dict[str, list[st
             if step in (1, 3):
                 with _fails(optimizer, 0):
                     _step(rank, step, model, optimizer)
-                with pytest.raises(StateError, match=r"the last optimizer.step\(\) did not finish: call engine.reset\(\)"):
+                with pytest.raises(
+                    StateError,
+                    match=r"the last optimizer.step\(\) did not finish: call engine.reset\(\)",
+                ):
                     model(*batch(rank, step))
                 engine.reset()
             else:
@@ -122,7 +144,9 @@ def test_after_an_exception_in_the_step_and_reset_training_goes_on(transport: st
 
 
 def _half(rank: int, world: int, directory: str) -> None:
-    """Every rank fails after a part of its own: the weights follow the masters, and a checkpoint brings back whole steps."""
+    """Every rank fails after a part of its own: the weights follow the masters, and a checkpoint
+    brings back whole steps.
+    """
     for row in ("zero1", "zero3"):
         expected = _plain(rank, [0, 1, 2])
         model, optimizer, engine = _made(row, "shared_memory", precision="fp32")
@@ -140,12 +164,16 @@ def _half(rank: int, world: int, directory: str) -> None:
             _step(rank, 1, model, optimizer)
         zs.load(f"{directory}/{row}", engine)  # also without reset()
         losses += [_step(rank, step, model, optimizer) for step in (1, 2)]
-        found = Run(losses, engine.full_state_dict(rank0_only=False), row=row).differs_from(expected)
+        found = Run(losses, engine.full_state_dict(rank0_only=False), row=row).differs_from(
+            expected
+        )
         assert not found, found
         engine.close()
 
 
-def test_after_half_a_step_the_weights_follow_the_masters_and_a_load_brings_back_whole_steps(tmp_path: Path) -> None:
+def test_after_half_a_step_the_weights_follow_the_masters_and_a_load_brings_back_whole_steps(
+    tmp_path: Path,
+) -> None:
     run_ranks(2, _half, str(tmp_path))
 
 
@@ -165,14 +193,20 @@ def _warned(rank: int, world: int) -> list[str]:
 
 def test_a_step_that_ended_half_way_is_said_once() -> None:
     first, second = run_ranks(2, _warned)
-    assert len(first) == 1 and "optimizer.step() ended by an exception on rank(s) [0, 1]" in first[0] and second == []
+    assert (
+        len(first) == 1
+        and "optimizer.step() ended by an exception on rank(s) [0, 1]" in first[0]
+        and second == []
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- one rank fails in the step
+# ----------------------------------------------------------------------- one rank fails in the step
 
 
 def _one_in_the_step(rank: int, world: int, transport: str, row: str, directory: str) -> str:
-    """Rank 1 runs out of memory in its step, rank 0 finishes it: only a load helps, and says so; then all train on."""
+    """Rank 1 runs out of memory in its step, rank 0 finishes it: only a load helps, and says so;
+    then all train on.
+    """
     expected = _plain(rank, [0, 1, 2])
     model, optimizer, engine = _made(row, transport)
     losses = [_step(rank, 0, model, optimizer)]
@@ -183,7 +217,13 @@ def _one_in_the_step(rank: int, world: int, transport: str, row: str, directory:
             _step(rank, 1, model, optimizer)
     optimizer.after = None
     engine.reset()
-    with pytest.raises(StateError, match=r"refused since an optimizer.step\(\) ended by an exception: .*load a checkpoint with zs.load\(\)") as caught:
+    with pytest.raises(
+        StateError,
+        match=(
+            r"refused since an optimizer.step\(\) ended by an exception: .*load a checkpoint with"
+            r" zs.load\(\)"
+        ),
+    ) as caught:
         model(*batch(rank, 1))
     with pytest.raises(CheckpointError, match="load a checkpoint"):
         zs.save(directory, engine, step=2)
@@ -195,11 +235,23 @@ def _one_in_the_step(rank: int, world: int, transport: str, row: str, directory:
 
 
 @pytest.mark.parametrize(
-    ("transport", "row"), [("shared_memory", "zero3"), ("gloo", "zero3"), ("shared_memory", "zero1"), ("shared_memory", "ddp"), ("gloo", "zero1")]
+    ("transport", "row"),
+    [
+        ("shared_memory", "zero3"),
+        ("gloo", "zero3"),
+        ("shared_memory", "zero1"),
+        ("shared_memory", "ddp"),
+        ("gloo", "zero1"),
+    ],
 )
-def test_ranks_that_have_finished_different_numbers_of_steps_are_told_after_reset_and_can_load(transport: str, row: str, tmp_path: Path) -> None:
+def test_ranks_that_have_finished_different_numbers_of_steps_are_told_after_reset_and_can_load(
+    transport: str, row: str, tmp_path: Path
+) -> None:
     said = run_ranks(2, _one_in_the_step, transport, row, str(tmp_path))
-    assert said[0] == said[1] and "have finished different numbers of steps (rank 0: 2; rank 1: 1)" in said[0], said
+    assert (
+        said[0] == said[1]
+        and "have finished different numbers of steps (rank 0: 2; rank 1: 1)" in said[0]
+    ), said
 
 
 def _different_parts(rank: int, world: int) -> str:
@@ -217,14 +269,19 @@ def _different_parts(rank: int, world: int) -> str:
 
 def test_replicas_that_have_taken_different_parts_of_a_step_are_told() -> None:
     for said in run_ranks(2, _different_parts):
-        assert "the ranks have taken different parts of the step" in said and "load a checkpoint" in said, said
+        assert (
+            "the ranks have taken different parts of the step" in said
+            and "load a checkpoint" in said
+        ), said
 
 
-# ---------------------------------------------------------------------------------------------------------------- one rank fails elsewhere
+# ------------------------------------------------------------------------- one rank fails elsewhere
 
 
 def _one_elsewhere(rank: int, world: int, transport: str, where: str, row: str) -> list[str]:
-    """Rank 1 raises; rank 0 is told, long before its stall timeout; both call reset() and train as if the step had not been."""
+    """Rank 1 raises; rank 0 is told, long before its stall timeout; both call reset() and train
+    as if the step had not been.
+    """
     expected = _plain(rank, [0, 2])
     model, optimizer, engine = _made(row, transport, stall_timeout_s=60)
     losses = [_step(rank, 0, model, optimizer)]
@@ -235,7 +292,8 @@ def _one_elsewhere(rank: int, world: int, transport: str, where: str, row: str) 
         handle = model.blocks[1].register_full_backward_pre_hook(_boom)
     begin = time.monotonic()
     with pytest.raises((ZeroDivisionError, StateError)) as caught:
-        for _ in range(2):  # rank 0 may come through one step's backward with what had been sent before
+        # rank 0 may come through one step's backward with what had been sent before
+        for _ in range(2):
             loss = model(*batch(rank, 1))
             loss.backward()
             if rank == 1 and where == "before the step":
@@ -243,7 +301,9 @@ def _one_elsewhere(rank: int, world: int, transport: str, where: str, row: str) 
             optimizer.step()
     if handle is not None:
         handle.remove()
-    assert rank == 1 or "rank(s) [1] gave up this step after an exception" in str(caught.value), caught.value
+    assert rank == 1 or "rank(s) [1] gave up this step after an exception" in str(caught.value), (
+        caught.value
+    )
     assert time.monotonic() - begin < 30
     engine.reset()
     losses.append(_step(rank, 2, model, optimizer))
@@ -257,16 +317,24 @@ def _boom(*args: Any) -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "before the step"])
-@pytest.mark.parametrize(("transport", "row"), [("shared_memory", "zero3"), ("gloo", "zero3"), ("gloo", "zero1")])
-def test_after_one_ranks_exception_all_ranks_reset_and_train_on(transport: str, row: str, where: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "row"), [("shared_memory", "zero3"), ("gloo", "zero3"), ("gloo", "zero1")]
+)
+def test_after_one_ranks_exception_all_ranks_reset_and_train_on(
+    transport: str, row: str, where: str
+) -> None:
     assert run_ranks(2, _one_elsewhere, transport, where, row, timeout=90) == [[], []]
 
 
 def _many(rank: int, world: int) -> None:
-    """More exceptions on one rank than message generations of old: nothing that was left behind meets what comes later."""
+    """More exceptions on one rank than message generations of old: nothing that was left behind
+    meets what comes later.
+    """
     model, optimizer, engine = _made("zero3", "gloo", stall_timeout_s=20)
     for step in range(20):
-        handle = model.blocks[1].register_full_backward_pre_hook(_boom) if rank == step % 2 else None
+        handle = (
+            model.blocks[1].register_full_backward_pre_hook(_boom) if rank == step % 2 else None
+        )
         with pytest.raises((ZeroDivisionError, StateError)):
             model(*batch(rank, step)).backward()
             optimizer.step()
@@ -278,12 +346,14 @@ def _many(rank: int, world: int) -> None:
 
 
 @pytest.mark.slow
-def test_many_exceptions_of_single_ranks_over_messages_leave_nothing_that_meets_later_messages() -> None:
+def test_exceptions_of_single_ranks_leave_nothing_that_meets_later_messages() -> None:
     run_ranks(2, _many, timeout=120)
 
 
 def _late(rank: int, world: int) -> None:
-    """Rank 0 waits in reset() for longer than its stall timeout, since rank 1 comes only after its own."""
+    """Rank 0 waits in reset() for longer than its stall timeout, since rank 1 comes only after
+    its own.
+    """
     model, optimizer, engine = _made("zero3", "gloo", stall_timeout_s=1.5)
     _step(rank, 0, model, optimizer)
     engine._context.transport._notices = None  # as where the job's store is gone

@@ -1,4 +1,6 @@
-"""Parameters used outside their module's forward: gathered when they are used, or refused by name; never NaN."""
+"""Parameters used outside their module's forward: gathered when they are used, or refused by
+name; never NaN.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Block(nn.Module):
 
 
 class Borrower(nn.Module):
-    """A model whose forward reads parameters of other units: a tied head by hand, a block's weight, a scale of its own."""
+    """A model whose forward reads parameters of other units: a tied head by hand, a block's
+    weight, a scale of its own.
+    """
 
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()
@@ -46,7 +50,8 @@ class Borrower(nn.Module):
         self.recompute = recompute
 
     def tail(self, h: torch.Tensor) -> torch.Tensor:
-        mixed = F.linear(h * self.scale, self.blocks[1].up.weight)  # another unit's weight, used as it lies there
+        # another unit's weight, used as it lies there
+        mixed = F.linear(h * self.scale, self.blocks[1].up.weight)
         return F.linear(mixed[..., :WIDTH], self.embed.weight)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
@@ -64,7 +69,9 @@ def _penalised(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tens
 
 
 def _method(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """What was meant by the caller who bypasses ``forward``: submodules one by one, and a method that reads parameters itself."""
+    """What was meant by the caller who bypasses ``forward``: submodules one by one, and a method
+    that reads parameters itself.
+    """
     inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
     if isinstance(model, DistributedDataParallel):
         return model(x, y)
@@ -90,14 +97,21 @@ USES: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]]
 }
 
 
-UNITS: dict[str, Any] = {"automatic": None, "apart": ["embed", Block]}  # automatically, embed lies in one unit with the model's own scale
+# automatically, embed lies in one unit with the model's own scale
+UNITS: dict[str, Any] = {"automatic": None, "apart": ["embed", Block]}
 
 
-def _train(rank: int, kind: str, use: str, transport: str, recompute: bool, units: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _train(
+    rank: int, kind: str, use: str, transport: str, recompute: bool, units: str
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model = Borrower(recompute)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options: dict[str, Any] = {"comm": zs.Comm.model_validate({"transport": transport}), "units": UNITS[units], "stall_timeout_s": 20}
+    options: dict[str, Any] = {
+        "comm": zs.Comm.model_validate({"transport": transport}),
+        "units": UNITS[units],
+        "stall_timeout_s": 20,
+    }
     engine = None if kind == "torch-ddp" else zs.shard(model, optimizer, policy=kind, **options)
     runs = DistributedDataParallel(model) if engine is None else model
     losses = []
@@ -108,7 +122,9 @@ def _train(rank: int, kind: str, use: str, transport: str, recompute: bool, unit
         optimizer.step()
         optimizer.zero_grad()
         if engine is not None and kind == "zero3":
-            assert all(isinstance(p, ReleasedParameter) for p in model.parameters()), "nothing stays gathered after the step"
+            assert all(isinstance(p, ReleasedParameter) for p in model.parameters()), (
+                "nothing stays gathered after the step"
+            )
         with torch.no_grad():
             losses.append(model(*batch(7, step)).item())
     if engine is None:
@@ -119,7 +135,9 @@ def _train(rank: int, kind: str, use: str, transport: str, recompute: bool, unit
     return losses, state
 
 
-def _same_as_ddp(rank: int, world: int, use: str, transport: str, recompute: bool, units: str) -> None:
+def _same_as_ddp(
+    rank: int, world: int, use: str, transport: str, recompute: bool, units: str
+) -> None:
     losses, state = _train(rank, "torch-ddp", use, transport, recompute, units)
     for row in ROWS:
         ours, values = _train(rank, row, use, transport, recompute, units)
@@ -130,7 +148,9 @@ def _same_as_ddp(rank: int, world: int, use: str, transport: str, recompute: boo
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize("use", USES)
-def test_a_parameter_used_elsewhere_trains_as_under_ddp(use: str, units: str, transport: str) -> None:
+def test_a_parameter_used_elsewhere_trains_as_under_ddp(
+    use: str, units: str, transport: str
+) -> None:
     run_ranks(2, _same_as_ddp, use, transport, False, units)
 
 
@@ -145,7 +165,10 @@ def test_reading_without_gradients_is_refused_by_name_outside_a_forward_and_serv
     expected = model(*batch(0, 0)).item()
     engine = zs.shard(model)
     weight = model.blocks[1].up.weight
-    remedy = r"parameter 'blocks.1.up.weight' rests sharded and cannot be read here \({}\): .*engine.gathered\(\)"
+    remedy = (
+        r"parameter 'blocks.1.up.weight' rests sharded and cannot be read here \({}\):"
+        r" .*engine.gathered\(\)"
+    )
     with torch.no_grad():
         assert model(*batch(0, 0)).item() == expected
         for operation, read in {
@@ -162,7 +185,12 @@ def test_reading_without_gradients_is_refused_by_name_outside_a_forward_and_serv
             assert weight.norm().isfinite()
     with pytest.raises(StateError, match=remedy.format(r"\.data")):
         copy.deepcopy(weight)
-    assert isinstance(weight, nn.Parameter) and weight.shape == (3 * WIDTH, WIDTH) and weight.dtype is torch.float32 and weight.is_leaf
+    assert (
+        isinstance(weight, nn.Parameter)
+        and weight.shape == (3 * WIDTH, WIDTH)
+        and weight.dtype is torch.float32
+        and weight.is_leaf
+    )
     assert "blocks.1.up.weight, shape=(57, 19), dtype=float32: rests sharded" in repr(weight)
     assert weight in {weight} and weight.numel() == 57 * 19 and weight.device.type == "cpu"
     with torch.inference_mode():
@@ -176,7 +204,9 @@ def test_a_use_keeps_its_unit_to_the_end_of_the_backward_and_no_longer() -> None
     model = Borrower()
     engine = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), units=["embed", Block])
     loss = model(*batch(0, 0))
-    assert type(model.embed.weight) is type(model.blocks[1].up.weight) is nn.Parameter, "a backward may follow"
+    assert type(model.embed.weight) is type(model.blocks[1].up.weight) is nn.Parameter, (
+        "a backward may follow"
+    )
     assert isinstance(model.blocks[0].up.weight, ReleasedParameter)
     with torch.no_grad():
         model(*batch(0, 1))
@@ -213,7 +243,9 @@ def test_the_backward_of_a_use_before_the_step_is_an_error() -> None:
 def _after_the_step(rank: int, world: int, row: str, transport: str) -> None:
     model = make_model()
     optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm.model_validate({"transport": transport}))
+    engine = zs.shard(
+        model, optimizer, policy=row, comm=zs.Comm.model_validate({"transport": transport})
+    )
     for step in range(2):
         model(*batch(rank, step)).backward()
         optimizer.step()
@@ -228,7 +260,9 @@ def _after_the_step(rank: int, world: int, row: str, transport: str) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("row", ["ddp", "zero1", "zero2"])
-def test_replicated_weights_can_be_read_and_saved_right_after_a_step(row: str, transport: str) -> None:
+def test_replicated_weights_can_be_read_and_saved_right_after_a_step(
+    row: str, transport: str
+) -> None:
     run_ranks(2, _after_the_step, row, transport)
 
 
@@ -240,13 +274,17 @@ def test_parameters_of_two_engines_meet_in_one_function() -> None:
     grad = first.weight.grad
     first.zero_grad()
     second.zero_grad()
-    engines = [zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1)) for model in (first, second)]
+    engines = [
+        zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1)) for model in (first, second)
+    ]
     product = (first.weight @ second.weight).sum()
     assert torch.equal(product, expected)
     product.backward()
     full = engines[0].full_grad(first.weight)
     assert grad is not None and full is not None and torch.equal(full, grad)
-    assert isinstance(first.weight, ReleasedParameter) and isinstance(second.weight, ReleasedParameter)
+    assert isinstance(first.weight, ReleasedParameter) and isinstance(
+        second.weight, ReleasedParameter
+    )
     for engine in engines:
         engine.close()
 
@@ -257,7 +295,9 @@ def test_a_parameter_whose_engine_is_gone_says_so() -> None:
     weight = model.weight
     del model, engine
     gc.collect()
-    with pytest.raises(StateError, match=r"parameter 'weight' was sharded by an engine that is gone"):
+    with pytest.raises(
+        StateError, match=r"parameter 'weight' was sharded by an engine that is gone"
+    ):
         weight.sum()
 
 
@@ -267,5 +307,7 @@ def test_every_unit_rests_after_shard(row: str, trained: bool) -> None:
     """What shard() itself looks at gathers nothing."""
     model = make_model()
     engine = zs.shard(model, two_groups(model) if trained else None, policy=row)
-    assert all(unit.state is UnitState.RESTING and unit.depth == 0 for unit in engine._weights.units)
+    assert all(
+        unit.state is UnitState.RESTING and unit.depth == 0 for unit in engine._weights.units
+    )
     engine.close()

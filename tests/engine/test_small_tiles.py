@@ -1,7 +1,9 @@
-"""What large models need is done to small ones: states that pass between tiers in many tiles and blocks keep the bits of the device.
+"""What large models need is done to small ones: states that pass between tiers in many tiles and
+blocks keep the bits of the device.
 
-The sizes at which states are cut (a million elements) are set to a few hundred in the ranks, so that a model of 70,000 parameters has dozens of
-tiles and blocks per unit, and one that goes to another's place shows.
+The sizes at which states are cut (a million elements) are set to a few hundred in the ranks, so
+that a model of 70,000 parameters has dozens of tiles and blocks per unit, and one that goes to
+another's place shows.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ TIERS = {
 }
 
 
-def _small_tiles(rank: int, world: int, path: str, row: str, precision: str) -> dict[str, list[str]]:
+def _small_tiles(
+    rank: int, world: int, path: str, row: str, precision: str
+) -> dict[str, list[str]]:
     same: dict[str, Any] = {
         "steps": 3,
         "micro_batches": 2,
@@ -45,9 +49,15 @@ def _small_tiles(rank: int, world: int, path: str, row: str, precision: str) -> 
             continue
         disk = {"disk_path": path} if "disk" in tiers.values() else {}
         offload = zs.Offload(**tiers, **disk, staging_bytes=1 << 16)  # type: ignore[arg-type]
-        with mock.patch.multiple(resting, _BLOCK=512, _CHUNK=128), mock.patch.object(unit, "_TILE", 320), mock.patch.object(recut, "_TILE", 320):
+        with (
+            mock.patch.multiple(resting, _BLOCK=512, _CHUNK=128),
+            mock.patch.object(unit, "_TILE", 320),
+            mock.patch.object(recut, "_TILE", 320),
+        ):
             run: Run = train(rank, row, offload=offload, **same)
-        out[name] = run.differs_from(expected) + (["norms"] if run.extra["norms"] != expected.extra["norms"] else [])
+        out[name] = run.differs_from(expected) + (
+            ["norms"] if run.extra["norms"] != expected.extra["norms"] else []
+        )
     return out
 
 
@@ -57,7 +67,12 @@ def _attached(rank: int, world: int) -> list[str]:
     for name, offload in (("device", None), ("host", zs.Offload(optimizer="host"))):
         model = make_model(width=32, layers=1)
         with mock.patch.object(unit, "_TILE", 320 if offload else 1 << 20):
-            engine = zs.shard(model, precision="bf16", stall_timeout_s=20, **({} if offload is None else {"offload": offload}))
+            engine = zs.shard(
+                model,
+                precision="bf16",
+                stall_timeout_s=20,
+                **({} if offload is None else {"offload": offload}),
+            )
             optimizer = two_groups(model)
             engine.attach(optimizer)
         model(*batch(rank, 0)).backward()
@@ -72,7 +87,9 @@ def test_masters_made_when_the_optimizer_comes_are_the_weights_in_every_tile() -
 
 
 def _slow_disk(rank: int, world: int, path: str) -> list[str]:
-    """Let each write end long after the step has gone on to the next tile: its buffer is not to be read into before."""
+    """Let each write end long after the step has gone on to the next tile: its buffer is not to
+    be read into before.
+    """
 
     def late(*arguments: Any) -> None:
         time.sleep(0.02)
@@ -80,8 +97,17 @@ def _slow_disk(rank: int, world: int, path: str) -> list[str]:
 
     same: dict[str, Any] = {"steps": 2, "model": lambda: make_model(width=32, layers=1)}
     expected = train(rank, "zero2", **same)
-    with mock.patch.object(unit, "_TILE", 320), mock.patch.object(recut, "_TILE", 320), mock.patch.object(disk, "write_blocks", late):
-        run = train(rank, "zero2", offload=zs.Offload(optimizer="disk", disk_path=path, staging_bytes=1 << 16), **same)
+    with (
+        mock.patch.object(unit, "_TILE", 320),
+        mock.patch.object(recut, "_TILE", 320),
+        mock.patch.object(disk, "write_blocks", late),
+    ):
+        run = train(
+            rank,
+            "zero2",
+            offload=zs.Offload(optimizer="disk", disk_path=path, staging_bytes=1 << 16),
+            **same,
+        )
     return run.differs_from(expected)
 
 
@@ -89,7 +115,12 @@ def test_a_disk_that_writes_late_keeps_the_bits(tmp_path: Path) -> None:
     assert run_ranks(2, _slow_disk, str(tmp_path), timeout=100) == [[], []]
 
 
-@pytest.mark.parametrize(("row", "precision"), [("zero3", "fp32"), ("zero2", "bf16"), pytest.param("zero3", "bf16", marks=pytest.mark.slow)])
-def test_states_that_pass_in_many_tiles_keep_the_bits(row: str, precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("row", "precision"),
+    [("zero3", "fp32"), ("zero2", "bf16"), pytest.param("zero3", "bf16", marks=pytest.mark.slow)],
+)
+def test_states_that_pass_in_many_tiles_keep_the_bits(
+    row: str, precision: str, tmp_path: Path
+) -> None:
     for wrong in run_ranks(2, _small_tiles, str(tmp_path), row, precision, timeout=100):
         assert not any(wrong.values()), wrong

@@ -1,4 +1,6 @@
-"""The whole engine under the checking streams, on CPU: every wait is there, and every wait is needed."""
+"""The whole engine under the checking streams, on CPU: every wait is there, and every wait is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,15 @@ HOST = ("zero2+grad", "zero3+all")  # rows whose states rest on the host
 QUICK = ("zero1", "zero3")
 MESH = ("hpz", "mics", "hfsdp", "hpz+coded")  # on a mesh of two nodes
 CODED = {"weight_codec": "int8", "grad_codec": "int8", "error_feedback": True}
-OFFLOAD = {"grad": {"grad": "host", "optimizer": "host"}, "all": {"weight": "host", "grad": "host", "optimizer": "host"}}
+OFFLOAD = {
+    "grad": {"grad": "host", "optimizer": "host"},
+    "all": {"weight": "host", "grad": "host", "optimizer": "host"},
+}
 
 
-def _observe(rank: int, case: str, transport: str, drop: int | None, clip: bool = True) -> CheckingStreams:
+def _observe(
+    rank: int, case: str, transport: str, drop: int | None, clip: bool = True
+) -> CheckingStreams:
     """Train two steps and evaluate once, under streams that leave out the `drop`-th wait."""
     row, _, tiers = case.partition("+")
     streams = CheckingStreams(drop=drop, collect=True)
@@ -31,7 +38,9 @@ def _observe(rank: int, case: str, transport: str, drop: int | None, clip: bool 
         optimizer = two_groups(model)
         mesh = {"node_size": 1} if case in MESH else {}
         comm = zs.Comm(transport=transport, **mesh, **(CODED if tiers == "coded" else {}))  # type: ignore[arg-type]
-        engine = zs.shard(model, optimizer, policy=row, comm=comm, stall_timeout_s=20, offload=OFFLOAD.get(tiers))
+        engine = zs.shard(
+            model, optimizer, policy=row, comm=comm, stall_timeout_s=20, offload=OFFLOAD.get(tiers)
+        )
     finally:
         api.make_streams = original
     for step in range(2):
@@ -67,11 +76,23 @@ def test_every_row_runs_without_a_race(transport: str) -> None:
 
 def _drop_each(rank: int, world: int, row: str) -> tuple[int, list[str]]:
     complete = _observe(rank, row, "gloo", None)
-    missed = [f"{k}: {complete.syncs[k]}" for k in range(complete.num_syncs) if not _observe(rank, row, "gloo", k).races]
+    missed = [
+        f"{k}: {complete.syncs[k]}"
+        for k in range(complete.num_syncs)
+        if not _observe(rank, row, "gloo", k).races
+    ]
     return complete.num_syncs, missed
 
 
-@pytest.mark.parametrize("row", [row if row in QUICK else pytest.param(row, marks=pytest.mark.slow) for row in ROWS + HOST + MESH])
+@pytest.mark.parametrize(
+    "row",
+    [
+        row if row in QUICK else pytest.param(row, marks=pytest.mark.slow)
+        for row in ROWS + HOST + MESH
+    ],
+)
 def test_each_dropped_wait_is_caught(row: str) -> None:
     for num_syncs, missed in run_ranks(2, _drop_each, row, timeout=110):
-        assert missed == [], f"{len(missed)} of {num_syncs} waits are not needed, or their absence is not seen"
+        assert missed == [], (
+            f"{len(missed)} of {num_syncs} waits are not needed, or their absence is not seen"
+        )

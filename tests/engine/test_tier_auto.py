@@ -1,4 +1,6 @@
-"""``fraction="auto"`` finds the split at which device and host finish together, on links and optimizers of known speed."""
+"""``fraction="auto"`` finds the split at which device and host finish together, on links and
+optimizers of known speed.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +28,25 @@ class SlowAdamW(torch.optim.AdamW):
     sleeps = True
 
     def step(self, closure: Any = None) -> Any:
-        numel = sum(p.numel() for group in self.param_groups for p in group["params"] if p.grad is not None)
+        numel = sum(
+            p.numel() for group in self.param_groups for p in group["params"] if p.grad is not None
+        )
         if self.sleeps:
             time.sleep(numel * STEP_S)
         return super().step(closure)
 
 
-def _train(seconds_per_element: float | None, steps: int, fraction: Any, grad: str = "host") -> tuple[float | None, dict[str, torch.Tensor], int]:
+def _train(
+    seconds_per_element: float | None, steps: int, fraction: Any, grad: str = "host"
+) -> tuple[float | None, dict[str, torch.Tensor], int]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     SlowAdamW.sleeps = False  # not in the probe
     optimizer = SlowAdamW(model.parameters(), lr=1e-3)
     link = None if seconds_per_element is None else Paced(4 / seconds_per_element)
-    offload = zs.Offload(grad=grad, optimizer="host", fraction=fraction, link=link, staging_bytes=16 * TILE)
+    offload = zs.Offload(
+        grad=grad, optimizer="host", fraction=fraction, link=link, staging_bytes=16 * TILE
+    )
     engine = zs.shard(model, optimizer, policy="zero2", offload=offload)
     SlowAdamW.sleeps = seconds_per_element is not None
     x = torch.randn(4, WIDTH)
@@ -66,7 +74,8 @@ def _found(rank: int, world: int, ratio: float) -> tuple[float, int, list[str]]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        chosen, _, settled = _train(ratio * STEP_S, 24, "auto", "device")  # no segment with a gradient on either side
+        # no segment with a gradient on either side
+        chosen, _, settled = _train(ratio * STEP_S, 24, "auto", "device")
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
@@ -74,10 +83,14 @@ def _found(rank: int, world: int, ratio: float) -> tuple[float, int, list[str]]:
     return chosen, settled, messages
 
 
-@pytest.mark.parametrize("ratio", [pytest.param(0.5, marks=pytest.mark.slow), 2.0, pytest.param(4.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ratio",
+    [pytest.param(0.5, marks=pytest.mark.slow), 2.0, pytest.param(4.0, marks=pytest.mark.slow)],
+)
 def test_the_split_comes_within_5_percent_of_the_known_optimum(ratio: float) -> None:
     chosen, settled, messages = run_ranks(1, _found, ratio, timeout=60)[0]
-    # The host steps and sends tiles at the same time: the slower of the two counts, and the first or the last tile of the faster.
+    # The host steps and sends tiles at the same time: the slower of the two counts, and the first
+    # or the last tile of the faster.
     alone = min(1.0, ratio) * TILE / (LAYERS * WIDTH**2)
     best = (1.0 - alone) / (1.0 + max(1.0, ratio))
     assert abs(chosen - best) <= 0.05, (chosen, best)

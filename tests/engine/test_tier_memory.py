@@ -1,4 +1,6 @@
-"""Bytes of the tiers: what leaves the device is gone from it, what rests on disk is gone from memory, and the accounts say so."""
+"""Bytes of the tiers: what leaves the device is gone from it, what rests on disk is gone from
+memory, and the accounts say so.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from zeroshard.launch.bench.plan import Size
 MIB = 1 << 20
 LAYERS = 12  # units are small beside the model: a state that was left behind stands out
 
-# ---------------------------------------------------------------------------------------------------------------- the device
+# --------------------------------------------------------------------------------------- the device
 
 
 @dataclass
@@ -56,7 +58,10 @@ def _census(engine: Any, before: dict[int, int]) -> Census:
     gc.collect()
     report = engine.memory()
     live = sum(size for address, size in _live_storages().items() if address not in before)
-    accounts = {tier.value: (store.account.live, store.account.peak) for tier, store in engine._context.tiering.stores.items()}
+    accounts = {
+        tier.value: (store.account.live, store.account.peak)
+        for tier, store in engine._context.tiering.stores.items()
+    }
     idle: dict[str, int] = {}
     for path in engine._backward.paths():
         for slab in path._place._idle:
@@ -64,14 +69,23 @@ def _census(engine: Any, before: dict[int, int]) -> Census:
     return Census(live, report.tiers, report.at_rest, accounts, report.tier_peaks, idle)
 
 
-def _rests(rank: int, world: int, row: str, precision: str, tiers: dict[str, Any], path: str) -> dict[str, Any]:
+def _rests(
+    rank: int, world: int, row: str, precision: str, tiers: dict[str, Any], path: str
+) -> dict[str, Any]:
     gc.collect()
     before = _live_storages()
     model = make_model(width=48, layers=LAYERS)
     numel = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     disk = {"disk_path": path} if "disk" in tiers.values() else {}
-    engine = zs.shard(model, optimizer, policy=row, precision=precision, comm=zs.Comm(transport="gloo"), offload=zs.Offload(**tiers, **disk))
+    engine = zs.shard(
+        model,
+        optimizer,
+        policy=row,
+        precision=precision,
+        comm=zs.Comm(transport="gloo"),
+        offload=zs.Offload(**tiers, **disk),
+    )
     for step in range(2):
         model(*batch(rank, step)).backward()
         optimizer.step()
@@ -86,16 +100,31 @@ def _rests(rank: int, world: int, row: str, precision: str, tiers: dict[str, Any
     readable += _readable(engine, optimizer)
     optimizer.zero_grad()
     largest = max(unit.nominal_bytes for unit in engine._weights.units)
-    out = {"numel": numel, "after_step": after_step, "between_micro_batches": between, "readable": readable}
+    out = {
+        "numel": numel,
+        "after_step": after_step,
+        "between_micro_batches": between,
+        "readable": readable,
+    }
     out |= {"largest": largest, "slots": len(list(model.parameters())), "units": len(engine.units)}
     engine.close()
     return out
 
 
 def _readable(engine: Any, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return what of the optimizer can be read as numbers although it rests elsewhere, or cannot although it rests here."""
+    """Return what of the optimizer can be read as numbers although it rests elsewhere, or cannot
+    although it rests here.
+    """
     streamed = engine._sharded.streamed
-    away = {} if streamed is None else {id(owned.tensor): not tile.on_device for tile in streamed.tiles for _, owned, _ in tile.pieces}
+    away = (
+        {}
+        if streamed is None
+        else {
+            id(owned.tensor): not tile.on_device
+            for tile in streamed.tiles
+            for _, owned, _ in tile.pieces
+        }
+    )
     wrong = []
     for group in optimizer.param_groups:
         for piece in group["params"]:
@@ -111,7 +140,11 @@ def _readable(engine: Any, optimizer: torch.optim.Optimizer) -> list[str]:
 ON_HOST = {"weight": "host", "grad": "host", "optimizer": "host"}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "optimizer on host": ("zero1", "fp32", {"optimizer": "host"}),
-    "replicated, gradient and optimizer on host": ("ddp", "bf16", {"grad": "host", "optimizer": "host"}),
+    "replicated, gradient and optimizer on host": (
+        "ddp",
+        "bf16",
+        {"grad": "host", "optimizer": "host"},
+    ),
     "ZeRO-Offload": ("zero2", "bf16", {"grad": "host", "optimizer": "host"}),
     "all on host, fp32": ("zero3", "fp32", ON_HOST),
     "all on host, bf16": ("zero3", "bf16", ON_HOST),
@@ -122,21 +155,40 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-IN_THE_SLOW_SET = ("replicated, gradient and optimizer on host", "all on host, fp32", "gradient on disk", "all on disk")
+IN_THE_SLOW_SET = (
+    "replicated, gradient and optimizer on host",
+    "all on host, fp32",
+    "gradient on disk",
+    "all on disk",
+)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in IN_THE_SLOW_SET)) for name in CASES])
-def test_what_leaves_the_device_is_gone_from_it_and_the_accounts_agree(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in IN_THE_SLOW_SET)) for name in CASES],
+)
+def test_what_leaves_the_device_is_gone_from_it_and_the_accounts_agree(
+    name: str, tmp_path: Path
+) -> None:
     row, precision, tiers = CASES[name]
-    moved = policy_row(row).tiered(*(Tier(tiers.get(state, "device")) for state in ("weight", "grad", "optimizer")))
+    moved = policy_row(row).tiered(
+        *(Tier(tiers.get(state, "device")) for state in ("weight", "grad", "optimizer"))
+    )
     for seen in run_ranks(2, _rests, row, precision, tiers, str(tmp_path)):
         assert seen["readable"] == []
         padding = ALIGN * (seen["slots"] + 2 * seen["units"])  # elements per state
         for point in ("after_step", "between_micro_batches"):
             census: Census = seen[point]
-            formula = moved.bytes_at_rest(point, numel=seen["numel"], mesh=Mesh(1, 2), precision=PRECISIONS[precision])
+            formula = moved.bytes_at_rest(
+                point, numel=seen["numel"], mesh=Mesh(1, 2), precision=PRECISIONS[precision]
+            )
             for state, width in (("weight", 4), ("master", 4), ("grad", 4), ("optimizer", 8)):
-                assert abs(census.at_rest[state] - getattr(formula, state)) <= padding * width, (point, state, census, formula)
+                assert abs(census.at_rest[state] - getattr(formula, state)) <= padding * width, (
+                    point,
+                    state,
+                    census,
+                    formula,
+                )
                 tier = tiers.get({"master": "optimizer"}.get(state, state), "device")
                 if "fraction" not in tiers and (state != "master" or formula.master):
                     assert set(census.tiers[state]) <= {tier}, (point, state, census.tiers)
@@ -147,14 +199,20 @@ def test_what_leaves_the_device_is_gone_from_it_and_the_accounts_agree(name: str
             for tier, (live, peak) in census.accounts.items():
                 assert live == census.on(tier) + census.idle.get(tier, 0), (tier, census)
                 assert census.peaks[tier] == peak >= live
-            pooled = 3 * seen["largest"] * (2 if precision == "bf16" else 1)  # gradient buffers on loan and idle, in fp32
-            assert census.live <= census.on_device + pooled + padding, (point, census, "something else is alive")
+            # gradient buffers on loan and idle, in fp32
+            pooled = 3 * seen["largest"] * (2 if precision == "bf16" else 1)
+            assert census.live <= census.on_device + pooled + padding, (
+                point,
+                census,
+                "something else is alive",
+            )
             if tiers == ON_HOST:
                 assert census.on_device <= 4 * padding, census
-                assert census.live <= pooled + 4 * padding < seen["numel"] * 4 / 2, census  # less than the least of the states
+                # less than the least of the states
+                assert census.live <= pooled + 4 * padding < seen["numel"] * 4 / 2, census
 
 
-# ---------------------------------------------------------------------------------------------------------------- resident memory
+# ---------------------------------------------------------------------------------- resident memory
 
 
 def _status() -> dict[str, int]:
@@ -199,11 +257,16 @@ def _run(model: nn.Module, offload: zs.Offload, folder: Path, steps: int) -> Non
 
 
 def _resident(rank: int, world: int, path: str, optimizer: str) -> tuple[int, int]:
-    """Return the peak of resident memory of a run beyond a small run's, and the bytes of the weights."""
+    """Return the peak of resident memory of a run beyond a small run's, and the bytes of the
+    weights.
+    """
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
-    offload = zs.Offload(weight="disk", grad="disk", optimizer=optimizer, disk_path=path, staging_bytes=STAGING)
-    _run(_tower(64, 3), offload, Path(path) / "small", 3)  # what is imported, compiled and allocated once
+    offload = zs.Offload(
+        weight="disk", grad="disk", optimizer=optimizer, disk_path=path, staging_bytes=STAGING
+    )
+    # what is imported, compiled and allocated once
+    _run(_tower(64, 3), offload, Path(path) / "small", 3)
     base = _forget_peak()
     model = _tower(WIDTH, DEPTH)
     _run(model, offload, Path(path) / "large", 3)
@@ -214,11 +277,16 @@ def _bound() -> int:
     """Return what a run may take beyond a small run."""
     unit = 4 * WIDTH * WIDTH
     gathered = 3 * unit  # one in use, one being read, one kept from the last
-    gradients = (1 + 2 + 1 + 2 + 2) * unit  # autograd's own, two buffers, a sum being formed, two being written, two idle
-    ring, freed = STAGING, 2 * STAGING  # freed: what two threads' temporaries leave in the allocator between two trims
+    # autograd's own, two buffers, a sum being formed, two being written, two idle
+    gradients = (1 + 2 + 1 + 2 + 2) * unit
+    # freed: what two threads' temporaries leave in the allocator between two trims
+    ring, freed = STAGING, 2 * STAGING
     scratch = 8 * 2 * MIB  # of the disk's threads
-    loans = 2 * 4 * MIB  # a tile on its way between tiers, a piece on its way into or out of a checkpoint
-    other = 16 * MIB  # interpreter, autograd's graph, activations (4 x 1024 x 4 bytes per layer), the checkpoint's manifest
+    # a tile on its way between tiers, a piece on its way into or out of a checkpoint
+    loans = 2 * 4 * MIB
+    # interpreter, autograd's graph, activations (4 x 1024 x 4 bytes per layer), the checkpoint's
+    # manifest
+    other = 16 * MIB
     return gathered + gradients + ring + freed + scratch + loans + other
 
 
@@ -227,7 +295,9 @@ def test_what_rests_on_disk_is_not_in_memory(tmp_path: Path) -> None:
     assert seen.error is None, seen.stderr
     peak, weights = seen.result
     assert _bound() < 2 * weights, "the optimizer's state alone"
-    assert peak < _bound(), f"{peak / MIB:.0f} MiB, {_bound() / MIB:.0f} allowed, for states of {4 * weights / MIB:.0f}"
+    assert peak < _bound(), (
+        f"{peak / MIB:.0f} MiB, {_bound() / MIB:.0f} allowed, for states of {4 * weights / MIB:.0f}"
+    )
 
 
 @pytest.mark.slow
@@ -238,7 +308,7 @@ def test_a_state_that_stays_in_memory_would_be_seen(tmp_path: Path) -> None:
     assert peak > _bound() and peak > 2 * weights
 
 
-# ---------------------------------------------------------------------------------------------------------------- a large model
+# ------------------------------------------------------------------------------------ a large model
 
 LARGE = Size("4 GB", layers=12, width=1280, heads=16, vocabulary=4096)
 
@@ -249,7 +319,12 @@ def _large(rank: int, world: int, path: str) -> dict[str, Any]:
     with zs.deferred_init():
         model = GPT(LARGE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    engine = zs.shard(model, optimizer, stage=3, offload=zs.Offload(weight="disk", grad="disk", optimizer="disk", disk_path=path))
+    engine = zs.shard(
+        model,
+        optimizer,
+        stage=3,
+        offload=zs.Offload(weight="disk", grad="disk", optimizer="disk", disk_path=path),
+    )
     losses, seconds = [], []
     tokens, targets = torch.randint(LARGE.vocabulary, (2, 1, LARGE.context)).unbind()
     for _ in range(3):
@@ -264,7 +339,13 @@ def _large(rank: int, world: int, path: str) -> dict[str, Any]:
     peak = _status()["VmHWM"]
     states = 16 * sum(p.numel() for p in model.parameters())
     engine._context.tiering.close()
-    return {"peak": peak, "imported": imported, "states": states, "losses": losses, "seconds": seconds}
+    return {
+        "peak": peak,
+        "imported": imported,
+        "states": states,
+        "losses": losses,
+        "seconds": seconds,
+    }
 
 
 @pytest.mark.slow
@@ -273,7 +354,9 @@ def test_a_model_of_4_gb_of_states_trains_in_1200_mb(tmp_path: Path) -> None:
     (seen,) = spawn_ranks(1, _large, str(tmp_path), timeout=500, init_group=False)
     assert seen.error is None, seen.stderr
     result = seen.result
-    print({name: value / MIB if isinstance(value, int) else value for name, value in result.items()})
+    print(
+        {name: value / MIB if isinstance(value, int) else value for name, value in result.items()}
+    )
     assert result["states"] > 3.9e9
     assert result["peak"] - result["imported"] < 1.2e9, result
     assert result["losses"][-1] < result["losses"][0]

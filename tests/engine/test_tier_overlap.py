@@ -1,4 +1,6 @@
-"""Copies to and from the host overlap compute: counts of copies in flight, on a link whose copies end only when somebody waits for them."""
+"""Copies to and from the host overlap compute: counts of copies in flight, on a link whose
+copies end only when somebody waits for them.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,19 @@ class Watched(nn.Module):
         return _Called.apply(self.linear(x), lambda: self.report("backward"))
 
 
-def _train(row: str, link: Endless | None, tiers: dict[str, Any]) -> tuple[list[tuple[str, dict[str, int]]], dict[str, torch.Tensor]]:
-    """Return the log of the third step and the forward after it, each with the counts of copies, and the weights at the end."""
+def _train(
+    row: str, link: Endless | None, tiers: dict[str, Any]
+) -> tuple[list[tuple[str, dict[str, int]]], dict[str, torch.Tensor]]:
+    """Return the log of the third step and the forward after it, each with the counts of copies,
+    and the weights at the end.
+    """
     log: list[tuple[str, dict[str, int]]] = []
 
     def report(event: str) -> None:
         if link is not None:
-            counts = {f"{direction} in flight": link.in_flight(direction) for direction in link.started}
+            counts = {
+                f"{direction} in flight": link.in_flight(direction) for direction in link.started
+            }
             log.append((event, counts | {"to_device ended": link.ended["to_device"]}))
 
     torch.manual_seed(0)
@@ -73,11 +81,16 @@ def _train(row: str, link: Endless | None, tiers: dict[str, Any]) -> tuple[list[
     return log, state
 
 
-def _seen(rank: int, world: int, row: str, overlaps: bool, tiers: dict[str, Any]) -> list[tuple[str, dict[str, int]]]:
+def _seen(
+    rank: int, world: int, row: str, overlaps: bool, tiers: dict[str, Any]
+) -> list[tuple[str, dict[str, int]]]:
     _, expected = _train(row, None, tiers)
     log, state = _train(row, Endless(overlaps=overlaps), tiers)
     assert [name for name, value in state.items() if not torch.equal(value, expected[name])] == []
-    assert [event for event, _ in log] == ["forward"] * BLOCKS + ["backward"] * BLOCKS + ["step", "stepped"] + ["forward"] * BLOCKS
+    assert [event for event, _ in log] == ["forward"] * BLOCKS + ["backward"] * BLOCKS + [
+        "step",
+        "stepped",
+    ] + ["forward"] * BLOCKS
     return log
 
 
@@ -85,7 +98,9 @@ def _counts(log: list[tuple[str, dict[str, int]]], event: str, count: str) -> li
     return [counts[count] for name, counts in log if name == event]
 
 
-OVERLAPS = pytest.mark.parametrize("overlaps", [True, False], ids=["a link that overlaps", "a link that does not"])
+OVERLAPS = pytest.mark.parametrize(
+    "overlaps", [True, False], ids=["a link that overlaps", "a link that does not"]
+)
 
 
 @OVERLAPS
@@ -97,18 +112,24 @@ def test_gradients_travel_to_the_host_while_other_blocks_compute_theirs(overlaps
 
 
 @OVERLAPS
-def test_weights_stepped_on_the_host_are_awaited_by_the_forward_that_needs_them(overlaps: bool) -> None:
+def test_weights_stepped_on_the_host_are_awaited_by_the_forward_that_needs_them(
+    overlaps: bool,
+) -> None:
     (log,) = run_ranks(1, _seen, "zero2", overlaps, {"grad": "host", "optimizer": "host"})
     (before,) = _counts(log, "step", "to_device ended")
     at_the_end_of_the_step = _counts(log, "stepped", "to_device ended")[0] - before
-    in_the_forward = [ended - before for ended in _counts(log, "forward", "to_device ended")[BLOCKS:]]
+    in_the_forward = [
+        ended - before for ended in _counts(log, "forward", "to_device ended")[BLOCKS:]
+    ]
     assert at_the_end_of_the_step == (0 if overlaps else BLOCKS)
     assert in_the_forward == [block + 1 if overlaps else BLOCKS for block in range(BLOCKS)]
 
 
 @OVERLAPS
 def test_weights_on_the_host_travel_while_the_block_before_computes(overlaps: bool) -> None:
-    (log,) = run_ranks(1, _seen, "zero3", overlaps, {"weight": "host", "grad": "host", "optimizer": "host"})
+    (log,) = run_ranks(
+        1, _seen, "zero3", overlaps, {"weight": "host", "grad": "host", "optimizer": "host"}
+    )
     *others, last = _counts(log, "forward", "to_device in flight")[:BLOCKS]
     assert others == [1 if overlaps else 0] * (BLOCKS - 1) and last == 0
     *others, last = _counts(log, "backward", "to_device in flight")

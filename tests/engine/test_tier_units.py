@@ -1,4 +1,6 @@
-"""States on other tiers beside small units, recomputation and steps that run into the forward: the device's bits, whatever the timing."""
+"""States on other tiers beside small units, recomputation and steps that run into the forward:
+the device's bits, whatever the timing.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ class Block(nn.Module):
         self.reentrant = reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run(x) if self.reentrant is None else checkpoint(self._run, x, use_reentrant=self.reentrant)
+        return (
+            self._run(x)
+            if self.reentrant is None
+            else checkpoint(self._run, x, use_reentrant=self.reentrant)
+        )
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -61,22 +67,36 @@ def _train(rank: int, row: str, model: nn.Module, **options: Any) -> dict[str, t
 def _on_host(rank: int, world: int, checkpoints: str) -> dict[str, list[str]]:
     """Train with everything on the host; return what differs from the device."""
     out = {}
-    for width, blocks, row, each in ((3, 1, "zero3", False), (3, 1, "zero3-keep", False), (33, 2, "zero3", True), (33, 4, "zero3-keep", True)):
+    for width, blocks, row, each in (
+        (3, 1, "zero3", False),
+        (3, 1, "zero3-keep", False),
+        (33, 2, "zero3", True),
+        (33, 4, "zero3-keep", True),
+    ):
         units = {"units": _has_parameters} if each else {}
         offload = zs.Offload(weight="host", grad="host", optimizer="host")
-        runs = [_train(rank, row, _stack(width, blocks, checkpoints), offload=tier, **units) for tier in (None, offload)]
-        out[f"{row}, {blocks} blocks of {width}"] = [name for name, value in runs[0].items() if not torch.equal(value, runs[1][name])]
+        runs = [
+            _train(rank, row, _stack(width, blocks, checkpoints), offload=tier, **units)
+            for tier in (None, offload)
+        ]
+        out[f"{row}, {blocks} blocks of {width}"] = [
+            name for name, value in runs[0].items() if not torch.equal(value, runs[1][name])
+        ]
     return out
 
 
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)
-def test_ranks_that_run_the_same_program_at_different_speed_agree_about_what_they_gather(checkpoints: str) -> None:
+def test_ranks_that_run_the_same_program_at_different_speed_agree_about_what_they_gather(
+    checkpoints: str,
+) -> None:
     for differences in run_ranks(2, _on_host, checkpoints, timeout=60):
         assert not any(differences.values()), differences
 
 
 def _slow_step(rank: int, world: int, precision: str) -> dict[str, list[str]]:
-    """Train in one process with a step that is slower than the next forward; return what differs from the device."""
+    """Train in one process with a step that is slower than the next forward; return what differs
+    from the device.
+    """
     options = {"precision": precision, "micro_batches": 2}
     reference = train(rank, "zero2", 4, **options)
     out = {}
@@ -95,7 +115,9 @@ def _slow_step(rank: int, world: int, precision: str) -> dict[str, list[str]]:
         _steps(engine, model, optimizer)
         state = engine.full_state_dict(rank0_only=False)
         engine.close()
-        out[optimizer_tier] = [name for name, value in state.items() if not torch.equal(value, reference.state[name])]
+        out[optimizer_tier] = [
+            name for name, value in state.items() if not torch.equal(value, reference.state[name])
+        ]
     return out
 
 
@@ -108,5 +130,7 @@ def _steps(engine: zs.Engine, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_step_that_runs_into_the_forward_brings_every_weight_before_it_is_read(precision: str) -> None:
+def test_a_step_that_runs_into_the_forward_brings_every_weight_before_it_is_read(
+    precision: str,
+) -> None:
     assert not any(run_ranks(1, _slow_step, precision, timeout=60)[0].values())

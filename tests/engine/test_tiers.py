@@ -1,4 +1,6 @@
-"""Tiers change where states rest, never a bit: every row with every state on every tier, beside the same row on the device."""
+"""Tiers change where states rest, never a bit: every row with every state on every tier, beside
+the same row on the device.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ def allowed(row: str, weight: str, grad: str, optimizer: str) -> bool:
     return True
 
 
-PAIRS = [(row, *tiers) for row in ROWS for tiers in itertools.product(TIERS, TIERS, TIERS) if allowed(row, *tiers) and tiers != ("device",) * 3]
+PAIRS = [
+    (row, *tiers)
+    for row in ROWS
+    for tiers in itertools.product(TIERS, TIERS, TIERS)
+    if allowed(row, *tiers) and tiers != ("device",) * 3
+]
 
 
 def offload(weight: str, grad: str, optimizer: str, path: str, **options: Any) -> zs.Offload:
@@ -36,14 +43,25 @@ def offload(weight: str, grad: str, optimizer: str, path: str, **options: Any) -
     return zs.Offload(weight=weight, grad=grad, optimizer=optimizer, **disk, **options)
 
 
-def _matrix(rank: int, world: int, row: str, path: str, transport: str, precision: str, steps: int) -> dict[str, list[str]]:
-    same: dict[str, Any] = {"steps": steps, "micro_batches": 2, "no_sync": True, "clip": 0.1, "precision": precision, "comm": zs.Comm(transport=transport)}
+def _matrix(
+    rank: int, world: int, row: str, path: str, transport: str, precision: str, steps: int
+) -> dict[str, list[str]]:
+    same: dict[str, Any] = {
+        "steps": steps,
+        "micro_batches": 2,
+        "no_sync": True,
+        "clip": 0.1,
+        "precision": precision,
+        "comm": zs.Comm(transport=transport),
+    }
     reference = train(rank, row, **same)
     out = {}
     for pair in PAIRS:
         if pair[0] == row:
             run: Run = train(rank, row, offload=offload(*pair[1:], path), **same)
-            out[" ".join(pair)] = run.differs_from(reference) + (["norms"] if run.extra["norms"] != reference.extra["norms"] else [])
+            out[" ".join(pair)] = run.differs_from(reference) + (
+                ["norms"] if run.extra["norms"] != reference.extra["norms"] else []
+            )
     return out
 
 
@@ -54,8 +72,12 @@ def _matrix(rank: int, world: int, row: str, path: str, transport: str, precisio
     + [pytest.param("shared_memory", "fp32", row, 5, marks=pytest.mark.slow) for row in ROWS]
     + [pytest.param("gloo", "bf16", row, 5, marks=pytest.mark.slow) for row in ROWS],
 )
-def test_every_row_and_tier_gives_the_bits_of_the_device(row: str, transport: str, precision: str, steps: int, tmp_path: Any) -> None:
-    for differences in run_ranks(2, _matrix, row, str(tmp_path), transport, precision, steps, timeout=110):
+def test_every_row_and_tier_gives_the_bits_of_the_device(
+    row: str, transport: str, precision: str, steps: int, tmp_path: Any
+) -> None:
+    for differences in run_ranks(
+        2, _matrix, row, str(tmp_path), transport, precision, steps, timeout=110
+    ):
         assert len(differences) == sum(pair[0] == row for pair in PAIRS)
         assert not any(differences.values()), differences
 
@@ -63,45 +85,70 @@ def test_every_row_and_tier_gives_the_bits_of_the_device(row: str, transport: st
 def _fractions(rank: int, world: int, path: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for row in ROWS:
-        model = functools.partial(make_model, width=97, layers=3)  # large enough for padding not to count
-        same: dict[str, Any] = {"steps": 5, "micro_batches": 2, "no_sync": True, "clip": 0.1, "model": model}
+        # large enough for padding not to count
+        model = functools.partial(make_model, width=97, layers=3)
+        same: dict[str, Any] = {
+            "steps": 5,
+            "micro_batches": 2,
+            "no_sync": True,
+            "clip": 0.1,
+            "model": model,
+        }
         reference = train(rank, row, **same)
         cases = {
             "0.4": offload("device", "host", "host", path, fraction=0.4),
             "0": offload("device", "host", "host", path, fraction=0.0),
-            "apart": offload("device", "host", "host", path, fraction={"grad": 0.7, "optimizer": 0.4}),
+            "apart": offload(
+                "device", "host", "host", path, fraction={"grad": 0.7, "optimizer": 0.4}
+            ),
             "disk": offload("device", "device", "disk", path, fraction=0.35),
         }
         if row.startswith("zero3"):
-            cases["weights"] = offload("host", "device", "host", path, fraction={"weight": 0.5, "optimizer": 0.3})
+            cases["weights"] = offload(
+                "host", "device", "host", path, fraction={"weight": 0.5, "optimizer": 0.3}
+            )
         for name, tiers in cases.items():
             run = train(rank, row, offload=tiers, **same)
             report = run.extra["memory"].tiers
-            states = {tier: report["optimizer"].get(tier, 0) + report["master"].get(tier, 0) for tier in TIERS}
+            states = {
+                tier: report["optimizer"].get(tier, 0) + report["master"].get(tier, 0)
+                for tier in TIERS
+            }
             moments = report["optimizer"]
             out[f"{row} {name}"] = (run.differs_from(reference), states, moments)
     return out
 
 
-def test_a_fraction_of_the_optimizer_gives_the_same_bits_and_is_byte_accurate(tmp_path: Any) -> None:
+def test_a_fraction_of_the_optimizer_gives_the_same_bits_and_is_byte_accurate(
+    tmp_path: Any,
+) -> None:
     for cases in run_ranks(2, _fractions, str(tmp_path), timeout=110):
         for name, (differences, _, moments) in cases.items():
             assert differences == [], name
-            share = {"0.4": 0.4, "0": 0.0, "apart": 0.4, "disk": 0.35, "weights": 0.3}[name.split()[1]]
+            share = {"0.4": 0.4, "0": 0.0, "apart": 0.4, "disk": 0.35, "weights": 0.3}[
+                name.split()[1]
+            ]
             away = moments.get("host", 0) + moments.get("disk", 0)
             assert abs(away / sum(moments.values()) - share) < 0.01, (name, moments)
 
 
-def _late(rank: int, world: int, row: str, start: int, tiers: tuple[str, str, str], path: str) -> dict[str, float]:
+def _late(
+    rank: int, world: int, row: str, start: int, tiers: tuple[str, str, str], path: str
+) -> dict[str, float]:
     """Compare `delayed_update` with a plain loop that applies each update one step late."""
     steps = 8
     run = train(rank, row, steps, clip=0.1, offload=offload(*tiers, path, delayed_update=start))
     expected = _reference(steps, start)
-    return {name: float((value.double() - expected[name].double()).abs().max()) for name, value in run.state.items()}
+    return {
+        name: float((value.double() - expected[name].double()).abs().max())
+        for name, value in run.state.items()
+    }
 
 
 def _reference(steps: int, start: int) -> dict[str, torch.Tensor]:
-    """Train on the batches of both ranks in one process; from step `start` on, weights lack the newest update."""
+    """Train on the batches of both ranks in one process; from step `start` on, weights lack the
+    newest update.
+    """
     master, model = make_model(), make_model()
     optimizer = two_groups(master)
     pending: list[torch.Tensor] | None = None
@@ -144,13 +191,17 @@ def _reference(steps: int, start: int) -> dict[str, torch.Tensor]:
         ("zero3", 2, ("host", "disk", "host")),
     ],
 )
-def test_a_delayed_update_is_the_reference_one_step_late(row: str, start: int, tiers: tuple[str, str, str], tmp_path: Any) -> None:
+def test_a_delayed_update_is_the_reference_one_step_late(
+    row: str, start: int, tiers: tuple[str, str, str], tmp_path: Any
+) -> None:
     for apart in run_ranks(2, _late, row, start, tiers, str(tmp_path), timeout=60):
         assert max(apart.values()) == 0.0, apart
 
 
 def _kept(rank: int, world: int, path: str) -> dict[str, list[str]]:
-    """Step three times on gradients that nobody zeroes: torch adds the next ones to what the step has read."""
+    """Step three times on gradients that nobody zeroes: torch adds the next ones to what the
+    step has read.
+    """
 
     def run(row: str | None, **options: Any) -> dict[str, torch.Tensor]:
         model = make_model()
@@ -167,12 +218,19 @@ def _kept(rank: int, world: int, path: str) -> dict[str, list[str]]:
 
     expected = run(None)
     cases: dict[str, dict[str, Any]] = {row: {"row": row} for row in ROWS}
-    for row, tiers in (("zero2", ("device", "host", "host")), ("zero3", ("host", "disk", "disk")), ("ddp", ("device", "host", "device"))):
+    for row, tiers in (
+        ("zero2", ("device", "host", "host")),
+        ("zero3", ("host", "disk", "disk")),
+        ("ddp", ("device", "host", "device")),
+    ):
         cases[f"{row} {tiers}"] = {"row": row, "offload": offload(*tiers, path)}
     runs = {name: run(**case) for name, case in cases.items()}
     for key, value in expected.items():  # torch adds before it averages, and so rounds elsewhere
         torch.testing.assert_close(runs["ddp"][key], value, rtol=1e-4, atol=1e-5)
-    return {name: [key for key, value in state.items() if not torch.equal(value, runs["ddp"][key])] for name, state in runs.items()}
+    return {
+        name: [key for key, value in state.items() if not torch.equal(value, runs["ddp"][key])]
+        for name, state in runs.items()
+    }
 
 
 def test_gradients_that_nobody_zeroes_add_up_as_in_plain_training(tmp_path: Any) -> None:
@@ -181,7 +239,9 @@ def test_gradients_that_nobody_zeroes_add_up_as_in_plain_training(tmp_path: Any)
 
 
 def _changed_under_way(rank: int, world: int, path: str) -> dict[str, list[str]]:
-    """Change gradients right after a step that reads them only a little later, on a thread of its own."""
+    """Change gradients right after a step that reads them only a little later, on a thread of
+    its own.
+    """
     steps_at_once = Streamed.run
 
     def late(self: Streamed, job: StepJob) -> None:
@@ -211,12 +271,16 @@ def _changed_under_way(rank: int, world: int, path: str) -> dict[str, list[str]]
         try:
             for resting in tiers:
                 state = run(clear, offload=offload(*resting, path))
-                differences[f"{clear} {resting}"] = [key for key, value in state.items() if not torch.equal(value, expected[key])]
+                differences[f"{clear} {resting}"] = [
+                    key for key, value in state.items() if not torch.equal(value, expected[key])
+                ]
         finally:
             Streamed.run = steps_at_once  # type: ignore[method-assign]
     return differences
 
 
-def test_a_step_under_way_reads_its_gradients_before_they_are_cleared_or_added_to(tmp_path: Any) -> None:
+def test_a_step_under_way_reads_its_gradients_before_they_are_cleared_or_added_to(
+    tmp_path: Any,
+) -> None:
     (differences,) = run_ranks(1, _changed_under_way, str(tmp_path), timeout=60)
     assert not any(differences.values()), differences

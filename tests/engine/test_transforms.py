@@ -1,4 +1,6 @@
-"""torch.func's transforms over a sharded model: plain torch's numbers where the weights stay, one line on every rank where they are released."""
+"""torch.func's transforms over a sharded model: plain torch's numbers where the weights stay,
+one line on every rank where they are released.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def _dual_numbers(model: Net) -> torch.Tensor:
 
 
 def _gradient_by_inputs(model: Net) -> torch.Tensor:
-    return grad(lambda h: model.head(model.norm(model.blocks[0](h))).square().sum())(torch.ones(2, 19)).sum()
+    return grad(lambda h: model.head(model.norm(model.blocks[0](h))).square().sum())(
+        torch.ones(2, 19)
+    ).sum()
 
 
 def _per_sample_gradients(model: Net) -> torch.Tensor:
@@ -45,13 +49,27 @@ def _per_sample_gradients(model: Net) -> torch.Tensor:
     return vmap(of_one, in_dims=(None, 0, 0))(values, X, Y)["head.weight"].sum() + model(X, Y)
 
 
-PROGRAMS: tuple[Program, ...] = (_per_sample_losses, _tangents, _dual_numbers, _gradient_by_inputs, _per_sample_gradients)
+PROGRAMS: tuple[Program, ...] = (
+    _per_sample_losses,
+    _tangents,
+    _dual_numbers,
+    _gradient_by_inputs,
+    _per_sample_gradients,
+)
 
 
-def _numbers(program: Program, row: str | None, transport: str, gathered: bool) -> tuple[float, dict[str, torch.Tensor]]:
+def _numbers(
+    program: Program, row: str | None, transport: str, gathered: bool
+) -> tuple[float, dict[str, torch.Tensor]]:
     model = make_model()
     optimizer = two_groups(model)
-    engine = None if row is None else zs.shard(model, optimizer, policy=row, comm=zs.Comm(transport=transport), stall_timeout_s=20)
+    engine = (
+        None
+        if row is None
+        else zs.shard(
+            model, optimizer, policy=row, comm=zs.Comm(transport=transport), stall_timeout_s=20
+        )
+    )
     for _ in range(2):
         with engine.gathered() if engine is not None and gathered else nullcontext():
             loss = program(model)
@@ -60,7 +78,11 @@ def _numbers(program: Program, row: str | None, transport: str, gathered: bool) 
             model(X, Y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    state = {name: value.clone() for name, value in model.state_dict().items()} if engine is None else engine.full_state_dict(rank0_only=False)
+    state = (
+        {name: value.clone() for name, value in model.state_dict().items()}
+        if engine is None
+        else engine.full_state_dict(rank0_only=False)
+    )
     if engine is not None:
         engine.close()
     return loss.item(), state
@@ -68,16 +90,29 @@ def _numbers(program: Program, row: str | None, transport: str, gathered: bool) 
 
 def _equal(rank: int, world: int, row: str, transport: str, gathered: bool) -> None:
     for program in PROGRAMS:
-        (loss, state), (expected_loss, expected) = _numbers(program, row, transport, gathered), _numbers(program, None, transport, gathered)
+        (loss, state), (expected_loss, expected) = (
+            _numbers(program, row, transport, gathered),
+            _numbers(program, None, transport, gathered),
+        )
         assert loss == expected_loss, program.__name__
-        assert not [name for name, value in state.items() if not torch.equal(value, expected[name])], program.__name__
+        assert not [
+            name for name, value in state.items() if not torch.equal(value, expected[name])
+        ], program.__name__
 
 
 @pytest.mark.parametrize(
     ("row", "transport", "gathered"),
-    [("ddp", "gloo", False), ("zero1", "gloo", False), ("zero1", "shared_memory", False), ("zero3", "gloo", True), ("zero3", "shared_memory", True)],
+    [
+        ("ddp", "gloo", False),
+        ("zero1", "gloo", False),
+        ("zero1", "shared_memory", False),
+        ("zero3", "gloo", True),
+        ("zero3", "shared_memory", True),
+    ],
 )
-def test_transforms_give_plain_torchs_numbers_where_the_weights_stay(row: str, transport: str, gathered: bool) -> None:
+def test_transforms_give_plain_torchs_numbers_where_the_weights_stay(
+    row: str, transport: str, gathered: bool
+) -> None:
     run_ranks(2, _equal, row, transport, gathered)
 
 
@@ -86,17 +121,25 @@ def _refused(rank: int, world: int, transport: str) -> None:
     optimizer = two_groups(model)
     engine = zs.shard(model, optimizer, comm=zs.Comm(transport=transport), stall_timeout_s=20)
     for program in PROGRAMS:
-        with pytest.raises(StateError, match=r"would be gathered inside a transform .*inside engine.gathered\(\), on every rank") as caught:
+        with pytest.raises(
+            StateError,
+            match=(
+                r"would be gathered inside a transform .*inside engine.gathered\(\), on every rank"
+            ),
+        ) as caught:
             program(model)
         assert "\n" not in str(caught.value)
         engine.reset()
     with torch.no_grad():
         model(X, Y)
-    functional_call(model, dict(model.named_parameters()), (X, Y)).backward()  # no transform: what it gets is what it uses
+    # no transform: what it gets is what it uses
+    functional_call(model, dict(model.named_parameters()), (X, Y)).backward()
     optimizer.step()
     engine.close()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_transforms_are_refused_on_every_rank_where_the_weights_would_be_released_inside(transport: str) -> None:
+def test_transforms_are_refused_on_every_rank_where_the_weights_would_be_released_inside(
+    transport: str,
+) -> None:
     run_ranks(2, _refused, transport)

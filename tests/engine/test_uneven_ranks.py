@@ -1,4 +1,6 @@
-"""Ranks that run a unit a different number of times, and units whose gradients come in several parts: one reduce per backward, DDP's bits."""
+"""Ranks that run a unit a different number of times, and units whose gradients come in several
+parts: one reduce per backward, DDP's bits.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Route(nn.Module):
         self.blocks = nn.ModuleList(Halves() for _ in range(3))
         self.head = nn.Linear(WIDTH, 37)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor, route: list[tuple[int, str, str]]) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, y: torch.Tensor, route: list[tuple[int, str, str]]
+    ) -> torch.Tensor:
         h = self.embed(x)
         for index, half, how in route:
             block = self.blocks[index]
@@ -51,7 +55,9 @@ class Route(nn.Module):
 
 
 class _ForeignCheckpoint(torch.autograd.Function):
-    """A reentrant checkpoint as other libraries write their own: nothing tells that its forward is run again."""
+    """A reentrant checkpoint as other libraries write their own: nothing tells that its forward
+    is run again.
+    """
 
     @staticmethod
     def forward(ctx: Any, block: nn.Module, half: str, h: torch.Tensor) -> torch.Tensor:
@@ -99,13 +105,19 @@ def _checkpointed(how: str, *calls: str) -> list[tuple[int, str, str]]:
 
 _TWICE = [_plain("0a", "0b", "1a", "2a")], [_plain("0a", "1a", "2a")]
 _RANDOM = tuple(
-    [_plain(*(f"{rolls.randrange(3)}{rolls.choice('ab')}" for _ in range(rolls.randint(0, 7)))) for _ in range(STEPS)]
+    [
+        _plain(*(f"{rolls.randrange(3)}{rolls.choice('ab')}" for _ in range(rolls.randint(0, 7))))
+        for _ in range(STEPS)
+    ]
     for rolls in (random.Random(3), random.Random(4))
 )
 _RECOMPUTED_TWICE = ([_checkpointed("reentrant", "0a", "1a", "0a", "0b")],) * 2
 _RECOMPUTED_UNEVENLY = (
     [_checkpointed("reentrant", "0a", "0a", "1b"), _checkpointed("recomputed", "0b", "0a")],
-    [_plain("0b") + _checkpointed("reentrant", "0a", "2a"), _checkpointed("reentrant", "1a", "0b", "0a")],
+    [
+        _plain("0b") + _checkpointed("reentrant", "0a", "2a"),
+        _checkpointed("reentrant", "1a", "0b", "0a"),
+    ],
 )
 _INSIDE_AND_OUTSIDE = ([_plain("0a", "1a") + _checkpointed("reentrant", "0a", "1b", "0b")],) * 2
 
@@ -120,7 +132,9 @@ CUTS: dict[str, Any] = {"auto": None, "halves": [Halves], "layers": [nn.Linear, 
 
 
 def _compare(rank: int, world: int, name: str) -> dict[str, list[str]]:
-    """Train along `routes` in every row; return what differs from data parallel training by hand."""
+    """Train along `routes` in every row; return what differs from data parallel training by
+    hand.
+    """
     routes = ROUTES[name]
     case = Case(seeded(Route), _runs(routes), ddp=None)
     reference = train_case(rank, "reference", case, STEPS)
@@ -128,7 +142,9 @@ def _compare(rank: int, world: int, name: str) -> dict[str, list[str]]:
     for row in ROWS:
         for cut, units in CUTS.items():
             if cut == "auto" or row == "zero3":
-                run = train_case(rank, row, case, STEPS, units=units, comm=zs.Comm(transport="shared_memory"))
+                run = train_case(
+                    rank, row, case, STEPS, units=units, comm=zs.Comm(transport="shared_memory")
+                )
                 out[f"{row}, {cut}"] = run.differs_from(reference)
     for row in ROWS if routes[0] is routes[1] else ("ddp", "zero1", "zero2"):
         run = train_case(rank, row, case, STEPS, comm=zs.Comm(transport="gloo"))
@@ -143,7 +159,9 @@ def test_a_unit_that_runs_unevenly_trains_to_the_bits_of_data_parallel_training(
 
 
 class Scaled(nn.Module):
-    """A layer, and a scale of its own that is used after it: no hook but the block's own gathers it for backward."""
+    """A layer, and a scale of its own that is used after it: no hook but the block's own gathers
+    it for backward.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,31 +196,43 @@ def _holds_parameters(name: str, module: nn.Module) -> bool:
 
 
 def _back_to_back(rank: int, world: int, reentrant: bool) -> dict[str, list[str]]:
-    """Train with every module its own unit; return what differs from data parallel training by hand."""
+    """Train with every module its own unit; return what differs from data parallel training by
+    hand.
+    """
     case = Case(seeded(BackToBack, reentrant), simple, ddp=None)
     reference = train_case(rank, "reference", case, STEPS)
     out = {}
     for row in (*ROWS, "hpz"):
         for transport in ("shared_memory", "gloo"):
-            run = train_case(rank, row, case, STEPS, units=_holds_parameters, comm=zs.Comm(transport=transport))
+            run = train_case(
+                rank, row, case, STEPS, units=_holds_parameters, comm=zs.Comm(transport=transport)
+            )
             out[f"{row} on {transport}"] = run.differs_from(reference)
     return out
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_block_that_runs_on_its_own_output_has_its_weights_in_every_backward(reentrant: bool) -> None:
+def test_a_block_that_runs_on_its_own_output_has_its_weights_in_every_backward(
+    reentrant: bool,
+) -> None:
     for differences in run_ranks(2, _back_to_back, reentrant, timeout=60):
         assert not any(differences.values()), differences
 
 
 def _held_back(rank: int, world: int) -> dict[str, list[str]]:
-    """Take all backwards inside no_sync, along different routes; return what differs from data parallel training by hand."""
+    """Take all backwards inside no_sync, along different routes; return what differs from data
+    parallel training by hand.
+    """
     routes = ([_plain("0a"), _plain("1b", "0b"), []], [_plain("2a", "2b"), [], _plain("1a")])[rank]
     out, states = {}, {}
     for kind in ("by hand", *ROWS):
         model = seeded(Route)()
         optimizer = two_groups(model)
-        engine = None if kind == "by hand" else zs.shard(model, optimizer, policy=kind, stall_timeout_s=20)
+        engine = (
+            None
+            if kind == "by hand"
+            else zs.shard(model, optimizer, policy=kind, stall_timeout_s=20)
+        )
         hand = ByHand(model)
         for step, route in enumerate(routes):
             loss = model(*batch(rank, step), route)
@@ -212,8 +242,14 @@ def _held_back(rank: int, world: int) -> dict[str, list[str]]:
                 hand.finish()
             optimizer.step()
             optimizer.zero_grad()
-        states[kind] = dict(model.state_dict()) if engine is None else engine.full_state_dict(rank0_only=False)
-        out[kind] = [name for name, value in states[kind].items() if not torch.equal(value, states["by hand"][name])]
+        states[kind] = (
+            dict(model.state_dict()) if engine is None else engine.full_state_dict(rank0_only=False)
+        )
+        out[kind] = [
+            name
+            for name, value in states[kind].items()
+            if not torch.equal(value, states["by hand"][name])
+        ]
         if engine is not None:
             engine.close()
     return out
@@ -225,7 +261,9 @@ def test_gradients_of_different_units_wait_inside_no_sync_for_the_step() -> None
 
 
 def _looked_at(rank: int, world: int, row: str) -> list[str]:
-    """Accumulate inside no_sync, with and without a look at gradients by torch.autograd.grad in between; return what differs."""
+    """Accumulate inside no_sync, with and without a look at gradients by torch.autograd.grad in
+    between; return what differs.
+    """
     states = []
     for looks in (False, True):
         model = seeded(Route)()
@@ -236,7 +274,9 @@ def _looked_at(rank: int, world: int, row: str) -> list[str]:
                 for micro in range(2):
                     model(*batch(rank, 3 * step + micro), _plain("0a", "1b")).backward()
             if looks:
-                x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).requires_grad_()
+                x = torch.randn(
+                    2, WIDTH, generator=torch.Generator().manual_seed(step)
+                ).requires_grad_()
                 torch.autograd.grad(model.blocks[0](x, "a").sum(), x)
             model(*batch(rank, 3 * step + 2), _plain("0a", "2b")).backward()
             optimizer.step()
@@ -252,14 +292,23 @@ def test_a_look_at_gradients_between_micro_batches_changes_no_bit(row: str) -> N
 
 
 def _late(rank: int, world: int) -> dict[str, float]:
-    """Recompute a unit several times, and differently often per rank, in a way that cannot be foreseen; return the largest errors."""
-    routes = ([_checkpointed("foreign", "0a", "1a", "0a", "0a")], [_checkpointed("foreign", "0a", "2b")])
+    """Recompute a unit several times, and differently often per rank, in a way that cannot be
+    foreseen; return the largest errors.
+    """
+    routes = (
+        [_checkpointed("foreign", "0a", "1a", "0a", "0a")],
+        [_checkpointed("foreign", "0a", "2b")],
+    )
     case = Case(seeded(Route), _runs(routes), ddp=None)
     reference = train_case(rank, "reference", case, STEPS)
     out = {}
     for row in ROWS:
-        run = train_case(rank, row, case, STEPS, units=CUTS["halves"], comm=zs.Comm(transport="shared_memory"))
-        out[row] = max(float((value - reference.state[name]).abs().max()) for name, value in run.state.items())
+        run = train_case(
+            rank, row, case, STEPS, units=CUTS["halves"], comm=zs.Comm(transport="shared_memory")
+        )
+        out[row] = max(
+            float((value - reference.state[name]).abs().max()) for name, value in run.state.items()
+        )
     return out
 
 
@@ -269,10 +318,14 @@ def test_gradients_that_come_late_are_in_the_step_whichever_rank_has_them() -> N
 
 
 def _verified(rank: int, world: int, row: str) -> str:
-    """Compare replicated state in every step, along different routes; flip a bit of a unit that only the other rank runs."""
+    """Compare replicated state in every step, along different routes; flip a bit of a unit that
+    only the other rank runs.
+    """
     model = seeded(Route)()
     optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row, verify_every=1, units=CUTS["halves"], stall_timeout_s=20)
+    engine = zs.shard(
+        model, optimizer, policy=row, verify_every=1, units=CUTS["halves"], stall_timeout_s=20
+    )
     routes = [_plain("0a", "2b"), _plain("1a")][rank]
     for step in range(3):
         model(*batch(rank, step), routes).backward()
@@ -312,7 +365,9 @@ class Recomputed(nn.Module):
 
 
 def _in_parts(rank: int, world: int) -> dict[str, Any]:
-    """Return the units reduced in a backward whose nested backward adds to gradients that are here already."""
+    """Return the units reduced in a backward whose nested backward adds to gradients that are
+    here already.
+    """
     model = seeded(Recomputed)()
     optimizer = two_groups(model)
     engine = zs.shard(model, optimizer, policy="zero2", units=_holds_parameters, stall_timeout_s=20)
@@ -331,7 +386,9 @@ def test_a_unit_that_gets_more_in_a_nested_backward_is_reduced_after_it() -> Non
 
 
 class Either(nn.Module):
-    """Runs the layers that it is told to. Nothing else is there: two gradient buffers fill the budget."""
+    """Runs the layers that it is told to. Nothing else is there: two gradient buffers fill the
+    budget.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,12 +402,17 @@ class Either(nn.Module):
 
 
 def _apart(rank: int, world: int, row: str) -> list[str]:
-    """Run three layers on one rank and the three others on the other, over sockets; return what differs from their halved gradients."""
+    """Run three layers on one rank and the three others on the other, over sockets; return what
+    differs from their halved gradients.
+    """
     model, expected = Either(), Either()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     options = {"comm": zs.Comm(transport="gloo"), "prefetch_bytes": 0, "stall_timeout_s": 10}
     engine = zs.shard(model, optimizer, policy=row, units=_holds_parameters, **options)
-    batches = [torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(each)) for each in range(world)]
+    batches = [
+        torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(each))
+        for each in range(world)
+    ]
     routes = [(0, 1, 2), (3, 4, 5)]
     model(batches[rank], routes[rank]).backward()
     optimizer.step()
@@ -359,7 +421,9 @@ def _apart(rank: int, world: int, row: str) -> list[str]:
     torch.optim.SGD(expected.parameters(), lr=0.25).step()
     state = engine.full_state_dict(rank0_only=False)
     engine.close()
-    return [name for name, value in expected.state_dict().items() if not torch.equal(value, state[name])]
+    return [
+        name for name, value in expected.state_dict().items() if not torch.equal(value, state[name])
+    ]
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero1", "zero2"])
@@ -377,7 +441,9 @@ def _cleared_on_one_rank(rank: int, world: int, row: str) -> float:
     for parameter in model.layers[1].parameters():
         parameter.grad = None  # on rank 0 it is None already
     norm = float(engine.clip_grad_norm_(1e9))
-    used = float(sum(engine.full_grad(p).square().sum() for p in model.layers[0].parameters())) ** 0.5
+    used = (
+        float(sum(engine.full_grad(p).square().sum() for p in model.layers[0].parameters())) ** 0.5
+    )
     engine.close()
     return abs(norm - used) / used
 

@@ -1,4 +1,6 @@
-"""Bytes on the wire: one function of (row, ranks, dtypes, micro-batches), met exactly by payloads and within 5% by the interface."""
+"""Bytes on the wire: one function of (row, ranks, dtypes, micro-batches), met exactly by
+payloads and within 5% by the interface.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,25 @@ from zeroshard.core.traffic import Wires
 WIDTH = 64  # every parameter but the embedding and the head fills whole slots, so padding is small
 
 
-def _counted(rank: int, world: int, transport: str, precision: str) -> dict[tuple[str, int, bool], dict[str, int]]:
-    """Train one step after a first, for every row, number of micro-batches and no_sync; return the counted payload."""
+def _counted(
+    rank: int, world: int, transport: str, precision: str
+) -> dict[tuple[str, int, bool], dict[str, int]]:
+    """Train one step after a first, for every row, number of micro-batches and no_sync; return
+    the counted payload.
+    """
     out = {}
     for row in ROWS:
         torch.manual_seed(0)
         model = Net(width=WIDTH, layers=3)
         optimizer = two_groups(model)
-        engine = zs.shard(model, optimizer, policy=row, precision=precision, comm=zs.Comm(transport=transport), stall_timeout_s=20)
+        engine = zs.shard(
+            model,
+            optimizer,
+            policy=row,
+            precision=precision,
+            comm=zs.Comm(transport=transport),
+            stall_timeout_s=20,
+        )
         padded = padded_numel(engine)
         for micro_batches, no_sync in ((1, False), (1, False), (2, False), (2, True)):
             engine.reset_traffic()
@@ -40,13 +53,25 @@ def _counted(rank: int, world: int, transport: str, precision: str) -> dict[tupl
             optimizer.zero_grad()
             counted = engine.traffic().bytes
             small = counted.get("exchange", 0)
-            out[row, micro_batches, no_sync] = {"counted": engine.traffic().total - small, "exchange": small, "padded": padded}
+            out[row, micro_batches, no_sync] = {
+                "counted": engine.traffic().total - small,
+                "exchange": small,
+                "padded": padded,
+            }
         engine.close()
     return out
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("world", "transport"), [(2, "shared_memory"), (2, "gloo"), pytest.param(4, "shared_memory", marks=pytest.mark.slow), (4, "gloo")])
+@pytest.mark.parametrize(
+    ("world", "transport"),
+    [
+        (2, "shared_memory"),
+        (2, "gloo"),
+        pytest.param(4, "shared_memory", marks=pytest.mark.slow),
+        (4, "gloo"),
+    ],
+)
 def test_counted_payload_is_the_formula(world: int, transport: str, precision: str) -> None:
     for seen in run_ranks(world, _counted, transport, precision, timeout=100):
         for (row, micro_batches, no_sync), numbers in seen.items():
@@ -62,7 +87,9 @@ def test_counted_payload_is_the_formula(world: int, transport: str, precision: s
 
 
 def _interface(rank: int, world: int, row: str) -> tuple[int, int, float]:
-    """Return bytes that crossed the loopback interface during 4 steps (all ranks), payload of this rank, and the formula's total."""
+    """Return bytes that crossed the loopback interface during 4 steps (all ranks), payload of
+    this rank, and the formula's total.
+    """
 
     def loopback() -> int:
         with open("/proc/net/dev") as lines:
@@ -71,7 +98,9 @@ def _interface(rank: int, world: int, row: str) -> tuple[int, int, float]:
     torch.manual_seed(0)
     model = Net(width=256, layers=6)  # 19 MB of weights: message headers vanish
     optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(transport="gloo"), stall_timeout_s=30)
+    engine = zs.shard(
+        model, optimizer, policy=row, comm=zs.Comm(transport="gloo"), stall_timeout_s=30
+    )
     model(*batch(rank, 0)).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -89,7 +118,12 @@ def _interface(rank: int, world: int, row: str) -> tuple[int, int, float]:
     torch.distributed.barrier()
     crossed = loopback() - before
     padded = padded_numel(engine)
-    formula = 4 * policy_row(row).wire_bytes(numel=padded, mesh=Mesh(1, world), wires=Wires.of(PRECISIONS["fp32"])).total
+    formula = (
+        4
+        * policy_row(row)
+        .wire_bytes(numel=padded, mesh=Mesh(1, world), wires=Wires.of(PRECISIONS["fp32"]))
+        .total
+    )
     counted = engine.traffic().total
     engine.close()
     return crossed, counted, formula
@@ -98,7 +132,8 @@ def _interface(rank: int, world: int, row: str) -> tuple[int, int, float]:
 ALONE = f"""
 import fcntl, json, socket, struct, sys
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-    fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh22x", b"lo", 0x41))  # SIOCSIFFLAGS: up and running
+    # SIOCSIFFLAGS: up and running
+    fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh22x", b"lo", 0x41))
 sys.path.insert(0, {str(ROOT)!r})
 from tests.engine.test_wire import _interface
 from tests.harness import close_pools, run_ranks
@@ -108,10 +143,16 @@ close_pools()
 
 
 def _alone(world: int, row: str) -> list[tuple[int, int, float]]:
-    """Return what the ranks see in a network namespace of their own, where the interface counts nobody else's bytes."""
+    """Return what the ranks see in a network namespace of their own, where the interface counts
+    nobody else's bytes.
+    """
     unshare = shutil.which("unshare")
-    if unshare is None or subprocess.run([unshare, "-rn", "true"], capture_output=True, check=False).returncode:
-        return run_ranks(world, _interface, row, timeout=100)  # not permitted here: among everybody else's
+    if (
+        unshare is None
+        or subprocess.run([unshare, "-rn", "true"], capture_output=True, check=False).returncode
+    ):
+        # not permitted here: among everybody else's
+        return run_ranks(world, _interface, row, timeout=100)
     command = [unshare, "-rn", sys.executable, "-c", ALONE, str(world), row]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert answer.returncode == 0, answer.stderr
@@ -120,10 +161,18 @@ def _alone(world: int, row: str) -> list[tuple[int, int, float]]:
 
 @pytest.mark.parametrize(
     ("world", "row"),
-    [(2, "zero3"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, "zero2"), (2, "zero2"), (4, "zero3")))],
+    [
+        (2, "zero3"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((4, "zero2"), (2, "zero2"), (4, "zero3"))
+        ),
+    ],
 )
 def test_the_interface_counts_the_same_within_five_percent(world: int, row: str) -> None:
     seen = _alone(world, row)
     formula = sum(expected for _, _, expected in seen)
     for crossed, _, _ in seen:
-        assert 0.99 * formula <= crossed <= 1.05 * formula, f"{crossed / formula:.3f} of the formula"
+        assert 0.99 * formula <= crossed <= 1.05 * formula, (
+            f"{crossed / formula:.3f} of the formula"
+        )

@@ -1,4 +1,6 @@
-"""examples/train_gpt.py: its data, its unigram model, whole runs on real ranks, and its checkpoints (tests/checkpoint/test_preemption.py: signals)."""
+"""examples/train_gpt.py: its data, its unigram model, whole runs on real ranks, and its
+checkpoints (tests/checkpoint/test_preemption.py: signals).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,20 @@ import zeroshard as zs
 from tests.harness import ROOT
 
 SCRIPT = ROOT / "examples" / "train_gpt.py"
-SMALL = ["--layers", "2", "--width", "32", "--heads", "2", "--context", "32", "--batch", "4", "--sample", "8"]
+SMALL = [
+    "--layers",
+    "2",
+    "--width",
+    "32",
+    "--heads",
+    "2",
+    "--context",
+    "32",
+    "--batch",
+    "4",
+    "--sample",
+    "8",
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +52,17 @@ def example() -> ModuleType:
 
 
 def run_example(*arguments: str, ranks: int = 2) -> str:
-    command = [sys.executable, "-m", "zeroshard", "run", "--nproc", str(ranks), str(SCRIPT), *SMALL, *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "zeroshard",
+        "run",
+        "--nproc",
+        str(ranks),
+        str(SCRIPT),
+        *SMALL,
+        *arguments,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -46,7 +71,10 @@ def run_example(*arguments: str, ranks: int = 2) -> str:
 def test_the_unigram_loss_is_the_entropy_of_the_bytes(example: ModuleType) -> None:
     text = torch.tensor([0, 1] * 50_000, dtype=torch.uint8)
     assert example.unigram_loss(text, text) == pytest.approx(math.log(2), abs=0.01)
-    assert example.unigram_loss(text, torch.tensor([7], dtype=torch.uint8)) == pytest.approx(math.log(100_256), abs=0.01)  # never seen
+    # never seen
+    assert example.unigram_loss(text, torch.tensor([7], dtype=torch.uint8)) == pytest.approx(
+        math.log(100_256), abs=0.01
+    )
 
 
 def test_the_standard_library_is_split_by_file_and_always_the_same(example: ModuleType) -> None:
@@ -67,7 +95,9 @@ def test_given_files_are_cut_in_two(example: ModuleType, tmp_path: Path) -> None
 
 
 def test_targets_are_the_inputs_one_byte_later(example: ModuleType) -> None:
-    inputs, targets = example.windows(torch.arange(100, dtype=torch.uint8), torch.tensor([0, 10]), 4, torch.device("cpu"))
+    inputs, targets = example.windows(
+        torch.arange(100, dtype=torch.uint8), torch.tensor([0, 10]), 4, torch.device("cpu")
+    )
     assert inputs.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
     assert targets.tolist() == [[1, 2, 3, 4], [11, 12, 13, 14]]
 
@@ -94,7 +124,14 @@ def test_all_stages_have_equal_losses_on_two_ranks(tmp_path: Path) -> None:
 
 def test_stage_3_learns_and_shows_what_it_took_on_two_ranks() -> None:
     shown = run_example("--steps", "60", "--lr", "1e-2")
-    for expected in ("ZeRO-3", "plain data parallel", "held at the end of a backward", "received per step", "generated", "unigram model"):
+    for expected in (
+        "ZeRO-3",
+        "plain data parallel",
+        "held at the end of a backward",
+        "received per step",
+        "generated",
+        "unigram model",
+    ):
         assert expected in shown
     assert max(len(line) for line in shown.splitlines()) <= 100
     last = shown.splitlines()[-1]
@@ -116,29 +153,43 @@ def test_one_process_needs_no_launcher() -> None:
     assert "1 rank(s)" in done.stdout and "this model" in done.stdout
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------------------------
+# ---- checkpoints
+# --------------------------------------------------------------------------------------------------
 
 
-def train_here(example: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str, terminal: bool = False) -> tuple[Any, str]:
-    """Run the training of the example in this process, one rank; return its result and what it printed (to a `terminal`?)."""
+def train_here(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str, terminal: bool = False
+) -> tuple[Any, str]:
+    """Run the training of the example in this process, one rank; return its result and what it
+    printed (to a `terminal`?).
+    """
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", *SMALL, *arguments])
     monkeypatch.setattr(example, "VALIDATION_WINDOWS", 16)
     args, shown = example.parse(), io.StringIO()
     text = torch.arange(50_000).remainder(251).to(torch.uint8)
-    result = example.train(args, args.stage, text, text[:5000], Console(file=shown, width=200, force_terminal=terminal))
+    result = example.train(
+        args, args.stage, text, text[:5000], Console(file=shown, width=200, force_terminal=terminal)
+    )
     return result, shown.getvalue()
 
 
-def test_a_pipe_and_a_terminal_show_the_mean_loss_of_all_ranks(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_and_a_terminal_show_the_mean_loss_of_all_ranks(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     across = example.across_ranks
-    monkeypatch.setattr(example, "across_ranks", lambda *values: torch.cat([across(*values), across(*values) + 1.0]))  # as if a rank were worse by 1
+    # as if a rank were worse by 1
+    monkeypatch.setattr(
+        example, "across_ranks", lambda *values: torch.cat([across(*values), across(*values) + 1.0])
+    )
     result, piped = train_here(example, monkeypatch, "--steps", "2")
     mean = f"loss {result.losses[-1]:.3f}"
     assert mean in piped and f"loss {result.losses[-1] - 0.5:.3f}" not in piped
     assert mean in train_here(example, monkeypatch, "--steps", "2", terminal=True)[1]
 
 
-def test_a_comparison_leaves_the_memory_of_the_process_out(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_leaves_the_memory_of_the_process_out(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "MB/rank" in train_here(example, monkeypatch, "--steps", "2")[1]
     assert "MB/rank" not in train_here(example, monkeypatch, "--steps", "2", "--compare")[1]
 
@@ -146,11 +197,22 @@ def test_a_comparison_leaves_the_memory_of_the_process_out(example: ModuleType, 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_encoded_weights_and_gradients_learn_as_much_in_300_steps(tmp_path: Path) -> None:
-    """ZeRO++ on two nodes of two ranks: within 1% of the exact run's validation loss, and closer with error feedback than without.
+    """ZeRO++ on two nodes of two ranks: within 1% of the exact run's validation loss, and closer
+    with error feedback than without.
 
-    At the example's own learning rate three seeds of the exact run end 4% apart, and nothing can be told; at a third of it the runs stay together.
+    At the example's own learning rate three seeds of the exact run end 4% apart, and nothing can be
+    told; at a third of it the runs stay together.
     """
-    plus = {"policy": "hpz", "comm": {"transport": "gloo", "node_size": 2, "hierarchical": True, "weight_codec": "int8", "grad_codec": "int4"}}
+    plus = {
+        "policy": "hpz",
+        "comm": {
+            "transport": "gloo",
+            "node_size": 2,
+            "hierarchical": True,
+            "weight_codec": "int8",
+            "grad_codec": "int4",
+        },
+    }
     configs = {
         "exact": {"policy": "zero3", "comm": {"node_size": 2}},
         "encoded": plus,
@@ -159,38 +221,87 @@ def test_encoded_weights_and_gradients_learn_as_much_in_300_steps(tmp_path: Path
     validation = {}
     for name, config in configs.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(config))
-        command = [sys.executable, "-m", "zeroshard", "run", "--nproc", "4", str(SCRIPT), "--steps", "300", "--lr", "1e-3", "--batch", "4", "--sample", "8"]
-        command += ["--config", str(tmp_path / f"{name}.json"), "--json", str(tmp_path / f"{name}-result.json")]
+        command = [
+            sys.executable,
+            "-m",
+            "zeroshard",
+            "run",
+            "--nproc",
+            "4",
+            str(SCRIPT),
+            "--steps",
+            "300",
+            "--lr",
+            "1e-3",
+            "--batch",
+            "4",
+            "--sample",
+            "8",
+        ]
+        command += [
+            "--config",
+            str(tmp_path / f"{name}.json"),
+            "--json",
+            str(tmp_path / f"{name}-result.json"),
+        ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=480)
         assert done.returncode == 0, done.stderr
-        validation[name] = json.loads((tmp_path / f"{name}-result.json").read_text())["results"][0]["validation"]
+        validation[name] = json.loads((tmp_path / f"{name}-result.json").read_text())["results"][0][
+            "validation"
+        ]
     print(validation)
     for name in ("encoded", "loco"):
         assert abs(validation[name] / validation["exact"] - 1) < 0.01, validation
-    assert abs(validation["loco"] - validation["exact"]) < abs(validation["encoded"] - validation["exact"]), validation
+    assert abs(validation["loco"] - validation["exact"]) < abs(
+        validation["encoded"] - validation["exact"]
+    ), validation
 
 
 @pytest.mark.slow
 def test_ten_steps_are_five_and_five_more_and_another_layout_goes_on_from_there(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    directory, arguments = tmp_path / "run", ["--steps", "10", "--checkpoint", str(tmp_path / "run"), "--save-every", "5"]
+    directory, arguments = (
+        tmp_path / "run",
+        ["--steps", "10", "--checkpoint", str(tmp_path / "run"), "--save-every", "5"],
+    )
     run_example(*arguments, "--json", str(tmp_path / "straight.json"))
-    assert sorted(path.name for path in directory.glob("step-*")) == ["step-0000000005", "step-0000000010"]
+    assert sorted(path.name for path in directory.glob("step-*")) == [
+        "step-0000000005",
+        "step-0000000010",
+    ]
     shutil.rmtree(directory / "step-0000000010")
     shown = run_example(*arguments, "--resume", "--json", str(tmp_path / "resumed.json"))
     assert "Resumed after step 5 of 10\n" in shown
-    straight, resumed = (json.loads((tmp_path / f"{name}.json").read_text())["results"][0] for name in ("straight", "resumed"))
+    straight, resumed = (
+        json.loads((tmp_path / f"{name}.json").read_text())["results"][0]
+        for name in ("straight", "resumed")
+    )
     for name in ("losses", "validation", "sample"):
         assert straight[name] == resumed[name]
-    another = ["--steps", "12", "--stage", "1", "--precision", "bf16", "--checkpoint", str(directory), "--resume"]
+    another = [
+        "--steps",
+        "12",
+        "--stage",
+        "1",
+        "--precision",
+        "bf16",
+        "--checkpoint",
+        str(directory),
+        "--resume",
+    ]
     result, shown = train_here(example, monkeypatch, *another)
-    assert "Resumed after step 10 of 12; stage was 3 and is 1; precision was fp32 and is bf16; steps was 10 and is 12; " in shown
+    assert (
+        "Resumed after step 10 of 12; stage was 3 and is 1; precision was fp32 and is bf16; steps"
+        " was 10 and is 12; " in shown
+    )
     assert "states['position']: it differed between the 2 ranks that saved it" in shown
     assert len(result.losses) == 12 and result.losses[:10] == straight["losses"]
 
 
-def test_a_signal_finishes_the_step_and_saves_it(example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_signal_finishes_the_step_and_saves_it(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     arguments = ["--steps", "9", "--checkpoint", str(tmp_path / "run"), "--resume"]
     straight, _ = train_here(example, monkeypatch, "--steps", "9")
     windows, steps = example.windows, []
@@ -216,35 +327,71 @@ def test_a_signal_finishes_the_step_and_saves_it(example: ModuleType, monkeypatc
     assert (result.losses, result.validation) == (straight.losses, straight.validation)
 
 
-def test_a_training_that_was_done_is_done_again_without_a_step(example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_training_that_was_done_is_done_again_without_a_step(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     arguments = ["--steps", "3", "--checkpoint", str(tmp_path), "--resume"]
     first, _ = train_here(example, monkeypatch, *arguments)
     again, _ = train_here(example, monkeypatch, *arguments)
-    assert (again.losses, again.validation, again.sample) == (first.losses, first.validation, first.sample)
+    assert (again.losses, again.validation, again.sample) == (
+        first.losses,
+        first.validation,
+        first.sample,
+    )
 
 
-def test_a_directory_that_holds_a_training_is_not_mixed_with_another(example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_directory_that_holds_a_training_is_not_mixed_with_another(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     train_here(example, monkeypatch, "--steps", "2", "--checkpoint", str(tmp_path))
-    with pytest.raises(SystemExit, match="holds step 2 already: add --resume, or name another directory"):
+    with pytest.raises(
+        SystemExit, match="holds step 2 already: add --resume, or name another directory"
+    ):
         train_here(example, monkeypatch, "--steps", "2", "--checkpoint", str(tmp_path))
 
 
-def test_only_the_last_steps_are_kept(example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    train_here(example, monkeypatch, "--steps", "7", "--checkpoint", str(tmp_path), "--save-every", "2", "--keep-last", "2")
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-0000000006", "step-0000000007"]
+def test_only_the_last_steps_are_kept(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    train_here(
+        example,
+        monkeypatch,
+        "--steps",
+        "7",
+        "--checkpoint",
+        str(tmp_path),
+        "--save-every",
+        "2",
+        "--keep-last",
+        "2",
+    )
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [
+        "step-0000000006",
+        "step-0000000007",
+    ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--compare", "--checkpoint", "here"], "--compare trains four models one after another, and --checkpoint saves one"),
+        (
+            ["--compare", "--checkpoint", "here"],
+            "--compare trains four models one after another, and --checkpoint saves one",
+        ),
         (["--resume"], "--resume needs --checkpoint DIR"),
-        (["--checkpoint", "here", "--save-every", "0"], "--save-every and --keep-last take a number of at least 1"),
+        (
+            ["--checkpoint", "here", "--save-every", "0"],
+            "--save-every and --keep-last take a number of at least 1",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_options_that_make_no_sense_together_are_refused(
-    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    example: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", *arguments])
     with pytest.raises(SystemExit, match="2"):
@@ -270,7 +417,12 @@ def test_a_usage_error_is_said_by_one_rank() -> None:
     said = []
     for rank in ("0", "1"):
         done = subprocess.run(
-            [sys.executable, str(SCRIPT), "--save-every", "0"], env={**os.environ, "RANK": rank}, capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, str(SCRIPT), "--save-every", "0"],
+            env={**os.environ, "RANK": rank},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         assert done.returncode == 2
         said.append(done.stderr)

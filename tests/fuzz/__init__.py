@@ -1,1 +1,3 @@
-"""Random programs against data parallel training by hand; ``docs/design/fuzzing.md`` explains it."""
+"""Random programs against data parallel training by hand; ``docs/design/fuzzing.md`` explains
+it.
+"""

@@ -1,8 +1,8 @@
 """Replay one random program, shrink it, or run many.
 
-    python -m tests.fuzz 17                    run seed 17 and print it
-    python -m tests.fuzz 17 --shrink           reduce it while it fails the same way
-    python -m tests.fuzz --from 0 --to 3000    run many; a summary by outcome at the end
+python -m tests.fuzz 17                    run seed 17 and print it
+python -m tests.fuzz 17 --shrink           reduce it while it fails the same way
+python -m tests.fuzz --from 0 --to 3000    run many; a summary by outcome at the end
 """
 
 from __future__ import annotations
@@ -23,11 +23,30 @@ from tests.harness import close_pools
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Run random programs against data parallel training by hand.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz",
+        description="Run random programs against data parallel training by hand.",
+    )
     parser.add_argument("seed", nargs="?", type=int, help="run this one")
-    parser.add_argument("--shrink", action="store_true", help="reduce the program while it fails in the same way")
-    parser.add_argument("--from", dest="first", type=int, default=0, metavar="SEED", help="the first of many (default 0)")
-    parser.add_argument("--to", dest="last", type=int, default=300, metavar="SEED", help="the one after the last (default 300)")
+    parser.add_argument(
+        "--shrink", action="store_true", help="reduce the program while it fails in the same way"
+    )
+    parser.add_argument(
+        "--from",
+        dest="first",
+        type=int,
+        default=0,
+        metavar="SEED",
+        help="the first of many (default 0)",
+    )
+    parser.add_argument(
+        "--to",
+        dest="last",
+        type=int,
+        default=300,
+        metavar="SEED",
+        help="the one after the last (default 300)",
+    )
     parser.add_argument("--all-features", action="store_true", help="also those that are held back")
     return parser.parse_args()
 
@@ -55,7 +74,9 @@ def _many(first: int, last: int, path: str) -> bool:
             counts[outcome.kind] += 1
             if not outcome.is_good:
                 failed.append((seed, outcome))
-                progress.console.print(f"{seed} {outcome.kind}: {outcome.detail[:300]}", markup=False, highlight=False)
+                progress.console.print(
+                    f"{seed} {outcome.kind}: {outcome.detail[:300]}", markup=False, highlight=False
+                )
             progress.advance(task)
     for kind, count in counts.most_common():
         print(f"{count:6} {kind}")

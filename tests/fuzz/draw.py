@@ -1,4 +1,5 @@
-"""From a seed to a program. The same seed draws the same program, also while features are held back.
+"""From a seed to a program. The same seed draws the same program, also while features are held
+back.
 
 A feature that the engine is known to get wrong is listed in ``HELD_BACK`` with its reason; it is
 drawn, so that the seeds keep their meaning, and then switched off.
@@ -17,7 +18,19 @@ from zeroshard.core.policy import ROWS
 __all__ = ["HELD_BACK", "SWITCHES", "draw"]
 
 TIERS = ("device", "host", "disk")
-KINDS = ("linear", "linear", "block", "block", "gate", "norm", "nest", "table", "position", "fork", "batchnorm")
+KINDS = (
+    "linear",
+    "linear",
+    "block",
+    "block",
+    "gate",
+    "norm",
+    "nest",
+    "table",
+    "position",
+    "fork",
+    "batchnorm",
+)
 
 
 def draw(seed: int) -> Program:
@@ -45,7 +58,9 @@ def _with_options(program: Program, rng: random.Random) -> Program:
     precision = rng.choice(("fp32", "fp32", "fp32", "bf16", "fp16"))
     tiers = ("device",) * 3
     if rng.random() < 0.4:
-        choices = [(w, g, o) for w in TIERS for g in TIERS for o in TIERS if tiers_allowed(row, w, g, o)]
+        choices = [
+            (w, g, o) for w in TIERS for g in TIERS for o in TIERS if tiers_allowed(row, w, g, o)
+        ]
         tiers = rng.choice(choices)
     tokens = rng.random() < 0.25
     codec = rng.choice(("int8", "fp8")) if rng.random() < 0.08 else None
@@ -95,12 +110,18 @@ def _layer(rng: random.Random, index: int) -> Layer:
 
 def _step(rng: random.Random, program: Program, branches: bool, varied: bool) -> Step:
     micros = tuple(_micro(rng, program, branches, varied) for _ in range(rng.choice((1, 1, 2, 3))))
-    return Step(micros, clip=rng.choice((None, None, 0.1, 1.0)), zero=rng.choice(("none",) * 5 + ("zeros", "model", "keep")))
+    return Step(
+        micros,
+        clip=rng.choice((None, None, 0.1, 1.0)),
+        zero=rng.choice(("none",) * 5 + ("zeros", "model", "keep")),
+    )
 
 
 def _micro(rng: random.Random, program: Program, branches: bool, varied: bool) -> Micro:
     count = len(program.layers)
-    routes = [tuple(rng.randrange(count) for _ in range(rng.randint(0, count + 1))) for _ in range(4)]
+    routes = [
+        tuple(rng.randrange(count) for _ in range(rng.randint(0, count + 1))) for _ in range(4)
+    ]
     halves = tuple(rng.choice(("l", "r", "lr")) for _ in range(4))
     if not branches:
         routes, halves = [routes[0]] * 4, (halves[0],) * 4
@@ -118,7 +139,7 @@ def _micro(rng: random.Random, program: Program, branches: bool, varied: bool) -
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------- switches
+# ----------------------------------------------------------------------------------------- switches
 
 
 def _micros(change: Callable[[Micro], Micro]) -> Callable[[Program], Program]:
@@ -142,7 +163,11 @@ def _plain(**values: object) -> Callable[[Program], Program]:
 
 
 def _same_routes(program: Program) -> Program:
-    return _micros(lambda m: replace(m, routes=m.routes[:1] * len(m.routes), halves=m.halves[:1] * len(m.halves)))(program)
+    return _micros(
+        lambda m: replace(
+            m, routes=m.routes[:1] * len(m.routes), halves=m.halves[:1] * len(m.halves)
+        )
+    )(program)
 
 
 # One feature each, and how a program loses it. A shrinker tries them in this order.
@@ -150,7 +175,9 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "branches": _same_routes,
     "routes": _micros(lambda m: replace(m, routes=(), halves=())),
     "codecs": _plain(weight_codec=None, grad_codec=None),
-    "tiers": _plain(weight_tier="device", grad_tier="device", optimizer_tier="device", fraction=1.0),
+    "tiers": _plain(
+        weight_tier="device", grad_tier="device", optimizer_tier="device", fraction=1.0
+    ),
     "weight tier": _plain(weight_tier="device"),
     "grad tier": _plain(grad_tier="device"),
     "optimizer tier": _plain(optimizer_tier="device"),
@@ -165,18 +192,28 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "optimizers": _plain(optimizer="sgd"),
     "groups": _plain(groups=False),
     "schedule": _plain(schedule=False),
-    "returned parameter": lambda p: replace(p, returns="" if p.returns == "parameter" else p.returns),
+    "returned parameter": lambda p: replace(
+        p, returns="" if p.returns == "parameter" else p.returns
+    ),
     "returned view": lambda p: replace(p, returns="" if p.returns == "view" else p.returns),
     "parameter hooks": _plain(parameter_hooks=False),
     "tied ends": _plain(tied_ends=False),
     "tokens": _plain(tokens=False),
     "evaluation": _micros(lambda m: replace(m, evaluate="")),
-    "gradient penalty": _micros(lambda m: replace(m, before="" if m.before == "penalty" else m.before)),
+    "gradient penalty": _micros(
+        lambda m: replace(m, before="" if m.before == "penalty" else m.before)
+    ),
     "autograd.grad": _micros(lambda m: replace(m, before="" if m.before == "grad" else m.before)),
-    "float penalty": _micros(lambda m: replace(m, penalty="" if m.penalty == "float" else m.penalty)),
+    "float penalty": _micros(
+        lambda m: replace(m, penalty="" if m.penalty == "float" else m.penalty)
+    ),
     "penalty": _micros(lambda m: replace(m, penalty="")),
-    "retained graph": _micros(lambda m: replace(m, backward="once" if m.backward == "twice" else m.backward)),
-    "several losses": _micros(lambda m: replace(m, backward="once" if m.backward == "each" else m.backward)),
+    "retained graph": _micros(
+        lambda m: replace(m, backward="once" if m.backward == "twice" else m.backward)
+    ),
+    "several losses": _micros(
+        lambda m: replace(m, backward="once" if m.backward == "each" else m.backward)
+    ),
     "several forwards": _micros(lambda m: replace(m, forwards=1)),
     "no_sync": _micros(lambda m: replace(m, no_sync=False)),
     "partial zero_grad": _micros(lambda m: replace(m, zero_part=False)),
@@ -186,7 +223,9 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "zero_grad": _steps(lambda s: replace(s, zero="none")),
     "input gradient": _plain(input_grad=False),
     "checkpoint": _layers(lambda x: replace(x, checkpoint="")),
-    "reentrant checkpoint": _layers(lambda x: replace(x, checkpoint="saved" if x.checkpoint else "")),
+    "reentrant checkpoint": _layers(
+        lambda x: replace(x, checkpoint="saved" if x.checkpoint else "")
+    ),
     "borrowed weights": _layers(lambda x: replace(x, borrows=None)),
     "shared modules": _layers(lambda x: replace(x, same_module=False)),
     "tied weights": _layers(lambda x: replace(x, same_as=None, same_module=False)),
@@ -194,7 +233,9 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "hooks": _layers(lambda x: replace(x, hook="")),
     "frozen": _layers(lambda x: replace(x, frozen=False)),
     "dropout": _layers(lambda x: replace(x, dropout=False)),
-    "views of parameters": _layers(lambda x: replace(x, kind="linear" if x.kind == "position" else x.kind)),
+    "views of parameters": _layers(
+        lambda x: replace(x, kind="linear" if x.kind == "position" else x.kind)
+    ),
     "batch norm": _layers(lambda x: replace(x, kind="linear" if x.kind == "batchnorm" else x.kind)),
 }
 

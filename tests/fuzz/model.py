@@ -65,7 +65,9 @@ class Nest(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        inner = nn.ModuleDict({"a": nn.Sequential(nn.Linear(width, width), nn.Tanh()), "b": Gate(width)})
+        inner = nn.ModuleDict(
+            {"a": nn.Sequential(nn.Linear(width, width), nn.Tanh()), "b": Gate(width)}
+        )
         self.parts = nn.ModuleList([Block(width), inner])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -208,7 +210,9 @@ class FuzzNet(nn.Module):
         super().__init__()
         width = program.width
         self.program = program
-        self.first: nn.Module = nn.Embedding(VOCABULARY, width) if program.tokens else nn.Linear(FEATURES, width)
+        self.first: nn.Module = (
+            nn.Embedding(VOCABULARY, width) if program.tokens else nn.Linear(FEATURES, width)
+        )
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
         self.layers = nn.ModuleList()
         for index, layer in enumerate(program.layers):

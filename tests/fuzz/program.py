@@ -14,7 +14,8 @@ from zeroshard.core.policy import row
 
 __all__ = ["CODED_ROWS", "Layer", "Micro", "Program", "Step", "describe", "repair", "tiers_allowed"]
 
-CODED_ROWS = ("zero3", "hpz")  # whose weights rest sharded over all ranks, so that a codec takes them
+# whose weights rest sharded over all ranks, so that a codec takes them
+CODED_ROWS = ("zero3", "hpz")
 CHECKPOINTABLE = ("linear", "block", "gate", "norm", "nest", "table", "fork")
 LENDING = ("linear", "gate", "block")  # kinds of layers with a parameter that others can use
 
@@ -104,7 +105,9 @@ class Program:
     def branches(self) -> bool:
         """Whether some rank runs other layers, or halves of layers, than another."""
         forks = any(layer.kind == "fork" for layer in self.layers)
-        return any(len(set(m.routes)) > 1 or (forks and len(set(m.halves)) > 1) for m in self.micros)
+        return any(
+            len(set(m.routes)) > 1 or (forks and len(set(m.halves)) > 1) for m in self.micros
+        )
 
     @property
     def gathers_in_step(self) -> bool:
@@ -112,7 +115,12 @@ class Program:
         if self.world == 1 or not row(self.row).default.weight.is_sharded:
             return False
         apart = self.node_size is not None and self.node_size < self.world
-        return self.transport == "gloo" or self.weight_tier != "device" or self.weight_codec is not None or apart
+        return (
+            self.transport == "gloo"
+            or self.weight_tier != "device"
+            or self.weight_codec is not None
+            or apart
+        )
 
 
 def tiers_allowed(name: str, weight: str, grad: str, optimizer: str) -> bool:
@@ -127,8 +135,12 @@ def tiers_allowed(name: str, weight: str, grad: str, optimizer: str) -> bool:
 def repair(program: Program) -> Program:
     """Return `program` without what torch itself, or the table of rows, has no meaning for."""
     program = replace(program, layers=_repaired_layers(program.layers))
-    if not tiers_allowed(program.row, program.weight_tier, program.grad_tier, program.optimizer_tier):
-        program = replace(program, weight_tier="device", grad_tier="device", optimizer_tier="device")
+    if not tiers_allowed(
+        program.row, program.weight_tier, program.grad_tier, program.optimizer_tier
+    ):
+        program = replace(
+            program, weight_tier="device", grad_tier="device", optimizer_tier="device"
+        )
     if program.weight_tier == program.grad_tier == program.optimizer_tier == "device":
         program = replace(program, fraction=1.0)
     if program.row not in CODED_ROWS:
@@ -136,7 +148,8 @@ def repair(program: Program) -> Program:
     if program.world == 1:
         program = replace(program, node_size=None, weight_codec=None, grad_codec=None)
     if program.coded and program.optimizer not in ("sgd", "adamw"):
-        program = replace(program, optimizer="adamw")  # others make small errors of a gradient large
+        # others make small errors of a gradient large
+        program = replace(program, optimizer="adamw")
     if program.node_size is not None and program.world % program.node_size:
         program = replace(program, node_size=None)
     if not program.tokens:
@@ -145,7 +158,10 @@ def repair(program: Program) -> Program:
     steps = tuple(_repaired_step(step, program, reentrant) for step in program.steps)
     program = replace(program, steps=steps)
     if program.branches:  # a rank cannot clear a gradient that it does not have
-        kept = [replace(step, micros=tuple(replace(micro, zero_part=False) for micro in step.micros)) for step in steps]
+        kept = [
+            replace(step, micros=tuple(replace(micro, zero_part=False) for micro in step.micros))
+            for step in steps
+        ]
         program = replace(program, steps=tuple(kept))
     return program
 
@@ -154,26 +170,46 @@ def _repaired_layers(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
     out: list[Layer] = []
     for index, layer in enumerate(layers):
         other = layer.same_as
-        if other is not None and (not 0 <= other < index or layers[other].kind != layer.kind or layers[other].same_as is not None):
+        if other is not None and (
+            not 0 <= other < index
+            or layers[other].kind != layer.kind
+            or layers[other].same_as is not None
+        ):
             other = None
         lender = layer.borrows
-        if lender is not None and (not 0 <= lender < len(layers) or layers[lender].kind not in LENDING):
+        if lender is not None and (
+            not 0 <= lender < len(layers) or layers[lender].kind not in LENDING
+        ):
             lender = None
         checkpoint = layer.checkpoint if layer.kind in CHECKPOINTABLE else ""
         container = "" if checkpoint == "reentrant" or layer.kind == "position" else layer.container
-        hook = "" if layer.hook == "module" and (container or layer.kind == "position") else layer.hook
+        hook = (
+            "" if layer.hook == "module" and (container or layer.kind == "position") else layer.hook
+        )
         same = layer.same_module and other is not None
-        out.append(replace(layer, same_as=other, same_module=same, borrows=lender, checkpoint=checkpoint, container=container, hook=hook))
+        out.append(
+            replace(
+                layer,
+                same_as=other,
+                same_module=same,
+                borrows=lender,
+                checkpoint=checkpoint,
+                container=container,
+                hook=hook,
+            )
+        )
     return tuple(out)
 
 
 def _repaired_step(step: Step, program: Program, reentrant: bool) -> Step:
     micros = []
     for micro in step.micros:
-        if program.precision == "fp16" and micro.backward == "twice":  # engine.backward(loss) has no retain_graph
+        # engine.backward(loss) has no retain_graph
+        if program.precision == "fp16" and micro.backward == "twice":
             micro = replace(micro, backward="once")
         if reentrant or program.tokens or program.precision == "fp16" or not program.input_grad:
-            micro = replace(micro, before="")  # autograd.grad needs an input, and refuses reentrant checkpoints
+            # autograd.grad needs an input, and refuses reentrant checkpoints
+            micro = replace(micro, before="")
         if reentrant and micro.backward == "twice":
             micro = replace(micro, backward="once")
         if micro.backward == "each" and micro.forwards == 1:
@@ -193,18 +229,28 @@ def _repaired_step(step: Step, program: Program, reentrant: bool) -> Step:
 
 def _differences(value: Any) -> dict[str, Any]:
     default = type(value)(0) if isinstance(value, Program) else type(value)()
-    return {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != getattr(default, f.name)}
+    return {
+        f.name: getattr(value, f.name)
+        for f in fields(value)
+        if getattr(value, f.name) != getattr(default, f.name)
+    }
 
 
 def _line(value: Any) -> str:
-    shown = {name: item for name, item in _differences(value).items() if name not in ("layers", "steps", "micros")}
+    shown = {
+        name: item
+        for name, item in _differences(value).items()
+        if name not in ("layers", "steps", "micros")
+    }
     return ", ".join(f"{name}={item!r}" for name, item in shown.items())
 
 
 def describe(program: Program) -> str:
     """Return the program as text: what differs from the plainest program, a line per part."""
     lines = [f"Program({_line(program)})"]
-    lines += [f"  layer {index}: Layer({_line(layer)})" for index, layer in enumerate(program.layers)]
+    lines += [
+        f"  layer {index}: Layer({_line(layer)})" for index, layer in enumerate(program.layers)
+    ]
     for index, step in enumerate(program.steps):
         lines.append(f"  step {index}: Step({_line(step)})")
         lines += [f"    Micro({_line(micro)})" for micro in step.micros]

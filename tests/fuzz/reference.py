@@ -6,8 +6,10 @@ node in local order and then the nodes in node order; the sum is added to the to
 is divided by the number of ranks (and the loss scale) once, at the step.
 Inside ``no_sync`` the rows differ in what is added first (DESIGN.md, section 1, Exactness):
 
-    ddp, zero1      this rank's micro-batches, in fp32; then rounded to the wire dtype and summed over ranks
-    mics, hfsdp     the ranks of a node; then micro-batches; then nodes, unrounded (one node: as zero3)
+    ddp, zero1      this rank's micro-batches, in fp32; then rounded to the wire dtype and summed
+                    over ranks
+    mics, hfsdp     the ranks of a node; then micro-batches; then nodes, unrounded (one node: as
+                    zero3)
     the others      the ranks; then micro-batches
 """
 
@@ -30,7 +32,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _adds_first(program: Program) -> str:
-    """Return what is added first inside ``no_sync``: "micro-batches", a "node"'s ranks, or all "ranks"."""
+    """Return what is added first inside ``no_sync``: "micro-batches", a "node"'s ranks, or all
+    "ranks".
+    """
     if program.row in ("mics", "hfsdp") and program.node_size not in (None, program.world):
         return "node"
     return "micro-batches" if program.row in ("ddp", "zero1") else "ranks"
@@ -50,7 +54,10 @@ class ByHand:
     def __init__(self, model: nn.Module, program: Program, rank: int) -> None:
         self.model, self.program, self.rank = model, program, rank
         self.parameters = dict(model.named_parameters())
-        self.masters = {name: nn.Parameter(p.detach().float().clone(), p.requires_grad) for name, p in self.parameters.items()}
+        self.masters = {
+            name: nn.Parameter(p.detach().float().clone(), p.requires_grad)
+            for name, p in self.parameters.items()
+        }
         self.optimizer = make_optimizer(program, self.masters)
         _to_compute_dtype(model, DTYPES[program.precision])
         self.scale = 2.0**16 if program.precision == "fp16" else 1.0
@@ -60,13 +67,16 @@ class ByHand:
         self.node_partials: dict[str, list[torch.Tensor]] = {}  # of every node
         self.totals: dict[str, torch.Tensor] = {}
         self.divided = False
-        self.brought: dict[str, list[torch.Tensor]] = {}  # what this backward has added to each parameter's gradient, one after another
+        # what this backward has added to each parameter's gradient, one after another
+        self.brought: dict[str, list[torch.Tensor]] = {}
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._take, name))
 
     def _take(self, name: str, parameter: torch.Tensor) -> None:
-        """Take a gradient away from autograd: a reentrant checkpoint adds each use of a weight in a backward of its own."""
+        """Take a gradient away from autograd: a reentrant checkpoint adds each use of a weight
+        in a backward of its own.
+        """
         assert parameter.grad is not None
         self.brought.setdefault(name, []).append(parameter.grad.detach())
         parameter.grad = None
@@ -85,7 +95,9 @@ class ByHand:
         if self.first == "micro-batches" and (self.partial or not self.sync):
             for name, each in brought.items():
                 for grad in each:
-                    self.partial[name] = self.partial[name] + grad.float() if name in self.partial else grad.float()
+                    self.partial[name] = (
+                        self.partial[name] + grad.float() if name in self.partial else grad.float()
+                    )
             if self.sync:
                 self._reduce_partial()
             return
@@ -104,7 +116,9 @@ class ByHand:
     def _reduce_between(self, grads: dict[str, torch.Tensor]) -> None:
         for name, sums in self._over_ranks(grads).items():
             held = self.node_partials.get(name)
-            self.node_partials[name] = sums if held is None else [h + s for h, s in zip(held, sums, strict=True)]
+            self.node_partials[name] = (
+                sums if held is None else [h + s for h, s in zip(held, sums, strict=True)]
+            )
         if self.sync:
             self._reduce_nodes()
 
@@ -113,7 +127,9 @@ class ByHand:
         self._add(self._over_nodes(sums))
 
     def _over_ranks(self, grads: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-        """Return the fp32 sum of each node's ranks, of every parameter that has a gradient on any rank."""
+        """Return the fp32 sum of each node's ranks, of every parameter that has a gradient on
+        any rank.
+        """
         answers: list[dict[str, torch.Tensor]] = [{} for _ in range(self.program.world)]
         if self.program.world == 1:
             answers = [grads]
@@ -125,7 +141,9 @@ class ByHand:
                 zeros = torch.zeros(parameter.shape)
                 each = [answer[name].float() if name in answer else zeros for answer in answers]
                 size = self.program.node_size or self.program.world
-                out[name] = [_summed(each[start : start + size]) for start in range(0, len(each), size)]
+                out[name] = [
+                    _summed(each[start : start + size]) for start in range(0, len(each), size)
+                ]
         return out
 
     @staticmethod

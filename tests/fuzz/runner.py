@@ -33,7 +33,9 @@ TIMEOUT_S = 40.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """`kind`: same, refused, differs, error, crash, hang, or impossible (torch itself cannot run it)."""
+    """`kind`: same, refused, differs, error, crash, hang, or impossible (torch itself cannot run
+    it).
+    """
 
     kind: str
     detail: str = ""
@@ -109,18 +111,31 @@ def _options(program: Program, model: nn.Module, path: str) -> dict[str, Any]:
         }
     )
     stall = SHORT_STALL_S if _may_refuse(program) else STALL_S
-    options: dict[str, Any] = {"policy": program.row, "precision": program.precision, "comm": comm, "stall_timeout_s": stall}
+    options: dict[str, Any] = {
+        "policy": program.row,
+        "precision": program.precision,
+        "comm": comm,
+        "stall_timeout_s": stall,
+    }
     if set(tiers) != {"device"}:
         disk = {"disk_path": path} if "disk" in tiers else {}
         weight, grad, optimizer = tiers
         options["offload"] = zs.Offload.model_validate(
-            {"weight": weight, "grad": grad, "optimizer": optimizer, "fraction": program.fraction, **disk}
+            {
+                "weight": weight,
+                "grad": grad,
+                "optimizer": optimizer,
+                "fraction": program.fraction,
+                **disk,
+            }
         )
     for name in ("strict", "verify_every", "prefetch_bytes"):
         if getattr(program, name) is not None:
             options[name] = getattr(program, name)
     is_unit = functools.partial(_is_unit, program)
-    if program.units != "default" and any(is_unit(name, module) for name, module in model.named_modules()):
+    if program.units != "default" and any(
+        is_unit(name, module) for name, module in model.named_modules()
+    ):
         options["units"] = is_unit
     return options
 
@@ -130,7 +145,10 @@ def _is_unit(program: Program, name: str, module: nn.Module) -> bool:
         return not name
     if program.units == "leaves":
         return any(True for _ in module.parameters(recurse=False))
-    return any(True for _ in module.parameters()) and random.Random(f"{program.seed} {name}").random() < 0.4
+    return (
+        any(True for _ in module.parameters())
+        and random.Random(f"{program.seed} {name}").random() < 0.4
+    )
 
 
 def _may_refuse(program: Program) -> tuple[str, ...]:
@@ -140,7 +158,7 @@ def _may_refuse(program: Program) -> tuple[str, ...]:
     return ()
 
 
-# ---------------------------------------------------------------------------------------------------------------- the loop
+# ----------------------------------------------------------------------------------------- the loop
 
 
 def _inputs(program: Program, rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,9 +166,13 @@ def _inputs(program: Program, rank: int, number: int) -> tuple[torch.Tensor, tor
     dtype = DTYPES[program.precision]
     if program.tokens:
         shape = (ROWS_IN_BATCH,)
-        return torch.randint(0, VOCABULARY, shape, generator=generator), torch.randint(0, VOCABULARY, shape, generator=generator)
+        return torch.randint(0, VOCABULARY, shape, generator=generator), torch.randint(
+            0, VOCABULARY, shape, generator=generator
+        )
     x = torch.randn(ROWS_IN_BATCH, FEATURES, generator=generator).to(dtype)
-    return x.requires_grad_(program.input_grad), torch.randn(ROWS_IN_BATCH, FEATURES, generator=generator)
+    return x.requires_grad_(program.input_grad), torch.randn(
+        ROWS_IN_BATCH, FEATURES, generator=generator
+    )
 
 
 class _Loop:
@@ -163,14 +185,17 @@ class _Loop:
 
     def run(self) -> None:
         program, trainer = self.program, self.trainer
-        scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1, 0.7) if program.schedule else None
+        scheduler = (
+            torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1, 0.7) if program.schedule else None
+        )
         for step in program.steps:
             for micro in step.micros:
                 self._micro(micro)
             if step.clip is not None:
                 self.numbers.append(trainer.clip(step.clip))
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # an fp16 step that is skipped leaves the scheduler ahead
+                # an fp16 step that is skipped leaves the scheduler ahead
+                warnings.simplefilter("ignore")
                 trainer.step()
                 if scheduler is not None:
                     scheduler.step()
@@ -193,7 +218,9 @@ class _Loop:
             names = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
             trainer.zero_part(names[1 :: 1 + self._count % 3])
 
-    def _forward(self, micro: Micro, number: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(
+        self, micro: Micro, number: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         program, model = self.program, self.trainer.model
         assert isinstance(model, nn.Module)
         number = self._count if number is None else number
@@ -259,7 +286,7 @@ def _model(program: Program) -> FuzzNet:
     return model
 
 
-# ---------------------------------------------------------------------------------------------------------------- one rank
+# ----------------------------------------------------------------------------------------- one rank
 
 
 @dataclass
@@ -291,7 +318,9 @@ def _first_difference(program: Program, mine: _Result, right: _Result) -> str:
         if program.coded:
             if not _is_near(got, value):
                 return f"{name} is far from the run without codecs"
-        elif not torch.equal(torch.nan_to_num(got), torch.nan_to_num(value)) or not torch.equal(got.isnan(), value.isnan()):
+        elif not torch.equal(torch.nan_to_num(got), torch.nan_to_num(value)) or not torch.equal(
+            got.isnan(), value.isnan()
+        ):
             index = int((got != value).flatten().nonzero()[0])
             pair = got.flatten()[index].item(), value.flatten()[index].item()
             return f"{name}[{index}] is {pair[0]!r} instead of {pair[1]!r} (row {program.row})"
@@ -304,7 +333,11 @@ def _first_difference(program: Program, mine: _Result, right: _Result) -> str:
 def _is_near(got: torch.Tensor, value: torch.Tensor) -> bool:
     if not value.is_floating_point():
         return torch.equal(got, value)
-    return bool((got.float() - value.float()).abs().max() <= 0.05 + 0.1 * value.float().abs().max()) if value.numel() else True
+    return (
+        bool((got.float() - value.float()).abs().max() <= 0.05 + 0.1 * value.float().abs().max())
+        if value.numel()
+        else True
+    )
 
 
 @contextlib.contextmanager
@@ -342,7 +375,7 @@ def _meet(world: int) -> None:
         dist.monitored_barrier(timeout=timedelta(seconds=STALL_S + 5))
 
 
-# ---------------------------------------------------------------------------------------------------------------- all ranks
+# ---------------------------------------------------------------------------------------- all ranks
 
 
 def command(program: Program) -> str:
@@ -363,7 +396,11 @@ def run_program(program: Program, path: str) -> Outcome:
         return Outcome("impossible", detail)
     if kinds == {"refused"}:
         classes = {text.split(":")[0] for _, text in answers}
-        right = len(classes) == 1 and classes <= set(_may_refuse(program)) and all("\n" not in text for _, text in answers)
+        right = (
+            len(classes) == 1
+            and classes <= set(_may_refuse(program))
+            and all("\n" not in text for _, text in answers)
+        )
         return Outcome("refused" if right else "error", detail)
     return Outcome("differs" if "differs" in kinds else "error", detail)
 

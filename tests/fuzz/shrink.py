@@ -1,4 +1,6 @@
-"""Make a failing program smaller while it still fails: greedy, one feature or one part at a time."""
+"""Make a failing program smaller while it still fails: greedy, one feature or one part at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def _smaller(program: Program) -> Iterator[Program]:
     for index, layer in enumerate(program.layers):
         plain = replace(Layer(), same_as=layer.same_as, same_module=layer.same_module)
         for simpler in (plain, replace(layer, kind="linear")):
-            yield replace(program, layers=(*program.layers[:index], simpler, *program.layers[index + 1 :]))
+            yield replace(
+                program, layers=(*program.layers[:index], simpler, *program.layers[index + 1 :])
+            )
     for width in (3, 5):
         if width < program.width:
             yield replace(program, width=width)
@@ -59,12 +63,18 @@ def _without_layer(program: Program, gone: int) -> Program:
     def moved(index: int | None) -> int | None:
         return None if index is None or index == gone else index - (index > gone)
 
-    layers = [replace(x, same_as=moved(x.same_as), borrows=moved(x.borrows)) for i, x in enumerate(program.layers) if i != gone]
+    layers = [
+        replace(x, same_as=moved(x.same_as), borrows=moved(x.borrows))
+        for i, x in enumerate(program.layers)
+        if i != gone
+    ]
     steps = []
     for step in program.steps:
         micros = []
         for micro in step.micros:
-            routes = tuple(tuple(i - (i > gone) for i in route if i != gone) for route in micro.routes)
+            routes = tuple(
+                tuple(i - (i > gone) for i in route if i != gone) for route in micro.routes
+            )
             micros.append(replace(micro, routes=routes))
         steps.append(replace(step, micros=tuple(micros)))
     return replace(program, layers=tuple(layers), steps=tuple(steps))

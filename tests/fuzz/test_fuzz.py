@@ -1,4 +1,6 @@
-"""Random programs train to the bits of data parallel training by hand; see docs/design/fuzzing.md."""
+"""Random programs train to the bits of data parallel training by hand; see
+docs/design/fuzzing.md.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +37,32 @@ def test_random_programs_train_to_the_bits_of_the_reference(first: int, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(QUICK, SLOW, CHUNK))
-def test_more_random_programs_train_to_the_bits_of_the_reference(first: int, tmp_path: Path) -> None:
+def test_more_random_programs_train_to_the_bits_of_the_reference(
+    first: int, tmp_path: Path
+) -> None:
     failures = _failures(first, tmp_path)
     assert not failures, "\n\n".join(failures)
 
 
 FOUND = {  # what later seeds found, shrunk where that was possible
     "a weight used outside before its reentrant checkpoint": Program(
-        456, world=1, row="hfsdp", precision="bf16", optimizer="sgd", width=24, layers=(Layer(borrows=1), Layer(checkpoint="reentrant")), steps=(Step(),)
+        456,
+        world=1,
+        row="hfsdp",
+        precision="bf16",
+        optimizer="sgd",
+        width=24,
+        layers=(Layer(borrows=1), Layer(checkpoint="reentrant")),
+        steps=(Step(),),
     ),
     "encoded weights gathered ahead by timing": Program(
-        490, units="leaves", weight_codec="fp8", grad_codec="fp8", optimizer="sgd", width=3, steps=(Step((Micro(forwards=2),)), Step())
+        490,
+        units="leaves",
+        weight_codec="fp8",
+        grad_codec="fp8",
+        optimizer="sgd",
+        width=3,
+        steps=(Step((Micro(forwards=2),)), Step()),
     ),
     "sums on the host while ranks take different branches": draw(586),
     "the other kind of checkpoint between two reentrant ones": Program(
@@ -60,7 +77,13 @@ FOUND = {  # what later seeds found, shrunk where that was possible
         steps=(Step((Micro(routes=((0, 1, 0),)),), clip=1.0),),
     ),
     "a last micro-batch inside no_sync on three ranks": Program(
-        654, world=3, node_size=1, row="mics", optimizer="sgd", width=24, steps=(Step((Micro(), Micro(no_sync=True))),)
+        654,
+        world=3,
+        node_size=1,
+        row="mics",
+        optimizer="sgd",
+        width=24,
+        steps=(Step((Micro(), Micro(no_sync=True))),),
     ),
     "a weight used outside in two forwards with a backward each": Program(
         2759,
@@ -71,7 +94,13 @@ FOUND = {  # what later seeds found, shrunk where that was possible
         steps=(Step((Micro(forwards=2, backward="each"),)),),
     ),
     "a layer that no rank used, and a rank without a part of it": Program(
-        978, world=3, row="zero2", optimizer="sgd", width=3, tokens=True, steps=(Step((Micro(routes=((), (), ())),), zero="model"), Step())
+        978,
+        world=3,
+        row="zero2",
+        optimizer="sgd",
+        width=3,
+        tokens=True,
+        steps=(Step((Micro(routes=((), (), ())),), zero="model"), Step()),
     ),
 }
 
@@ -94,18 +123,34 @@ def test_a_seed_draws_one_program_and_describes_it() -> None:
 def test_the_shrinker_keeps_only_what_the_failure_needs() -> None:
     layers = (Layer("block", dropout=True), Layer("norm"), Layer("gate", borrows=1), Layer("nest"))
     steps = (Step((Micro(no_sync=True), Micro(forwards=2)), clip=0.1), Step())
-    program = repair(Program(7, world=3, row="hpz", precision="bf16", width=13, layers=layers, steps=steps))
+    program = repair(
+        Program(7, world=3, row="hpz", precision="bf16", width=13, layers=layers, steps=steps)
+    )
 
     def fails(smaller: Program) -> bool:
-        return any(layer.kind == "gate" for layer in smaller.layers) and any(micro.no_sync for micro in smaller.micros)
+        return any(layer.kind == "gate" for layer in smaller.layers) and any(
+            micro.no_sync for micro in smaller.micros
+        )
 
     smallest = shrink(program, fails)
-    assert smallest == Program(7, world=1, row="hpz", optimizer="sgd", width=3, layers=(Layer("gate"),), steps=(Step((Micro(no_sync=True),)),))
+    assert smallest == Program(
+        7,
+        world=1,
+        row="hpz",
+        optimizer="sgd",
+        width=3,
+        layers=(Layer("gate"),),
+        steps=(Step((Micro(no_sync=True),)),),
+    )
 
 
-def test_a_wrong_number_is_told_with_its_place_and_the_command_that_replays_it(tmp_path: Path) -> None:
+def test_a_wrong_number_is_told_with_its_place_and_the_command_that_replays_it(
+    tmp_path: Path,
+) -> None:
     program = Program(7, optimizer="sgd", layers=(Layer("wrong"),))
     outcome = run_program(program, str(tmp_path))
     assert outcome.kind == "differs", outcome
-    assert re.match(r"differs [a-z.]+\[\d+\] is \S+ instead of \S+ \(row zero3\)", outcome.detail), outcome
+    assert re.match(
+        r"differs [a-z.]+\[\d+\] is \S+ instead of \S+ \(row zero3\)", outcome.detail
+    ), outcome
     assert report(program, outcome).splitlines()[1] == "python -m tests.fuzz 7"

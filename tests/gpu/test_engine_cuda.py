@@ -1,4 +1,6 @@
-"""The engine on one GPU: real streams and events, NCCL forced at world size 1, several ranks on one GPU over gloo."""
+"""The engine on one GPU: real streams and events, NCCL forced at world size 1, several ranks on
+one GPU over gloo.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ import zeroshard as zs
 from tests.engine.common import ROWS, Net, batch, two_groups
 from tests.harness import run_ranks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 DEVICE = "cuda:0"
 MESH_ROWS = ("hpz", "mics", "hfsdp")
@@ -29,16 +34,24 @@ def nccl_group(tmp_path: Path) -> Any:
     """A real process group of one rank, NCCL for CUDA tensors."""
     torch.cuda.set_device(0)
     store = f"file://{tmp_path}/store"
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=store, rank=0, world_size=1, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=store, rank=0, world_size=1, timeout=timedelta(seconds=60)
+    )
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
-def _train(row: str | None, steps: int, precision: str = "fp32", **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _train(
+    row: str | None, steps: int, precision: str = "fp32", **options: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model = Net(width=64, layers=6).to(DEVICE)
     optimizer = two_groups(model)
-    engine = None if row is None else zs.shard(model, optimizer, policy=row, precision=precision, **options)
+    engine = (
+        None
+        if row is None
+        else zs.shard(model, optimizer, policy=row, precision=precision, **options)
+    )
     losses = []
     for step in range(steps):
         x, y = (t.to(DEVICE) for t in batch(0, step))
@@ -60,7 +73,9 @@ def _train(row: str | None, steps: int, precision: str = "fp32", **options: Any)
 
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("ordered", [None, True], ids=["native", "ordered"])
-def test_a_whole_training_over_nccl_at_world_size_one(nccl_group: Any, row: str, ordered: bool | None) -> None:
+def test_a_whole_training_over_nccl_at_world_size_one(
+    nccl_group: Any, row: str, ordered: bool | None
+) -> None:
     plain_losses, plain = _train(None, 20)
     losses, state = _train(row, 20, comm=zs.Comm(transport="nccl", ordered=ordered))
     torch.testing.assert_close(losses, plain_losses, rtol=1e-5, atol=1e-5)
@@ -124,15 +139,20 @@ def test_two_ranks_share_one_gpu_over_gloo_with_equal_rows() -> None:
 
 def test_the_stream_sanitizer_finds_no_race(tmp_path: Path) -> None:
     code = (
-        "import os, torch.distributed as dist\n"
-        "from tests.gpu import test_engine_cuda as t\n"
-        f"dist.init_process_group('cpu:gloo,cuda:nccl', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
-        "import zeroshard as zs\n"
-        "for row in t.ROWS: t._train(row, 3, comm=zs.Comm(transport='nccl'))\n"
-        "t._train('zero3', 3, comm=zs.Comm(transport='nccl', **t.CODED))\n"
-        "dist.destroy_process_group()\n"
+        "import os, torch.distributed as dist\nfrom tests.gpu import test_engine_cuda as"
+        f" t\ndist.init_process_group('cpu:gloo,cuda:nccl', init_method='file://{tmp_path}/store',"
+        " rank=0, world_size=1)\nimport zeroshard as zs\nfor row in t.ROWS: t._train(row, 3,"
+        " comm=zs.Comm(transport='nccl'))\nt._train('zero3', 3, comm=zs.Comm(transport='nccl',"
+        " **t.CODED))\ndist.destroy_process_group()\n"
     )
     environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "CSAN detected" not in done.stderr, done.stderr[-4000:]

@@ -1,7 +1,8 @@
-"""States on host and disk beside one GPU: pinned memory, real copies on streams of their own, the step on the host.
+"""States on host and disk beside one GPU: pinned memory, real copies on streams of their own,
+the step on the host.
 
-The host's AdamW does not round as the device's does, so tiers are compared with the device within a tolerance; host and disk, which step alike,
-with each other bit for bit.
+The host's AdamW does not round as the device's does, so tiers are compared with the device within a
+tolerance; host and disk, which step alike, with each other bit for bit.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from tests.harness import run_ranks
 from zeroshard.core.placement import Tier
 from zeroshard.optim.shadow import Shadow
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 DEVICE = "cuda:0"
 STEPS = 20
@@ -55,11 +59,21 @@ def _net(width: int = 64, layers: int = 6) -> Net:
     return Net(width=width, layers=layers).to(DEVICE)
 
 
-def _train(row: str, tiers: dict[str, Any], path: Any, *, rank: int = 0, precision: str = "fp32", **options: Any) -> dict[str, Any]:
+def _train(
+    row: str,
+    tiers: dict[str, Any],
+    path: Any,
+    *,
+    rank: int = 0,
+    precision: str = "fp32",
+    **options: Any,
+) -> dict[str, Any]:
     """Train on a GPU; return losses, the weights afterwards, and what was seen of the tiers."""
     model = _net()
     optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row, precision=precision, offload=_offload(tiers, path), **options)
+    engine = zs.shard(
+        model, optimizer, policy=row, precision=precision, offload=_offload(tiers, path), **options
+    )
     losses = []
     for step in range(STEPS):
         loss = model(*(t.to(DEVICE) for t in batch(rank, step)))
@@ -91,13 +105,20 @@ def test_twenty_steps_with_states_on_another_tier_are_those_of_the_device(
     assert run["losses"][-1] < run["losses"][0]
     for name, value in run["state"].items():
         torch.testing.assert_close(
-            value, plain["state"][name], rtol=0.1, atol=20 * tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            value,
+            plain["state"][name],
+            rtol=0.1,
+            atol=20 * tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_host_and_disk_step_the_same_bits(precision: str, tmp_path: Path) -> None:
-    host, disk = _train("zero3", ON_HOST, None, precision=precision), _train("zero3", ON_DISK, tmp_path, precision=precision)
+    host, disk = (
+        _train("zero3", ON_HOST, None, precision=precision),
+        _train("zero3", ON_DISK, tmp_path, precision=precision),
+    )
     assert host["losses"] == disk["losses"]
     assert all(torch.equal(value, disk["state"][name]) for name, value in host["state"].items())
 
@@ -108,24 +129,38 @@ def test_a_delayed_update_trains_within_reach_of_the_exact_one() -> None:
     torch.testing.assert_close(late["losses"], exact["losses"], rtol=0, atol=0.5)
 
 
-@pytest.mark.parametrize(("fraction", "expected"), [(1.0, {("cpu", True)}), (0.4, {("cpu", True), ("cuda", False)})])
-def test_what_is_stepped_on_the_host_is_a_cpu_tensor_to_the_optimizer(fraction: float, expected: set[tuple[str, bool]]) -> None:
-    # Gradients stay on the device: with them on the host, too, the device's part of a fraction is stepped in tiles as well.
+@pytest.mark.parametrize(
+    ("fraction", "expected"), [(1.0, {("cpu", True)}), (0.4, {("cpu", True), ("cuda", False)})]
+)
+def test_what_is_stepped_on_the_host_is_a_cpu_tensor_to_the_optimizer(
+    fraction: float, expected: set[tuple[str, bool]]
+) -> None:
+    # Gradients stay on the device: with them on the host, too, the device's part of a fraction is
+    # stepped in tiles as well.
     run = _train("zero2", {"optimizer": "host", "fraction": fraction}, None)
     assert set(run["pieces"]) == expected
     moments = run["tiers"]["optimizer"]
     assert moments["host"] / sum(moments.values()) == pytest.approx(fraction, abs=0.02)
 
 
-@pytest.mark.parametrize(("row", "tiers"), [("zero2", HOST), ("zero3", ON_HOST), ("zero3", ON_DISK)], ids=["stage 2", "stage 3", "disk"])
-def test_the_host_step_works_in_pinned_memory(row: str, tiers: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("row", "tiers"),
+    [("zero2", HOST), ("zero3", ON_HOST), ("zero3", ON_DISK)],
+    ids=["stage 2", "stage 3", "disk"],
+)
+def test_the_host_step_works_in_pinned_memory(
+    row: str, tiers: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[str, bool]] = []
     step = Shadow.step
 
     def watched(self: Shadow, parameters: Any, states: Any) -> Any:
         for parameter in itertools.chain.from_iterable(parameters.values()):
             moments = [value for value in states[parameter].values() if value.numel() > 1]
-            seen.extend((tensor.device.type, tensor.is_pinned()) for tensor in (parameter.data, parameter.grad, *moments))
+            seen.extend(
+                (tensor.device.type, tensor.is_pinned())
+                for tensor in (parameter.data, parameter.grad, *moments)
+            )
         return step(self, parameters, states)
 
     model = _net()
@@ -151,10 +186,14 @@ def test_weights_that_rest_elsewhere_gather_right(tmp_path: Path) -> None:
         x, y = (t.to(DEVICE) for t in batch(0, 0))
         loss = model(x, y).detach()
         engine = zs.shard(model, two_groups(model), stage=3, offload=_offload(tiers, tmp_path))
-        assert all(torch.equal(value, expected[name]) for name, value in engine.full_state_dict().items()), tiers
+        assert all(
+            torch.equal(value, expected[name]) for name, value in engine.full_state_dict().items()
+        ), tiers
         with engine.gathered():
             for name, parameter in model.named_parameters():
-                assert parameter.device.type == "cuda" and torch.equal(parameter.cpu(), expected[name]), (tiers, name)
+                assert parameter.device.type == "cuda" and torch.equal(
+                    parameter.cpu(), expected[name]
+                ), (tiers, name)
         torch.testing.assert_close(model(x, y).detach(), loss, rtol=1e-6, atol=1e-6)
         engine.close()
 
@@ -162,7 +201,9 @@ def test_weights_that_rest_elsewhere_gather_right(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize(("row", "tiers"), [("zero2", HOST), ("zero3", ON_HOST)], ids=["stage 2", "stage 3"])
+@pytest.mark.parametrize(
+    ("row", "tiers"), [("zero2", HOST), ("zero3", ON_HOST)], ids=["stage 2", "stage 3"]
+)
 def test_memory_is_steady_over_fifty_steps(row: str, tiers: dict[str, str]) -> None:
     model = _net(width=512, layers=12)
     optimizer = two_groups(model)
@@ -198,7 +239,8 @@ def test_what_leaves_the_device_leaves_its_memory() -> None:
         used[name] = (torch.cuda.memory_allocated() - before) / numel  # bytes per parameter
         engine.close()
         del model, optimizer, engine
-    assert used["device"] - used["optimizer"] >= 7.5, used  # two moments; the master of fp32 weights is a copy on the host
+    # two moments; the master of fp32 weights is a copy on the host
+    assert used["device"] - used["optimizer"] >= 7.5, used
     assert used["optimizer"] - used["all"] >= 3.5, used  # the weights
 
 
@@ -206,13 +248,17 @@ def test_what_leaves_the_device_leaves_its_memory() -> None:
 
 
 class _Timed:
-    """A model of 100M parameters on `batch` sequences of 256 tokens, and the seconds of its steps."""
+    """A model of 100M parameters on `batch` sequences of 256 tokens, and the seconds of its
+    steps.
+    """
 
     def __init__(self, row: str, tiers: dict[str, str], *, batch: int) -> None:
         self.model = _net(width=1024, layers=12)
         self.num_bytes = sum(4 * parameter.numel() for parameter in self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.engine = zs.shard(self.model, self.optimizer, policy=row, offload=_offload(tiers, None))
+        self.engine = zs.shard(
+            self.model, self.optimizer, policy=row, offload=_offload(tiers, None)
+        )
         self.x = torch.randint(0, 37, (batch, 256), device=DEVICE)
 
     def seconds(self, *, step: bool, num: int = 10) -> float:
@@ -240,8 +286,13 @@ class _Timed:
 
 
 def _copy_s(num_bytes: int, *, to_host: bool) -> float:
-    """Return the seconds that `num_bytes` take over the link, in pinned memory, with nothing else on the device."""
-    far, near = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True), torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
+    """Return the seconds that `num_bytes` take over the link, in pinned memory, with nothing
+    else on the device.
+    """
+    far, near = (
+        torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True),
+        torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE),
+    )
     out, source = (far, near) if to_host else (near, far)
     taken = []
     for _ in range(6):
@@ -261,7 +312,10 @@ def test_gathers_from_the_host_overlap_compute() -> None:
     taken_s = host.seconds(step=False)
     copies_s = 2 * _copy_s(host.num_bytes, to_host=False)  # for forward and for backward
     host.engine.close()
-    print(f"compute {compute_s * 1e3:.1f} ms, copies {copies_s * 1e3:.1f} ms, together {taken_s * 1e3:.1f} ms")
+    print(
+        f"compute {compute_s * 1e3:.1f} ms, copies {copies_s * 1e3:.1f} ms, together"
+        f" {taken_s * 1e3:.1f} ms"
+    )
     assert taken_s <= 1.1 * compute_s + 0.6 * copies_s, (compute_s, copies_s, taken_s)
 
 
@@ -274,14 +328,24 @@ def test_a_step_on_the_host_overlaps_its_copies_and_the_next_forward() -> None:
     step_s = host.host_s
     there_s, back_s = _copy_s(host.num_bytes, to_host=True), _copy_s(host.num_bytes, to_host=False)
     host.engine.close()
-    # Backward, two thirds of the computation, may hide the gradients' copies, the next forward the step and the weights' copies.
+    # Backward, two thirds of the computation, may hide the gradients' copies, the next forward the
+    # step and the weights' copies.
     in_turn_s = compute_s + there_s + step_s + back_s
     hidden_s = min(2 / 3 * compute_s, there_s) + min(1 / 3 * compute_s, step_s + back_s)
-    print(f"one after the other {in_turn_s * 1e3:.1f} ms, of which {hidden_s * 1e3:.1f} ms can be hidden; measured {taken_s * 1e3:.1f} ms")
-    assert taken_s <= 1.05 * in_turn_s - 0.5 * hidden_s, (compute_s, there_s, step_s, back_s, taken_s)
+    print(
+        f"one after the other {in_turn_s * 1e3:.1f} ms, of which {hidden_s * 1e3:.1f} ms can be"
+        f" hidden; measured {taken_s * 1e3:.1f} ms"
+    )
+    assert taken_s <= 1.05 * in_turn_s - 0.5 * hidden_s, (
+        compute_s,
+        there_s,
+        step_s,
+        back_s,
+        taken_s,
+    )
 
 
-# ---------------------------------------------------------------------- several ranks, and the sanitizer
+# ----------------------------------------------------------------- several ranks, and the sanitizer
 
 
 def _over_gloo(rank: int, world: int, row: str, tiers: dict[str, str], path: str) -> dict[str, Any]:
@@ -296,7 +360,9 @@ def test_two_ranks_share_one_gpu_and_their_host(tmp_path: Path) -> None:
         runs = run_ranks(2, _over_gloo, "zero3", tiers, str(tmp_path), timeout=100)
         for run, other in zip(runs, plain, strict=True):
             torch.testing.assert_close(run["losses"], other["losses"], rtol=1e-3, atol=1e-3)
-        assert all(torch.equal(value, runs[1]["state"][name]) for name, value in runs[0]["state"].items())
+        assert all(
+            torch.equal(value, runs[1]["state"][name]) for name, value in runs[0]["state"].items()
+        )
 
 
 def test_the_stream_sanitizer_finds_no_race(tmp_path: Path) -> None:
@@ -306,6 +372,13 @@ def test_the_stream_sanitizer_finds_no_race(tmp_path: Path) -> None:
         f"for row, tiers in t.CASES.values(): t._train(row, tiers, {str(tmp_path)!r})\n"
     )
     environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "CSAN detected" not in done.stderr, done.stderr[-4000:]

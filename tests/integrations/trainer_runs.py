@@ -1,5 +1,7 @@
-"""Trainer runs on every rank, started by ``zeroshard run``: argument 1 is a folder for checkpoints, argument 2 the file for rank 0's
-results, or "resume" to go on from the third step of "halves" on as many ranks as there are, and print the results."""
+"""Trainer runs on every rank, started by ``zeroshard run``: argument 1 is a folder for checkpoints,
+argument 2 the file for rank 0's results, or "resume" to go on from the third step of "halves" on as
+many ranks as there are, and print the results.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import zeroshard as zs
 from zeroshard.integrations.transformers import ZeroTrainer
 
-# A schedule that changes at every step, and does not know how many there will be: a run of three steps is the first half of one of six.
+# A schedule that changes at every step, and does not know how many there will be: a run of three
+# steps is the first half of one of six.
 _WARMUP: dict[str, Any] = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 9}
 
 Data = list[dict[str, torch.Tensor]]
@@ -31,14 +34,32 @@ def _data(seed: int, rows: int) -> Data:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def _train(folder: Path, name: str, zero: Any = None, *, steps: int = 6, resume: bool = False, **changes: Any) -> dict[str, Any]:
-    set_seed(3 + int(os.environ["RANK"]))  # the ranks' models differ until the trainer makes them one
+def _train(
+    folder: Path,
+    name: str,
+    zero: Any = None,
+    *,
+    steps: int = 6,
+    resume: bool = False,
+    **changes: Any,
+) -> dict[str, Any]:
+    # the ranks' models differ until the trainer makes them one
+    set_seed(3 + int(os.environ["RANK"]))
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        LlamaConfig(
+            vocab_size=61,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
     )
     if name == "fp16":  # one gradient of the third step is not finite
         backwards = iter(range(1000))
-        model.model.norm.weight.register_hook(lambda grad: grad * float("inf") if next(backwards) == 5 else grad)
+        model.model.norm.weight.register_hook(
+            lambda grad: grad * float("inf") if next(backwards) == 5 else grad
+        )
     arguments = TrainingArguments(
         output_dir=str(folder / name),
         max_steps=steps,
@@ -55,7 +76,12 @@ def _train(folder: Path, name: str, zero: Any = None, *, steps: int = 6, resume:
         seed=3,
         **changes,
     )
-    options: dict[str, Any] = {"model": model, "args": arguments, "train_dataset": _data(0, 64), "eval_dataset": _data(1, 8)}
+    options: dict[str, Any] = {
+        "model": model,
+        "args": arguments,
+        "train_dataset": _data(0, 64),
+        "eval_dataset": _data(1, 8),
+    }
     trainer = Trainer(**options) if name.startswith("plain") else ZeroTrainer(zero=zero, **options)
     before = trainer.evaluate()["eval_loss"] if name == "stage3" else None
     trainer.train(resume_from_checkpoint=resume or None)
@@ -63,19 +89,37 @@ def _train(folder: Path, name: str, zero: Any = None, *, steps: int = 6, resume:
     trainer.save_model(str(folder / name / "final"))
     out: dict[str, Any] = {
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "norms": [round(float(entry["grad_norm"]), 5) for entry in trainer.state.log_history if "grad_norm" in entry],
+        "norms": [
+            round(float(entry["grad_norm"]), 5)
+            for entry in trainer.state.log_history
+            if "grad_norm" in entry
+        ],
         "evaluated": evaluated,
         "before": before,
-        "rates": [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry],
+        "rates": [
+            entry["learning_rate"]
+            for entry in trainer.state.log_history
+            if "learning_rate" in entry
+        ],
     }
     if isinstance(trainer, ZeroTrainer):
-        assert trainer.engine is not None and trainer.model is model and type(model) is LlamaForCausalLM
+        assert (
+            trainer.engine is not None
+            and trainer.model is model
+            and type(model) is LlamaForCausalLM
+        )
         out["skipped"] = trainer.engine.steps_skipped
-        out["policy"], out["fraction"] = trainer.engine.policy.name, trainer.engine.memory().total / (16 * sum(p.numel() for p in model.parameters()))
+        out["policy"], out["fraction"] = (
+            trainer.engine.policy.name,
+            trainer.engine.memory().total / (16 * sum(p.numel() for p in model.parameters())),
+        )
         prompt = torch.arange(1, 5)[None]
         tokens = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
         trainer.engine.close()
-        assert tokens == model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
+        assert (
+            tokens
+            == model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
+        )
     torch.distributed.barrier()
     return out
 
@@ -106,9 +150,18 @@ def main() -> None:
     runs = {"plain": _train(folder, "plain")}
     for stage in (1, 2, 3):
         runs[f"stage{stage}"] = _train(folder, f"stage{stage}", {"stage": stage})
-    deepspeed = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "gradient_clipping": "auto", "train_batch_size": "auto"}
+    deepspeed = {
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": True},
+        "gradient_clipping": "auto",
+        "train_batch_size": "auto",
+    }
     runs["whole bf16"] = _train(folder, "whole bf16", deepspeed)
-    half = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}, "gradient_clipping": "auto"}
+    half = {
+        "zero_optimization": {"stage": 2},
+        "fp16": {"enabled": True},
+        "gradient_clipping": "auto",
+    }
     runs["fp16"] = _train(folder, "fp16", half, steps=12)
     _train(folder, "halves", deepspeed, steps=3, **_WARMUP)
     if os.environ["RANK"] == "0":
@@ -119,8 +172,13 @@ def main() -> None:
     if os.environ["RANK"] == "0":
         weights = {name: load_file(folder / name / "final" / "model.safetensors") for name in runs}
         for name, run in runs.items():
-            like = {"halves": "constant", "whole bf16": "whole bf16", "fp16": "fp16"}.get(name, "plain")
-            run["same as"] = [like, all(torch.equal(value, weights[like][key]) for key, value in weights[name].items())]
+            like = {"halves": "constant", "whole bf16": "whole bf16", "fp16": "fp16"}.get(
+                name, "plain"
+            )
+            run["same as"] = [
+                like,
+                all(torch.equal(value, weights[like][key]) for key, value in weights[name].items()),
+            ]
             run["dtype"] = str(next(iter(weights[name].values())).dtype)
         results.write_text(json.dumps({"runs": runs, "refused": refused}))
 

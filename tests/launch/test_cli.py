@@ -1,4 +1,6 @@
-"""The ``zeroshard`` program: answers at once, one line per error, the exit codes of the contract."""
+"""The ``zeroshard`` program: answers at once, one line per error, the exit codes of the
+contract.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,15 @@ from zeroshard.launch.options import UsageError
 
 PROGRAM = str(Path(sys.executable).parent / "zeroshard")
 # Coverage measures our subprocesses, which costs more than all they do here.
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+ENVIRONMENT = {
+    name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")
+}
 
 
 def _zeroshard(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([PROGRAM, *argv], capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    return subprocess.run(
+        [PROGRAM, *argv], capture_output=True, text=True, timeout=60, env=ENVIRONMENT
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,25 +41,39 @@ def _zeroshard(*argv: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
-def test_help_version_and_usage_errors_answer_without_importing_torch_numpy_or_pydantic(argv: list[str], code: int) -> None:
+def test_help_version_and_usage_errors_answer_without_importing_torch_numpy_or_pydantic(
+    argv: list[str], code: int
+) -> None:
     program = (
         "import atexit, sys\n"
         "from zeroshard.launch.cli import main\n"
         "atexit.register(lambda: print('modules:', *sys.modules))\n"
         f"sys.exit(main({argv!r}))"
     )
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    answer = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=ENVIRONMENT
+    )
     assert answer.returncode == code == _zeroshard(*argv).returncode
     modules = set(answer.stdout.rpartition("modules:")[2].split())
     assert "argparse" in modules and not modules & {"torch", "numpy", "pydantic"}
 
 
 def test_the_module_is_the_program() -> None:
-    answer = subprocess.run([sys.executable, "-m", "zeroshard", "--version"], capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    answer = subprocess.run(
+        [sys.executable, "-m", "zeroshard", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=ENVIRONMENT,
+    )
     assert answer.stdout == f"zeroshard {__version__}\n" == _zeroshard("--version").stdout
 
 
-@pytest.mark.parametrize("argv", [["fly"], ["run", "--nproc", "0", "x.py"], ["run"], ["run", "--nprocs", "2"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "argv",
+    [["fly"], ["run", "--nproc", "0", "x.py"], ["run"], ["run", "--nprocs", "2"]],
+    ids=" ".join,
+)
 def test_a_usage_error_is_one_line_on_stderr(argv: list[str]) -> None:
     answer = _zeroshard(*argv)
     assert (answer.returncode, answer.stdout) == (2, "")
@@ -77,15 +97,27 @@ def test_help_shows_an_example() -> None:
         (UsageError("no"), 2, "zeroshard: no\n"),
         (ConfigError("stage=4"), 3, "zeroshard: stage=4\n"),
         (CheckpointError("torn"), 73, "zeroshard: torn\n"),
-        (FileNotFoundError(2, "No such file or directory", "x"), 74, "zeroshard: [Errno 2] No such file or directory: 'x'\n"),
-        (ValueError("oops"), 70, "zeroshard: internal error, ValueError: oops (--debug shows where)\n"),
+        (
+            FileNotFoundError(2, "No such file or directory", "x"),
+            74,
+            "zeroshard: [Errno 2] No such file or directory: 'x'\n",
+        ),
+        (
+            ValueError("oops"),
+            70,
+            "zeroshard: internal error, ValueError: oops (--debug shows where)\n",
+        ),
         (KeyboardInterrupt(), 130, "zeroshard: interrupted\n"),
         (BrokenPipeError(), 74, ""),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_errors_become_one_line_and_a_code(
-    error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException,
+    code: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(arguments: list[str]) -> int:
         raise error
@@ -95,14 +127,18 @@ def test_errors_become_one_line_and_a_code(
     assert capsys.readouterr().err == line
 
 
-@pytest.mark.parametrize("argv", [["--debug", "run"], ["run", "--debug"], ["--debug", "bench", "report"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "argv", [["--debug", "run"], ["run", "--debug"], ["--debug", "bench", "report"]], ids=" ".join
+)
 def test_debug_is_taken_before_and_by_every_command(argv: list[str]) -> None:
     answer = _zeroshard(*argv)
     assert answer.returncode == 2
     assert "--debug" not in answer.stderr.splitlines()[-1]
 
 
-def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_shows_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(cli, "_dispatch", lambda arguments: 1 // 0)
     assert cli.main(["run", "--debug"]) == 70
     assert "Traceback" in capsys.readouterr().err

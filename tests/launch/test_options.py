@@ -1,4 +1,6 @@
-"""The line that ``zeroshard run`` takes: torchrun's options as torchrun has them, and a script whose arguments nobody touches."""
+"""The line that ``zeroshard run`` takes: torchrun's options as torchrun has them, and a script
+whose arguments nobody touches.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_the_table_of_torchruns_options_is_that_of_the_installed_torch() -> None
 
     flags, values = set(), set()
     for action in get_args_parser()._actions:
-        names = {name for name in action.option_strings if name.startswith("--") and "_" not in name}
+        names = {
+            name for name in action.option_strings if name.startswith("--") and "_" not in name
+        }
         (flags if action.nargs == 0 else values).update(names)
     assert set(TORCHRUN_FLAGS) == flags - {"--help", *REFUSED}
     assert set(TORCHRUN_VALUES) == values - {"--nproc-per-node", *REFUSED}
@@ -64,14 +68,20 @@ def test_without_a_place_for_the_job_it_stands_alone(monkeypatch: pytest.MonkeyP
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    assert (_parse(f"--master-port={port}", SCRIPT).standalone, _parse(f"--master-port={port}", SCRIPT).port) == (True, port)
+    assert (
+        _parse(f"--master-port={port}", SCRIPT).standalone,
+        _parse(f"--master-port={port}", SCRIPT).port,
+    ) == (True, port)
     assert not _parse("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", SCRIPT).standalone
     assert not _parse("--nnodes=1", "--node-rank=1", SCRIPT).standalone
     monkeypatch.setenv("PET_NNODES", "2")  # torchrun reads its defaults from such variables
     assert not _parse(SCRIPT).standalone
 
 
-@pytest.mark.parametrize(("argv", "kind"), [(["-m", "json.tool"], "module"), (["--no-python", "ls"], "command"), ([SCRIPT], "script")])
+@pytest.mark.parametrize(
+    ("argv", "kind"),
+    [(["-m", "json.tool"], "module"), (["--no-python", "ls"], "command"), ([SCRIPT], "script")],
+)
 def test_scripts_modules_and_programs_can_be_started(argv: list[str], kind: str) -> None:
     assert _parse(*argv, "-x").kind == kind
     assert _parse(*argv, "-x").args == ["-x"]
@@ -107,7 +117,9 @@ def test_the_grace_is_three_seconds_unless_the_user_says_otherwise() -> None:
         (["."], "is not a file that can be read"),
     ],
 )
-def test_a_line_that_makes_no_sense_is_refused_with_the_reason(argv: list[str], message: str) -> None:
+def test_a_line_that_makes_no_sense_is_refused_with_the_reason(
+    argv: list[str], message: str
+) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         _parse(*argv)
     assert "\n" not in str(caught.value)
@@ -120,14 +132,18 @@ def test_a_pinned_port_that_is_taken_is_named() -> None:
             _parse("--master-port", port, SCRIPT)
 
 
-def test_a_module_is_looked_up_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_is_looked_up_without_running_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "explosive.py").write_text("raise SystemExit('ran')")
     monkeypatch.chdir(tmp_path)
     assert _parse("-m", "explosive").kind == "module"
     assert "explosive" not in sys.modules
 
 
-def test_an_option_of_ours_after_the_script_goes_to_the_script_and_is_hinted_at(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_of_ours_after_the_script_goes_to_the_script_and_is_hinted_at(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert _parse(SCRIPT, "--steps", "3").args == ["--steps", "3"] and capsys.readouterr().err == ""
     for late in (["--nproc", "2"], ["--nproc=2"], ["--nproc-per-node", "2"]):
         assert _parse(SCRIPT, *late).args == late

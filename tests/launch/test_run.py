@@ -18,7 +18,8 @@ import pytest
 from zeroshard.launch.run import SIGNAL_GRACE_S
 
 PROGRAM = str(Path(sys.executable).parent / "zeroshard")
-BEFORE_TORCHRUN_S = SIGNAL_GRACE_S - 10.0  # torchrun itself would end ranks only after SIGNAL_GRACE_S
+# torchrun itself would end ranks only after SIGNAL_GRACE_S
+BEFORE_TORCHRUN_S = SIGNAL_GRACE_S - 10.0
 
 # Each rank says who it is, then waits; what it waits in is the test's business.
 HELLO = """
@@ -47,7 +48,14 @@ WAIT = "time.sleep(600)\n"
 class _Job:
     """A launcher under test: its process, and the ranks that its script announced."""
 
-    def __init__(self, directory: Path, text: str, *options: str, args: tuple[str, ...] = (), env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        text: str,
+        *options: str,
+        args: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+    ) -> None:
         self.directory = directory
         script = directory / "script.py"
         script.write_text(text)
@@ -63,7 +71,9 @@ class _Job:
     def ranks(self, count: int) -> list[int]:
         """The process ids of the ranks, once they have announced themselves."""
         paths = [self.directory / f"pid-{rank}" for rank in range(count)]
-        _wait_until(lambda: all(path.exists() for path in paths) or self.process.poll() is not None, 60)
+        _wait_until(
+            lambda: all(path.exists() for path in paths) or self.process.poll() is not None, 60
+        )
         return [int(path.read_text()) for path in paths]
 
     def wait_for(self, name: str) -> None:
@@ -95,7 +105,9 @@ Launch = Callable[..., _Job]
 def launch(tmp_path: Path) -> Iterator[Launch]:
     jobs: list[_Job] = []
 
-    def start(text: str, *options: str, args: tuple[str, ...] = (), env: dict[str, str] | None = None) -> _Job:
+    def start(
+        text: str, *options: str, args: tuple[str, ...] = (), env: dict[str, str] | None = None
+    ) -> _Job:
         directory = tmp_path / str(len(jobs))
         directory.mkdir()
         jobs.append(_Job(directory, text, *options, args=args, env=env))
@@ -107,30 +119,58 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         job.process.communicate()
 
 
-def test_arguments_and_environment_reach_every_rank_as_they_are(launch: Launch, tmp_path: Path) -> None:
-    arguments = ("a b", "'", '"', "", "--nproc", "-x", "--", "$HOME", "${local_rank}", "$$", "%s", "*", "\n", "é\udcff", "a\\", "--debug=1")
+def test_arguments_and_environment_reach_every_rank_as_they_are(
+    launch: Launch, tmp_path: Path
+) -> None:
+    arguments = (
+        "a b",
+        "'",
+        '"',
+        "",
+        "--nproc",
+        "-x",
+        "--",
+        "$HOME",
+        "${local_rank}",
+        "$$",
+        "%s",
+        "*",
+        "\n",
+        "é\udcff",
+        "a\\",
+        "--debug=1",
+    )
     script = (
-        "import json, os, sys\n"
-        "names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'OMP_NUM_THREADS', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME')\n"
-        "own = [name for name in os.environ if name.startswith('ZEROSHARD')]\n"
-        "print(json.dumps([sys.argv[1:], {name: os.environ[name] for name in names}, own, __name__]) + '\\n', end='')\n"
+        "import json, os, sys\nnames = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'OMP_NUM_THREADS',"
+        " 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME')\nown = [name for name in os.environ if"
+        " name.startswith('ZEROSHARD')]\nprint(json.dumps([sys.argv[1:], {name: os.environ[name]"
+        " for name in names}, own, __name__]) + '\\n', end='')\n"
     )
     job = launch(script, "--nproc", "2", args=arguments, env={"TMPDIR": str(tmp_path)})
     code, stdout, stderr = job.end()
     assert (code, stderr) == (0, "")
-    ranks = sorted((json.loads(line) for line in stdout.splitlines()), key=lambda rank: rank[1]["RANK"])
+    ranks = sorted(
+        (json.loads(line) for line in stdout.splitlines()), key=lambda rank: rank[1]["RANK"]
+    )
     assert [rank[0] for rank in ranks] == [list(arguments)] * 2
     assert [rank[1]["RANK"] for rank in ranks] == ["0", "1"]
-    threads = str(max(len(os.sched_getaffinity(0)) // 2, 1)) if "OMP_NUM_THREADS" not in os.environ else os.environ["OMP_NUM_THREADS"]
+    threads = (
+        str(max(len(os.sched_getaffinity(0)) // 2, 1))
+        if "OMP_NUM_THREADS" not in os.environ
+        else os.environ["OMP_NUM_THREADS"]
+    )
     assert {rank[1]["OMP_NUM_THREADS"] for rank in ranks} == {threads}
     assert {rank[1]["MASTER_ADDR"] for rank in ranks} == {"127.0.0.1"}
     assert {rank[1]["GLOO_SOCKET_IFNAME"] for rank in ranks} == {"lo"}
     assert [rank[2:] for rank in ranks] == [[[], "__main__"]] * 2
-    assert [path.name for path in tmp_path.iterdir() if path.name != "0"] == []  # nothing left in the temporary folder
+    # nothing left in the temporary folder
+    assert [path.name for path in tmp_path.iterdir() if path.name != "0"] == []
 
 
 def _listening(pid: int) -> set[str]:
-    """Addresses at which a process listens: IPv4 in hexadecimal as the kernel shows them, "IPv6 ..." for others."""
+    """Addresses at which a process listens: IPv4 in hexadecimal as the kernel shows them, "IPv6
+    ..." for others.
+    """
     sockets = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -146,12 +186,28 @@ def _listening(pid: int) -> set[str]:
 
 @pytest.mark.parametrize(
     "options",
-    [("--max-restarts=1",), *(pytest.param(options, marks=pytest.mark.slow) for options in ((), ("--nnodes=1",)))],
+    [
+        ("--max-restarts=1",),
+        *(pytest.param(options, marks=pytest.mark.slow) for options in ((), ("--nnodes=1",))),
+    ],
     ids=["restarts", "plain", "named"],
 )
-@pytest.mark.parametrize("join", [pytest.param("dist.init_process_group('gloo')", marks=pytest.mark.slow), "zs.init_distributed()"], ids=["torch", "ours"])
-def test_on_one_host_nothing_listens_beyond_loopback(launch: Launch, join: str, options: tuple[str, ...]) -> None:
-    text = "import torch, torch.distributed as dist, zeroshard as zs\n" + join + "\ndist.barrier()\n(here / f'deep-{rank}').touch()\n"
+@pytest.mark.parametrize(
+    "join",
+    [
+        pytest.param("dist.init_process_group('gloo')", marks=pytest.mark.slow),
+        "zs.init_distributed()",
+    ],
+    ids=["torch", "ours"],
+)
+def test_on_one_host_nothing_listens_beyond_loopback(
+    launch: Launch, join: str, options: tuple[str, ...]
+) -> None:
+    text = (
+        "import torch, torch.distributed as dist, zeroshard as zs\n"
+        + join
+        + "\ndist.barrier()\n(here / f'deep-{rank}').touch()\n"
+    )
     job = launch(HELLO + text + WAIT, "--nproc", "2", *options)
     pids = job.ranks(2)
     job.wait_for("deep-0")
@@ -160,21 +216,40 @@ def test_on_one_host_nothing_listens_beyond_loopback(launch: Launch, join: str, 
 
 
 def test_ranks_that_start_again_meet_again(launch: Launch) -> None:
-    meet = "import zeroshard as zs, torch, torch.distributed as dist\nfor _ in range(2):\n    zs.init_distributed()\n    dist.barrier()\n"
-    again = "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and rank == 1:\n    raise ValueError('first try')\n"
-    job = launch(HELLO + meet + "    dist.destroy_process_group()\n" + again + "print('met')\n", "--nproc", "2", "--max-restarts=1")
+    meet = (
+        "import zeroshard as zs, torch, torch.distributed as dist\nfor _ in range(2):\n   "
+        " zs.init_distributed()\n    dist.barrier()\n"
+    )
+    again = (
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and rank == 1:\n    raise"
+        " ValueError('first try')\n"
+    )
+    job = launch(
+        HELLO + meet + "    dist.destroy_process_group()\n" + again + "print('met')\n",
+        "--nproc",
+        "2",
+        "--max-restarts=1",
+    )
     code, stdout, stderr = job.end()
     assert (code, stdout.count("met")) in ((0, 2), (0, 3)), stderr
 
 
 def test_threads_that_the_user_chose_stay(launch: Launch) -> None:
-    job = launch("import os; print(os.environ['OMP_NUM_THREADS'])", "--nproc", "1", env={"OMP_NUM_THREADS": "7"})
+    job = launch(
+        "import os; print(os.environ['OMP_NUM_THREADS'])",
+        "--nproc",
+        "1",
+        env={"OMP_NUM_THREADS": "7"},
+    )
     assert job.end()[:2] == (0, "7\n")
 
 
 def test_the_first_failure_is_shown_last_with_its_traceback(launch: Launch) -> None:
     job = launch(
-        HELLO + GROUP + "if rank == 1:\n    raise ValueError('no good')\nwhile True:\n    dist.all_reduce(value)\n", "--nproc", "2"
+        HELLO + GROUP + "if rank == 1:\n    raise ValueError('no good')\nwhile True:\n   "
+        " dist.all_reduce(value)\n",
+        "--nproc",
+        "2",
     )
     job.ranks(2)
     code, _, stderr = job.end()
@@ -191,20 +266,35 @@ def test_the_first_failure_is_shown_last_with_its_traceback(launch: Launch) -> N
     ("failure", "code"),
     [
         ("from zeroshard.errors import PlanMismatch; raise PlanMismatch('stage differs')", 72),
-        pytest.param("import zeroshard as zs; raise zs.StateError('a user may raise it, too')", 1, marks=pytest.mark.slow),
+        pytest.param(
+            "import zeroshard as zs; raise zs.StateError('a user may raise it, too')",
+            1,
+            marks=pytest.mark.slow,
+        ),
         (NO_SUCH_STEP, 3),
         ("os._exit(9)", 1),
     ],
     ids=["error of ours", "StateError", "a step that is not there", "silent"],
 )
-def test_the_exit_code_is_that_of_the_first_failure(launch: Launch, failure: str, code: int) -> None:
+def test_the_exit_code_is_that_of_the_first_failure(
+    launch: Launch, failure: str, code: int
+) -> None:
     job = launch(HELLO + f"if rank == 0:\n    {failure}\n" + WAIT, "--nproc", "2")
     assert job.end()[0] == code
 
 
 @pytest.mark.slow
-def test_ranks_that_ignore_the_request_to_end_are_gone_when_the_grace_is_over(launch: Launch) -> None:
-    job = launch(HELLO + STUBBORN + "while rank == 0:\n    if (here / 'go').exists():\n        raise ValueError\n" + WAIT, "--nproc", "2")
+def test_ranks_that_ignore_the_request_to_end_are_gone_when_the_grace_is_over(
+    launch: Launch,
+) -> None:
+    job = launch(
+        HELLO
+        + STUBBORN
+        + "while rank == 0:\n    if (here / 'go').exists():\n        raise ValueError\n"
+        + WAIT,
+        "--nproc",
+        "2",
+    )
     pids = job.ranks(2)
     os.kill(pids[1], signal.SIGSTOP)  # a stopped process does not even hear SIGTERM
     (job.directory / "go").touch()
@@ -221,7 +311,8 @@ zs.init_distributed()
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-engine = zs.shard(model, optimizer, stage=3, stall_timeout_s=60, comm=zs.Comm(transport=os.environ.get("TR", "auto")))
+comm = zs.Comm(transport=os.environ.get("TR", "auto"))
+engine = zs.shard(model, optimizer, stage=3, stall_timeout_s=60, comm=comm)
 def train(num_steps):
     for _ in range(num_steps):
         model(torch.randn(2, 8)).sum().backward()
@@ -247,21 +338,40 @@ STUCK = "def stuck():\n    (here / f'deep-{rank}').touch()\n    time.sleep(600)\
         pytest.param("pass", "auto", marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_whose_script_ends_before_the_others_is_named_with_the_remedy(launch: Launch, how: str, transport: str) -> None:
-    job = launch(HELLO + TRAIN + f"train(5 + 5 * (rank == 0))\nif rank == 1:\n    {how}\nelse:\n    train(5)\n", "--nproc", "2", env={"TR": transport})
+def test_a_rank_whose_script_ends_before_the_others_is_named_with_the_remedy(
+    launch: Launch, how: str, transport: str
+) -> None:
+    job = launch(
+        HELLO
+        + TRAIN
+        + f"train(5 + 5 * (rank == 0))\nif rank == 1:\n    {how}\nelse:\n    train(5)\n",
+        "--nproc",
+        "2",
+        env={"TR": transport},
+    )
     code, _, stderr = job.end()
     assert code == 71, stderr
     last = stderr.splitlines()[-1]
     assert last.startswith("zeroshard run: rank 1 left first, ") and "engine.join()" in last, stderr
-    assert "rank 0 waited for rank 1:\nTraceback" in stderr and "PeerLostError" in stderr and "train(" in stderr, stderr
+    assert (
+        "rank 0 waited for rank 1:\nTraceback" in stderr
+        and "PeerLostError" in stderr
+        and "train(" in stderr
+    ), stderr
     assert "SIGTERM" not in stderr and "failed first" not in stderr, stderr
 
 
 def test_a_save_on_one_rank_alone_shows_where_it_waited_and_who_had_left(launch: Launch) -> None:
-    job = launch(HELLO + TRAIN + "train(2)\nif rank == 0:\n    zs.save(str(here / 'run'), engine, step=2)\n", "--nproc", "2")
+    job = launch(
+        HELLO + TRAIN + "train(2)\nif rank == 0:\n    zs.save(str(here / 'run'), engine, step=2)\n",
+        "--nproc",
+        "2",
+    )
     code, _, stderr = job.end()
     assert code == 71, stderr
-    assert "zs.save(str(here / 'run'), engine, step=2)" in stderr and "exchange of zs.save()" in stderr, stderr
+    assert (
+        "zs.save(str(here / 'run'), engine, step=2)" in stderr and "exchange of zs.save()" in stderr
+    ), stderr
     assert stderr.splitlines()[-1].startswith("zeroshard run: rank 1 left first, "), stderr
 
 
@@ -272,20 +382,31 @@ def test_an_interrupt_of_one_rank_is_told(launch: Launch) -> None:
     os.kill(pids[1], signal.SIGINT)
     code, _, stderr = job.end(timeout=30)
     assert code == 128 + signal.SIGINT
-    assert "rank 1 failed first" in stderr and stderr.splitlines()[-1] == "KeyboardInterrupt", stderr
+    assert "rank 1 failed first" in stderr and stderr.splitlines()[-1] == "KeyboardInterrupt", (
+        stderr
+    )
 
 
 def test_when_all_ranks_hang_the_job_ends_with_the_stacks_of_every_rank(launch: Launch) -> None:
     job = launch(HELLO + STUCK + "stuck()\n", "--nproc", "2", "--stall-timeout=1.5")
     code, _, stderr = job.end(timeout=60)
     assert code == 71
-    assert stderr.splitlines()[-1].startswith("zeroshard run: no rank has made progress for "), stderr
+    assert stderr.splitlines()[-1].startswith("zeroshard run: no rank has made progress for "), (
+        stderr
+    )
     for rank in range(2):
-        assert re.search(rf"rank {rank}:\n(Thread|Current thread)[^\n]*\n(  File [^\n]*\n)*  File [^\n]*script.py\", line \d+ in stuck", stderr), stderr
+        assert re.search(
+            rf"rank {rank}:\n(Thread|Current thread)[^\n]*\n(  File [^\n]*\n)*  File"
+            r" [^\n]*script.py\", line \d+ in stuck",
+            stderr,
+        ), stderr
 
 
 def test_a_rank_that_gave_up_waiting_is_told_with_the_stacks_of_the_others(launch: Launch) -> None:
-    raising = "from zeroshard.errors import StallError\n    while not (here / 'deep-1').exists():\n        pass\n    raise StallError('x did not come')"
+    raising = (
+        "from zeroshard.errors import StallError\n    while not (here / 'deep-1').exists():\n      "
+        "  pass\n    raise StallError('x did not come')"
+    )
     job = launch(HELLO + STUCK + f"if rank == 0:\n    {raising}\nstuck()\n", "--nproc", "2")
     code, _, stderr = job.end(timeout=60)
     assert code == 71
@@ -296,35 +417,66 @@ def test_a_rank_that_gave_up_waiting_is_told_with_the_stacks_of_the_others(launc
 def test_what_a_failing_rank_has_started_ends_with_it(launch: Launch) -> None:
     job = launch(HELLO + CHILD + "if rank == 1:\n    raise ValueError\n" + WAIT, "--nproc", "2")
     assert job.end(timeout=60)[0] == 1
-    children = [int((job.directory / f"child-{rank}").read_text()) for rank in range(2) if (job.directory / f"child-{rank}").exists()]
+    children = [
+        int((job.directory / f"child-{rank}").read_text())
+        for rank in range(2)
+        if (job.directory / f"child-{rank}").exists()
+    ]
     assert children
     _wait_until(lambda: not any(map(_running, children)), 5)
 
 
-def test_when_the_launcher_is_killed_nothing_is_left_of_the_job(launch: Launch, tmp_path: Path) -> None:
+def test_when_the_launcher_is_killed_nothing_is_left_of_the_job(
+    launch: Launch, tmp_path: Path
+) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    job = launch(HELLO + CHILD + "(here / f'deep-{rank}').touch()\n" + WAIT, "--nproc", "2", env={"TMPDIR": str(temporary)})
+    job = launch(
+        HELLO + CHILD + "(here / f'deep-{rank}').touch()\n" + WAIT,
+        "--nproc",
+        "2",
+        env={"TMPDIR": str(temporary)},
+    )
     pids = job.ranks(2)
     job.wait_for("deep-0")
     job.wait_for("deep-1")
     children = [int((job.directory / f"child-{rank}").read_text()) for rank in range(2)]
     assert [path.name.startswith("zeroshard-run-") for path in temporary.iterdir()] == [True]
     job.process.kill()
-    _wait_until(lambda: not any(map(_running, [*pids, *children])) and not list(temporary.iterdir()), 10)
+    _wait_until(
+        lambda: not any(map(_running, [*pids, *children])) and not list(temporary.iterdir()), 10
+    )
 
 
 MOMENTS = {
     "starting": HELLO + WAIT,
     "importing": HELLO + "import torch\n" + WAIT,
-    "joining": HELLO + "import torch.distributed as dist\nif rank == 1:\n    time.sleep(600)\ndist.init_process_group('gloo')\n",
-    "reducing": HELLO + GROUP + "while True:\n    dist.all_reduce(value)\n    (here / f'deep-{rank}').touch()\n",
-    "computing": HELLO + GROUP + "(here / f'deep-{rank}').touch()\nwhile rank == 1:\n    value.sum()\ndist.all_reduce(value)\n",
+    "joining": (
+        HELLO + "import torch.distributed as dist\nif rank == 1:\n   "
+        " time.sleep(600)\ndist.init_process_group('gloo')\n"
+    ),
+    "reducing": (
+        HELLO
+        + GROUP
+        + "while True:\n    dist.all_reduce(value)\n    (here / f'deep-{rank}').touch()\n"
+    ),
+    "computing": (
+        HELLO + GROUP + "(here / f'deep-{rank}').touch()\nwhile rank == 1:\n   "
+        " value.sum()\ndist.all_reduce(value)\n"
+    ),
 }
 
 
-@pytest.mark.parametrize("moment", [pytest.param(moment, marks=[pytest.mark.slow] * (moment in ("importing", "computing"))) for moment in MOMENTS])
-def test_a_killed_rank_ends_the_job_when_the_grace_is_over_and_is_named(launch: Launch, moment: str) -> None:
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(moment, marks=[pytest.mark.slow] * (moment in ("importing", "computing")))
+        for moment in MOMENTS
+    ],
+)
+def test_a_killed_rank_ends_the_job_when_the_grace_is_over_and_is_named(
+    launch: Launch, moment: str
+) -> None:
     job = launch(MOMENTS[moment], "--nproc", "2")
     pids = job.ranks(2)
     if "deep" in MOMENTS[moment]:
@@ -362,8 +514,12 @@ def test_when_the_launcher_is_killed_the_ranks_die(launch: Launch, stop: bool) -
     assert job.end()[0] == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: signal.Signals(number).name)
-def test_a_signal_to_the_launcher_ends_the_ranks_and_is_said(launch: Launch, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: signal.Signals(number).name
+)
+def test_a_signal_to_the_launcher_ends_the_ranks_and_is_said(
+    launch: Launch, number: signal.Signals
+) -> None:
     job = launch(HELLO + WAIT, "--nproc", "2")
     pids = job.ranks(2)
     job.process.send_signal(number)
@@ -375,7 +531,8 @@ def test_a_signal_to_the_launcher_ends_the_ranks_and_is_said(launch: Launch, num
 
 def test_a_group_that_is_started_again_says_why_and_may_succeed(launch: Launch) -> None:
     job = launch(
-        HELLO + "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    raise ValueError('first try')\n",
+        HELLO + "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    raise ValueError('first"
+        " try')\n",
         "--nproc",
         "2",
         "--max-restarts=1",
@@ -387,10 +544,12 @@ def test_a_group_that_is_started_again_says_why_and_may_succeed(launch: Launch) 
 
 
 def test_modules_and_programs_run_too(launch: Launch) -> None:
-    assert subprocess.run([PROGRAM, "run", "-m", "json.tool", "--help"], capture_output=True, text=True, timeout=60).stdout.startswith(
-        "usage:"
+    assert subprocess.run(
+        [PROGRAM, "run", "-m", "json.tool", "--help"], capture_output=True, text=True, timeout=60
+    ).stdout.startswith("usage:")
+    echo = subprocess.run(
+        [PROGRAM, "run", "--no-python", "echo", "$a  b"], capture_output=True, text=True, timeout=60
     )
-    echo = subprocess.run([PROGRAM, "run", "--no-python", "echo", "$a  b"], capture_output=True, text=True, timeout=60)
     assert (echo.returncode, echo.stdout) == (0, "$a  b\n")
 
 

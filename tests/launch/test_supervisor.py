@@ -21,16 +21,34 @@ def _first(*failures: Failure) -> int:
 
 
 def test_the_earliest_report_is_to_blame() -> None:
-    assert _first(Failure(0, 10, at=2.0, status=1, message="b"), Failure(1, 11, at=1.0, status=1, message="a")) == 1
+    assert (
+        _first(
+            Failure(0, 10, at=2.0, status=1, message="b"),
+            Failure(1, 11, at=1.0, status=1, message="a"),
+        )
+        == 1
+    )
 
 
 def test_a_killed_rank_is_to_blame_although_its_peer_reported_sooner() -> None:
-    assert _first(Failure(0, 10, at=1.00, status=1, message="connection reset"), Failure(1, 11, at=1.02, status=-signal.SIGKILL)) == 1
+    assert (
+        _first(
+            Failure(0, 10, at=1.00, status=1, message="connection reset"),
+            Failure(1, 11, at=1.02, status=-signal.SIGKILL),
+        )
+        == 1
+    )
 
 
 def test_an_abort_or_a_sigterm_may_be_a_consequence() -> None:
     for number in (signal.SIGABRT, signal.SIGTERM):
-        assert _first(Failure(0, 10, at=1.00, status=1, message="ValueError"), Failure(1, 11, at=1.02, status=-number)) == 0
+        assert (
+            _first(
+                Failure(0, 10, at=1.00, status=1, message="ValueError"),
+                Failure(1, 11, at=1.02, status=-number),
+            )
+            == 0
+        )
 
 
 def test_a_silent_exit_is_to_blame_only_when_the_report_came_just_before_it() -> None:
@@ -40,13 +58,30 @@ def test_a_silent_exit_is_to_blame_only_when_the_report_came_just_before_it() ->
 
 
 def test_a_rank_that_lost_a_peer_is_not_to_blame() -> None:
-    lost = Failure(0, 10, at=1.0, status=71, message="PeerLostError: rank 1 has ended", consequence=True)
+    lost = Failure(
+        0, 10, at=1.0, status=71, message="PeerLostError: rank 1 has ended", consequence=True
+    )
     assert _first(lost, Failure(1, 11, at=1.5, status=1, message="ValueError")) == 1
 
 
 @pytest.mark.parametrize(
     ("status", "code"),
-    [(0, 71), (1, 1), (5, 1), (2, 1), (3, 3), (70, 70), (71, 71), (72, 72), (73, 73), (74, 74), (75, 75), (-9, 137), (-11, 139), (None, 1)],
+    [
+        (0, 71),
+        (1, 1),
+        (5, 1),
+        (2, 1),
+        (3, 3),
+        (70, 70),
+        (71, 71),
+        (72, 72),
+        (73, 73),
+        (74, 74),
+        (75, 75),
+        (-9, 137),
+        (-11, 139),
+        (None, 1),
+    ],
 )
 def test_exit_codes_are_those_of_the_contract(status: int | None, code: int) -> None:
     assert exit_code_of(Failure(0, 10, at=0.0, status=status)) == code
@@ -108,14 +143,18 @@ def test_a_killed_process_is_seen_without_being_reaped(ranks: _Ranks) -> None:
 
 
 def test_after_a_failure_the_others_are_ended_when_the_grace_is_over(ranks: _Ranks) -> None:
-    stubborn = ranks.start(0, "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)")
+    stubborn = ranks.start(
+        0, "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    )
     ranks.start(1, "raise SystemExit(1)")
     assert stubborn.wait(timeout=20) == -signal.SIGKILL
     ranks.supervisor.stop()
     assert [failure.rank for failure in ranks.supervisor.failures({})] == [1, 0]
 
 
-def test_a_failure_that_was_announced_counts_from_then_even_if_the_process_lingers(ranks: _Ranks) -> None:
+def test_a_failure_that_was_announced_counts_from_then_even_if_the_process_lingers(
+    ranks: _Ranks,
+) -> None:
     process = ranks.start(0, "import time; time.sleep(60)")
     report = {"at": 1.5, "message": "ValueError: no", "traceback": "Traceback ...", "exit_code": 72}
     (ranks.directory / f"failure-{process.pid}.json").write_text(json.dumps(report))
@@ -139,7 +178,13 @@ def test_a_rank_that_left_is_to_blame_for_what_lost_it_and_for_nothing_else(rank
     other = ranks.start(0, "import time; time.sleep(60)")
     ranks.announce({"pid": left.pid, "left_at": 1.0})
     for consequence, blamed in ((True, [(1, 0), (0, 71)]), (False, [(0, 71)])):
-        report = {"at": 2.0, "message": "PeerLostError: no", "traceback": "Traceback ...", "exit_code": 71, "consequence": consequence}
+        report = {
+            "at": 2.0,
+            "message": "PeerLostError: no",
+            "traceback": "Traceback ...",
+            "exit_code": 71,
+            "consequence": consequence,
+        }
         (ranks.directory / f"failure-{other.pid}.json").write_text(json.dumps(report))
         ranks.announce({"pid": other.pid, "failed_at": 2.0})
         other.wait(timeout=5)
@@ -151,7 +196,8 @@ def test_a_rank_that_left_is_to_blame_for_what_lost_it_and_for_nothing_else(rank
 
 def test_a_new_generation_reports_the_old_one_and_starts_with_a_clean_slate(ranks: _Ranks) -> None:
     ended = ranks.start(0, "raise SystemExit(4)")
-    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # seen, not reaped: reaping is for the supervisor to come before
+    # seen, not reaped: reaping is for the supervisor to come before
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
     time.sleep(0.3)
     fine = ranks.start(0, "import time; time.sleep(0.8)", restart_count=1)
     assert [failure.status for failure in ranks.restarted[0]] == [4]  # type: ignore[attr-defined]
@@ -160,15 +206,21 @@ def test_a_new_generation_reports_the_old_one_and_starts_with_a_clean_slate(rank
     assert ranks.supervisor.failures({}) == []
 
 
-def test_a_rank_that_comes_twice_with_the_same_restart_count_begins_a_new_generation(ranks: _Ranks) -> None:
-    """A group that changed its members starts again without counting; its old failures are reported, and end none of the new ranks."""
+def test_a_rank_that_comes_twice_with_the_same_restart_count_begins_a_new_generation(
+    ranks: _Ranks,
+) -> None:
+    """A group that changed its members starts again without counting; its old failures are
+    reported, and end none of the new ranks.
+    """
     ended = ranks.start(0, "raise SystemExit(4)", restart_count=2)
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # seen, not reaped
     time.sleep(0.3)
     again = ranks.start(0, "import time; time.sleep(0.8)", restart_count=2)
     other = ranks.start(1, "import time; time.sleep(0.8)", restart_count=2)
     (first, second) = ranks.restarted  # type: ignore[attr-defined]
-    assert [failure.status for failure in second] == [4] and first == [], "with the first rank a generation begins, too: it counts from 0"
+    assert [failure.status for failure in second] == [4] and first == [], (
+        "with the first rank a generation begins, too: it counts from 0"
+    )
     assert (again.wait(timeout=5), other.wait(timeout=5)) == (0, 0)
     ranks.supervisor.stop()
     assert ranks.supervisor.failures({}) == []

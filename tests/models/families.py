@@ -1,11 +1,14 @@
-"""The model families that are proven to train to torch DDP's bits, as a catalogue: one small builder each, the list at the end.
+"""The model families that are proven to train to torch DDP's bits, as a catalogue: one small
+builder each, the list at the end.
 
-Every model comes from a random configuration, so nothing is downloaded: dropout off, eager attention. Builders take a :class:`Size`; the
-tests run ``TINY``, ``scripts/models_table.py`` runs ``SMALL``. Imports of transformers and peft stand inside the builders, so that reading
-the list costs nothing.
+Every model comes from a random configuration, so nothing is downloaded: dropout off, eager
+attention. Builders take a :class:`Size`; the tests run ``TINY``, ``scripts/models_table.py`` runs
+``SMALL``. Imports of transformers and peft stand inside the builders, so that reading the list
+costs nothing.
 
-A family is what it trains, on which data, with which loss. Some train beside a second model: a frozen one (distillation, DPO), or one with an
-optimizer and a loss of its own (GAN); the losses of both then get the other model as their third argument.
+A family is what it trains, on which data, with which loss. Some train beside a second model: a
+frozen one (distillation, DPO), or one with an optimizer and a loss of its own (GAN); the losses of
+both then get the other model as their third argument.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ NUM_CLASSES = 5
 
 @dataclass(frozen=True)
 class Size:
-    """How large the models are; `batch` samples of `length` tokens per rank and step, images of `side` pixels."""
+    """How large the models are; `batch` samples of `length` tokens per rank and step, images of
+    `side` pixels.
+    """
 
     width: int
     layers: int
@@ -53,9 +58,12 @@ class Family:
     batch: Callable[[Size, torch.Generator], Batch]
     loss: Callable[..., torch.Tensor]  # (model, batch), or (model, batch, the model beside)
     beside: Callable[[Size], nn.Module] | None = None
-    beside_loss: Callable[..., torch.Tensor] | None = None  # (the model beside, batch, model); None: it is frozen
-    unused: bool = False  # some parameters get no gradient, on some ranks or on all: DDP has to look for them
-    buffers: bool = False  # every forward starts from rank 0's buffers: broadcast_buffers=True, here and there
+    # (the model beside, batch, model); None: it is frozen
+    beside_loss: Callable[..., torch.Tensor] | None = None
+    # some parameters get no gradient, on some ranks or on all: DDP has to look for them
+    unused: bool = False
+    # every forward starts from rank 0's buffers: broadcast_buffers=True, here and there
+    buffers: bool = False
     precision: str = "fp32"
     slow: bool = False
 
@@ -77,12 +85,14 @@ class Family:
         return self.batch(size, torch.Generator().manual_seed(1000 * step + rank))
 
 
-# ---------------------------------------------------------------------------------------------------------------- data
+# --------------------------------------------------------------------------------------------- data
 
 
 def _ids(size: Size, generator: torch.Generator, length: int | None = None) -> torch.Tensor:
     """Tokens [batch, length]; the lowest five are left to be special ones."""
-    return torch.randint(5, size.vocabulary, (size.batch, length or size.length), generator=generator)
+    return torch.randint(
+        5, size.vocabulary, (size.batch, length or size.length), generator=generator
+    )
 
 
 def _labels(size: Size, generator: torch.Generator) -> torch.Tensor:
@@ -105,12 +115,20 @@ def text(size: Size, generator: torch.Generator) -> Batch:
 
 
 def classified_text(size: Size, generator: torch.Generator) -> Batch:
-    return {"input_ids": _ids(size, generator), "attention_mask": _mask(size, generator), "labels": _labels(size, generator)}
+    return {
+        "input_ids": _ids(size, generator),
+        "attention_mask": _mask(size, generator),
+        "labels": _labels(size, generator),
+    }
 
 
 def translated_text(size: Size, generator: torch.Generator) -> Batch:
     source, mask = _ids(size, generator), _mask(size, generator)
-    return {"input_ids": source, "attention_mask": mask, "labels": _ids(size, generator, size.length // 2)}
+    return {
+        "input_ids": source,
+        "attention_mask": mask,
+        "labels": _ids(size, generator, size.length // 2),
+    }
 
 
 def preferred_text(size: Size, generator: torch.Generator) -> Batch:
@@ -123,13 +141,23 @@ def images(size: Size, generator: torch.Generator) -> Batch:
 
 
 def captioned_images(size: Size, generator: torch.Generator) -> Batch:
-    return {"pixel_values": _pixels(size, generator), "input_ids": _ids(size, generator), "attention_mask": _mask(size, generator)}
+    return {
+        "pixel_values": _pixels(size, generator),
+        "input_ids": _ids(size, generator),
+        "attention_mask": _mask(size, generator),
+    }
 
 
 def images_in_text(size: Size, generator: torch.Generator) -> Batch:
     """Each row starts with the 16 places of its image (token 1)."""
-    ids = torch.cat([torch.ones(size.batch, NUM_PATCHES, dtype=torch.long), _ids(size, generator)], dim=1)
-    return {"pixel_values": _pixels(size, generator), "input_ids": ids, "labels": ids.masked_fill(ids == 1, -100)}
+    ids = torch.cat(
+        [torch.ones(size.batch, NUM_PATCHES, dtype=torch.long), _ids(size, generator)], dim=1
+    )
+    return {
+        "pixel_values": _pixels(size, generator),
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids == 1, -100),
+    }
 
 
 def speech(size: Size, generator: torch.Generator) -> Batch:
@@ -146,10 +174,13 @@ def waves(size: Size, generator: torch.Generator) -> Batch:
 
 
 def noise_and_images(size: Size, generator: torch.Generator) -> Batch:
-    return {"noise": torch.randn(size.batch, size.width, generator=generator), "real": _pixels(size, generator)}
+    return {
+        "noise": torch.randn(size.batch, size.width, generator=generator),
+        "real": _pixels(size, generator),
+    }
 
 
-# ---------------------------------------------------------------------------------------------------------------- losses
+# ------------------------------------------------------------------------------------------- losses
 
 
 def own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -178,7 +209,9 @@ def distillation_loss(model: nn.Module, batch: Batch, teacher: nn.Module) -> tor
     with torch.no_grad():
         soft = teacher(input_ids=batch["input_ids"]).logits
     output = model(**batch)
-    loss: torch.Tensor = output.loss + 4 * F.kl_div((output.logits / 2).log_softmax(-1), (soft / 2).softmax(-1), reduction="batchmean")
+    loss: torch.Tensor = output.loss + 4 * F.kl_div(
+        (output.logits / 2).log_softmax(-1), (soft / 2).softmax(-1), reduction="batchmean"
+    )
     return loss
 
 
@@ -198,7 +231,8 @@ def dpo_loss(model: nn.Module, batch: Batch, reference: nn.Module) -> torch.Tens
 
 def dpo_on_adapters_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The reference is the model itself without its adapters, which PEFT freezes meanwhile."""
-    adapted: Any = next(module for module in model.modules() if hasattr(module, "disable_adapter"))  # under DDP's wrapper, or the model
+    # under DDP's wrapper, or the model
+    adapted: Any = next(module for module in model.modules() if hasattr(module, "disable_adapter"))
     with torch.no_grad(), adapted.disable_adapter():
         base = _log_probability(model, batch["input_ids"])
     preferred, other = (_log_probability(model, batch["input_ids"]) - base).chunk(2)
@@ -216,7 +250,7 @@ def critic_loss(critic: nn.Module, batch: Batch, generator: nn.Module) -> torch.
     return F.softplus(-real).mean() + F.softplus(fake).mean()
 
 
-# ---------------------------------------------------------------------------------------------------------------- Transformers: text
+# ------------------------------------------------------------------------------- Transformers: text
 
 
 def _decoder(size: Size, **changes: Any) -> dict[str, Any]:
@@ -318,23 +352,37 @@ def t5(size: Size) -> nn.Module:
 
 
 def mixtral(size: Size) -> nn.Module:
-    """Experts that no token of a rank went to get zeros there, as rows of one parameter; before Transformers 5 they got no gradient."""
+    """Experts that no token of a rank went to get zeros there, as rows of one parameter; before
+    Transformers 5 they got no gradient.
+    """
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    experts = {"num_local_experts": 16, "num_experts_per_tok": 2, "intermediate_size": size.width // 2, "output_router_logits": True}
-    return MixtralForCausalLM(MixtralConfig(**_decoder(size, **experts, experts_implementation="eager")))
+    experts = {
+        "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+        "intermediate_size": size.width // 2,
+        "output_router_logits": True,
+    }
+    return MixtralForCausalLM(
+        MixtralConfig(**_decoder(size, **experts, experts_implementation="eager"))
+    )
 
 
 def mamba(size: Size) -> nn.Module:
     from transformers import MambaConfig, MambaForCausalLM
 
     config = MambaConfig(
-        vocab_size=size.vocabulary, hidden_size=size.width, state_size=4, num_hidden_layers=size.layers, pad_token_id=0, eos_token_id=2
+        vocab_size=size.vocabulary,
+        hidden_size=size.width,
+        state_size=4,
+        num_hidden_layers=size.layers,
+        pad_token_id=0,
+        eos_token_id=2,
     )
     return MambaForCausalLM(config)
 
 
-# ---------------------------------------------------------------------------------------------------------------- Transformers: images, speech
+# --------------------------------------------------------------------- Transformers: images, speech
 
 
 NUM_PATCHES = 16
@@ -355,7 +403,9 @@ def _vision(size: Size) -> dict[str, Any]:
 def vit(size: Size) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
-    return ViTForImageClassification(ViTConfig(**_vision(size), num_labels=NUM_CLASSES, attn_implementation="eager"))
+    return ViTForImageClassification(
+        ViTConfig(**_vision(size), num_labels=NUM_CLASSES, attn_implementation="eager")
+    )
 
 
 def clip(size: Size) -> nn.Module:
@@ -373,13 +423,23 @@ def clip(size: Size) -> nn.Module:
         "eos_token_id": 2,
         "pad_token_id": 1,
     }
-    config = CLIPConfig(text_config=text_config, vision_config=_vision(size), projection_dim=size.width // 2, attn_implementation="eager")
+    config = CLIPConfig(
+        text_config=text_config,
+        vision_config=_vision(size),
+        projection_dim=size.width // 2,
+        attn_implementation="eager",
+    )
     return CLIPModel(config)
 
 
 def llava(size: Size) -> nn.Module:
     """Reads the last layer but one of its vision tower, so the last one gets no gradient."""
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+    from transformers import (
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+    )
 
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(**_vision(size)),
@@ -448,13 +508,18 @@ def wav2vec2(size: Size) -> nn.Module:
     return Wav2Vec2ForCTC(config)
 
 
-# ---------------------------------------------------------------------------------------------------------------- PEFT
+# --------------------------------------------------------------------------------------------- PEFT
 
 
 def _with_adapters(base: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(base, LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj", "down_proj"]))
+    return get_peft_model(
+        base,
+        LoraConfig(
+            r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj", "down_proj"]
+        ),
+    )
 
 
 def lora(size: Size) -> nn.Module:
@@ -466,12 +531,16 @@ def lora_on_bf16(size: Size) -> nn.Module:
 
 
 class Int8Linear(nn.Linear):
-    """A frozen linear layer whose weights rest as int8 with one scale per row, and are multiplied in fp32."""
+    """A frozen linear layer whose weights rest as int8 with one scale per row, and are
+    multiplied in fp32.
+    """
 
     def __init__(self, plain: nn.Linear) -> None:
         super().__init__(plain.in_features, plain.out_features, bias=False, device="meta")
         scale = plain.weight.detach().abs().amax(1, keepdim=True) / 127
-        self.weight = nn.Parameter((plain.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
+        self.weight = nn.Parameter(
+            (plain.weight.detach() / scale).round().to(torch.int8), requires_grad=False
+        )
         self.scale = nn.Parameter(scale, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -488,7 +557,7 @@ def lora_on_int8(size: Size) -> nn.Module:
     return _with_adapters(base)
 
 
-# ---------------------------------------------------------------------------------------------------------------- plain PyTorch
+# ------------------------------------------------------------------------------------ plain PyTorch
 
 
 class ResidualBlock(nn.Module):
@@ -500,7 +569,9 @@ class ResidualBlock(nn.Module):
         self.first_norm = nn.BatchNorm2d(num_out)
         self.second = nn.Conv2d(num_out, num_out, 3, padding=1, bias=False)
         self.second_norm = nn.BatchNorm2d(num_out)
-        self.shortcut = nn.Conv2d(num_in, num_out, 1, stride, bias=False) if stride > 1 else nn.Identity()
+        self.shortcut = (
+            nn.Conv2d(num_in, num_out, 1, stride, bias=False) if stride > 1 else nn.Identity()
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = F.relu(self.first_norm(self.first(x)))
@@ -509,10 +580,14 @@ class ResidualBlock(nn.Module):
 
 def resnet(size: Size) -> nn.Module:
     half = size.width // 2
-    stem = nn.Sequential(nn.Conv2d(3, half, 5, stride=2, padding=2, bias=False), nn.BatchNorm2d(half), nn.ReLU())
+    stem = nn.Sequential(
+        nn.Conv2d(3, half, 5, stride=2, padding=2, bias=False), nn.BatchNorm2d(half), nn.ReLU()
+    )
     shapes = [(half, half, 1), (half, half, 1), (half, size.width, 2), (size.width, size.width, 1)]
     blocks = [ResidualBlock(*shape) for shape in shapes]
-    return nn.Sequential(stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(size.width, NUM_CLASSES))
+    return nn.Sequential(
+        stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(size.width, NUM_CLASSES)
+    )
 
 
 class LSTM(nn.Module):
@@ -527,23 +602,31 @@ class LSTM(nn.Module):
 
 
 class Encoder(nn.Module):
-    """nn.TransformerEncoder over embeddings and learned positions, which are a parameter of the model itself."""
+    """nn.TransformerEncoder over embeddings and learned positions, which are a parameter of the
+    model itself.
+    """
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.embed = nn.Embedding(size.vocabulary, size.width)
         self.positions = nn.Parameter(torch.randn(size.length, size.width) / 10)
-        layer = nn.TransformerEncoderLayer(size.width, 4, 2 * size.width, dropout=0.0, batch_first=True)
+        layer = nn.TransformerEncoderLayer(
+            size.width, 4, 2 * size.width, dropout=0.0, batch_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, size.layers)
         self.head = nn.Linear(size.width, size.vocabulary)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         causal = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
-        return self.head(self.encoder(self.embed(ids) + self.positions, mask=causal, is_causal=True))
+        return self.head(
+            self.encoder(self.embed(ids) + self.positions, mask=causal, is_causal=True)
+        )
 
 
 class Pooled(nn.Module):
-    """One nn.MultiheadAttention, which reads its output projection's weight itself, without calling that module."""
+    """One nn.MultiheadAttention, which reads its output projection's weight itself, without
+    calling that module.
+    """
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -565,12 +648,19 @@ class Experts(nn.Module):
         super().__init__()
         self.router = nn.Linear(size.width, 4)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(size.width, 2 * size.width), nn.GELU(), nn.Linear(2 * size.width, size.width)) for _ in range(4)
+            nn.Sequential(
+                nn.Linear(size.width, 2 * size.width),
+                nn.GELU(),
+                nn.Linear(2 * size.width, size.width),
+            )
+            for _ in range(4)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, chosen = self.router(x.mean(1)).softmax(-1).max(-1)
-        rows = [row + w * self.experts[int(i)](row) for row, w, i in zip(x, weight, chosen, strict=True)]
+        rows = [
+            row + w * self.experts[int(i)](row) for row, w, i in zip(x, weight, chosen, strict=True)
+        ]
         return torch.stack(rows)
 
 
@@ -600,7 +690,9 @@ class Generator(nn.Module):
 
 
 def critic(size: Size) -> nn.Module:
-    """Convolutions under weight norm, whose weights are computed from two parameters at every use."""
+    """Convolutions under weight norm, whose weights are computed from two parameters at every
+    use.
+    """
     half = size.width // 2
     return nn.Sequential(
         weight_norm(nn.Conv2d(3, half, 4, stride=2, padding=1)),
@@ -613,7 +705,7 @@ def critic(size: Size) -> nn.Module:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------- the catalogue
+# ------------------------------------------------------------------------------------ the catalogue
 
 
 FAMILIES = {
@@ -641,5 +733,7 @@ FAMILIES = {
     "nn.TransformerEncoder": Family(Encoder, text, next_token_loss),
     "nn.MultiheadAttention": Family(Pooled, images, class_loss),
     "mixture of expert modules": Family(Mixture, text, next_token_loss, unused=True),
-    "GAN": Family(Generator, noise_and_images, generator_loss, beside=critic, beside_loss=critic_loss),
+    "GAN": Family(
+        Generator, noise_and_images, generator_loss, beside=critic, beside_loss=critic_loss
+    ),
 }

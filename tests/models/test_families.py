@@ -1,4 +1,6 @@
-"""Families of models that people train: the same losses and the same weights as torch DDP, bit for bit, at stages 1, 2 and 3."""
+"""Families of models that people train: the same losses and the same weights as torch DDP, bit
+for bit, at stages 1, 2 and 3.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from tests.models.training import STAGES, Contender, compare, train
 STEPS = 6
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if FAMILIES[name].slow else []) for name in FAMILIES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if FAMILIES[name].slow else [])
+        for name in FAMILIES
+    ],
+)
 def test_family_trains_to_ddps_bits_at_every_stage(name: str) -> None:
     for differences in run_ranks(2, compare, name, STEPS, timeout=100):
         assert not any(differences.values()), differences
@@ -27,13 +35,16 @@ def test_family_trains_to_ddps_bits_at_every_stage(name: str) -> None:
 
 @pytest.mark.parametrize("steps", [3, pytest.param(STEPS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_family_trains_in_bf16_to_the_bits_of_ddp_over_fp32_parameters(name: str, steps: int) -> None:
+def test_family_trains_in_bf16_to_the_bits_of_ddp_over_fp32_parameters(
+    name: str, steps: int
+) -> None:
     for differences in run_ranks(2, compare, name, steps, (3,), None, "auto", "bf16", timeout=100):
         assert not any(differences.values()), differences
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "mixture of expert modules"])  # its ranks gather different units
+# its ranks gather different units
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "mixture of expert modules"])
 def test_family_trains_to_ddps_bits_over_sockets(name: str) -> None:
     for differences in run_ranks(2, compare, name, STEPS, (3,), None, "gloo", timeout=100):
         assert not any(differences.values()), differences
@@ -47,13 +58,25 @@ def test_ranks_use_different_experts(name: str) -> None:
     for rank in range(2):
         model = family.model(TINY)
         family.loss(model, family.data(TINY, rank, 0)).backward()
-        grads = {key: p.grad for key, p in model.named_parameters() if ".experts." in key and p.grad is not None}
-        rows = {key: grad if grad.ndim == 3 else grad[None] for key, grad in grads.items()}  # Mixtral's experts are rows of one parameter
-        used.append({(key, index) for key, grad in rows.items() for index in range(len(grad)) if grad[index].any()})
+        grads = {
+            key: p.grad
+            for key, p in model.named_parameters()
+            if ".experts." in key and p.grad is not None
+        }
+        # Mixtral's experts are rows of one parameter
+        rows = {key: grad if grad.ndim == 3 else grad[None] for key, grad in grads.items()}
+        used.append(
+            {
+                (key, index)
+                for key, grad in rows.items()
+                for index in range(len(grad))
+                if grad[index].any()
+            }
+        )
     assert used[0] != used[1]
 
 
-# ---------------------------------------------------------------------------------------------------------------- two engines
+# -------------------------------------------------------------------------------------- two engines
 
 
 class _Late(torch.autograd.Function):
@@ -74,10 +97,13 @@ class _Late(torch.autograd.Function):
 def _through_two(rank: int, world: int, stage: int) -> None:
     torch.manual_seed(0)
     first = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16))
-    second = nn.Sequential(*[nn.Linear(16, 16) for _ in range(8)], nn.Linear(16, 600), nn.Linear(600, 1))
+    second = nn.Sequential(
+        *[nn.Linear(16, 16) for _ in range(8)], nn.Linear(16, 600), nn.Linear(600, 1)
+    )
     optimizers = [torch.optim.AdamW(model.parameters()) for model in (first, second)]
     engines = [
-        zs.shard(model, optimizer, stage=stage, stall_timeout_s=5) for model, optimizer in zip((first, second), optimizers, strict=True)
+        zs.shard(model, optimizer, stage=stage, stall_timeout_s=5)
+        for model, optimizer in zip((first, second), optimizers, strict=True)
     ]
     chance = random.Random(rank)
     for layer in second:
@@ -101,25 +127,32 @@ def test_a_backward_through_two_engines_does_not_stall_when_ranks_are_late(stage
     run_ranks(2, _through_two, stage)
 
 
-# ---------------------------------------------------------------------------------------------------------------- activation checkpointing
+# ------------------------------------------------------------------------- activation checkpointing
 
 
 def _recompute(model: Any, *, use_reentrant: bool) -> None:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
+    )
     if not next(model.get_input_embeddings().parameters()).requires_grad:
-        model.enable_input_require_grads()  # reentrant checkpoints see no gradient to compute otherwise
+        # reentrant checkpoints see no gradient to compute otherwise
+        model.enable_input_require_grads()
     assert model.is_gradient_checkpointing
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["not-reentrant", "reentrant"])
-@pytest.mark.parametrize("name", ["Llama", "GPT-2 (tied head)", "T5 (shared embedding)", "ViT", "LoRA on fp32"])
-def test_gradient_checkpointing_gives_the_bits_of_ddp_with_it(name: str, use_reentrant: bool) -> None:
+@pytest.mark.parametrize(
+    "name", ["Llama", "GPT-2 (tied head)", "T5 (shared embedding)", "ViT", "LoRA on fp32"]
+)
+def test_gradient_checkpointing_gives_the_bits_of_ddp_with_it(
+    name: str, use_reentrant: bool
+) -> None:
     prepare = functools.partial(_recompute, use_reentrant=use_reentrant)
     for differences in run_ranks(2, compare, name, 4, STAGES, prepare, timeout=100):
         assert not any(differences.values()), differences
 
 
-# ---------------------------------------------------------------------------------------------------------------- generation
+# --------------------------------------------------------------------------------------- generation
 
 
 def _generate(model: Any, prompt: torch.Tensor, rank: int, **options: Any) -> torch.Tensor:
@@ -140,8 +173,11 @@ def _generates(rank: int, world: int, name: str) -> list[int]:
     plain: nn.Module = family.model(TINY)
     plain.load_state_dict(engine.full_state_dict(rank0_only=False))
     prompt = family.data(TINY, rank, 99)["input_ids"][:1, : 3 + rank]
-    sampled = _generate(plain.eval(), prompt, rank, do_sample=True, max_new_tokens=16, eos_token_id=None)
-    ends = int(sampled[0, -1 if rank else -10])  # the ranks end after different numbers of tokens: at the first of these
+    sampled = _generate(
+        plain.eval(), prompt, rank, do_sample=True, max_new_tokens=16, eos_token_id=None
+    )
+    # the ranks end after different numbers of tokens: at the first of these
+    ends = int(sampled[0, -1 if rank else -10])
     lengths = []
     sharded.eval()
     for options in (
@@ -162,6 +198,8 @@ def _generates(rank: int, world: int, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT-2 (tied head)", "T5 (shared embedding)", "Mamba"])
-def test_ranks_that_finish_at_different_lengths_generate_the_tokens_of_the_plain_model(name: str) -> None:
+def test_ranks_that_finish_at_different_lengths_generate_the_tokens_of_the_plain_model(
+    name: str,
+) -> None:
     first, second = run_ranks(2, _generates, name, timeout=100)
     assert all(a != b for a, b in zip(first, second, strict=True)), (first, second)

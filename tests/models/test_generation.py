@@ -1,4 +1,6 @@
-"""What generation under stage 3 gathers: each unit once per token at most, nothing inside ``gathered()``."""
+"""What generation under stage 3 gathers: each unit once per token at most, nothing inside
+``gathered()``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ def _generate(rank: int, world: int, transport: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, **sizes)).eval()
     prompt = torch.arange(1, 5)[None]
 
@@ -40,5 +48,7 @@ def _generate(rank: int, world: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
-def test_each_unit_is_gathered_once_per_token_and_not_at_all_inside_gathered(transport: str) -> None:
+def test_each_unit_is_gathered_once_per_token_and_not_at_all_inside_gathered(
+    transport: str,
+) -> None:
     run_ranks(2, _generate, transport)

@@ -1,4 +1,6 @@
-"""Train one family under torch DDP or at a stage: the loop that the tests and ``scripts/models_table.py`` share."""
+"""Train one family under torch DDP or at a stage: the loop that the tests and
+``scripts/models_table.py`` share.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,30 @@ import zeroshard as zs
 from tests.engine.common import Run
 from tests.models.families import FAMILIES, TINY, Family, Size
 
-__all__ = ["GENERATIONS", "STAGES", "Contender", "InBf16", "Measured", "apart", "compare", "measure", "measure_generation", "narrowed", "train"]
+__all__ = [
+    "GENERATIONS",
+    "STAGES",
+    "Contender",
+    "InBf16",
+    "Measured",
+    "apart",
+    "compare",
+    "measure",
+    "measure_generation",
+    "narrowed",
+    "train",
+]
 
 STAGES = (1, 2, 3)
 GENERATIONS = ("plain", "stage 3, gathered()", "stage 3")
-KEEP: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)  # their running statistics are fp32
+# their running statistics are fp32
+KEEP: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
 
 
 class InBf16(nn.Module):
-    """Computes in bf16 with fp32 parameters, but for modules of the classes `keep`: what precision="bf16" is, for DDP, whose sums are then fp32 too."""
+    """Computes in bf16 with fp32 parameters, but for modules of the classes `keep`: what
+    precision="bf16" is, for DDP, whose sums are then fp32 too.
+    """
 
     def __init__(self, model: nn.Module, keep: tuple[type[nn.Module], ...] = KEEP) -> None:
         super().__init__()
@@ -34,11 +51,21 @@ class InBf16(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         parameters = narrowed(self.model, dict(self.model.named_parameters()), self.keep)
         arguments = {name: _narrow(value) for name, value in kwargs.items()}
-        return torch.func.functional_call(self.model, parameters, tuple(_narrow(value) for value in args), arguments, tie_weights=True)
+        return torch.func.functional_call(
+            self.model,
+            parameters,
+            tuple(_narrow(value) for value in args),
+            arguments,
+            tie_weights=True,
+        )
 
 
-def narrowed(model: nn.Module, values: dict[str, torch.Tensor], keep: tuple[type[nn.Module], ...] = KEEP) -> dict[str, torch.Tensor]:
-    """Return `values` (by the names of the model's parameters and buffers) in bf16, but for those of modules of the classes `keep`."""
+def narrowed(
+    model: nn.Module, values: dict[str, torch.Tensor], keep: tuple[type[nn.Module], ...] = KEEP
+) -> dict[str, torch.Tensor]:
+    """Return `values` (by the names of the model's parameters and buffers) in bf16, but for
+    those of modules of the classes `keep`.
+    """
     kept = {
         f"{prefix}.{name}"
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -49,22 +76,32 @@ def narrowed(model: nn.Module, values: dict[str, torch.Tensor], keep: tuple[type
 
 
 def _narrow(value: Any) -> Any:
-    return value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    return (
+        value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    )
 
 
 class Player:
     """One model of a family: what is called, its optimizer, and where its weights are."""
 
-    def __init__(self, model: nn.Module, family: Family, stage: int | None, *, trained: bool, **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, family: Family, stage: int | None, *, trained: bool, **options: Any
+    ) -> None:
         self.module = self.inner = model
         self.engine: zs.Engine | None = None
-        alike = len({p.dtype for p in model.parameters() if p.is_floating_point()}) == 1  # else the model is taken as it is
+        # else the model is taken as it is
+        alike = len({p.dtype for p in model.parameters() if p.is_floating_point()}) == 1
         self.rounded = family.precision == "bf16" and trained and alike
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if trained else None
         if stage is not None:
             if trained:
-                options = {"precision": family.precision, "broadcast_buffers": family.buffers} | options
-            self.engine = zs.shard(model, self.optimizer, stage=stage if trained else 3, stall_timeout_s=30, **options)
+                options = {
+                    "precision": family.precision,
+                    "broadcast_buffers": family.buffers,
+                } | options
+            self.engine = zs.shard(
+                model, self.optimizer, stage=stage if trained else 3, stall_timeout_s=30, **options
+            )
         elif trained:
             self.module = DistributedDataParallel(
                 InBf16(model) if self.rounded else model,
@@ -89,33 +126,45 @@ class Player:
         if self.engine is not None:
             return self.engine.full_state_dict(rank0_only=False)
         state = {name: value.clone() for name, value in self.inner.state_dict().items()}
-        if self.rounded:  # full_state_dict() gives weights, not masters: those of DDP are rounded as a step publishes them
+        # full_state_dict() gives weights, not masters: those of DDP are rounded as a step publishes
+        # them
+        if self.rounded:
             state = narrowed(self.inner, state)
         return state
 
 
 class Contender:
-    """The models of one family on this rank, trained by torch DDP (`stage` None) or sharded; a frozen model beside them rests at stage 3."""
+    """The models of one family on this rank, trained by torch DDP (`stage` None) or sharded; a
+    frozen model beside them rests at stage 3.
+    """
 
-    def __init__(self, family: Family, stage: int | None, rank: int, *, size: Size = TINY, **options: Any) -> None:
+    def __init__(
+        self, family: Family, stage: int | None, rank: int, *, size: Size = TINY, **options: Any
+    ) -> None:
         self.family, self.stage, self.rank, self.size = family, stage, rank, size
         self.players = [Player(family.model(size), family, stage, trained=True, **options)]
         beside = family.partner(size)
         if beside is not None:
-            self.players.append(Player(beside, family, stage, trained=family.beside_loss is not None, **options))
+            self.players.append(
+                Player(beside, family, stage, trained=family.beside_loss is not None, **options)
+            )
         self.losses: list[float] = []
 
     def step(self) -> None:
         """Train every model on the next batch."""
         batch = self.family.data(self.size, self.rank, len(self.losses))
         first, *others = self.players
-        loss = first.learn(self.family.loss(first.module, batch, *(other.module for other in others)))
+        loss = first.learn(
+            self.family.loss(first.module, batch, *(other.module for other in others))
+        )
         if self.family.beside_loss is not None:
             loss += others[0].learn(self.family.beside_loss(others[0].module, batch, first.module))
         self.losses.append(loss)
 
     def evaluate(self) -> None:
-        """Note the losses on the next batch in evaluation mode, where torch's own modules take other paths than in training."""
+        """Note the losses on the next batch in evaluation mode, where torch's own modules take
+        other paths than in training.
+        """
         batch = self.family.data(self.size, self.rank, len(self.losses))
         modules = [player.module for player in self.players]
         for player in self.players:
@@ -128,7 +177,9 @@ class Contender:
             player.module.train(player.optimizer is not None)
 
     def at_rest_bytes(self) -> int:
-        """Bytes of this rank, gradients cleared: what `engine.memory()` says, or what DDP holds (weights and two moments)."""
+        """Bytes of this rank, gradients cleared: what `engine.memory()` says, or what DDP holds
+        (weights and two moments).
+        """
         total = 0
         for player in self.players:
             player.rest()
@@ -143,14 +194,20 @@ class Contender:
 
     def finish(self) -> Run:
         """Return losses and final weights, and give plain modules back."""
-        state = {f"{index}.{name}": value for index, player in enumerate(self.players) for name, value in player.state().items()}
+        state = {
+            f"{index}.{name}": value
+            for index, player in enumerate(self.players)
+            for name, value in player.state().items()
+        }
         for player in self.players:
             if player.engine is not None:
                 player.engine.close()
         return Run(self.losses, state)
 
 
-def train(rank: int, family: Family, stage: int | None, steps: int, *, size: Size = TINY, **options: Any) -> Run:
+def train(
+    rank: int, family: Family, stage: int | None, steps: int, *, size: Size = TINY, **options: Any
+) -> Run:
     """Train `family` for `steps` on this rank."""
     contender = Contender(family, stage, rank, size=size, **options)
     for _ in range(steps):
@@ -159,7 +216,9 @@ def train(rank: int, family: Family, stage: int | None, steps: int, *, size: Siz
 
 
 def apart(run: Run, reference: Run) -> float:
-    """Return the largest difference between two runs' losses and weights, in fp32; 0.0 says equal bits."""
+    """Return the largest difference between two runs' losses and weights, in fp32; 0.0 says
+    equal bits.
+    """
     assert run.state.keys() == reference.state.keys(), run.state.keys() ^ reference.state.keys()
     if not run.differs_from(reference):
         return 0.0
@@ -178,7 +237,8 @@ def compare(
     transport: str = "auto",
     precision: str | None = None,
 ) -> dict[int, list[str]]:
-    """Train a family under DDP and at every stage, evaluating now and then; return per stage what differs.
+    """Train a family under DDP and at every stage, evaluating now and then; return per stage
+    what differs.
 
     `prepare` is done to the trained model first.
     """
@@ -195,7 +255,9 @@ def compare(
                 contender.evaluate()
         runs[stage] = contender.finish()
     reference = runs.pop(None)
-    assert all(loss == loss for loss in reference.losses), f"the reference is NaN: {reference.losses}"
+    assert all(loss == loss for loss in reference.losses), (
+        f"the reference is NaN: {reference.losses}"
+    )
     for run in runs.values():
         assert run.state.keys() == reference.state.keys(), run.state.keys() ^ reference.state.keys()
     return {stage: run.differs_from(reference) for stage, run in runs.items() if stage is not None}
@@ -203,7 +265,9 @@ def compare(
 
 @dataclass
 class Measured:
-    """What one rank saw of one family: per contender ("torch-ddp", "1", ...) the seconds of each turn, bytes, and the difference to DDP."""
+    """What one rank saw of one family: per contender ("torch-ddp", "1", ...) the seconds of each
+    turn, bytes, and the difference to DDP.
+    """
 
     num_parameters: int
     turn_s: dict[str, list[float]]
@@ -212,13 +276,20 @@ class Measured:
 
 
 def measure(rank: int, world: int, name: str, size: Size, rounds: int, steps: int) -> Measured:
-    """Train a family under DDP and at every stage in turn (A B C D A B C D ...), a turn being `steps` steps between two barriers.
+    """Train a family under DDP and at every stage in turn (A B C D A B C D ...), a turn being
+    `steps` steps between two barriers.
 
-    Two rounds before the first are not counted. All have taken the same steps on the same data in the end, and are compared.
+    Two rounds before the first are not counted. All have taken the same steps on the same data in
+    the end, and are compared.
     """
     family = FAMILIES[name]
-    contenders = {"torch-ddp" if stage is None else str(stage): Contender(family, stage, rank, size=size) for stage in (None, *STAGES)}
-    num_parameters = sum(p.numel() for player in contenders["torch-ddp"].players for p in player.inner.parameters())
+    contenders = {
+        "torch-ddp" if stage is None else str(stage): Contender(family, stage, rank, size=size)
+        for stage in (None, *STAGES)
+    }
+    num_parameters = sum(
+        p.numel() for player in contenders["torch-ddp"].players for p in player.inner.parameters()
+    )
     turn_s: dict[str, list[float]] = {kind: [] for kind in contenders}
     for turn in range(rounds + 2):
         for kind, contender in contenders.items():
@@ -235,7 +306,9 @@ def measure(rank: int, world: int, name: str, size: Size, rounds: int, steps: in
     return Measured(num_parameters, turn_s, at_rest_bytes, difference)
 
 
-def measure_generation(rank: int, world: int, tokens: int, rounds: int, size: Size) -> dict[str, list[float]]:
+def measure_generation(
+    rank: int, world: int, tokens: int, rounds: int, size: Size
+) -> dict[str, list[float]]:
     """Return the seconds of every turn, per kind; two rounds warm up."""
     torch.manual_seed(0)
     models: dict[str, Any] = {kind: FAMILIES["Llama"].model(size).eval() for kind in GENERATIONS}
@@ -245,7 +318,9 @@ def measure_generation(rank: int, world: int, tokens: int, rounds: int, size: Si
     def turn(kind: str) -> float:
         dist.barrier()
         start = time.perf_counter()
-        models[kind].generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
+        models[kind].generate(
+            prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0
+        )
         return time.perf_counter() - start
 
     seconds: dict[str, list[float]] = {kind: [] for kind in GENERATIONS}

@@ -1,4 +1,6 @@
-"""Started by ``zeroshard run`` on 2 ranks: build 700M parameters deferred, shard them, load a checkpoint; report each rank's peak memory."""
+"""Started by ``zeroshard run`` on 2 ranks: build 700M parameters deferred, shard them, load a
+checkpoint; report each rank's peak memory.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Large(nn.Module):
 
 
 class Peak(threading.Thread):
-    """Samples this process's own memory (anonymous and shared; pages of files are the kernel's) every 5 ms."""
+    """Samples this process's own memory (anonymous and shared; pages of files are the kernel's)
+    every 5 ms.
+    """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -47,7 +51,11 @@ class Peak(threading.Thread):
     @staticmethod
     def now() -> int:
         with open("/proc/self/status") as lines:
-            return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+            return sum(
+                int(line.split()[1]) * 1024
+                for line in lines
+                if line.startswith(("RssAnon:", "RssShmem:"))
+            )
 
     def run(self) -> None:
         while not self.ended.wait(0.005):

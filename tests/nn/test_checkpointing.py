@@ -1,4 +1,6 @@
-"""checkpoint(): the bits of a plain call, the inputs on the tier and nowhere else, copies beside compute, and no growth."""
+"""checkpoint(): the bits of a plain call, the inputs on the tier and nowhere else, copies beside
+compute, and no growth.
+"""
 
 from __future__ import annotations
 
@@ -55,13 +57,21 @@ def where(tmp_path: Path, host: stash.Depot) -> Iterator[Callable[[str], dict[st
 
 def activation(seed: int = 0, *, grad: bool = True) -> torch.Tensor:
     """Return an activation [32, WIDTH] that is no leaf."""
-    value = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(seed), requires_grad=grad)
+    value = torch.randn(
+        32, WIDTH, generator=torch.Generator().manual_seed(seed), requires_grad=grad
+    )
     return value * 1.0 if grad else value
 
 
 def layer(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH))
+    return nn.Sequential(
+        nn.LayerNorm(WIDTH),
+        nn.Linear(WIDTH, 4 * WIDTH),
+        nn.GELU(),
+        nn.Dropout(0.1),
+        nn.Linear(4 * WIDTH, WIDTH),
+    )
 
 
 class Stack(nn.Module):
@@ -79,7 +89,9 @@ class Stack(nn.Module):
 
 
 def gradients(model: nn.Module, run: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-    """Run forward and backward from one seed; return the loss and every gradient, and clear them."""
+    """Run forward and backward from one seed; return the loss and every gradient, and clear
+    them.
+    """
     torch.manual_seed(5)
     loss = run()
     loss.backward()
@@ -89,36 +101,52 @@ def gradients(model: nn.Module, run: Callable[[], torch.Tensor]) -> list[torch.T
 
 
 def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    return len(first) == len(second) and all(
+        torch.equal(a, b) for a, b in zip(first, second, strict=True)
+    )
 
 
 class Growth:
-    """Bytes of the floating-point storages of some size that came since, found without our help (random generators' states are 5 KiB each)."""
+    """Bytes of the floating-point storages of some size that came since, found without our help
+    (random generators' states are 5 KiB each).
+    """
 
     def __init__(self) -> None:
         gc.collect()
-        self._before = self._live()  # held: no address of theirs is used again, and what other tests left does not go meanwhile
+        # held: no address of theirs is used again, and what other tests left does not go meanwhile
+        self._before = self._live()
 
     @property
     def bytes(self) -> int:
-        return sum(storage.nbytes() for address, storage in self._live().items() if address not in self._before)
+        return sum(
+            storage.nbytes()
+            for address, storage in self._live().items()
+            if address not in self._before
+        )
 
     @staticmethod
     def _live(at_least: int = 4096) -> dict[int, torch.UntypedStorage]:
         found = {}
         for thing in gc.get_objects():
-            if type(thing) in (torch.Tensor, nn.Parameter) and thing.is_floating_point() and thing.device == CPU and thing.layout is torch.strided:
+            if (
+                type(thing) in (torch.Tensor, nn.Parameter)
+                and thing.is_floating_point()
+                and thing.device == CPU
+                and thing.layout is torch.strided
+            ):
                 storage = thing.untyped_storage()
                 if storage.nbytes() >= at_least:
                     found[storage.data_ptr()] = storage
         return found
 
 
-# ---------------------------------------------------------------------------------------------------------------- bits
+# --------------------------------------------------------------------------------------------- bits
 
 
 def _nested_containers(call: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
-    def fn(pair: Any, *, extra: dict[str, Any], scale: float, flag: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor], str]:
+    def fn(
+        pair: Any, *, extra: dict[str, Any], scale: float, flag: bool
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], str]:
         a, (b, mask) = pair
         assert flag and type(extra) is dict and type(extra["list"]) is list
         hidden = torch.tanh(a @ b.t()) @ extra["list"][0] * scale
@@ -133,23 +161,48 @@ def _nested_containers(call: Callable[..., Any], x: torch.Tensor) -> torch.Tenso
 def _strides(call: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
     wide = torch.cat([x, x * 2], 1)
 
-    def fn(transposed: torch.Tensor, gapped: torch.Tensor, expanded: torch.Tensor, shifted: torch.Tensor) -> torch.Tensor:
-        assert (transposed.stride(), gapped.stride(), expanded.stride()) == ((1, WIDTH), (2 * WIDTH, 1), (WIDTH, 0))
+    def fn(
+        transposed: torch.Tensor,
+        gapped: torch.Tensor,
+        expanded: torch.Tensor,
+        shifted: torch.Tensor,
+    ) -> torch.Tensor:
+        assert (transposed.stride(), gapped.stride(), expanded.stride()) == (
+            (1, WIDTH),
+            (2 * WIDTH, 1),
+            (WIDTH, 0),
+        )
         return torch.tanh(transposed.t() + gapped) * expanded * shifted
 
-    return call(fn, x.t(), wide[:, :WIDTH], x[:, 0, None].expand(32, WIDTH), wide.view(-1)[7 : 7 + 32 * WIDTH].view(32, WIDTH))
+    return call(
+        fn,
+        x.t(),
+        wide[:, :WIDTH],
+        x[:, 0, None].expand(32, WIDTH),
+        wide.view(-1)[7 : 7 + 32 * WIDTH].view(32, WIDTH),
+    )
 
 
 def _dtypes(call: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
-    def fn(half: torch.Tensor, double: torch.Tensor, order: torch.Tensor, small: torch.Tensor) -> torch.Tensor:
+    def fn(
+        half: torch.Tensor, double: torch.Tensor, order: torch.Tensor, small: torch.Tensor
+    ) -> torch.Tensor:
         return (half.double() * double)[order].float() * small
 
-    return call(fn, x.bfloat16(), x.double(), torch.arange(32 * WIDTH).view(32, WIDTH)[:, 0] // WIDTH, x[:1, :1] * 2)
+    return call(
+        fn,
+        x.bfloat16(),
+        x.double(),
+        torch.arange(32 * WIDTH).view(32, WIDTH)[:, 0] // WIDTH,
+        x[:1, :1] * 2,
+    )
 
 
 def _parameters(call: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
     weight = _parameters.weight  # type: ignore[attr-defined]
-    return call(lambda h, w, t, bias: torch.tanh(h @ w @ t) + bias, x, weight, weight.t(), weight[0])
+    return call(
+        lambda h, w, t, bias: torch.tanh(h @ w @ t) + bias, x, weight, weight.t(), weight[0]
+    )
 
 
 def _random(call: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
@@ -201,12 +254,19 @@ FORMS = {
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("name", FORMS)
-def test_gradients_have_the_bits_of_a_plain_call(name: str, tier: str, where: Callable[[str], dict[str, Any]]) -> None:
+def test_gradients_have_the_bits_of_a_plain_call(
+    name: str, tier: str, where: Callable[[str], dict[str, Any]]
+) -> None:
     form = FORMS[name]
-    _parameters.weight = weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1)))  # type: ignore[attr-defined]
+    _parameters.weight = weight = nn.Parameter(
+        torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1))
+    )  # type: ignore[attr-defined]
     leaf = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(2), requires_grad=True)
     seen = []
-    for call in (lambda fn, *args, **kwargs: fn(*args, **kwargs), lambda fn, *args, **kwargs: checkpoint(fn, *args, **where(tier), **kwargs)):
+    for call in (
+        lambda fn, *args, **kwargs: fn(*args, **kwargs),
+        lambda fn, *args, **kwargs: checkpoint(fn, *args, **where(tier), **kwargs),
+    ):
         torch.manual_seed(3)
         y = form(call, leaf * 1.5)
         drawn = torch.rand(())
@@ -217,7 +277,9 @@ def test_gradients_have_the_bits_of_a_plain_call(name: str, tier: str, where: Ca
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_without_gradients_it_is_a_plain_call(tier: str, where: Callable[[str], dict[str, Any]], host: stash.Depot) -> None:
+def test_without_gradients_it_is_a_plain_call(
+    tier: str, where: Callable[[str], dict[str, Any]], host: stash.Depot
+) -> None:
     with torch.no_grad():
         y = checkpoint(torch.sin, activation(), **where(tier))
     assert not y.requires_grad and torch.equal(y, activation().sin())
@@ -225,9 +287,13 @@ def test_without_gradients_it_is_a_plain_call(tier: str, where: Callable[[str], 
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_backward_may_run_twice_and_be_differentiated(tier: str, where: Callable[[str], dict[str, Any]]) -> None:
+def test_backward_may_run_twice_and_be_differentiated(
+    tier: str, where: Callable[[str], dict[str, Any]]
+) -> None:
     def run(call: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-        leaf = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(2), requires_grad=True)
+        leaf = torch.randn(
+            32, WIDTH, generator=torch.Generator().manual_seed(2), requires_grad=True
+        )
         y = call(lambda h: torch.tanh(h) * h, call(lambda h: torch.sin(h) * h, leaf * 2)).sum()
         y.backward(retain_graph=True)
         y.backward(retain_graph=True)
@@ -235,7 +301,10 @@ def test_backward_may_run_twice_and_be_differentiated(tier: str, where: Callable
         (curve,) = torch.autograd.grad(slope.square().sum(), leaf)
         return [leaf.grad, slope.detach(), curve]  # type: ignore[list-item]
 
-    assert same(run(lambda fn, *args: fn(*args)), run(lambda fn, *args: checkpoint(fn, *args, **where(tier))))
+    assert same(
+        run(lambda fn, *args: fn(*args)),
+        run(lambda fn, *args: checkpoint(fn, *args, **where(tier))),
+    )
 
 
 def test_two_forwards_before_the_backwards_in_either_order(host: stash.Depot) -> None:
@@ -257,13 +326,19 @@ def test_two_forwards_before_the_backwards_in_either_order(host: stash.Depot) ->
     assert host.used == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------- bytes
+# -------------------------------------------------------------------------------------------- bytes
 
 
-def test_the_inputs_and_nothing_else_are_put_away(host: stash.Depot, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_inputs_and_nothing_else_are_put_away(
+    host: stash.Depot, monkeypatch: pytest.MonkeyPatch
+) -> None:
     packed: list[tuple[int, ...]] = []
     pack = inputs.Call.pack
-    monkeypatch.setattr(inputs.Call, "pack", lambda self, tensor: (packed.append(tuple(tensor.shape)), pack(self, tensor))[1])
+    monkeypatch.setattr(
+        inputs.Call,
+        "pack",
+        lambda self, tensor: (packed.append(tuple(tensor.shape)), pack(self, tensor))[1],
+    )
     block, weight = layer(), nn.Parameter(torch.ones(WIDTH, WIDTH))
     frozen = nn.Parameter(torch.ones(32, WIDTH), requires_grad=False)
     shapes = [(32, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH), (32,), (32, WIDTH), (WIDTH, 32)]
@@ -272,7 +347,9 @@ def test_the_inputs_and_nothing_else_are_put_away(host: stash.Depot, monkeypatch
         activation(), weight, weight.t(), torch.arange(32), frozen, frozen.t(), tier="host",
     )  # fmt: skip
     assert packed == shapes
-    assert host.used == stash.size_class(4 * 32 * WIDTH), "the intermediate tensors of [32, 256] are not kept, and parameters stay"
+    assert host.used == stash.size_class(4 * 32 * WIDTH), (
+        "the intermediate tensors of [32, 256] are not kept, and parameters stay"
+    )
     y.sum().backward()
     assert packed == shapes
 
@@ -288,11 +365,15 @@ class Census:
 
     @property
     def alive(self) -> int:
-        return len({id(storage) for reference in self._seen if (storage := reference()) is not None})
+        return len(
+            {id(storage) for reference in self._seen if (storage := reference()) is not None}
+        )
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_between_forward_and_backward_the_device_holds_no_input(tier: str, where: Callable[[str], dict[str, Any]], host: stash.Depot) -> None:
+def test_between_forward_and_backward_the_device_holds_no_input(
+    tier: str, where: Callable[[str], dict[str, Any]], host: stash.Depot
+) -> None:
     depth, one = 12, 4 * 32 * WIDTH
     census, counts = Census(), []
 
@@ -316,7 +397,8 @@ def test_between_forward_and_backward_the_device_holds_no_input(tier: str, where
     while census.alive and time.monotonic() < deadline:
         depot.poll()
     assert census.alive == 0 and growth.bytes == ours, "all of it is away"
-    assert max(counts) <= 2 + (0 if tier == "host" else stash._MOST_LEAVING), counts  # this one, and the first: the model's caller holds it
+    # this one, and the first: the model's caller holds it
+    assert max(counts) <= 2 + (0 if tier == "host" else stash._MOST_LEAVING), counts
     counts.clear()
     loss.backward()
     assert len(counts) == depth and max(counts) <= 2, counts
@@ -327,17 +409,24 @@ def test_steps_that_repeat_use_the_same_slabs(host: stash.Depot) -> None:
     model = Stack(4, lambda fn, x: checkpoint(fn, x, tier="host"))
     for step in range(6):
         model(activation(step)).backward()
-        assert (host._num_slabs, host.store.account.live) == (4, 4 * stash.size_class(4 * 32 * WIDTH))
+        assert (host._num_slabs, host.store.account.live) == (
+            4,
+            4 * stash.size_class(4 * 32 * WIDTH),
+        )
 
 
-def test_sizes_that_change_take_no_more_than_the_most_that_was_used_at_once(host: stash.Depot) -> None:
+def test_sizes_that_change_take_no_more_than_the_most_that_was_used_at_once(
+    host: stash.Depot,
+) -> None:
     most = 0
     for step in range(40):
         rows = 32 + 29 * step % 97
         xs = [torch.randn(rows + 3 * index, WIDTH) for index in range(4)]
         most = max(most, sum(stash.size_class(4 * x.numel()) for x in xs))
         weight = torch.ones((), requires_grad=True)
-        sum(checkpoint(lambda h, w=weight: (h * w).sin().sum(), x, tier="host") for x in xs).backward()
+        sum(
+            checkpoint(lambda h, w=weight: (h * w).sin().sum(), x, tier="host") for x in xs
+        ).backward()
     assert host.store.account.peak <= most
 
 
@@ -370,7 +459,9 @@ def test_a_backward_frees_input_after_input(host: stash.Depot) -> None:
     assert held[4:] == [4 * one, 3 * one, 2 * one, one]
 
 
-def test_one_tensor_that_many_calls_are_given_is_stored_once_until_it_is_written_to(host: stash.Depot) -> None:
+def test_one_tensor_that_many_calls_are_given_is_stored_once_until_it_is_written_to(
+    host: stash.Depot,
+) -> None:
     x, shared = activation(), activation(1)
     y = x
     for _ in range(5):
@@ -416,7 +507,11 @@ class Failing:
         return torch.tanh(x) * x
 
 
-@pytest.mark.parametrize("at", [pytest.param(at, marks=[pytest.mark.slow] * (at in (2, 4, 5))) for at in range(1, 7)], ids=lambda at: f"run {at}")
+@pytest.mark.parametrize(
+    "at",
+    [pytest.param(at, marks=[pytest.mark.slow] * (at in (2, 4, 5))) for at in range(1, 7)],
+    ids=lambda at: f"run {at}",
+)
 def test_after_an_exception_nothing_is_left(at: int, host: stash.Depot) -> None:
     growth, fails = Growth(), Failing(at)
     with pytest.raises(ValueError, match="as asked"):
@@ -432,7 +527,7 @@ def test_after_an_exception_nothing_is_left(at: int, host: stash.Depot) -> None:
     y.sum().backward()
 
 
-# ---------------------------------------------------------------------------------------------------------------- copies beside compute
+# ---------------------------------------------------------------------------- copies beside compute
 
 
 class Recording:
@@ -494,17 +589,44 @@ def test_the_read_of_the_call_before_starts_before_a_call_is_computed_again() ->
             model(activation()).backward()
         a, b, c, d = store.written
     forward, backward = store.events[:8], store.events[8:]
-    assert forward == [f"write {a}", "run", f"write {b}", "run", f"write {c}", "run", f"write {d}", "run"]
-    assert backward == [f"read {d}", f"read {c}", "run", f"read {b}", "run", f"read {a}", "run", "run"]
+    assert forward == [
+        f"write {a}",
+        "run",
+        f"write {b}",
+        "run",
+        f"write {c}",
+        "run",
+        f"write {d}",
+        "run",
+    ]
+    assert backward == [
+        f"read {d}",
+        f"read {c}",
+        "run",
+        f"read {b}",
+        "run",
+        f"read {a}",
+        "run",
+        "run",
+    ]
 
 
-@pytest.mark.parametrize("overlaps", [True, False], ids=["a link that overlaps", "a link that does not"])
+@pytest.mark.parametrize(
+    "overlaps", [True, False], ids=["a link that overlaps", "a link that does not"]
+)
 def test_an_input_travels_while_other_calls_compute(overlaps: bool) -> None:
     link = Endless(overlaps=overlaps)
     in_flight: list[tuple[int, int]] = []
 
     def call(fn: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda h: (in_flight.append((link.in_flight("to_host"), link.in_flight("to_device"))), fn(h))[1], x, tier="host")
+        return checkpoint(
+            lambda h: (
+                in_flight.append((link.in_flight("to_host"), link.in_flight("to_device"))),
+                fn(h),
+            )[1],
+            x,
+            tier="host",
+        )
 
     with stash.using(stash.Depot(HostStore(CPU, link=link), CPU)):
         model = Stack(6, call)
@@ -512,12 +634,17 @@ def test_an_input_travels_while_other_calls_compute(overlaps: bool) -> None:
     model = Stack(6)
     assert same(first, gradients(model, lambda: model(activation())))
     leaving, coming = [there for there, _ in in_flight[:6]], [back for _, back in in_flight[6:]]
-    assert leaving == ([1, 2, 3, 3, 3, 3] if overlaps else [0] * 6), "of the call itself and of two before it"
-    assert coming == ([0, 0, 1, 1, 1, 0] if overlaps else [0] * 6), "of the call computed next, where its input has left"
+    assert leaving == ([1, 2, 3, 3, 3, 3] if overlaps else [0] * 6), (
+        "of the call itself and of two before it"
+    )
+    assert coming == ([0, 0, 1, 1, 1, 0] if overlaps else [0] * 6), (
+        "of the call computed next, where its input has left"
+    )
 
 
 def test_a_link_slower_than_compute_holds_back_the_forward_instead_of_the_memory() -> None:
-    with stash.using(stash.Depot(HostStore(CPU, link=Held()), CPU)) as depot:  # a copy ends where it is waited for
+    # a copy ends where it is waited for
+    with stash.using(stash.Depot(HostStore(CPU, link=Held()), CPU)) as depot:
         census, counts = Census(), []
         x = activation()
         for _ in range(10):
@@ -546,7 +673,8 @@ class Held:
 class _HeldCopy:
     def __init__(self, link: Held, copy: Callable[[], object]) -> None:
         self._link = link
-        self._copy: Callable[[], object] | None = copy  # None once it is over, so that it keeps no tensor
+        # None once it is over, so that it keeps no tensor
+        self._copy: Callable[[], object] | None = copy
 
     def wait(self) -> None:
         copy, self._copy = self._copy, None
@@ -560,7 +688,9 @@ class _HeldCopy:
 
 
 @pytest.mark.parametrize("landed", [False, True])
-def test_an_input_written_to_while_its_copy_is_under_way_is_refused_in_backward(landed: bool) -> None:
+def test_an_input_written_to_while_its_copy_is_under_way_is_refused_in_backward(
+    landed: bool,
+) -> None:
     link, leaf = Held(), torch.randn(32, WIDTH, requires_grad=True)
     with stash.using(stash.Depot(HostStore(CPU, link=link), CPU)) as depot:
         x = leaf * 1
@@ -596,7 +726,7 @@ def test_copies_are_ordered_by_streams_and_no_order_is_superfluous() -> None:
         assert streams.races, f"{whole.syncs[drop]} ({drop}) is not needed"
 
 
-# ---------------------------------------------------------------------------------------------------------------- failures, misuse
+# --------------------------------------------------------------------------------- failures, misuse
 
 
 @pytest.mark.parametrize("fail", ["slab", "start", "write", "read"])
@@ -634,7 +764,12 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -
 
 def test_a_cache_among_the_inputs_is_refused() -> None:
     transformers = pytest.importorskip("transformers")
-    with pytest.raises(ConfigError, match="given a DynamicCache, which would be filled twice: call the model with use_cache=False"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            "given a DynamicCache, which would be filled twice: call the model with use_cache=False"
+        ),
+    ):
         checkpoint(lambda x, cache: x, activation(), cache=transformers.DynamicCache())
 
 
@@ -653,7 +788,11 @@ def test_depots_are_few_and_idle_ones_make_room(tmp_path: Path) -> None:
         assert sum(1 for path in tmp_path.iterdir() if list(path.iterdir())) == stash._MOST_DEPOTS
         with pytest.raises(ConfigError, match="use fewer values of disk_path"):
             for number in range(stash._MOST_DEPOTS + 4):
-                held.append(checkpoint(torch.tanh, activation(), tier="disk", disk_path=str(tmp_path / str(number))))
+                held.append(
+                    checkpoint(
+                        torch.tanh, activation(), tier="disk", disk_path=str(tmp_path / str(number))
+                    )
+                )
         assert len(held) == stash._MOST_DEPOTS
         del held
     finally:
@@ -674,16 +813,20 @@ import os; assert os.listdir({str(tmp_path)!r})
     assert not list(tmp_path.iterdir())
 
 
-# ---------------------------------------------------------------------------------------------------------------- slices on ranks
+# ---------------------------------------------------------------------------------- slices on ranks
 
 
 def _partitioned(rank: int, world: int, tier: str) -> dict[str, Any]:
-    """Return the bytes of an odd-sized input at rest, alone and in slices, and whether the gradients have equal bits."""
+    """Return the bytes of an odd-sized input at rest, alone and in slices, and whether the
+    gradients have equal bits.
+    """
     depot = stash.Depot(HostStore(CPU), CPU)
     out: dict[str, Any] = {}
     with stash.using(depot):
         group = dist.group.WORLD
-        weight = torch.randn(333, 333, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        weight = torch.randn(
+            333, 333, generator=torch.Generator().manual_seed(0), requires_grad=True
+        )
 
         def run(**options: Any) -> list[torch.Tensor]:
             growth = Growth()
@@ -711,7 +854,7 @@ def test_ranks_with_equal_inputs_keep_a_slice_each(tier: str) -> None:
         assert (seen["used"] > 0) == (tier == "host")
 
 
-# ---------------------------------------------------------------------------------------------------------------- blocks of a model
+# -------------------------------------------------------------------------------- blocks of a model
 
 
 def test_blocks_are_those_that_shard_finds_and_the_switch_can_be_undone(host: stash.Depot) -> None:
@@ -725,9 +868,14 @@ def test_blocks_are_those_that_shard_finds_and_the_switch_can_be_undone(host: st
     used = host.store.account.peak
     assert uncheckpoint_blocks(model) == names and uncheckpoint_blocks(model) == []
     host.store.account.peak = 0
-    assert same(reference, gradients(model, lambda: model(*batch(0, 0)))) and host.store.account.peak == 0 < used
+    assert (
+        same(reference, gradients(model, lambda: model(*batch(0, 0))))
+        and host.store.account.peak == 0 < used
+    )
     assert all("forward" not in block.__dict__ for block in model.blocks)
-    assert checkpoint_blocks(model, blocks=["blocks.2"]) == ["blocks.2"] and checkpoint_blocks(model, blocks=[nn.Embedding]) == ["embed"]
+    assert checkpoint_blocks(model, blocks=["blocks.2"]) == ["blocks.2"] and checkpoint_blocks(
+        model, blocks=[nn.Embedding]
+    ) == ["embed"]
     assert uncheckpoint_blocks(model) == ["embed", "blocks.2"]
     with pytest.raises(ConfigError, match="blocks: 'layers' matches no module of Net"):
         checkpoint_blocks(model, blocks=["layers"])
@@ -737,13 +885,17 @@ def test_blocks_are_those_that_shard_finds_and_the_switch_can_be_undone(host: st
 
 def test_a_copy_of_a_checkpointed_model_computes_with_its_own_weights(host: stash.Depot) -> None:
     model = make_model()
-    model.blocks[0].forward = MethodType(Block.forward, model.blocks[0])  # a forward of the block's own, bound to it
+    # a forward of the block's own, bound to it
+    model.blocks[0].forward = MethodType(Block.forward, model.blocks[0])
     checkpoint_blocks(model, tier="host")
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert same(gradients(twin, lambda: twin(*batch(0, 0))), gradients(fresh := make_model(), lambda: fresh(*batch(0, 0))))
+    assert same(
+        gradients(twin, lambda: twin(*batch(0, 0))),
+        gradients(fresh := make_model(), lambda: fresh(*batch(0, 0))),
+    )
     assert uncheckpoint_blocks(twin) == uncheckpoint_blocks(model)
 
 
@@ -775,11 +927,15 @@ def _checkpointed() -> Net:
 def _at_every_row(rank: int, world: int) -> dict[str, list[str]]:
     """Train with checkpointed blocks; return what differs from torch's DDP without."""
     reference = train(rank, "torch-ddp", 3, model=_wide)
-    options = {row: {"comm": zs.Comm(transport="shared_memory")} for row in ROWS} | {"zero3 on gloo": {"comm": zs.Comm(transport="gloo")}}
+    options = {row: {"comm": zs.Comm(transport="shared_memory")} for row in ROWS} | {
+        "zero3 on gloo": {"comm": zs.Comm(transport="gloo")}
+    }
     found = {}
     with stash.using(stash.Depot(HostStore(CPU), CPU)) as depot:
         for name, option in options.items():
-            found[name] = train(rank, name.split()[0], 3, model=_checkpointed, **option).differs_from(reference)
+            found[name] = train(
+                rank, name.split()[0], 3, model=_checkpointed, **option
+            ).differs_from(reference)
         assert depot.most_used == 4 * stash.size_class(4 * 3 * 8 * 2 * WIDTH), depot.most_used
     return found
 
@@ -796,11 +952,17 @@ def _switched(rank: int, world: int, transport: str) -> list[list[torch.Tensor]]
         for switches in (False, True):
             model = _wide()
             optimizer = two_groups(model)
-            engine = zs.shard(model, optimizer, stage=3, comm=zs.Comm.model_validate({"transport": transport}))
+            engine = zs.shard(
+                model, optimizer, stage=3, comm=zs.Comm.model_validate({"transport": transport})
+            )
             losses = []
             for step in range(6):
                 if switches:
-                    checkpoint_blocks(model, tier="host") if step % 2 == 0 else uncheckpoint_blocks(model)
+                    (
+                        checkpoint_blocks(model, tier="host")
+                        if step % 2 == 0
+                        else uncheckpoint_blocks(model)
+                    )
                 loss = model(*batch(rank, step))
                 loss.backward()
                 optimizer.step()
@@ -818,7 +980,9 @@ def test_blocks_of_a_sharded_model_are_switched_on_and_off(transport: str) -> No
 
 
 class Scaled(Block):
-    """A block with parameters of its own, beside those of its submodules; only a part of it is recomputed."""
+    """A block with parameters of its own, beside those of its submodules; only a part of it is
+    recomputed.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -837,7 +1001,12 @@ def _scaled() -> Net:
 def _inside_blocks(rank: int, world: int) -> dict[str, list[str]]:
     reference = train(rank, "torch-ddp", 3, model=_scaled)
     kinds = dict.fromkeys(ROWS, "shared_memory")
-    found = {row: train(rank, row, 3, model=_scaled, comm=zs.Comm.model_validate({"transport": kinds[row]})) for row in ROWS}
+    found = {
+        row: train(
+            rank, row, 3, model=_scaled, comm=zs.Comm.model_validate({"transport": kinds[row]})
+        )
+        for row in ROWS
+    }
     found["zero3 on gloo"] = train(rank, "zero3", 3, model=_scaled, comm=zs.Comm(transport="gloo"))
     return {kind: run.differs_from(reference) for kind, run in found.items()}
 
@@ -847,22 +1016,38 @@ def test_checkpoints_inside_blocks_find_the_weights_at_every_row() -> None:
         assert not any(found.values()), found
 
 
-# ---------------------------------------------------------------------------------------------------------------- Transformers
+# ------------------------------------------------------------------------------------- Transformers
 
 
 def _prepare(model: Any, *, use_reentrant: bool | None) -> None:
     model.config.use_cache = False
     if use_reentrant is not None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
+        )
     assert len(checkpoint_blocks(model, tier="host")) >= 2
 
 
 @pytest.mark.parametrize(
     ("name", "use_reentrant", "stages"),
-    [("Llama", None, STAGES), ("GPT-2 (tied head)", None, STAGES), ("LoRA on fp32", None, (3,)), ("Llama", False, (3,)), ("Llama", True, (3,))],
-    ids=["Llama", "GPT-2", "LoRA", "beside Transformers' own", "beside Transformers' own, reentrant"],
+    [
+        ("Llama", None, STAGES),
+        ("GPT-2 (tied head)", None, STAGES),
+        ("LoRA on fp32", None, (3,)),
+        ("Llama", False, (3,)),
+        ("Llama", True, (3,)),
+    ],
+    ids=[
+        "Llama",
+        "GPT-2",
+        "LoRA",
+        "beside Transformers' own",
+        "beside Transformers' own, reentrant",
+    ],
 )
-def test_transformers_models_train_to_ddps_bits(name: str, use_reentrant: bool | None, stages: tuple[int, ...]) -> None:
+def test_transformers_models_train_to_ddps_bits(
+    name: str, use_reentrant: bool | None, stages: tuple[int, ...]
+) -> None:
     prepare = functools.partial(_prepare, use_reentrant=use_reentrant)
     for differences in run_ranks(2, compare, name, 2, stages, prepare, timeout=100):
         assert not any(differences.values()), differences

@@ -1,4 +1,6 @@
-"""deferred_init(): the bits, the random generators and the memory of a model that is built before it has any memory."""
+"""deferred_init(): the bits, the random generators and the memory of a model that is built
+before it has any memory.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def both(make: Callable[[], nn.Module], *, deferred: bool = True) -> tuple[nn.Module, nn.Module]:
-    """Build eagerly and deferred under one seed; compare the generators, and that large parameters had no memory."""
+    """Build eagerly and deferred under one seed; compare the generators, and that large
+    parameters had no memory.
+    """
     torch.manual_seed(3)
     eager = make()
     state = torch.get_rng_state()
@@ -51,12 +55,21 @@ def both(make: Callable[[], nn.Module], *, deferred: bool = True) -> tuple[nn.Mo
 def differences(eager: nn.Module, model: nn.Module) -> list[str]:
     """Return the names of parameters and buffers that differ in bits, layout, kind or tying."""
     found = []
-    mine = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-    theirs = {**dict(eager.named_parameters(remove_duplicate=False)), **dict(eager.named_buffers(remove_duplicate=False))}
+    mine = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    theirs = {
+        **dict(eager.named_parameters(remove_duplicate=False)),
+        **dict(eager.named_buffers(remove_duplicate=False)),
+    }
     assert list(mine) == list(theirs)
     for name, tensor in theirs.items():
         other = mine[name]
-        kinds = [(type(t), t.dtype, t.device, tuple(t.shape), t.stride(), t.requires_grad) for t in (tensor, other)]
+        kinds = [
+            (type(t), t.dtype, t.device, tuple(t.shape), t.stride(), t.requires_grad)
+            for t in (tensor, other)
+        ]
         if kinds[0] != kinds[1] or not torch.equal(bits(tensor), bits(other)):
             found.append(name)
     return found
@@ -73,9 +86,14 @@ class Custom(nn.Module):
         self.eye = nn.Parameter(nn.init.eye_(torch.empty(200, 200)))
         self.sparse = nn.Parameter(nn.init.sparse_(torch.empty(200, 300), 0.1))
         self.scaled = nn.Parameter(torch.randn(200, 200) * 0.02)
-        self.decay = nn.Parameter(torch.log(torch.arange(1, 20001, dtype=torch.float32)), requires_grad=False)
+        self.decay = nn.Parameter(
+            torch.log(torch.arange(1, 20001, dtype=torch.float32)), requires_grad=False
+        )
         self.register_buffer("mask", torch.tril(torch.ones(200, 200)))
-        self.register_buffer("rope", torch.outer(torch.arange(400.0), 1 / 10000 ** (torch.arange(0, 64, 2) / 64)).cos())
+        self.register_buffer(
+            "rope",
+            torch.outer(torch.arange(400.0), 1 / 10000 ** (torch.arange(0, 64, 2) / 64)).cos(),
+        )
         self.table = torch.ones(200, 200).cumsum(0)  # a plain attribute
         self.linear = nn.Linear(200, 200)
         with torch.no_grad():
@@ -86,7 +104,9 @@ class Custom(nn.Module):
             if self.scaled.abs().max() > 1e-9:
                 self.eye.add_(self.scaled, alpha=0.5)
         self.generator = torch.Generator().manual_seed(11)
-        self.zeros = nn.Parameter(torch.zeros_like(torch.empty(200, 200, device="meta"), device="cpu"))
+        self.zeros = nn.Parameter(
+            torch.zeros_like(torch.empty(200, 200, device="meta"), device="cpu")
+        )
         self.seeded = nn.Parameter(torch.empty(200, 200).uniform_(-1, 1, generator=self.generator))
         self.twice = nn.Parameter(torch.randn(200, 200, generator=self.generator))
 
@@ -130,7 +150,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "conv, channels last": lambda: nn.Conv2d(64, 64, 3).to(memory_format=torch.channels_last),
     "lstm": lambda: nn.LSTM(150, 150, 2),
     "attention": lambda: nn.MultiheadAttention(192, 4),
-    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(128, 4, batch_first=True), 3),
+    "encoder": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(128, 4, batch_first=True), 3
+    ),
     "batch norm": lambda: nn.BatchNorm1d(30000),
     "half": lambda: nn.Linear(300, 200).half(),
     "double, then bfloat16": lambda: nn.Linear(300, 200).double().to(torch.bfloat16),
@@ -161,8 +183,13 @@ def test_what_no_parameter_uses_is_real_after_the_block_and_views_still_share_me
         loose = torch.ones(300, 300)
     assert loose.sum() == 90000 and plain[-1, -1] == 200
     assert model.first.data_ptr() + 7 * model.first.stride(0) * 4 == model.row.data_ptr()
-    assert model.again.first.data_ptr() + 7 * model.first.stride(0) * 4 == model.again.row.data_ptr()
-    assert model.head.weight is model.embed.weight and model.again.head.weight is model.again.embed.weight
+    assert (
+        model.again.first.data_ptr() + 7 * model.first.stride(0) * 4 == model.again.row.data_ptr()
+    )
+    assert (
+        model.head.weight is model.embed.weight
+        and model.again.head.weight is model.again.embed.weight
+    )
     zs.materialize(model)
     assert torch.equal(model.head.weight, model.copied.weight)
 
@@ -203,7 +230,7 @@ def test_a_loop_over_the_elements_of_a_tensor_is_done_at_once() -> None:
         assert not is_deferred(model.positions)
 
 
-def test_a_block_in_another_default_dtype_or_without_grad_or_in_inference_mode_is_recorded_as_such() -> None:
+def test_a_block_in_another_default_dtype_or_grad_mode_is_recorded_as_such() -> None:
     def make() -> nn.Module:
         torch.set_default_dtype(torch.float64)
         try:
@@ -299,10 +326,14 @@ def test_tensors_on_the_meta_device_are_left_alone() -> None:
         lambda p: p.tolist(),
     ],
 )
-def test_using_a_deferred_parameter_is_refused_with_the_remedy(use: Callable[[nn.Parameter], Any]) -> None:
+def test_using_a_deferred_parameter_is_refused_with_the_remedy(
+    use: Callable[[nn.Parameter], Any],
+) -> None:
     with zs.deferred_init():
         model = nn.Linear(200, 200)
-    with pytest.raises(zs.StateError, match=r"zeroshard\.shard\(model\) or zeroshard\.materialize\(model\)"):
+    with pytest.raises(
+        zs.StateError, match=r"zeroshard\.shard\(model\) or zeroshard\.materialize\(model\)"
+    ):
         use(model.weight)
     assert type(model.weight).__name__ in repr(model.weight)
 
@@ -311,8 +342,17 @@ def test_what_needs_no_values_works_on_a_deferred_parameter() -> None:
     with zs.deferred_init():
         model = nn.Linear(200, 300)
     weight = model.weight
-    assert isinstance(weight, nn.Parameter) and weight.device.type == "cpu" and weight.dtype is torch.float32
-    assert tuple(weight.shape) == (300, 200) and weight.stride() == (200, 1) and weight.numel() == 60000 and len(weight) == 300
+    assert (
+        isinstance(weight, nn.Parameter)
+        and weight.device.type == "cpu"
+        and weight.dtype is torch.float32
+    )
+    assert (
+        tuple(weight.shape) == (300, 200)
+        and weight.stride() == (200, 1)
+        and weight.numel() == 60000
+        and len(weight) == 300
+    )
     assert weight.is_leaf and weight.requires_grad and weight.grad is None
     model.requires_grad_(False).requires_grad_(True)
     for make in (torch.optim.AdamW, torch.optim.SGD):
@@ -354,7 +394,7 @@ def test_a_long_chain_of_operations_is_done_and_freed_without_recursion() -> Non
     assert weight.eq(5000).all()
 
 
-# ---------------------------------------------------------------------------------------------------------------- random programs
+# ---------------------------------------------------------------------------------- random programs
 
 
 def _same_shape(tensors: list[torch.Tensor], index: int, like: torch.Tensor) -> torch.Tensor:
@@ -416,7 +456,11 @@ def _step(tensors: list[torch.Tensor], generator: torch.Generator, op: int, i: i
 def _program(steps: list[tuple[int, int, int]]) -> list[torch.Tensor]:
     torch.manual_seed(5)
     generator = torch.Generator().manual_seed(6)
-    tensors = [torch.randn(ROWS, COLUMNS), torch.zeros(ROWS, COLUMNS), torch.linspace(0, 1, ROWS * COLUMNS).view(ROWS, COLUMNS)]
+    tensors = [
+        torch.randn(ROWS, COLUMNS),
+        torch.zeros(ROWS, COLUMNS),
+        torch.linspace(0, 1, ROWS * COLUMNS).view(ROWS, COLUMNS),
+    ]
     for step in steps:
         _step(tensors, generator, *step)
     tensors.append(torch.rand(3, generator=generator))
@@ -424,8 +468,14 @@ def _program(steps: list[tuple[int, int, int]]) -> list[torch.Tensor]:
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 36), st.integers(0, 20), st.integers(0, 20)), max_size=14), st.booleans(), st.booleans())
-def test_random_programs_give_the_same_bits(steps: list[tuple[int, int, int]], one_by_one: bool, backwards: bool) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 36), st.integers(0, 20), st.integers(0, 20)), max_size=14),
+    st.booleans(),
+    st.booleans(),
+)
+def test_random_programs_give_the_same_bits(
+    steps: list[tuple[int, int, int]], one_by_one: bool, backwards: bool
+) -> None:
     expected = _program(steps)
     state = torch.get_rng_state()
     with zs.deferred_init():
@@ -436,10 +486,14 @@ def test_random_programs_give_the_same_bits(steps: list[tuple[int, int, int]], o
             zs.materialize(tensor)
     zs.materialize(*found)
     assert torch.equal(torch.get_rng_state(), state)
-    assert [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(bits(a), bits(b))] == []
+    assert [
+        i
+        for i, (a, b) in enumerate(zip(expected, found, strict=True))
+        if not torch.equal(bits(a), bits(b))
+    ] == []
 
 
-# ---------------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 
 
 def _resident_bytes(which: str = "VmRSS") -> int:
@@ -474,7 +528,10 @@ class Blocks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024, bias=False)) for _ in range(24))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024, bias=False))
+            for _ in range(24)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -484,7 +541,10 @@ class Blocks(nn.Module):
 
 def _peak_of_sharding(rank: int, world: int, sync_from: int | None) -> dict[str, int]:
     torch.manual_seed(0)
-    zs.shard(nn.Linear(200, 200), stage=3, comm=zs.Comm(transport="gloo"), sync_from=sync_from).close()  # what is imported and made once
+    # what is imported and made once
+    zs.shard(
+        nn.Linear(200, 200), stage=3, comm=zs.Comm(transport="gloo"), sync_from=sync_from
+    ).close()
     before = _settled()
     with zs.deferred_init():
         model = Blocks()
@@ -507,7 +567,7 @@ def test_sharding_takes_the_shards_and_two_units(sync_from: int | None) -> None:
         assert seen["peak"] < seen["full"] / 2 + 2 * seen["unit"] + slack, shown
 
 
-# ---------------------------------------------------------------------------------------------------------------- ranks
+# -------------------------------------------------------------------------------------------- ranks
 
 
 def _net(seed: int = 0) -> Net:
@@ -533,16 +593,30 @@ def _sharded(rank: int, world: int, stage: int, precision: str) -> list[str]:
         found.append((first, engine.full_state_dict(rank0_only=False)))
         engine.close()
         assert type(model.blocks[0].up.weight) is nn.Parameter
-    return [name for eager, late in zip(*found, strict=True) for name in eager if not torch.equal(eager[name], late[name])]
+    return [
+        name
+        for eager, late in zip(*found, strict=True)
+        for name in eager
+        if not torch.equal(eager[name], late[name])
+    ]
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (3, "bf16")])
-def test_a_deferred_model_is_sharded_to_the_bits_of_an_eager_one(stage: int, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (3, "bf16")]
+)
+def test_a_deferred_model_is_sharded_to_the_bits_of_an_eager_one(
+    stage: int, precision: str
+) -> None:
     assert run_ranks(2, _sharded, stage, precision) == [[], []]
 
 
 def test_another_seed_on_one_rank_is_named() -> None:
-    with pytest.raises(RankError, match=r"initial value of blocks\.0\.up\.weight.* zs\.load_pretrained\(\) before its first use") as caught:
+    with pytest.raises(
+        RankError,
+        match=(
+            r"initial value of blocks\.0\.up\.weight.* zs\.load_pretrained\(\) before its first use"
+        ),
+    ) as caught:
         run_ranks(2, _other_seed)
     assert {failure.type_name for failure in caught.value.errors.values()} == {"PlanMismatch"}
 
@@ -566,7 +640,9 @@ def _synced(rank: int, world: int, source: int) -> list[str]:
     engine.close()
     expected = _net(seed=source)
     expected.register_buffer("table", torch.randn(200, 200))
-    return [name for name, value in expected.state_dict().items() if not torch.equal(value, found[name])]
+    return [
+        name for name, value in expected.state_dict().items() if not torch.equal(value, found[name])
+    ]
 
 
 @pytest.mark.parametrize("source", [0, 1])
@@ -574,17 +650,27 @@ def test_sync_from_takes_one_ranks_deferred_values(source: int) -> None:
     assert run_ranks(2, _synced, source) == [[], []]
 
 
-# ---------------------------------------------------------------------------------------------------------------- Transformers
+# ------------------------------------------------------------------------------------- Transformers
 
 
 def _transformer(kind: str) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 600, "bos_token_id": 1, "eos_token_id": 2}
     if kind == "gpt2":
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=128, n_head=4, **sizes))
-    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": True}
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_layer=2, n_embd=128, n_head=4, **sizes)
+        )
+    shape = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "tie_word_embeddings": True,
+    }
     config = transformers.LlamaConfig(**sizes, **shape)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if kind == "llama-bf16" else torch.float32)
+    return transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16 if kind == "llama-bf16" else torch.float32
+    )
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "llama-bf16"])

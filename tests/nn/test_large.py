@@ -18,12 +18,22 @@ MB = 2**20
 
 def _write_checkpoint(directory: Path) -> int:
     """Write 2.8 GB in shards of 6 blocks each, one after another; return the bytes."""
-    shapes = {f"attention.{index}.weight": (WIDTH, WIDTH) for index in range(4)} | {"up.weight": (4 * WIDTH, WIDTH), "down.weight": (WIDTH, 4 * WIDTH)}
+    shapes = {f"attention.{index}.weight": (WIDTH, WIDTH) for index in range(4)} | {
+        "up.weight": (4 * WIDTH, WIDTH),
+        "down.weight": (WIDTH, 4 * WIDTH),
+    }
     weight_map, total = {}, 0
     for first in range(0, LAYERS, 6):
-        tensors = {f"blocks.{layer}.{name}": torch.full(shape, float(layer)) for layer in range(first, first + 6) for name, shape in shapes.items()}
+        tensors = {
+            f"blocks.{layer}.{name}": torch.full(shape, float(layer))
+            for layer in range(first, first + 6)
+            for name, shape in shapes.items()
+        }
         if first == 0:
-            tensors |= {"embed.weight": torch.ones(VOCABULARY, WIDTH), "head.weight": torch.ones(VOCABULARY, WIDTH)}
+            tensors |= {
+                "embed.weight": torch.ones(VOCABULARY, WIDTH),
+                "head.weight": torch.ones(VOCABULARY, WIDTH),
+            }
         file = f"model-{first // 6:05d}.safetensors"
         save_file(tensors, directory / file)
         weight_map |= dict.fromkeys(tensors, file)
@@ -34,10 +44,22 @@ def _write_checkpoint(directory: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_building_sharding_and_loading_700m_parameters_stays_within_shards_and_two_units(tmp_path: Path) -> None:
+def test_building_sharding_and_loading_700m_parameters_stays_within_shards_and_two_units(
+    tmp_path: Path,
+) -> None:
     total = _write_checkpoint(tmp_path)
     script = Path(__file__).with_name("large_model.py")
-    command = [sys.executable, "-m", "zeroshard", "run", "--nproc", "2", str(script), str(tmp_path), str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "zeroshard",
+        "run",
+        "--nproc",
+        "2",
+        str(script),
+        str(tmp_path),
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     for rank in range(2):

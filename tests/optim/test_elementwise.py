@@ -1,4 +1,6 @@
-"""Known optimizers give the same bits on aligned pieces; others are judged by a probe that leaves no trace; old state is cut by shape."""
+"""Known optimizers give the same bits on aligned pieces; others are judged by a probe that
+leaves no trace; old state is cut by shape.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,20 @@ from zeroshard.core.layout import ALIGN, Layout
 from zeroshard.errors import ConfigError
 from zeroshard.optim.elementwise import ELEMENTWISE, check_elementwise, shard_state
 
-# -- whole parameters against pieces -------------------------------------------------------------------------------------------------------
+# -- whole parameters against pieces
+# --------------------------------------------------------------------------------------------------
 
-# 100,007 elements: more than torch gives to one thread at a time, and a tail that no vector length divides.
-SHAPES = {"matrix": (97, 1031), "odd": (3, 7, 11), "vector": (129,), "aligned": (2, 64), "short": (5,), "one": (1,), "kernel": (4, 3, 5, 5)}
+# 100,007 elements: more than torch gives to one thread at a time, and a tail that no vector length
+# divides.
+SHAPES = {
+    "matrix": (97, 1031),
+    "odd": (3, 7, 11),
+    "vector": (129,),
+    "aligned": (2, 64),
+    "short": (5,),
+    "one": (1,),
+    "kernel": (4, 3, 5, 5),
+}
 LAYOUT = Layout.build(list(SHAPES.items()), 4, shares=(ALIGN, 641 * ALIGN, 0, 1000 * ALIGN))
 NUM_STEPS = 210
 NUM_QUICK_STEPS = 30  # more than ASGD's t0
@@ -29,15 +41,30 @@ NUM_QUICK_STEPS = 30  # more than ASGD's t0
 OPTIONS: dict[type[torch.optim.Optimizer], list[dict[str, Any]]] = {
     torch.optim.ASGD: [{"lr": 1e-2, "t0": 20, "weight_decay": 0.01}],
     torch.optim.Adadelta: [{"lr": 1.0, "weight_decay": 0.01}],
-    torch.optim.Adagrad: [{"lr": 1e-2, "weight_decay": 0.01, "lr_decay": 1e-3, "initial_accumulator_value": 0.1}],
+    torch.optim.Adagrad: [
+        {"lr": 1e-2, "weight_decay": 0.01, "lr_decay": 1e-3, "initial_accumulator_value": 0.1}
+    ],
     torch.optim.Adam: [{"lr": 1e-3, "weight_decay": 0.01}, {"lr": 1e-3, "amsgrad": True}],
-    torch.optim.AdamW: [{"lr": 1e-3, "weight_decay": 0.01}, {"lr": 1e-3, "amsgrad": True, "maximize": True}],
+    torch.optim.AdamW: [
+        {"lr": 1e-3, "weight_decay": 0.01},
+        {"lr": 1e-3, "amsgrad": True, "maximize": True},
+    ],
     torch.optim.Adamax: [{"lr": 1e-3, "weight_decay": 0.01}],
-    torch.optim.NAdam: [{"lr": 1e-3, "weight_decay": 0.01}, {"lr": 1e-3, "decoupled_weight_decay": True, "weight_decay": 0.01}],
+    torch.optim.NAdam: [
+        {"lr": 1e-3, "weight_decay": 0.01},
+        {"lr": 1e-3, "decoupled_weight_decay": True, "weight_decay": 0.01},
+    ],
     torch.optim.RAdam: [{"lr": 1e-3, "weight_decay": 0.01}],
-    torch.optim.RMSprop: [{"lr": 1e-3, "momentum": 0.9, "centered": True, "weight_decay": 0.01}, {"lr": 1e-3}],
+    torch.optim.RMSprop: [
+        {"lr": 1e-3, "momentum": 0.9, "centered": True, "weight_decay": 0.01},
+        {"lr": 1e-3},
+    ],
     torch.optim.Rprop: [{"lr": 1e-3}],
-    torch.optim.SGD: [{"lr": 1e-2}, {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}, {"lr": 1e-2, "momentum": 0.9}],
+    torch.optim.SGD: [
+        {"lr": 1e-2},
+        {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+        {"lr": 1e-2, "momentum": 0.9},
+    ],
 }
 FUSED = (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
@@ -65,15 +92,27 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(("cls", "options", "steps"), list(variants()))
-def test_a_known_optimizer_gives_the_same_bits_on_pieces(cls: Any, options: dict[str, Any], steps: int) -> None:
+def test_a_known_optimizer_gives_the_same_bits_on_pieces(
+    cls: Any, options: dict[str, Any], steps: int
+) -> None:
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(LAYOUT.numel, generator=generator)
     bank = torch.randn(7, LAYOUT.numel, generator=generator)
     bank[:, ::17] = 0
-    ours = [(piece, LAYOUT.ranges[rank][0]) for rank in range(LAYOUT.num_shards) for piece in LAYOUT.pieces(rank)]
-    whole = [nn.Parameter(values[slot.offset : slot.stop].clone().view(slot.shape)) for slot in LAYOUT.slots]
+    ours = [
+        (piece, LAYOUT.ranges[rank][0])
+        for rank in range(LAYOUT.num_shards)
+        for piece in LAYOUT.pieces(rank)
+    ]
+    whole = [
+        nn.Parameter(values[slot.offset : slot.stop].clone().view(slot.shape))
+        for slot in LAYOUT.slots
+    ]
     flat = values.clone()
-    cut = [nn.Parameter(flat[start + piece.shard_start : start + piece.shard_stop]) for piece, start in ours]
+    cut = [
+        nn.Parameter(flat[start + piece.shard_start : start + piece.shard_stop])
+        for piece, start in ours
+    ]
     assert len(cut) > len(whole)
     of_whole, of_cut = cls(whole, **options), cls(cut, **options)
     for step in range(steps):
@@ -87,14 +126,17 @@ def test_a_known_optimizer_gives_the_same_bits_on_pieces(cls: Any, options: dict
     for parameter, slot in zip(whole, LAYOUT.slots, strict=True):
         expected, found = parameter.detach().reshape(-1), flat[slot.offset : slot.stop]
         assert torch.isfinite(expected).all()
-        assert torch.equal(expected.view(torch.int32), found.view(torch.int32)), f"{slot.name}: {(expected != found).sum()} elements differ"
+        assert torch.equal(expected.view(torch.int32), found.view(torch.int32)), (
+            f"{slot.name}: {(expected != found).sum()} elements differ"
+        )
 
 
 def test_every_known_class_is_tested() -> None:
     assert set(OPTIONS) == ELEMENTWISE
 
 
-# -- which optimizers may be sharded -------------------------------------------------------------------------------------------------------
+# -- which optimizers may be sharded
+# --------------------------------------------------------------------------------------------------
 
 
 class LocalRule(torch.optim.Optimizer):
@@ -107,7 +149,11 @@ class LocalRule(torch.optim.Optimizer):
 
     def direction(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         state = self.state[param]
-        state["average"] = grad.clone() if "average" not in state else state["average"].mul_(0.9).add_(grad, alpha=0.1)
+        state["average"] = (
+            grad.clone()
+            if "average" not in state
+            else state["average"].mul_(0.9).add_(grad, alpha=0.1)
+        )
         return state["average"].sign()
 
     @torch.no_grad()
@@ -134,11 +180,17 @@ class MatrixRule(LocalRule):
 
 
 class BlockRule(LocalRule):
-    """One scale per 256 elements, as 8-bit optimizers keep: finer than a parameter, coarser than the alignment."""
+    """One scale per 256 elements, as 8-bit optimizers keep: finer than a parameter, coarser than
+    the alignment.
+    """
 
     def direction(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         padded = nn.functional.pad(grad.reshape(-1), (0, -grad.numel() % 256)).view(-1, 256)
-        return (padded / padded.abs().amax(dim=1, keepdim=True)).reshape(-1)[: grad.numel()].view_as(grad)
+        return (
+            (padded / padded.abs().amax(dim=1, keepdim=True))
+            .reshape(-1)[: grad.numel()]
+            .view_as(grad)
+        )
 
 
 class GlobalClip(LocalRule):
@@ -146,7 +198,12 @@ class GlobalClip(LocalRule):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        params = [
+            param
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
         total = torch.stack([param.grad.norm() for param in params]).norm()
         for param in params:
             param.sub_(param.grad / total, alpha=1e-2)
@@ -179,7 +236,9 @@ class Wrapper(torch.optim.Optimizer):
     """Steps another optimizer, which holds the user's parameters."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
-        super().__init__([param for group in inner.param_groups for param in group["params"]], {"lr": 0.1})
+        super().__init__(
+            [param for group in inner.param_groups for param in group["params"]], {"lr": 0.1}
+        )
         self.inner = inner
 
     def step(self, closure: Any = None) -> None:
@@ -204,7 +263,10 @@ def test_an_unknown_elementwise_class_passes(cls: Any, lr: float) -> None:
 @pytest.mark.parametrize("cls", [TrustRatio, MatrixRule, BlockRule, GlobalClip])
 @pytest.mark.parametrize("lr", [0.0, 1e-6, 1e-2])
 def test_a_rule_that_sees_more_than_an_element_is_refused(cls: Any, lr: float) -> None:
-    with pytest.raises(ConfigError, match=rf"{cls.__name__} \(param group 0\) is not elementwise: .* of 32805 elements"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{cls.__name__} \(param group 0\) is not elementwise: .* of 32805 elements",
+    ):
         check_elementwise(cls(model_params(), lr=lr))
 
 
@@ -217,7 +279,9 @@ def test_only_one_of_the_groups_options_need_be_wrong() -> None:
     fine = Switched([{"params": [first], "trust": False}, {"params": [second], "trust": False}])
     check_elementwise(fine)
     with pytest.raises(ConfigError, match="param group 1"):
-        check_elementwise(Switched([{"params": [first], "trust": False}, {"params": [second], "trust": True}]))
+        check_elementwise(
+            Switched([{"params": [first], "trust": False}, {"params": [second], "trust": True}])
+        )
 
 
 @pytest.mark.parametrize(
@@ -229,7 +293,9 @@ def test_only_one_of_the_groups_options_need_be_wrong() -> None:
         (torch.optim.SparseAdam, "sparse gradients"),
     ],
 )
-def test_known_classes_that_are_not_elementwise_are_refused_with_the_reason(cls: Any, reason: str) -> None:
+def test_known_classes_that_are_not_elementwise_are_refused_with_the_reason(
+    cls: Any, reason: str
+) -> None:
     with pytest.raises(ConfigError, match=f"{cls.__name__} cannot be sharded: .*{reason}.*AdamW"):
         check_elementwise(cls([nn.Parameter(torch.ones(4, 4))], lr=1e-3))
 
@@ -244,7 +310,11 @@ def test_a_subclass_of_a_refused_class_is_refused_too() -> None:
 
 @pytest.mark.parametrize(
     ("cls", "message"),
-    [(Raises, "a trial step raised NotImplementedError: only matrices"), (Idle, "changed nothing"), (Explodes, "not finite")],
+    [
+        (Raises, "a trial step raised NotImplementedError: only matrices"),
+        (Idle, "changed nothing"),
+        (Explodes, "not finite"),
+    ],
 )
 def test_a_class_that_cannot_be_probed_is_refused_and_told_why(cls: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -273,8 +343,15 @@ def test_a_probe_leaves_no_trace() -> None:
         param.grad = torch.full_like(param, 2.0)
     optimizer.step()
     calls.clear()
-    state, groups = copy.deepcopy(optimizer.state_dict()), [id(group) for group in optimizer.param_groups]
-    before, attributes, log = [param.detach().clone() for param in params], set(vars(optimizer)), list(optimizer.log)
+    state, groups = (
+        copy.deepcopy(optimizer.state_dict()),
+        [id(group) for group in optimizer.param_groups],
+    )
+    before, attributes, log = (
+        [param.detach().clone() for param in params],
+        set(vars(optimizer)),
+        list(optimizer.log),
+    )
     rng = torch.get_rng_state()
     check_elementwise(optimizer)
     handle.remove()
@@ -311,7 +388,8 @@ def test_parameters_on_the_meta_device_are_probed_on_the_cpu() -> None:
     check_elementwise(LocalRule([nn.Parameter(torch.empty(3, 5, device="meta"))]))
 
 
-# -- state from before the sharding --------------------------------------------------------------------------------------------------------
+# -- state from before the sharding
+# --------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(1, 9), max_size=4), st.data())
@@ -319,7 +397,9 @@ def test_the_pieces_of_a_state_make_up_the_whole(shape: list[int], data: st.Data
     moment = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     cut = data.draw(st.integers(0, moment.numel()))
     state = {"step": torch.tensor(3.0), "moment": moment, "count": 7, "on": True, "none": None}
-    first, second = (shard_state(state, shape, start, stop) for start, stop in ((0, cut), (cut, moment.numel())))
+    first, second = (
+        shard_state(state, shape, start, stop) for start, stop in ((0, cut), (cut, moment.numel()))
+    )
     assert torch.equal(torch.cat([first["moment"], second["moment"]]), moment.reshape(-1))
     for piece in (first, second):
         assert piece["moment"].dim() == 1
@@ -337,9 +417,17 @@ def test_a_piece_of_state_shares_no_memory_with_the_whole() -> None:
 
 
 def test_state_of_lower_precision_is_lifted_to_that_of_the_master() -> None:
-    state = {dtype: torch.full((2, 3), 1.5, dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.uint8)}
+    state = {
+        dtype: torch.full((2, 3), 1.5, dtype=dtype)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
+    }
     piece = shard_state({str(dtype): value for dtype, value in state.items()}, (2, 3), 0, 4)
-    assert [value.dtype for value in piece.values()] == [torch.float32, torch.float32, torch.float32, torch.uint8]
+    assert [value.dtype for value in piece.values()] == [
+        torch.float32,
+        torch.float32,
+        torch.float32,
+        torch.uint8,
+    ]
 
 
 def test_state_of_a_channels_last_parameter_is_cut_in_memory_order() -> None:
@@ -352,7 +440,10 @@ def test_state_of_a_channels_last_parameter_is_cut_in_memory_order() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (torch.zeros(3), r"'row' of parameter 'layer.weight' is a tensor of shape \(3,\).*\(3, 5\)"),
+        (
+            torch.zeros(3),
+            r"'row' of parameter 'layer.weight' is a tensor of shape \(3,\).*\(3, 5\)",
+        ),
         ([torch.zeros(3, 5)], "'row' of parameter 'layer.weight' is a list"),
         ("text", "is a str"),
     ],
@@ -377,10 +468,15 @@ def test_training_goes_on_with_the_same_bits_after_its_state_was_cut(cls: Any) -
     for step in range(4):
         step_whole(step)
     cuts = [(0, 0, 64), (0, 64, 150), (1, 0, 1), (2, 0, 1)]
-    pieces = [nn.Parameter(whole[index].detach().reshape(-1)[start:stop].clone()) for index, start, stop in cuts]
+    pieces = [
+        nn.Parameter(whole[index].detach().reshape(-1)[start:stop].clone())
+        for index, start, stop in cuts
+    ]
     of_pieces = cls(pieces, lr=1e-2)
     for piece, (index, start, stop) in zip(pieces, cuts, strict=True):
-        of_pieces.state[piece] = shard_state(of_whole.state[whole[index]], whole[index].shape, start, stop)
+        of_pieces.state[piece] = shard_state(
+            of_whole.state[whole[index]], whole[index].shape, start, stop
+        )
     for step in range(4, 8):
         step_whole(step)
         for piece, (index, start, stop) in zip(pieces, cuts, strict=True):

@@ -1,4 +1,6 @@
-"""A gradient at rest, on the device, on the host and in parts: one sequence of sums, averages and readers, in blocks of a few elements."""
+"""A gradient at rest, on the device, on the host and in parts: one sequence of sums, averages
+and readers, in blocks of a few elements.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from zeroshard.tier.link import Direct
 CPU = torch.device("cpu")
 NUMEL = 100
 OWN = (0, NUMEL)
-PLACES = {"device": (NUMEL, "direct"), "host": (0, "direct"), "in parts": (37, "direct"), "over a link": (0, "endless"), "in parts over a link": (37, "endless")}
+PLACES = {
+    "device": (NUMEL, "direct"),
+    "host": (0, "direct"),
+    "in parts": (37, "direct"),
+    "over a link": (0, "endless"),
+    "in parts over a link": (37, "endless"),
+}
 everywhere = pytest.mark.parametrize("place", PLACES)
 
 
@@ -29,10 +37,23 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def resting(place: str) -> Iterator[Resting]:
-    split, link = PLACES[place][0], Direct() if PLACES[place][1] == "direct" else Endless(overlaps=True)
+    split, link = (
+        PLACES[place][0],
+        Direct() if PLACES[place][1] == "direct" else Endless(overlaps=True),
+    )
     store = HostStore(CPU, link=link)
     lost: list[object] = []
-    made = RestingPlace("unit", NUMEL, torch.float32, split=split, store=store, link=link, pages=PagePool(), device=CPU, note=lost.append).open()
+    made = RestingPlace(
+        "unit",
+        NUMEL,
+        torch.float32,
+        split=split,
+        store=store,
+        link=link,
+        pages=PagePool(),
+        device=CPU,
+        note=lost.append,
+    ).open()
     assert isinstance(made, DeviceResting if split == NUMEL else TieredResting)
     yield made
     assert lost == []
@@ -65,7 +86,9 @@ def test_sums_are_added_averaged_once_and_scaled_wherever_they_rest(resting: Res
     assert torch.equal(resting.fetch(*OWN), expected)
     assert torch.equal(resting.fetch(5, 71), expected[5:71])
     for start, stop in (OWN, (5, 71), (36, 38), (50, 50)):
-        assert resting.squares(start, stop) == pytest.approx(float((expected[start:stop].double() ** 2).sum()), rel=1e-12)
+        assert resting.squares(start, stop) == pytest.approx(
+            float((expected[start:stop].double() ** 2).sum()), rel=1e-12
+        )
 
 
 @everywhere
@@ -76,13 +99,17 @@ def test_what_is_added_to_an_average_is_added_to_the_sum_that_it_was(resting: Re
     resting.reopen(OWN)
     take(resting, numbers(1))
     assert resting.average(OWN, 4.0)
-    assert torch.equal(resting.fetch(*OWN), (numbers(0).div(4.0).mul(0.5).mul(4.0) + numbers(1)).div(4.0))
+    assert torch.equal(
+        resting.fetch(*OWN), (numbers(0).div(4.0).mul(0.5).mul(4.0) + numbers(1)).div(4.0)
+    )
 
 
 @everywhere
 @pytest.mark.parametrize("element", [0, 20, 36, 37, 99])
 @pytest.mark.parametrize("late", [False, True], ids=["in the first sum", "in a later sum"])
-def test_a_number_that_is_not_finite_is_noticed_wherever_it_is(resting: Resting, element: int, late: bool) -> None:
+def test_a_number_that_is_not_finite_is_noticed_wherever_it_is(
+    resting: Resting, element: int, late: bool
+) -> None:
     broken = numbers(1)
     broken[element] = float("nan") if element % 2 else float("-inf")
     for index, total in enumerate([numbers(0), broken] if late else [broken, numbers(0)]):

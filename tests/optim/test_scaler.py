@@ -25,7 +25,13 @@ def scales(scaler: LossScaler, overflows: str) -> list[float]:
 
 def test_the_defaults_are_those_of_the_papers() -> None:
     scaler = LossScaler()
-    assert (scaler.scale, scaler.growth_factor, scaler.backoff_factor, scaler.growth_interval, scaler.min_scale) == (65536, 2, 0.5, 2000, 1)
+    assert (
+        scaler.scale,
+        scaler.growth_factor,
+        scaler.backoff_factor,
+        scaler.growth_interval,
+        scaler.min_scale,
+    ) == (65536, 2, 0.5, 2000, 1)
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -60,15 +66,29 @@ def test_it_stops_at_the_ceiling() -> None:
     assert scales(scaler, "x") == [2.0**31]
 
 
-@given(st.lists(st.booleans(), max_size=40), st.integers(1, 5), st.sampled_from([1.5, 2.0, 4.0]), st.sampled_from([0.25, 0.5]))
-def test_it_moves_as_torchs_scaler_does(overflows: list[bool], interval: int, growth: float, backoff: float) -> None:
+@given(
+    st.lists(st.booleans(), max_size=40),
+    st.integers(1, 5),
+    st.sampled_from([1.5, 2.0, 4.0]),
+    st.sampled_from([0.25, 0.5]),
+)
+def test_it_moves_as_torchs_scaler_does(
+    overflows: list[bool], interval: int, growth: float, backoff: float
+) -> None:
     scaler = LossScaler(
-        growth_interval=interval, growth_factor=growth, backoff_factor=backoff, min_scale=2.0**-100, max_scale=2.0**120, scale=1.0
+        growth_interval=interval,
+        growth_factor=growth,
+        backoff_factor=backoff,
+        min_scale=2.0**-100,
+        max_scale=2.0**120,
+        scale=1.0,
     )
     scale, tracker = torch.ones(1), torch.zeros(1, dtype=torch.int32)
     for overflow in overflows:
         scaler.update(overflow)
-        torch._amp_update_scale_(scale, tracker, torch.tensor([float(overflow)]), growth, backoff, interval)
+        torch._amp_update_scale_(
+            scale, tracker, torch.tensor([float(overflow)]), growth, backoff, interval
+        )
         assert math.isclose(scaler.scale, scale.item(), rel_tol=1e-5)  # torch rounds 1.5**n to fp32
         assert scaler.streak == tracker.item()
 
@@ -85,7 +105,11 @@ def test_a_saved_scaler_goes_on_where_it_was(before: str, after: str) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"scale": math.nan}, "loss scale nan"), ({"scale": 0.5}, "min_scale"), ({"speed": 1}, "'speed' missing or unknown")],
+    [
+        ({"scale": math.nan}, "loss scale nan"),
+        ({"scale": 0.5}, "min_scale"),
+        ({"speed": 1}, "'speed' missing or unknown"),
+    ],
 )
 def test_a_wrong_state_is_refused_and_changes_nothing(change: dict[str, Any], message: str) -> None:
     scaler = LossScaler()
@@ -94,7 +118,15 @@ def test_a_wrong_state_is_refused_and_changes_nothing(change: dict[str, Any], me
     assert scaler == LossScaler()
 
 
-@pytest.mark.parametrize("options", [{"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"growth_interval": 0}, {"max_scale": math.inf}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"growth_factor": 1.0},
+        {"backoff_factor": 1.0},
+        {"growth_interval": 0},
+        {"max_scale": math.inf},
+    ],
+)
 def test_a_scale_that_cannot_move_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         LossScaler(**options)

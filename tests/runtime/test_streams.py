@@ -1,4 +1,6 @@
-"""CheckingStreams against an oracle and against the discipline it exists to prove; AcceleratorStreams against a simulated device."""
+"""CheckingStreams against an oracle and against the discipline it exists to prove;
+AcceleratorStreams against a simulated device.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroshard.errors import ConfigError
-from zeroshard.runtime.streams import LANES, AcceleratorStreams, CheckingStreams, Lane, NoStreams, StreamRace, Streams, make_streams
+from zeroshard.runtime.streams import (
+    LANES,
+    AcceleratorStreams,
+    CheckingStreams,
+    Lane,
+    NoStreams,
+    StreamRace,
+    Streams,
+    make_streams,
+)
 
-# -- the discipline of the module docstring ------------------------------------------------------------------------------------------------
+# -- the discipline of the module docstring
+# ------------------------------------------------------------------------------------------------
 
 
 def gather_use_free(streams: Streams) -> None:
-    """Gather one buffer on its lane, use it on compute, free it; then again, with the same memory."""
+    """Gather one buffer on its lane, use it on compute, free it; then again, with the same
+    memory.
+    """
     for _ in range(2):
         streams.alloc("full")
         streams.fork("gather")
@@ -31,7 +45,9 @@ def gather_use_free(streams: Streams) -> None:
 
 
 def reduce_and_free(streams: Streams) -> None:
-    """Fill a gradient buffer on compute, reduce it on its lane, read the shard and free the buffer on compute."""
+    """Fill a gradient buffer on compute, reduce it on its lane, read the shard and free the
+    buffer on compute.
+    """
     streams.alloc("grad")
     streams.write("grad")
     streams.fork("reduce")
@@ -76,13 +92,21 @@ def test_a_race_names_the_buffer_both_operations_and_both_lanes() -> None:
     checking.alloc("layer3.full")
     with (
         pytest.raises(
-            StreamRace, match=r"'layer3.full': write on lane gather \(access 2\) .* alloc on lane compute \(access 1\)"
+            StreamRace,
+            match=(
+                r"'layer3.full': write on lane gather \(access 2\) .* alloc on lane compute"
+                r" \(access 1\)"
+            ),
         ) as caught,
         checking.on("gather"),
     ):
         checking.write("layer3.full")
     assert isinstance(caught.value, AssertionError)
-    assert (caught.value.buffer, caught.value.first.operation, caught.value.second.lane) == ("layer3.full", "alloc", "gather")
+    assert (caught.value.buffer, caught.value.first.operation, caught.value.second.lane) == (
+        "layer3.full",
+        "alloc",
+        "gather",
+    )
     checking.write("other")  # the lane was left in spite of the exception
     checking.free("other")
 
@@ -141,7 +165,9 @@ def test_memory_is_not_used_after_it_was_freed_even_in_order(operation: str) -> 
 
 
 def test_memory_freed_on_another_lane_must_be_ordered_for_the_lane_that_will_get_it_again() -> None:
-    """A caching allocator returns a block to the stream that allocated it: its next owner there would not wait for the reader."""
+    """A caching allocator returns a block to the stream that allocated it: its next owner there
+    would not wait for the reader.
+    """
     checking = CheckingStreams()
     checking.alloc("x")
     checking.fork("gather")
@@ -159,16 +185,22 @@ def test_memory_freed_on_another_lane_must_be_ordered_for_the_lane_that_will_get
         checking.free("x")
 
 
-# -- the oracle: all pairs, by reachability ------------------------------------------------------------------------------------------------
+# -- the oracle: all pairs, by reachability
+# ------------------------------------------------------------------------------------------------
 
 Step = tuple[str, Lane, str]  # what, lane, buffer
-STEPS = st.tuples(st.sampled_from(["read", "write", "alloc", "fork", "mark", "join"]), st.sampled_from(LANES), st.sampled_from("ab"))
+STEPS = st.tuples(
+    st.sampled_from(["read", "write", "alloc", "fork", "mark", "join"]),
+    st.sampled_from(LANES),
+    st.sampled_from("ab"),
+)
 
 
 def oracle(program: list[Step]) -> bool:
     """Whether some pair of conflicting accesses is not connected by program order and events."""
     after: list[set[int]] = []  # per node: all nodes it comes after
-    last: dict[Lane, set[int]] = {lane: set() for lane in LANES}  # per lane: what its next access comes after
+    # per lane: what its next access comes after
+    last: dict[Lane, set[int]] = {lane: set() for lane in LANES}
     accesses: list[tuple[str, str]] = []
     events: list[set[int]] = []
     for what, lane, buffer in program:
@@ -184,7 +216,9 @@ def oracle(program: list[Step]) -> bool:
             after.append(set(last[lane]))
             last[lane] = last[lane] | {node}
     return any(
-        accesses[i][1] == accesses[j][1] and {accesses[i][0], accesses[j][0]} != {"read"} and i not in after[j]
+        accesses[i][1] == accesses[j][1]
+        and {accesses[i][0], accesses[j][0]} != {"read"}
+        and i not in after[j]
         for i, j in combinations(range(len(accesses)), 2)
     )
 
@@ -207,7 +241,8 @@ def test_a_race_is_reported_exactly_when_the_oracle_finds_one(program: list[Step
     assert bool(checking.races) == oracle(program)
 
 
-# -- the other implementations -------------------------------------------------------------------------------------------------------------
+# -- the other implementations
+# --------------------------------------------------------------------------------------------------
 
 
 def test_no_streams_takes_every_call() -> None:
@@ -256,7 +291,9 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
     return current
 
 
-def test_fork_and_join_order_the_users_current_stream_with_a_lane(fake_cuda: list[FakeStream]) -> None:
+def test_fork_and_join_order_the_users_current_stream_with_a_lane(
+    fake_cuda: list[FakeStream],
+) -> None:
     streams = AcceleratorStreams("cuda:0")
     user = fake_cuda[0]
     user.log.append("kernel")

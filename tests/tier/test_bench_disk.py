@@ -1,4 +1,6 @@
-"""``zeroshard bench disk``: run on a small size as a user does, and what it says where fio or O_DIRECT is missing."""
+"""``zeroshard bench disk``: run on a small size as a user does, and what it says where fio or
+O_DIRECT is missing.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from zeroshard.launch.cli import main
 ROUNDS = "1"
 SIZE = 5_000_000  # not a multiple of anything
 FIO = """#!/bin/sh
-case "$*" in *--version*) echo fio-9.99; exit;; *ioengine=libaio*) echo "no libaio" >&2; exit 1;; esac
+case "$*" in
+*--version*) echo fio-9.99; exit;;
+*ioengine=libaio*) echo "no libaio" >&2; exit 1;;
+esac
 echo "fio: a warning before the JSON"
 echo '{"jobs": [{"read": {"bw_bytes": 2000000000}, "write": {"bw_bytes": 1000000000}}]}'
 """
@@ -41,16 +46,24 @@ def empty_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(tmp_path: Path, *arguments: str) -> int:
     where = tmp_path / "disk"
     where.mkdir(exist_ok=True)
-    code = main(["bench", "disk", "--path", str(where), "--size", str(SIZE), "--rounds", ROUNDS, *arguments])
+    code = main(
+        ["bench", "disk", "--path", str(where), "--size", str(SIZE), "--rounds", ROUNDS, *arguments]
+    )
     assert list(where.iterdir()) == [], "nothing is left on the disk"
     return code
 
 
-def test_every_contender_moves_every_byte_of_every_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_contender_moves_every_byte_of_every_round(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(tmp_path, "--json", "--out", str(tmp_path / "out.json")) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads((tmp_path / "out.json").read_text())
-    assert SIZE - 3 * 4096 < report["bytes"] < SIZE + 3 * 4096 and report["rounds"] == 1 and report["verify"] is False
+    assert (
+        SIZE - 3 * 4096 < report["bytes"] < SIZE + 3 * 4096
+        and report["rounds"] == 1
+        and report["verify"] is False
+    )
     assert [row["what"] for row in report["gigabytes_per_s"]] == ["read", "write", "mix", "step"]
     for row in report["gigabytes_per_s"]:
         assert len(row["raw"]) == len(row["store"]) == 1 and min(row["raw"] + row["store"]) > 0
@@ -60,14 +73,18 @@ def test_every_contender_moves_every_byte_of_every_round(tmp_path: Path, capsys:
     assert str(tmp_path) not in json.dumps(report)
 
 
-def test_the_table_says_that_fio_is_missing(tmp_path: Path, empty_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_says_that_fio_is_missing(
+    tmp_path: Path, empty_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(tmp_path) == 0
     out = capsys.readouterr().out
     assert "fio is not installed: no outside reference" in out and "store / raw" in out
     assert all(f"│ {kind} " in out for kind in ("read", "write", "mix"))
 
 
-def test_fio_is_asked_for_the_engine_that_it_has(tmp_path: Path, empty_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fio_is_asked_for_the_engine_that_it_has(
+    tmp_path: Path, empty_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     program(empty_path, "fio", FIO)
     assert run(tmp_path, "--json") == 0
     report = json.loads(capsys.readouterr().out)
@@ -79,17 +96,26 @@ def test_fio_is_asked_for_the_engine_that_it_has(tmp_path: Path, empty_path: Pat
 
 
 def test_buffered_is_said_and_checksums_are_too(
-    tmp_path: Path, empty_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    empty_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from zeroshard.tier import disk
 
     monkeypatch.setattr(disk, "accepts_direct", lambda *_: False)
     assert run(tmp_path, "--verify", "--queue-depth", "2") == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "BUFFERED, through the page cache" in out and "with checksums" in out and "2 requests in flight" in out
+    assert (
+        "BUFFERED, through the page cache" in out
+        and "with checksums" in out
+        and "2 requests in flight" in out
+    )
 
 
-def test_both_ways_touch_each_byte_once(tmp_path: Path, empty_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_touch_each_byte_once(
+    tmp_path: Path, empty_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same bytes are moved through the system by both contenders, and counted so."""
     moved = {"preadv": 0, "pwritev": 0}
 
@@ -104,11 +130,16 @@ def test_both_ways_touch_each_byte_once(tmp_path: Path, empty_path: Path, monkey
 
     counting("preadv")
     counting("pwritev")
-    monkeypatch.setattr("zeroshard.launch.bench.offload.step_row", lambda *_: Row("step", raw=[1.0], store=[1.0]))
+    monkeypatch.setattr(
+        "zeroshard.launch.bench.offload.step_row", lambda *_: Row("step", raw=[1.0], store=[1.0])
+    )
     assert run(tmp_path) == 0
     state = 3 * bench.round_up(SIZE // 3, 4096)
     rounds, contenders, probe = 2, 2, 4096
-    assert moved == {"preadv": 2 * rounds * contenders * state + probe, "pwritev": (2 * rounds + 1) * contenders * state + probe}
+    assert moved == {
+        "preadv": 2 * rounds * contenders * state + probe,
+        "pwritev": (2 * rounds + 1) * contenders * state + probe,
+    }
 
 
 def test_a_row_shows_medians_and_the_range_of_the_ratios() -> None:
@@ -116,7 +147,9 @@ def test_a_row_shows_medians_and_the_range_of_the_ratios() -> None:
     assert row.cells() == ("read", "2.00", "1.00", "", "1.000 [0.500, 1.000]", "")
 
 
-def test_a_directory_that_is_not_there_ends_with_the_exit_code_of_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_is_not_there_ends_with_the_exit_code_of_storage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "disk", "--path", str(tmp_path / "nothing"), "--size", "10000"]) == 74
     assert "does not exist" in capsys.readouterr().err
 

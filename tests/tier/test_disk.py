@@ -1,4 +1,6 @@
-"""The disk tier by itself: what a disk can do wrong, what a killed process leaves, and how transfers are cut, ordered and buffered."""
+"""The disk tier by itself: what a disk can do wrong, what a killed process leaves, and how
+transfers are cut, ordered and buffered.
+"""
 
 from __future__ import annotations
 
@@ -74,9 +76,16 @@ def read(slab: Any, start: int, stop: int) -> torch.Tensor:
     return out
 
 
-def run_python(program: str, *arguments: str, prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def run_python(
+    program: str, *arguments: str, prefix: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*prefix, sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment()
+        [*prefix, sys.executable, "-c", program, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(),
     )
 
 
@@ -84,10 +93,12 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 
 
-# ------------------------------------------------------------------------------------------------------------------ O_DIRECT
+# ----------------------------------------------------------------------------------------- O_DIRECT
 
 
-def test_files_are_opened_past_the_page_cache_wherever_the_file_system_can(store: DiskStore, tmp_path: Path) -> None:
+def test_files_are_opened_past_the_page_cache_wherever_the_file_system_can(
+    store: DiskStore, tmp_path: Path
+) -> None:
     try:
         os.close(os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
         can = True
@@ -101,7 +112,11 @@ def test_files_are_opened_past_the_page_cache_wherever_the_file_system_can(store
 @pytest.mark.parametrize("refuses", ["open", "write"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_o_direct_is_refused_rank_0_says_so_once_and_all_works(
-    refuses: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    refuses: str,
+    rank: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     real_open, real_write = os.open, os.pwritev
 
@@ -115,19 +130,31 @@ def test_where_o_direct_is_refused_rank_0_says_so_once_and_all_works(
             raise OSError(errno.EINVAL, "Invalid argument")
         return real_write(fd, *arguments)
 
-    monkeypatch.setattr(os, "open" if refuses == "open" else "pwritev", refusing_open if refuses == "open" else refusing_write)
+    monkeypatch.setattr(
+        os,
+        "open" if refuses == "open" else "pwritev",
+        refusing_open if refuses == "open" else refusing_write,
+    )
     with caplog.at_level(logging.WARNING, "zeroshard"):
         store = DiskStore(tmp_path, CPU, rank=rank)
         slabs = [filled(store, value=index) for index in range(2)]
     assert not store.direct and [read(slab, 5, 9).tolist() for slab in slabs] == [[0] * 4, [1] * 4]
     store.close()
-    assert len(caplog.records) == (rank == 0) and all("O_DIRECT" in record.message for record in caplog.records)
+    assert len(caplog.records) == (rank == 0) and all(
+        "O_DIRECT" in record.message for record in caplog.records
+    )
 
 
-def test_aligned_buffers_go_to_the_disk_without_a_copy(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aligned_buffers_go_to_the_disk_without_a_copy(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slab, copies = filled(store), []
     real = ctypes.memmove
-    monkeypatch.setattr(crossing.ctypes, "memmove", lambda *arguments: (copies.append(arguments[2]), real(*arguments)))
+    monkeypatch.setattr(
+        crossing.ctypes,
+        "memmove",
+        lambda *arguments: (copies.append(arguments[2]), real(*arguments)),
+    )
     buffer = store.staging.tensor(NUMEL, torch.float32)
     slab.read(0, NUMEL, buffer).wait()
     slab.write(1024, NUMEL, buffer[: NUMEL - 1024]).wait()
@@ -137,7 +164,9 @@ def test_aligned_buffers_go_to_the_disk_without_a_copy(store: DiskStore, monkeyp
     store.staging.give(buffer)
 
 
-def test_a_large_transfer_is_several_requests_in_flight(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_transfer_is_several_requests_in_flight(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     numel = 16 << 18
     slab = filled(store, numel=numel)
     real, meeting = os.preadv, threading.Barrier(8, timeout=MAX_SECONDS)
@@ -156,8 +185,12 @@ def test_a_large_transfer_is_several_requests_in_flight(store: DiskStore, monkey
 units = st.sampled_from([BLOCK, 4 * BLOCK])
 
 
-@given(slab_bytes=st.integers(0, 60 * BLOCK), data=st.data(), unit=units, per_chunk=st.integers(1, 3))
-def test_pieces_tile_the_transfer_and_share_no_unit(slab_bytes: int, data: st.DataObject, unit: int, per_chunk: int) -> None:
+@given(
+    slab_bytes=st.integers(0, 60 * BLOCK), data=st.data(), unit=units, per_chunk=st.integers(1, 3)
+)
+def test_pieces_tile_the_transfer_and_share_no_unit(
+    slab_bytes: int, data: st.DataObject, unit: int, per_chunk: int
+) -> None:
     start = data.draw(st.integers(0, slab_bytes))
     stop = data.draw(st.integers(start, slab_bytes))
     pieces = cut(start, stop, slab_bytes=slab_bytes, unit=unit, chunk=unit * per_chunk)
@@ -165,15 +198,19 @@ def test_pieces_tile_the_transfer_and_share_no_unit(slab_bytes: int, data: st.Da
     assert all(a.stop == b.start and a.high == b.low for a, b in itertools.pairwise(pieces))
     for piece in pieces:
         assert piece.low <= piece.start < piece.stop <= piece.high <= round_up(slab_bytes, BLOCK)
-        assert piece.low % unit == 0 and (piece.high % unit == 0 or piece.high == round_up(slab_bytes, BLOCK))
+        assert piece.low % unit == 0 and (
+            piece.high % unit == 0 or piece.high == round_up(slab_bytes, BLOCK)
+        )
         assert piece.high - piece.low <= unit * per_chunk
-        assert piece.whole or piece.high - piece.low <= unit, "only a single unit may be read, changed and written"
+        assert piece.whole or piece.high - piece.low <= unit, (
+            "only a single unit may be read, changed and written"
+        )
     assert all(piece.whole for piece in pieces[1:-1])
     if pieces:
         assert (pieces[0].start, pieces[-1].stop) == (start, stop)
 
 
-# ------------------------------------------------------------------------------------------------------------------- order
+# -------------------------------------------------------------------------------------------- order
 
 
 class Gate:
@@ -192,7 +229,9 @@ class Gate:
         monkeypatch.setattr(os, call, held)
 
 
-def test_a_read_waits_for_the_overlapping_write_before_it_and_for_no_other(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_waits_for_the_overlapping_write_before_it_and_for_no_other(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slab, other = filled(store), filled(store, "other")
     gate = Gate(monkeypatch, "pwritev")
     write = slab.write(0, 1000, torch.full((1000,), 2.0))
@@ -208,7 +247,9 @@ def test_a_read_waits_for_the_overlapping_write_before_it_and_for_no_other(store
     assert (out == 2).all() and (read(slab, 1000, 1100) == 1).all()
 
 
-def test_a_write_waits_for_the_overlapping_read_before_it(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_waits_for_the_overlapping_read_before_it(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slab, out = filled(store), torch.empty(NUMEL)
     gate = Gate(monkeypatch, "preadv")
     reading, writing = slab.read(0, NUMEL, out), slab.write(0, NUMEL, torch.zeros(NUMEL))
@@ -220,7 +261,7 @@ def test_a_write_waits_for_the_overlapping_read_before_it(store: DiskStore, monk
     assert (out == 1).all() and not read(slab, 0, NUMEL).any()
 
 
-# ------------------------------------------------------------------------------------------------------------ full, no directory
+# ------------------------------------------------------------------------------- full, no directory
 
 
 @contextmanager
@@ -284,16 +325,23 @@ except StorageError as error:
 """
 
 
-def test_a_full_and_a_read_only_file_system_are_told_and_a_normal_exit_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_and_a_read_only_file_system_are_told_and_a_normal_exit_leaves_nothing(
+    tmp_path: Path,
+) -> None:
     may_mount = not subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode
     (tmp_path / "small").mkdir()
     (tmp_path / "left").mkdir()
     arguments = (str(tmp_path / "small"), str(tmp_path / "left"), "yes" if may_mount else "no")
-    done = run_python(FULL_THEN_READ_ONLY, *arguments, prefix=("unshare", "-rm") if may_mount else ())
+    done = run_python(
+        FULL_THEN_READ_ONLY, *arguments, prefix=("unshare", "-rm") if may_mount else ()
+    )
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "left").iterdir()) == []
     if not may_mount:
-        pytest.skip("CANNOT MOUNT A SMALL tmpfs HERE (unshare -rm is refused): a full file system is only pretended by RLIMIT_FSIZE")
+        pytest.skip(
+            "CANNOT MOUNT A SMALL tmpfs HERE (unshare -rm is refused): a full file system is only"
+            " pretended by RLIMIT_FSIZE"
+        )
     full, read_only = done.stdout.splitlines()
     assert "16384 bytes are needed" in full and "No space left" in full
     assert read_only.startswith(f"read-only: disk_path {tmp_path / 'small'} cannot be written to")
@@ -339,7 +387,9 @@ def test_files_are_set_aside_in_whole_blocks_and_named_readably(store: DiskStore
     slab = store.slab(KEY, 1025, torch.float32)
     facts = os.stat(slab.path)
     assert facts.st_size == 2 * BLOCK and facts.st_blocks * 512 >= 2 * BLOCK
-    assert slab.path.name == "0000-blocks.3_fp32_exp_avg.slab" and stat.S_IMODE(facts.st_mode) == 0o600
+    assert (
+        slab.path.name == "0000-blocks.3_fp32_exp_avg.slab" and stat.S_IMODE(facts.st_mode) == 0o600
+    )
     assert stat.S_IMODE(os.stat(store.path).st_mode) == 0o700
     for key in ("../../outside", "a/b", "", "ä" * 300, "x" * 500, ".", "same", "same"):
         assert store.slab(key, 1, torch.float32).path.parent == store.path
@@ -348,10 +398,12 @@ def test_files_are_set_aside_in_whole_blocks_and_named_readably(store: DiskStore
     assert not slab.path.exists()
 
 
-# ----------------------------------------------------------------------------------------------------- what a disk does wrong
+# --------------------------------------------------------------------------- what a disk does wrong
 
 
-def test_a_file_that_was_cut_off_is_told_by_name_again_and_again_and_others_go_on(store: DiskStore) -> None:
+def test_a_file_that_was_cut_off_is_told_by_name_again_and_again_and_others_go_on(
+    store: DiskStore,
+) -> None:
     slab, other = filled(store), filled(store, "other", value=2.0)
     os.truncate(slab.path, BLOCK)
     out = torch.empty(NUMEL)
@@ -362,7 +414,11 @@ def test_a_file_that_was_cut_off_is_told_by_name_again_and_again_and_others_go_o
             work.wait()
         messages.add(str(error.value))
     assert len(messages) == 1 and work.done()
-    assert KEY in messages.pop() and str(slab.path) in str(error.value) and f"byte {BLOCK}" in str(error.value)
+    assert (
+        KEY in messages.pop()
+        and str(slab.path) in str(error.value)
+        and f"byte {BLOCK}" in str(error.value)
+    )
     with pytest.raises(StorageError, match="cut off"), slab.borrowed(0, 10, write=True):
         pass
     assert store.staging.lent_bytes == 0
@@ -380,17 +436,27 @@ def test_writing_to_a_file_that_was_cut_off_does_not_hide_the_hole(store: DiskSt
 
 def test_a_short_read_is_an_error(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     slab, real = filled(store), os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: real(fd, [views[0][:BLOCK]], offset) if offset == 0 else 0)
+    monkeypatch.setattr(
+        os,
+        "preadv",
+        lambda fd, views, offset: real(fd, [views[0][:BLOCK]], offset) if offset == 0 else 0,
+    )
     with pytest.raises(StorageError, match=f"ends at byte {BLOCK}"):
         read(slab, 0, 4096)
     monkeypatch.undo()
     assert (read(slab, 0, 4096) == 1).all()
 
 
-def test_partial_reads_and_writes_are_continued(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_reads_and_writes_are_continued(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slab, real_read, real_write = store.slab(KEY, NUMEL, torch.float32), os.preadv, os.pwritev
-    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: real_read(fd, [views[0][: 2 * BLOCK]], offset))
-    monkeypatch.setattr(os, "pwritev", lambda fd, views, offset: real_write(fd, [views[0][: 2 * BLOCK]], offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, views, offset: real_read(fd, [views[0][: 2 * BLOCK]], offset)
+    )
+    monkeypatch.setattr(
+        os, "pwritev", lambda fd, views, offset: real_write(fd, [views[0][: 2 * BLOCK]], offset)
+    )
     values = torch.arange(float(NUMEL))
     slab.write(0, NUMEL, values).wait()
     assert torch.equal(read(slab, 0, NUMEL), values)
@@ -416,14 +482,20 @@ def broken(real: Callable[..., int], fd: int, code: int = errno.EIO) -> Callable
     return call
 
 
-def test_a_read_error_surfaces_at_wait_and_passes_when_the_disk_recovers(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_error_surfaces_at_wait_and_passes_when_the_disk_recovers(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slab, other = filled(store), filled(store, "other")
     monkeypatch.setattr(os, "preadv", broken(os.preadv, slab._fd))
     work = slab.read(0, NUMEL, torch.empty(NUMEL))
     for _ in range(2):
         with pytest.raises(StorageError, match="Input/output error") as error:
             work.wait()
-        assert KEY in str(error.value) and str(slab.path) in str(error.value) and "cannot read bytes" in str(error.value)
+        assert (
+            KEY in str(error.value)
+            and str(slab.path) in str(error.value)
+            and "cannot read bytes" in str(error.value)
+        )
     with pytest.raises(StorageError, match=KEY), slab.borrowed(0, NUMEL, write=False):
         raise AssertionError("must not be entered")
     assert (read(other, 0, NUMEL) == 1).all()
@@ -432,7 +504,9 @@ def test_a_read_error_surfaces_at_wait_and_passes_when_the_disk_recovers(store: 
 
 
 @pytest.mark.parametrize("edge", [False, True], ids=["whole", "edge"])
-def test_after_a_write_error_nothing_stale_is_ever_read(store: DiskStore, monkeypatch: pytest.MonkeyPatch, edge: bool) -> None:
+def test_after_a_write_error_nothing_stale_is_ever_read(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch, edge: bool
+) -> None:
     slab, other = filled(store), filled(store, "other")
     stop = 10 if edge else NUMEL
     call = "preadv" if edge else "pwritev"  # an edge is read first: that may fail as well
@@ -451,14 +525,21 @@ def test_after_a_write_error_nothing_stale_is_ever_read(store: DiskStore, monkey
     slab.close()
 
 
-def test_a_failed_write_back_of_borrowed_is_an_error_and_gives_its_buffer_back(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_back_of_borrowed_is_an_error_and_gives_its_buffer_back(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slab = filled(store)
-    with pytest.raises(StorageError, match="cannot write"), slab.borrowed(0, NUMEL, write=True) as tensor:
+    with (
+        pytest.raises(StorageError, match="cannot write"),
+        slab.borrowed(0, NUMEL, write=True) as tensor,
+    ):
         monkeypatch.setattr(os, "pwritev", broken(os.pwritev, slab._fd))
     assert tensor.isnan().all() and store.staging.lent_bytes == 0
 
 
-def test_a_failed_work_that_is_kept_keeps_no_tensor_alive(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_work_that_is_kept_keeps_no_tensor_alive(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slab, out = filled(store), torch.empty(NUMEL)
     monkeypatch.setattr(os, "preadv", broken(os.preadv, slab._fd))
     work, alive = slab.read(1, NUMEL, out[1:]), weakref.ref(out)
@@ -469,7 +550,9 @@ def test_a_failed_work_that_is_kept_keeps_no_tensor_alive(store: DiskStore, monk
     assert alive() is None and work.done()
 
 
-def test_an_interrupted_borrower_keeps_its_buffer_until_the_disk_is_done_with_it(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_borrower_keeps_its_buffer_until_the_disk_is_done_with_it(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slab = filled(store)
     gate = Gate(monkeypatch, "preadv")
     ended: list[BaseException] = []
@@ -496,7 +579,9 @@ def test_an_interrupted_borrower_keeps_its_buffer_until_the_disk_is_done_with_it
     assert len(ended) == 1 and store.staging.lent_bytes == 0
 
 
-def test_our_own_mistakes_surface_at_wait_too(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_mistakes_surface_at_wait_too(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slab = filled(store)
 
     def wrong(*_: Any) -> int:
@@ -511,7 +596,7 @@ def test_our_own_mistakes_surface_at_wait_too(store: DiskStore, monkeypatch: pyt
     assert (read(slab, 0, 10) == 1).all()
 
 
-# ----------------------------------------------------------------------------------------------------------------- checksums
+# ---------------------------------------------------------------------------------------- checksums
 
 
 def test_with_verify_a_changed_byte_is_found_wherever_its_unit_is_read(checked: DiskStore) -> None:
@@ -527,11 +612,14 @@ def test_with_verify_a_changed_byte_is_found_wherever_its_unit_is_read(checked: 
         for part in (KEY, str(slab.path), f"bytes {UNIT} to {2 * UNIT} are not what was written"):
             assert part in str(error.value)
     assert (read(slab, 0, first) == 1).all() and (read(slab, 2 * first, NUMEL) == 1).all()
-    with pytest.raises(StorageError, match="are not what was written"):  # the rest of the unit would be made valid by a new sum
+    # the rest of the unit would be made valid by a new sum
+    with pytest.raises(StorageError, match="are not what was written"):
         slab.write(first, first + 1, torch.zeros(1)).wait()
 
 
-def test_with_verify_a_write_that_never_arrived_is_found(checked: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_verify_a_write_that_never_arrived_is_found(
+    checked: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slab = filled(checked)
     monkeypatch.setattr(os, "pwritev", lambda fd, views, offset: len(views[0]))
     slab.write(0, NUMEL, torch.zeros(NUMEL)).wait()
@@ -561,14 +649,16 @@ def test_with_verify_ragged_ranges_and_ends_are_still_right(checked: DiskStore) 
     assert torch.equal(read(slab, 0, numel), plain)
 
 
-def test_without_verify_nothing_is_hashed(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_verify_nothing_is_hashed(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from zeroshard.tier import checksums
 
     monkeypatch.setattr(checksums, "xxhash", None)
     assert (read(filled(store), 0, NUMEL) == 1).all()
 
 
-# --------------------------------------------------------------------------------------------------- directories and processes
+# ------------------------------------------------------------------------ directories and processes
 
 WRITE_AND_WAIT = """
 import sys, torch
@@ -586,17 +676,23 @@ def test_what_a_killed_process_leaves_the_next_one_removes_and_the_living_keep_t
 ) -> None:
     first = DiskStore(tmp_path, CPU, rank=1)
     arguments = [sys.executable, "-c", WRITE_AND_WAIT, str(tmp_path)]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+    ) as process:
         assert process.stdout is not None
         dead = Path(process.stdout.readline().strip())
         second = DiskStore(tmp_path, CPU, rank=2)
-        assert {dead, first.path, second.path} == set(tmp_path.iterdir()), "it lives, in another process"
+        assert {dead, first.path, second.path} == set(tmp_path.iterdir()), (
+            "it lives, in another process"
+        )
         process.kill()
     assert (dead / "0000-state.slab").exists()
     with caplog.at_level(logging.INFO, "zeroshard"):
         third = DiskStore(tmp_path, CPU, rank=3)
     assert {first.path, second.path, third.path} == set(tmp_path.iterdir())
-    assert [record.message for record in caplog.records] == [f"removed {dead}, left by a process that was killed"]
+    assert [record.message for record in caplog.records] == [
+        f"removed {dead}, left by a process that was killed"
+    ]
     for store in (first, second, third):
         store.close()
 
@@ -626,7 +722,9 @@ def test_threads_are_named_daemons_and_end_with_the_store(tmp_path: Path) -> Non
     before = set(threading.enumerate())
     store = DiskStore(tmp_path, CPU, rank=0, queue_depth=3)
     threads = set(threading.enumerate()) - before
-    assert sorted(thread.name for thread in threads) == [f"zeroshard-disk-{index}" for index in range(3)]
+    assert sorted(thread.name for thread in threads) == [
+        f"zeroshard-disk-{index}" for index in range(3)
+    ]
     assert all(thread.daemon for thread in threads)
     slab = filled(store)
     store.close()
@@ -635,10 +733,13 @@ def test_threads_are_named_daemons_and_end_with_the_store(tmp_path: Path) -> Non
         slab.read(0, 1, torch.empty(1))
 
 
-def test_what_is_under_way_when_the_process_ends_still_ends(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_under_way_when_the_process_ends_still_ends(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slab = filled(store)
     gate = Gate(monkeypatch, "pwritev")
-    works = [slab.write(0, NUMEL, torch.ones(NUMEL)) for _ in range(3)]  # each waits for the one before
+    # each waits for the one before
+    works = [slab.write(0, NUMEL, torch.ones(NUMEL)) for _ in range(3)]
     store._end()  # what happens at exit, before others close their stores there
     gate.open.set()
     for work in works:
@@ -654,7 +755,9 @@ def test_two_stores_in_one_directory_do_not_meet(tmp_path: Path) -> None:
     assert [read(slab, 0, 1).item() for slab in slabs] == [0, 1]
     assert all("zeroshard-swap-same_run-0-" in store.path.name for store in stores)
     stores[0].close()
-    assert read(slabs[1], NUMEL - 1, NUMEL).item() == 1 and list(tmp_path.iterdir()) == [stores[1].path]
+    assert read(slabs[1], NUMEL - 1, NUMEL).item() == 1 and list(tmp_path.iterdir()) == [
+        stores[1].path
+    ]
     stores[1].close()
 
 
@@ -667,7 +770,9 @@ def abandoned(folder: Path, *, hidden: bool = False, lock: bool = True, number: 
     return path
 
 
-def test_ranks_that_start_at_once_remove_what_is_abandoned_and_never_each_other(tmp_path: Path) -> None:
+def test_ranks_that_start_at_once_remove_what_is_abandoned_and_never_each_other(
+    tmp_path: Path,
+) -> None:
     for _ in range(10):
         left = [abandoned(tmp_path, number=number) for number in range(4)]
         start = threading.Barrier(8)
@@ -678,14 +783,18 @@ def test_ranks_that_start_at_once_remove_what_is_abandoned_and_never_each_other(
 
         with ThreadPoolExecutor(8) as pool:
             made = list(pool.map(make, range(8)))
-        assert all((each.path / "lock").exists() for each in made) and not any(path.exists() for path in left)
+        assert all((each.path / "lock").exists() for each in made) and not any(
+            path.exists() for path in left
+        )
         assert set(tmp_path.iterdir()) == {each.path for each in made}
         for each in made:
             each.remove()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_has_its_name_only_once_its_lock_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_has_its_name_only_once_its_lock_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[list[str]] = []
     real = fcntl.flock
 
@@ -696,11 +805,15 @@ def test_a_directory_has_its_name_only_once_its_lock_is_held(tmp_path: Path, mon
 
     monkeypatch.setattr(fcntl, "flock", flock)
     directory = SwapDirectory(tmp_path, run="run", rank=0)
-    assert all(name.startswith(".zeroshard-swap-run-0-") for name in seen[0]) and os.listdir(directory.path) == ["lock"]
+    assert all(name.startswith(".zeroshard-swap-run-0-") for name in seen[0]) and os.listdir(
+        directory.path
+    ) == ["lock"]
     directory.remove()
 
 
-def test_only_what_is_ours_and_dead_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_what_is_ours_and_dead_is_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     target = tmp_path / "precious"
     target.mkdir()
     (target / "0000-state.slab").write_text("mine")
@@ -714,7 +827,10 @@ def test_only_what_is_ours_and_dead_is_removed(tmp_path: Path, caplog: pytest.Lo
     (foreign / "folder.slab").mkdir()
     others = tmp_path / "zeroshard-swap-is-my-folder"
     others.mkdir()
-    fresh, old = abandoned(tmp_path, hidden=True, lock=False, number=3), abandoned(tmp_path, hidden=True, number=4)
+    fresh, old = (
+        abandoned(tmp_path, hidden=True, lock=False, number=3),
+        abandoned(tmp_path, hidden=True, number=4),
+    )
     os.utime(old, (0, 0))
     half = abandoned(tmp_path, lock=False, number=5)
     SwapDirectory(tmp_path, run="run", rank=0).remove()
@@ -726,7 +842,9 @@ def test_only_what_is_ours_and_dead_is_removed(tmp_path: Path, caplog: pytest.Lo
         SwapDirectory(tmp_path, run="run", rank=0).remove()
     assert set(tmp_path.iterdir()) == kept and not half.exists()
     assert (target / "0000-state.slab").read_text() == "mine" and (target / "lock").exists()
-    assert sorted(os.listdir(foreign)) == ["folder.slab", "notes.txt"] and str(foreign) in caplog.text
+    assert (
+        sorted(os.listdir(foreign)) == ["folder.slab", "notes.txt"] and str(foreign) in caplog.text
+    )
 
 
 def test_a_forked_child_is_refused_and_removes_nothing(store: DiskStore) -> None:
@@ -744,21 +862,27 @@ def test_a_forked_child_is_refused_and_removes_nothing(store: DiskStore) -> None
     assert slab.path.exists() and (read(slab, 0, NUMEL) == 1).all()
 
 
-# ------------------------------------------------------------------------------------------------------------- staging buffers
+# ---------------------------------------------------------------------------------- staging buffers
 
 
 def test_staging_lends_aligned_memory_and_uses_it_again() -> None:
     staging = Staging(1 << 20)
     first = staging.tensor(1000, torch.bfloat16)
     address = first.data_ptr()
-    assert address % BLOCK == 0 and first.shape == (1000,) and first.dtype is torch.bfloat16 and staging.lent_bytes == BLOCK
+    assert (
+        address % BLOCK == 0
+        and first.shape == (1000,)
+        and first.dtype is torch.bfloat16
+        and staging.lent_bytes == BLOCK
+    )
     first.zero_()
     staging.give(first)
     assert first.isnan().all() and staging.lent_bytes == 0 and staging.account.live == BLOCK
     again = staging.take(4000)
     assert again.data_ptr() == address and again.dtype is torch.uint8
     staging.give(again[:10])  # what starts there stands for it
-    large = staging.tensor(1 << 20, torch.float32)  # alone it may be larger than the limit; idle memory makes room
+    # alone it may be larger than the limit; idle memory makes room
+    large = staging.tensor(1 << 20, torch.float32)
     assert staging.account.live == 4 << 20 and large.data_ptr() % BLOCK == 0
     staging.give(large)
     staging.give(staging.tensor(0, torch.float32))
@@ -772,7 +896,8 @@ def test_staging_lends_aligned_memory_and_uses_it_again() -> None:
 def test_what_a_buffer_counts_for_is_what_was_asked_for() -> None:
     staging = Staging(3 * BLOCK)
     staging.give(staging.take(2 * BLOCK))
-    held = [staging.take(BLOCK) for _ in range(3)]  # a larger idle buffer in place of one of them would leave no room for the last
+    # a larger idle buffer in place of one of them would leave no room for the last
+    held = [staging.take(BLOCK) for _ in range(3)]
     assert staging.lent_bytes == staging.account.live == 3 * BLOCK
     for tensor in held:
         staging.give(tensor)
@@ -796,7 +921,13 @@ def test_a_full_pool_makes_others_wait_until_something_is_given_back() -> None:
 def test_a_wait_that_nobody_could_end_is_an_error() -> None:
     staging = Staging(2 * BLOCK)
     first = staging.take(2 * BLOCK)
-    with pytest.raises(StorageError, match=f"staging_bytes={2 * BLOCK} is too small: {BLOCK} bytes .* raise it to at least {3 * BLOCK}"):
+    with pytest.raises(
+        StorageError,
+        match=(
+            f"staging_bytes={2 * BLOCK} is too small: {BLOCK} bytes .* raise it to at least"
+            f" {3 * BLOCK}"
+        ),
+    ):
         staging.take(1)
     staging.give(first)
     meeting, errors, done = threading.Barrier(2), [], []
@@ -817,7 +948,9 @@ def test_a_wait_that_nobody_could_end_is_an_error() -> None:
         thread.start()
     for thread in threads:
         thread.join(MAX_SECONDS)
-    assert len(errors) == 1 and len(done) == 1, "the second one to wait is refused, and the first one goes on"
+    assert len(errors) == 1 and len(done) == 1, (
+        "the second one to wait is refused, and the first one goes on"
+    )
     assert staging.lent_bytes == 0
 
 
@@ -833,7 +966,8 @@ def test_a_waiter_that_was_woken_is_not_taken_for_one_that_waits_forever() -> No
     thread = threading.Thread(target=two_after_another)
     thread.start()
     wait_until(lambda: bool(staging._waiting))
-    with staging._changed:  # the other thread is woken, but cannot go on before this one asks for more
+    # the other thread is woken, but cannot go on before this one asks for more
+    with staging._changed:
         staging.give(mine)
         staging.give(staging.take(2 * BLOCK))
     thread.join(MAX_SECONDS)

@@ -1,4 +1,6 @@
-"""A state in two parts, on the device and on another tier, is one state: any range reads, writes and lends as of one tensor."""
+"""A state in two parts, on the device and on another tier, is one state: any range reads, writes
+and lends as of one tensor.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,14 @@ NUMEL = 50
 
 @pytest.mark.parametrize("split", [0, 1, 20, 50])
 @pytest.mark.parametrize("link", [Direct(), Endless(overlaps=True)], ids=["direct", "over a link"])
-def test_ranges_on_either_side_of_the_split_and_over_it_are_those_of_one_tensor(split: int, link: Direct | Endless) -> None:
+def test_ranges_on_either_side_of_the_split_and_over_it_are_those_of_one_tensor(
+    split: int, link: Direct | Endless
+) -> None:
     store = HostStore(CPU, link=link)
     shelf = Shelf(
-        torch.zeros(split) if split else None, store.slab("state", NUMEL - split, torch.float32) if split < NUMEL else None, link=link
+        torch.zeros(split) if split else None,
+        store.slab("state", NUMEL - split, torch.float32) if split < NUMEL else None,
+        link=link,
     )
     plain = torch.zeros(NUMEL)
     for work in shelf.write(0, NUMEL, plain):

@@ -1,6 +1,7 @@
 """One contract, every store: bytes that go in come out, in order, and at rest nobody sees them.
 
-The disk is cut into units of 8 KiB and requests of 16 KiB here, so that small slabs have ragged edges, several pieces and neighbours.
+The disk is cut into units of 8 KiB and requests of 16 KiB here, so that small slabs have ragged
+edges, several pieces and neighbours.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ from zeroshard.tier.store import Slab, Store
 
 CPU = torch.device("cpu")
 NUMEL = 20_000
-STORES = ["host", "host-paced", "disk", "disk-verify", "disk-paced", "disk-buffered", "disk-buffered-verify"]
+STORES = [
+    "host",
+    "host-paced",
+    "disk",
+    "disk-verify",
+    "disk-paced",
+    "disk-buffered",
+    "disk-buffered-verify",
+]
 
 
 @dataclass
@@ -43,7 +52,9 @@ def _make(kind: str, folder: Path) -> Store:
     link = Paced(5e9) if kind.endswith("paced") else None
     if kind.startswith("host"):
         return HostStore(CPU, link=link)
-    return DiskStore(folder, CPU, rank=0, verify=kind.endswith("verify"), staging_bytes=4 << 20, link=link)
+    return DiskStore(
+        folder, CPU, rank=0, verify=kind.endswith("verify"), staging_bytes=4 << 20, link=link
+    )
 
 
 @pytest.fixture(params=STORES)
@@ -65,7 +76,9 @@ def store(made: Made) -> Iterator[Store]:
 
 def pattern(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Numbers that differ from place to place and that no rounding makes equal to NaN."""
-    raw = torch.randint(0, 100, (numel,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    raw = torch.randint(
+        0, 100, (numel,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32
+    )
     return raw.to(dtype)
 
 
@@ -75,7 +88,9 @@ def read(slab: Slab, start: int, stop: int) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.uint8, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int32, torch.uint8, torch.float64]
+)
 @pytest.mark.parametrize("numel", [1, 3, 1024, 4096, 4097, NUMEL])
 def test_what_is_written_is_read(store: Store, dtype: torch.dtype, numel: int) -> None:
     slab = store.slab(f"blocks.3:{dtype} state", numel, dtype)
@@ -86,7 +101,9 @@ def test_what_is_written_is_read(store: Store, dtype: torch.dtype, numel: int) -
     work.wait()
     assert work.done()
     assert torch.equal(read(slab, 0, numel), values)
-    assert torch.equal(read(slab, numel // 3, numel - numel // 5), values[numel // 3 : numel - numel // 5])
+    assert torch.equal(
+        read(slab, numel // 3, numel - numel // 5), values[numel // 3 : numel - numel // 5]
+    )
 
 
 def test_an_empty_slab_and_empty_ranges_move_nothing(store: Store) -> None:
@@ -103,7 +120,9 @@ def test_an_empty_slab_and_empty_ranges_move_nothing(store: Store) -> None:
 def test_several_slabs_do_not_mix(store: Store) -> None:
     slabs = [store.slab("the same key", 5000 + index, torch.float32) for index in range(4)]
     sources = [pattern(slab.numel, slab.dtype, seed=index) for index, slab in enumerate(slabs)]
-    for work in [slab.write(0, slab.numel, source) for slab, source in zip(slabs, sources, strict=True)]:
+    for work in [
+        slab.write(0, slab.numel, source) for slab, source in zip(slabs, sources, strict=True)
+    ]:
         work.wait()
     for slab, source in zip(slabs, sources, strict=True):
         assert torch.equal(read(slab, 0, slab.numel), source)
@@ -122,7 +141,9 @@ steps = st.lists(
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=steps)
-def test_any_sequence_of_overlapping_reads_and_writes_is_as_on_a_plain_tensor(made: Made, steps: list[tuple[str, int, int, int]]) -> None:
+def test_any_sequence_of_overlapping_reads_and_writes_is_as_on_a_plain_tensor(
+    made: Made, steps: list[tuple[str, int, int, int]]
+) -> None:
     store = made.make()
     slab = store.slab("state", NUMEL, torch.float32)
     slab.write(0, NUMEL, torch.zeros(NUMEL)).wait()
@@ -139,7 +160,9 @@ def test_any_sequence_of_overlapping_reads_and_writes_is_as_on_a_plain_tensor(ma
                     work.wait()
                 under_way.clear()
             elif verb == "write":
-                source = aligned(stop - start, shift).copy_(pattern(stop - start, torch.float32, seed))
+                source = aligned(stop - start, shift).copy_(
+                    pattern(stop - start, torch.float32, seed)
+                )
                 keep.append(source)
                 plain[start:stop] = source
                 under_way.append(slab.write(start, stop, source))
@@ -173,7 +196,10 @@ def test_many_small_neighbours_written_at_once_all_arrive(store: Store) -> None:
     slab = store.slab("state", 9000, torch.float32)
     slab.write(0, 9000, torch.zeros(9000)).wait()
     values = pattern(9000, torch.float32)
-    works = [slab.write(start, min(start + 37, 9000), values[start : start + 37]) for start in range(0, 9000, 37)]
+    works = [
+        slab.write(start, min(start + 37, 9000), values[start : start + 37])
+        for start in range(0, 9000, 37)
+    ]
     out = torch.empty(9000)
     works.append(slab.read(0, 9000, out))
     for work in works:
@@ -209,14 +235,17 @@ def test_borrowed_lends_the_contents_and_takes_back_what_was_written(store: Stor
     assert torch.equal(read(slab, 0, NUMEL), values)
 
 
-def test_an_exception_inside_borrowed_leaves_the_slab_usable_and_the_disk_unchanged(made: Made, store: Store) -> None:
+def test_an_exception_inside_borrowed_leaves_the_slab_usable_and_the_disk_unchanged(
+    made: Made, store: Store
+) -> None:
     slab = store.slab("state", 3000, torch.float32)
     slab.write(0, 3000, torch.ones(3000)).wait()
     with suppress(KeyError), slab.borrowed(0, 3000, write=True) as tensor:
         tensor.fill_(7)
         raise KeyError
     assert tensor.isnan().all()
-    # Host memory is lent in place: what was written to it before the exception stays. The disk lends a copy, which is dropped.
+    # Host memory is lent in place: what was written to it before the exception stays. The disk
+    # lends a copy, which is dropped.
     assert (read(slab, 0, 3000) == (7 if made.kind.startswith("host") else 1)).all()
     slab.write(0, 3000, torch.zeros(3000)).wait()
     assert not read(slab, 0, 3000).any()
@@ -232,7 +261,8 @@ def test_a_lent_tensor_reads_as_nan_afterwards(store: Store) -> None:
         assert tensor.isnan().all() if dtype.is_floating_point else not tensor.any()
 
 
-@pytest.mark.parametrize("made", [kind for kind in STORES if "paced" not in kind], indirect=True)  # that link's worker keeps its last copy
+# that link's worker keeps its last copy
+@pytest.mark.parametrize("made", [kind for kind in STORES if "paced" not in kind], indirect=True)
 def test_at_rest_no_tensor_holds_the_state(store: Store) -> None:
     def tensors() -> set[int]:
         gc.collect()
@@ -293,7 +323,13 @@ def test_closing_waits_for_what_is_under_way_and_is_idempotent(store: Store) -> 
 def test_a_slab_says_what_and_where_it_is(made: Made, store: Store) -> None:
     slab = store.slab("blocks.3:fp32 exp_avg", 7, torch.bfloat16)
     tier = Tier.HOST if made.kind.startswith("host") else Tier.DISK
-    assert (slab.key, slab.numel, slab.dtype, slab.tier, store.tier) == ("blocks.3:fp32 exp_avg", 7, torch.bfloat16, tier, tier)
+    assert (slab.key, slab.numel, slab.dtype, slab.tier, store.tier) == (
+        "blocks.3:fp32 exp_avg",
+        7,
+        torch.bfloat16,
+        tier,
+        tier,
+    )
 
 
 def test_any_contiguous_tensor_will_do(store: Store) -> None:
@@ -307,7 +343,8 @@ def test_any_contiguous_tensor_will_do(store: Store) -> None:
     assert strided.item() == 8 and read(slab, 0, 64).tolist() == [*range(9), 3, *range(10, 64)]
 
 
-@pytest.mark.parametrize("made", [kind for kind in STORES if "paced" not in kind], indirect=True)  # that link's worker is a thread outside
+# that link's worker is a thread outside
+@pytest.mark.parametrize("made", [kind for kind in STORES if "paced" not in kind], indirect=True)
 def test_inference_mode_makes_no_difference(store: Store) -> None:
     slab = store.slab("state", 64, torch.float32)
     slab.write(0, 64, torch.arange(64.0)).wait()

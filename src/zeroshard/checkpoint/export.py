@@ -1,10 +1,13 @@
-"""A step of ours as others read it: Transformers (safetensors), one torch file, or torch.distributed.checkpoint.
+"""A step of ours as others read it: Transformers (safetensors), one torch file, or
+torch.distributed.checkpoint.
 
-Written are the values (the fp32 master of a trained parameter, the weight of a frozen one) and the persistent buffers of rank 0; for torch and DCP
-the optimizer's state, too. Tied parameters stand once, under their first name, in safetensors files, and under each of their names in the others.
+Written are the values (the fp32 master of a trained parameter, the weight of a frozen one) and the
+persistent buffers of rank 0; for torch and DCP the optimizer's state, too. Tied parameters stand
+once, under their first name, in safetensors files, and under each of their names in the others.
 
-Invariant: every byte read is verified; what is written has its final name only when all of it is on disk. Cost of ``hf``: one pass, and memory for
-one chunk, or for one parameter whose memory is not in row order (channels_last) twice. ``torch`` and ``dcp`` hold all that they write.
+Invariant: every byte read is verified; what is written has its final name only when all of it is on
+disk. Cost of ``hf``: one pass, and memory for one chunk, or for one parameter whose memory is not
+in row order (channels_last) twice. ``torch`` and ``dcp`` hold all that they write.
 """
 
 from __future__ import annotations
@@ -23,7 +26,15 @@ from typing import Any, Literal
 import torch
 
 from zeroshard.checkpoint.files import published, write_new
-from zeroshard.checkpoint.manifest import BUFFER, ITEMSIZE, STATE, VALUE, Manifest, ParameterEntry, TensorEntry
+from zeroshard.checkpoint.manifest import (
+    BUFFER,
+    ITEMSIZE,
+    STATE,
+    VALUE,
+    Manifest,
+    ParameterEntry,
+    TensorEntry,
+)
 from zeroshard.checkpoint.shards import DTYPES, OpenShards, as_bytes, dtype_code, header_of
 from zeroshard.checkpoint.steps import read_manifest
 from zeroshard.checkpoint.values import decode
@@ -44,18 +55,22 @@ def export(
     max_shard_bytes: int = 5_000_000_000,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Write the checkpoint in the directory `step` to `out`, which must not exist: a directory, or one file for ``torch``.
+    """Write the checkpoint in the directory `step` to `out`, which must not exist: a directory,
+    or one file for ``torch``.
 
-    Parameters are converted to `dtype` (default: as they were saved), the rest keeps its own. `max_shard_bytes` is for ``hf``: a new file begins where one
-    would have more. `progress` is told how many bytes were read.
+    Parameters are converted to `dtype` (default: as they were saved), the rest keeps its own.
+    `max_shard_bytes` is for ``hf``: a new file begins where one would have more. `progress` is told
+    how many bytes were read.
 
-    Raises CheckpointError for a damaged or incomplete checkpoint, for values that `dtype` cannot hold and where the disk is full; ConfigError where `out` is
-    there. Nothing is left behind then.
+    Raises CheckpointError for a damaged or incomplete checkpoint, for values that `dtype` cannot
+    hold and where the disk is full; ConfigError where `out` is there. Nothing is left behind then.
     """
     with ExitStack() as stack:
         source = _Source(step, dtype, stack, progress)
         items = source.items()
-        num_bytes = sum(item.num_bytes for item in items) + (0 if to == "hf" else source.optimizer_bytes())
+        num_bytes = sum(item.num_bytes for item in items) + (
+            0 if to == "hf" else source.optimizer_bytes()
+        )
         with published(out, num_bytes) as working:
             if to == "hf":
                 _write_hf(source, items, working, max_shard_bytes)
@@ -82,7 +97,13 @@ class _Item:
 class _Source:
     """The step that is read: its tensors, verified, in row order, in the dtype they shall have."""
 
-    def __init__(self, path: Path, dtype: torch.dtype | None, stack: ExitStack, progress: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype | None,
+        stack: ExitStack,
+        progress: Callable[[int], None],
+    ) -> None:
         self.path = path
         self.manifest: Manifest = read_manifest(path)
         self._dtype = dtype
@@ -91,13 +112,17 @@ class _Source:
         self._pieces = self.manifest.pieces()
 
     def items(self) -> list[_Item]:
-        """Return all parameters, then rank 0's buffers; raise CheckpointError where one is incomplete."""
+        """Return all parameters, then rank 0's buffers; raise CheckpointError where one is
+        incomplete.
+        """
         found = [self._item(name, VALUE, self._dtype) for name in self.manifest.parameters]
         for key, entry in self.manifest.loose().items():
             if key.startswith(BUFFER) and key.endswith("@0"):
                 shape = ParameterEntry(entry.shape, _row_stride(entry.shape), trained=False)
                 flat = replace(entry, start=0, stop=entry.numel)
-                found.append(_Item(key.removeprefix(BUFFER).removesuffix("@0"), entry.dtype, shape, (flat,)))
+                found.append(
+                    _Item(key.removeprefix(BUFFER).removesuffix("@0"), entry.dtype, shape, (flat,))
+                )
         return found
 
     def optimizer_state(self, name: str) -> dict[str, _Item]:
@@ -106,10 +131,16 @@ class _Source:
         return {kind.removeprefix(STATE): self._item(name, kind, None) for kind in kinds}
 
     def optimizer_bytes(self) -> int:
-        return sum(entry.num_bytes for entry in self.manifest.tensors if entry.parameter is not None and entry.kind.startswith(STATE))
+        return sum(
+            entry.num_bytes
+            for entry in self.manifest.tensors
+            if entry.parameter is not None and entry.kind.startswith(STATE)
+        )
 
     def rows(self, item: _Item) -> Iterator[torch.Tensor]:
-        """Yield the elements of a tensor in row order, in 1-D tensors of at most a chunk each; every one is valid until the next."""
+        """Yield the elements of a tensor in row order, in 1-D tensors of at most a chunk each;
+        every one is valid until the next.
+        """
         if item.entry.stride == _row_stride(item.entry.shape) or item.entry.numel < 2:
             yield from self._chunks(item)
         else:
@@ -130,15 +161,20 @@ class _Source:
         edges = [0, *(edge for piece in pieces for edge in (piece.start, piece.stop)), entry.numel]
         for stop, start in list(pairwise(edges))[::2]:
             if stop != start:
-                raise CheckpointError(f"{self.path} lacks elements {stop} to {start} of {kind} of parameter {name!r}")
+                raise CheckpointError(
+                    f"{self.path} lacks elements {stop} to {start} of {kind} of parameter {name!r}"
+                )
         there = pieces[0].dtype if pieces else "F32"
         convert = dtype is not None and DTYPES[there].is_floating_point
-        return _Item(name, dtype_code(dtype, name) if convert and dtype is not None else there, entry, pieces)
+        return _Item(
+            name, dtype_code(dtype, name) if convert and dtype is not None else there, entry, pieces
+        )
 
     def _chunks(self, item: _Item) -> Iterator[torch.Tensor]:
         """Yield the elements of a tensor in the order of its memory."""
         for piece in item.pieces:
-            step = max(1, self.manifest.chunk_bytes // ITEMSIZE[piece.dtype])  # a chunk at a time is read, and so hashed, once
+            # a chunk at a time is read, and so hashed, once
+            step = max(1, self.manifest.chunk_bytes // ITEMSIZE[piece.dtype])
             for start in range(0, piece.numel, step):
                 stop = min(start + step, piece.numel)
                 chunk = self._shards.read(piece, start, stop)
@@ -156,7 +192,10 @@ def _converted(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Ten
     out = values.to(dtype)
     if not out.isfinite().all() and bool((values.isfinite() & ~out.isfinite()).any()):
         largest = values[values.isfinite()].abs().max().item()
-        raise CheckpointError(f"parameter {name!r} has a value of {largest:g}, more than {dtype} holds: export to bf16 or fp32")
+        raise CheckpointError(
+            f"parameter {name!r} has a value of {largest:g}, more than {dtype} holds: export to"
+            " bf16 or fp32"
+        )
     return out
 
 
@@ -166,16 +205,27 @@ def _converted(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Ten
 def _write_hf(source: _Source, items: list[_Item], directory: Path, max_bytes: int) -> None:
     directory.mkdir()
     groups = _split(items, max_bytes)
-    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    names = [
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        for number in range(1, len(groups) + 1)
+    ]
     if len(groups) == 1:
         names = ["model.safetensors"]
     for name, group in zip(names, groups, strict=True):
-        header = header_of([(item.name, item.dtype, item.entry.shape, item.num_bytes) for item in group], {"format": "pt"})
+        header = header_of(
+            [(item.name, item.dtype, item.entry.shape, item.num_bytes) for item in group],
+            {"format": "pt"},
+        )
         total = len(header) + sum(item.num_bytes for item in group)
         write_new(directory / name, total, _parts(source, header, group))
     if len(groups) > 1:
-        weight_map = {item.name: name for name, group in zip(names, groups, strict=True) for item in group}
-        index = {"metadata": {"total_size": sum(item.num_bytes for item in items)}, "weight_map": dict(sorted(weight_map.items()))}
+        weight_map = {
+            item.name: name for name, group in zip(names, groups, strict=True) for item in group
+        }
+        index = {
+            "metadata": {"total_size": sum(item.num_bytes for item in items)},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
         text = (json.dumps(index, indent=2) + "\n").encode()
         write_new(directory / "model.safetensors.index.json", len(text), [text])
 
@@ -188,7 +238,9 @@ def _parts(source: _Source, header: bytes, group: list[_Item]) -> Iterator[Any]:
 
 
 def _split(items: list[_Item], max_bytes: int) -> list[list[_Item]]:
-    """Return `items` in files of at most `max_bytes`, in their order; a larger one has a file of its own."""
+    """Return `items` in files of at most `max_bytes`, in their order; a larger one has a file of
+    its own.
+    """
     groups: list[list[_Item]] = [[]]
     filled = 0
     for item in items:
@@ -219,14 +271,20 @@ def _optimizer_state(source: _Source) -> tuple[dict[str, dict[str, Any]], list[d
     assert saved is not None
     try:
         state: dict[str, dict[str, Any]] = {
-            name: {key: decode(value, _no_tensors) for key, value in scalars.items()} for name, scalars in saved["scalars"].items()
+            name: {key: decode(value, _no_tensors) for key, value in scalars.items()}
+            for name, scalars in saved["scalars"].items()
         }
         groups = [
-            {**{key: decode(value, _no_tensors) for key, value in group["options"].items()}, "params": list(group["params"])}
+            {
+                **{key: decode(value, _no_tensors) for key, value in group["options"].items()},
+                "params": list(group["params"]),
+            }
             for group in saved["groups"]
         ]
     except (KeyError, TypeError, ValueError, AttributeError) as odd:
-        raise CheckpointError(f"{source.path} makes no sense: its optimizer: {type(odd).__name__}: {odd}") from None
+        raise CheckpointError(
+            f"{source.path} makes no sense: its optimizer: {type(odd).__name__}: {odd}"
+        ) from None
     for name in source.manifest.parameters:
         for key, item in source.optimizer_state(name).items():
             state.setdefault(name, {})[key] = source.whole(item)
@@ -255,7 +313,9 @@ def _write_torch(source: _Source, items: list[_Item], path: Path) -> None:
 
 
 def _write_dcp(source: _Source, items: list[_Item], directory: Path) -> None:
-    """Write what torch's get_model_state_dict and get_optimizer_state_dict would, as "model" and "optimizer"."""
+    """Write what torch's get_model_state_dict and get_optimizer_state_dict would, as "model" and
+    "optimizer".
+    """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -270,7 +330,9 @@ def _write_dcp(source: _Source, items: list[_Item], directory: Path) -> None:
             save(content, storage_writer=FileSystemWriter(directory), no_dist=True)
     except CheckpointException as error:  # a BaseException, and its text is a traceback
         causes = [failure[0] for failure in error.failures.values()]
-        raise CheckpointError(f"{directory} cannot be written: {_one_line(causes[0] if causes else error)}") from error
+        raise CheckpointError(
+            f"{directory} cannot be written: {_one_line(causes[0] if causes else error)}"
+        ) from error
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,6 +1,8 @@
-"""Files that others will read: written under a hidden name, on disk before they are seen, and gone again if anything fails.
+"""Files that others will read: written under a hidden name, on disk before they are seen, and
+gone again if anything fails.
 
-Invariant: what has its final name is complete. `published` refuses to write over anything. Cost: one rename, one fsync per file and directory.
+Invariant: what has its final name is complete. `published` refuses to write over anything. Cost:
+one rename, one fsync per file and directory.
 """
 
 from __future__ import annotations
@@ -24,13 +26,17 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def published(out: Path, num_bytes: int) -> Iterator[Path]:
-    """Give a hidden path beside `out` to write `num_bytes` to, a file or a directory; rename it to `out` at the end, or remove it after an error.
+    """Give a hidden path beside `out` to write `num_bytes` to, a file or a directory; rename it
+    to `out` at the end, or remove it after an error.
 
-    Raises ConfigError where `out` is there already (an empty directory does not count), CheckpointError where there is no space.
+    Raises ConfigError where `out` is there already (an empty directory does not count),
+    CheckpointError where there is no space.
     """
     out = Path(os.path.abspath(out))
     if out.is_dir() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty: name a directory that does not exist yet, or remove what is there")
+        raise ConfigError(
+            f"{out} is not empty: name a directory that does not exist yet, or remove what is there"
+        )
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise ConfigError(f"{out} exists: name a path that does not, or remove it")
     make_directory(out.parent)
@@ -54,7 +60,8 @@ def published(out: Path, num_bytes: int) -> Iterator[Path]:
 def write_new(path: Path, num_bytes: int, parts: Iterable[Any]) -> None:
     """Write `parts` (buffers of bytes, `num_bytes` in all) to the new file `path` and fsync it.
 
-    The space is reserved first. Raises CheckpointError when there is none, or the disk fails; the file may be left behind.
+    The space is reserved first. Raises CheckpointError when there is none, or the disk fails; the
+    file may be left behind.
     """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -93,4 +100,7 @@ def _cannot_write(path: Path, num_bytes: int, error: OSError) -> CheckpointError
         free = f", and {space.f_bavail * space.f_frsize} are free"
     except OSError:
         free = ""
-    return CheckpointError(f"no space for {path}: it needs {num_bytes} bytes{free} ({error.strerror}); what was there before is untouched")
+    return CheckpointError(
+        f"no space for {path}: it needs {num_bytes} bytes{free} ({error.strerror}); what was there"
+        " before is untouched"
+    )

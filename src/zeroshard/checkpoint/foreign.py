@@ -1,13 +1,16 @@
-"""Other checkpoints as a step of ours: a torch state_dict, Transformers' safetensors, torch.distributed.checkpoint, DeepSpeed's ZeRO 1, 2 and 3.
+"""Other checkpoints as a step of ours: a torch state_dict, Transformers' safetensors,
+torch.distributed.checkpoint, DeepSpeed's ZeRO 1, 2 and 3.
 
-    recognise the format . read it (never running code that it chose) . write one file of pieces and a manifest . commit
+    recognise the format . read it (never running code that it chose) . write one file of pieces and
+    a manifest . commit
 
-The step has one rank and the row ``ddp``; ``zeroshard.load`` reads it into any other. Without the model's code strides are those of contiguous
-tensors, and which tensors are buffers is a guess in formats that do not say (`Intake.is_buffer`). Where there is no optimizer state, or none
-that names its parameters, the step has none, and ``load(strict=False)`` takes the weights.
+The step has one rank and the row ``ddp``; ``zeroshard.load`` reads it into any other. Without the
+model's code strides are those of contiguous tensors, and which tensors are buffers is a guess in
+formats that do not say (`Intake.is_buffer`). Where there is no optimizer state, or none that names
+its parameters, the step has none, and ``load(strict=False)`` takes the weights.
 
-Invariant: torch's files are opened with ``weights_only=True``, other pickles are read as data (inert.py). Cost: files are mapped, not read into memory,
-but for DCP's, which are held whole.
+Invariant: torch's files are opened with ``weights_only=True``, other pickles are read as data
+(inert.py). Cost: files are mapped, not read into memory, but for DCP's, which are held whole.
 """
 
 from __future__ import annotations
@@ -28,7 +31,15 @@ from zeroshard.checkpoint.files import write_new
 from zeroshard.checkpoint.foreign_dcp import read_dcp
 from zeroshard.checkpoint.foreign_deepspeed import read_deepspeed
 from zeroshard.checkpoint.inert import load_tensors
-from zeroshard.checkpoint.intake import MODEL_KEYS, OPTIMIZER_KEYS, STEP_KEYS, Intake, NamedOptimizer, optimizer_class, take_state
+from zeroshard.checkpoint.intake import (
+    MODEL_KEYS,
+    OPTIMIZER_KEYS,
+    STEP_KEYS,
+    Intake,
+    NamedOptimizer,
+    optimizer_class,
+    take_state,
+)
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.pretrained import weight_files
 from zeroshard.checkpoint.shards import write_shard
@@ -73,10 +84,12 @@ def import_checkpoint(
 ) -> Imported:
     """Write what is in `source` as a step in `directory`.
 
-    `step` is its number (default: what the source says, or 0). `buffers` are patterns of the names of tensors that are buffers, beyond those that are
-    recognised. `optimizer` is the name of the optimizer's class, where the source does not say or says another.
+    `step` is its number (default: what the source says, or 0). `buffers` are patterns of the names
+    of tensors that are buffers, beyond those that are recognised. `optimizer` is the name of the
+    optimizer's class, where the source does not say or says another.
 
-    Raises CheckpointError for a source that is damaged, hostile or incomplete, ConfigError where the format is unknown or the step is there already.
+    Raises CheckpointError for a source that is damaged, hostile or incomplete, ConfigError where
+    the format is unknown or the step is there already.
     """
     format = recognise(source) if format == "auto" else format
     with ExitStack() as stack:
@@ -98,9 +111,16 @@ def recognise(source: Path) -> str:
         return "hf"
     if (source / ".metadata").is_file():
         return "dcp"
-    if (source / "latest").is_file() or any(source.glob("global_step*")) or any(source.glob("*model_states.pt")):
+    if (
+        (source / "latest").is_file()
+        or any(source.glob("global_step*"))
+        or any(source.glob("*model_states.pt"))
+    ):
         return "deepspeed"
-    raise ConfigError(f"{source} is no checkpoint that is known here (torch, Transformers, DCP, DeepSpeed); --from says which it is")
+    raise ConfigError(
+        f"{source} is no checkpoint that is known here (torch, Transformers, DCP, DeepSpeed);"
+        " --from says which it is"
+    )
 
 
 def _write(intake: Intake, directory: Path, step: int, format: str) -> tuple[Path, int]:
@@ -109,16 +129,23 @@ def _write(intake: Intake, directory: Path, step: int, format: str) -> tuple[Pat
         check_alone(directory)
         remove_leftovers(directory)
         if step in list_steps(directory):
-            raise ConfigError(f"{directory} already holds step {step}: choose another with --step, or another directory")
+            raise ConfigError(
+                f"{directory} already holds step {step}: choose another with --step, or another"
+                " directory"
+            )
         working = working_path(directory, step, secrets.token_hex(4))
         working.mkdir()
         try:
             metadata = {"format": "zeroshard", "step": str(step)}
-            file, tensors = write_shard(working / "rank-00000-of-00001.safetensors", 0, intake.stored, metadata)
+            file, tensors = write_shard(
+                working / "rank-00000-of-00001.safetensors", 0, intake.stored, metadata
+            )
             manifest = Manifest(
                 step=step,
                 world=1,
-                written_by=f"zeroshard {__version__}, torch {torch.__version__}, imported ({format})",
+                written_by=(
+                    f"zeroshard {__version__}, torch {torch.__version__}, imported ({format})"
+                ),
                 policy="ddp",
                 precision=PRECISIONS["fp32"].describe(),
                 files=(file,),
@@ -145,14 +172,18 @@ def _read_torch(source: Path, intake: Intake, stack: ExitStack) -> None:
 
 
 def read_tree(content: Any, intake: Intake, where: str) -> None:
-    """Take a state_dict, or a dictionary that holds one beside the optimizer's state and the number of steps."""
+    """Take a state_dict, or a dictionary that holds one beside the optimizer's state and the
+    number of steps.
+    """
     if not isinstance(content, dict):
         raise CheckpointError(f"{where} holds a {type(content).__name__}, not a state_dict")
     model = next((content[key] for key in MODEL_KEYS if isinstance(content.get(key), dict)), None)
     if model is None:
         if not any(isinstance(value, torch.Tensor) for value in content.values()):
             keys = ", ".join(map(repr, content))
-            raise CheckpointError(f"{where} holds no state_dict under one of {', '.join(MODEL_KEYS)}: it has {keys}")
+            raise CheckpointError(
+                f"{where} holds no state_dict under one of {', '.join(MODEL_KEYS)}: it has {keys}"
+            )
         take_state(intake, _named(content, where), None)
         return
     step = next((content[key] for key in STEP_KEYS if key in content), None)
@@ -168,22 +199,37 @@ def _named(state: dict[Any, Any], where: str) -> dict[str, Any]:
     return state
 
 
-def _named_optimizer(found: Any, content: Mapping[str, Any], intake: Intake) -> NamedOptimizer | None:
-    """Return the optimizer's state where it names its parameters: as torch's get_optimizer_state_dict gives it, or as our export does."""
+def _named_optimizer(
+    found: Any, content: Mapping[str, Any], intake: Intake
+) -> NamedOptimizer | None:
+    """Return the optimizer's state where it names its parameters: as torch's
+    get_optimizer_state_dict gives it, or as our export does.
+    """
     state, groups = found, content.get("param_groups")
-    if isinstance(found, dict) and isinstance(found.get("state"), dict) and isinstance(found.get("param_groups"), list):
+    if (
+        isinstance(found, dict)
+        and isinstance(found.get("state"), dict)
+        and isinstance(found.get("param_groups"), list)
+    ):
         state, groups = found["state"], found["param_groups"]
     try:
         names = [*state, *(name for group in groups or () for name in group["params"])]
         if any(isinstance(name, int) for name in names):
             intake.notes.append(
-                "the optimizer's state is not taken: it numbers its parameters (torch's get_optimizer_state_dict names them)"
+                "the optimizer's state is not taken: it numbers its parameters (torch's"
+                " get_optimizer_state_dict names them)"
             )
             return None
         keys = {key for values in state.values() for key in values}
-        name = intake.optimizer_name or content.get("optimizer_class") or optimizer_class(groups or (), keys)
+        name = (
+            intake.optimizer_name
+            or content.get("optimizer_class")
+            or optimizer_class(groups or (), keys)
+        )
         if name is not None and groups:
-            return NamedOptimizer(str(name), list(groups), {str(one): dict(values) for one, values in state.items()})
+            return NamedOptimizer(
+                str(name), list(groups), {str(one): dict(values) for one, values in state.items()}
+            )
     except (TypeError, KeyError, AttributeError, ValueError):
         pass
     intake.notes.append("the optimizer's state is not taken: its form is not known here")
@@ -200,7 +246,9 @@ def _read_hf(source: Path, intake: Intake, stack: ExitStack) -> None:
             opened = stack.enter_context(safe_open(path, framework="pt"))
             for name in opened.keys():  # noqa: SIM118 (not a dict)
                 if name in tensors:
-                    raise CheckpointError(f"{path} holds {name!r}, as another file of the checkpoint does")
+                    raise CheckpointError(
+                        f"{path} holds {name!r}, as another file of the checkpoint does"
+                    )
                 tensors[name] = opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error

@@ -1,9 +1,10 @@
 """A checkpoint of torch.distributed.checkpoint as the tree of dictionaries that was saved.
 
-Its ``.metadata`` is a pickle: it is read as data (inert.py), and says for each tensor which blocks lie where in which file. Each block is a torch file
-of its own, opened with ``weights_only=True``.
+Its ``.metadata`` is a pickle: it is read as data (inert.py), and says for each tensor which blocks
+lie where in which file. Each block is a torch file of its own, opened with ``weights_only=True``.
 
-Invariant: blocks fill their tensor without gaps and overlaps; no file outside the directory is opened. Cost: what is wanted is held in memory.
+Invariant: blocks fill their tensor without gaps and overlaps; no file outside the directory is
+opened. Cost: what is wanted is held in memory.
 """
 
 from __future__ import annotations
@@ -27,14 +28,32 @@ __all__ = ["read_dcp"]
 _METADATA = "torch.distributed.checkpoint.metadata"
 _MAX_BYTES = 512 << 20  # of .metadata
 _DTYPES = {f"torch.{str(dtype).removeprefix('torch.')}": dtype for dtype in DTYPES.values()}
-_TENSOR, _BYTES, _INDEX = f"{_METADATA}.TensorStorageMetadata", f"{_METADATA}.BytesStorageMetadata", f"{_METADATA}.MetadataIndex"
+_TENSOR, _BYTES, _INDEX = (
+    f"{_METADATA}.TensorStorageMetadata",
+    f"{_METADATA}.BytesStorageMetadata",
+    f"{_METADATA}.MetadataIndex",
+)
 _PLACE = "torch.distributed.checkpoint.filesystem._StorageInfo"
-_ENUMS = {f"{_METADATA}._MEM_FORMAT_ENCODING": {"TORCH_CONTIGUOUS_FORMAT": 0, "TORCH_CHANNELS_LAST": 1, "TORCH_PRESERVE_FORMAT": 2}}
+_ENUMS = {
+    f"{_METADATA}._MEM_FORMAT_ENCODING": {
+        "TORCH_CONTIGUOUS_FORMAT": 0,
+        "TORCH_CHANNELS_LAST": 1,
+        "TORCH_PRESERVE_FORMAT": 2,
+    }
+}
 _ALLOWED = {
-    *(f"{_METADATA}.{name}" for name in ("Metadata", "TensorProperties", "ChunkStorageMetadata", "StorageMeta")),
+    *(
+        f"{_METADATA}.{name}"
+        for name in ("Metadata", "TensorProperties", "ChunkStorageMetadata", "StorageMeta")
+    ),
     *_ENUMS,
     *(_TENSOR, _BYTES, _INDEX, _PLACE, *_DTYPES),
-    *("torch.Size", "torch.serialization._get_layout", "collections.OrderedDict", "pathlib.PosixPath"),
+    *(
+        "torch.Size",
+        "torch.serialization._get_layout",
+        "collections.OrderedDict",
+        "pathlib.PosixPath",
+    ),
 }
 
 
@@ -47,7 +66,10 @@ class _Block:
 
     def inside(self, size: tuple[int, ...]) -> bool:
         fits = len(self.offsets) == len(self.sizes) == len(size)
-        return fits and all(first + count <= all_ for first, count, all_ in zip(self.offsets, self.sizes, size, strict=True))
+        return fits and all(
+            first + count <= all_
+            for first, count, all_ in zip(self.offsets, self.sizes, size, strict=True)
+        )
 
     def overlaps(self, other: _Block) -> bool:
         edges = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -57,14 +79,20 @@ class _Block:
 def _overlap(blocks: list[_Block]) -> bool:
     ordered = sorted(blocks, key=lambda block: block.offsets)
     whole_rows = len({(block.offsets[1:], block.sizes[1:]) for block in blocks}) < 2
-    return any(a.overlaps(b) for a, b in (pairwise(ordered) if whole_rows else combinations(ordered, 2)))
+    return any(
+        a.overlaps(b) for a, b in (pairwise(ordered) if whole_rows else combinations(ordered, 2))
+    )
 
 
 def read_dcp(directory: Path, wanted: Container[str]) -> dict[Any, Any]:
-    """Return what was saved under the keys `wanted`, or everything where it has none of these. Raises CheckpointError."""
+    """Return what was saved under the keys `wanted`, or everything where it has none of these.
+    Raises CheckpointError.
+    """
     path = directory / ".metadata"
     if path.stat().st_size > _MAX_BYTES:
-        raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than the {_MAX_BYTES} that are read")
+        raise CheckpointError(
+            f"{path} has {path.stat().st_size} bytes, more than the {_MAX_BYTES} that are read"
+        )
     record = read_inert(path.read_bytes(), _ALLOWED, str(path), _ENUMS)
     try:
         reading = _Reading(directory, _fields(record, f"{_METADATA}.Metadata"))
@@ -77,12 +105,15 @@ class _Reading:
     def __init__(self, directory: Path, metadata: Mapping[str, Any]) -> None:
         self._directory = directory
         self._entries: dict[str, Record] = metadata["state_dict_metadata"]
-        self._paths: dict[str, tuple[Any, ...]] = metadata["planner_data"] or {}  # nothing where the saved dictionary was flat
+        # nothing where the saved dictionary was flat
+        self._paths: dict[str, tuple[Any, ...]] = metadata["planner_data"] or {}
         self._places: dict[tuple[str, tuple[int, ...] | None], Mapping[str, Any]] = {}
         for index, place in metadata["storage_data"].items():
             at = _fields(index, _INDEX)
             offset = at.get("offset")
-            self._places[at["fqn"], None if offset is None else _sizes(offset)] = _fields(place, _PLACE)
+            self._places[at["fqn"], None if offset is None else _sizes(offset)] = _fields(
+                place, _PLACE
+            )
 
     def tree(self, wanted: Container[str]) -> dict[Any, Any]:
         paths = {name: tuple(self._paths.get(name, (name,))) for name in self._entries}
@@ -108,21 +139,43 @@ class _Reading:
         out = torch.empty(size, dtype=dtype)
         for block in blocks:
             part = self._read(name, block.offsets)
-            if not isinstance(part, torch.Tensor) or tuple(part.shape) != block.sizes or part.dtype is not dtype:
-                raise CheckpointError(f"{self._directory}: the block of {name!r} at {list(block.offsets)} is not what .metadata says")
-            out[tuple(slice(first, first + count) for first, count in zip(block.offsets, block.sizes, strict=True))] = part
+            if (
+                not isinstance(part, torch.Tensor)
+                or tuple(part.shape) != block.sizes
+                or part.dtype is not dtype
+            ):
+                raise CheckpointError(
+                    f"{self._directory}: the block of {name!r} at {list(block.offsets)} is not what"
+                    " .metadata says"
+                )
+            out[
+                tuple(
+                    slice(first, first + count)
+                    for first, count in zip(block.offsets, block.sizes, strict=True)
+                )
+            ] = part
         return out
 
-    def _require_whole(self, name: str, size: tuple[int, ...], blocks: list[_Block], itemsize: int) -> None:
+    def _require_whole(
+        self, name: str, size: tuple[int, ...], blocks: list[_Block], itemsize: int
+    ) -> None:
         """See that the blocks fill the tensor, before memory is taken for it."""
         inside = all(block.inside(size) for block in blocks)
         filled = [block for block in blocks if prod(block.sizes)]
-        if not inside or sum(prod(block.sizes) for block in filled) != prod(size) or _overlap(filled):
-            raise CheckpointError(f"{self._directory}: the blocks of {name!r} do not fill a tensor of shape {list(size)}")
+        if (
+            not inside
+            or sum(prod(block.sizes) for block in filled) != prod(size)
+            or _overlap(filled)
+        ):
+            raise CheckpointError(
+                f"{self._directory}: the blocks of {name!r} do not fill a tensor of shape"
+                f" {list(size)}"
+            )
         for block in blocks:
             if prod(block.sizes) * itemsize > self._place(name, block.offsets)[2]:
                 raise CheckpointError(
-                    f"{self._directory}: the block of {name!r} at {list(block.offsets)} is larger than its place in the file"
+                    f"{self._directory}: the block of {name!r} at {list(block.offsets)} is larger"
+                    " than its place in the file"
                 )
 
     def _place(self, name: str, offsets: tuple[int, ...] | None) -> tuple[Path, int, int]:
@@ -130,16 +183,26 @@ class _Reading:
         if (name, offsets) not in self._places:
             raise CheckpointError(f"{self._directory}: .metadata does not say where {name!r} lies")
         place = self._places[name, offsets]
-        file, start, length = _text(place["relative_path"]), _whole(place["offset"]), _whole(place["length"])
+        file, start, length = (
+            _text(place["relative_path"]),
+            _whole(place["offset"]),
+            _whole(place["length"]),
+        )
         if place.get("transform_descriptors"):
             raise CheckpointError(
-                f"{self._directory}: {name!r} is stored through {place['transform_descriptors']!r}, which is not known here"
+                f"{self._directory}: {name!r} is stored through {place['transform_descriptors']!r},"
+                " which is not known here"
             )
         path = self._directory / file
         if Path(file).name != file or path.is_symlink():
-            raise CheckpointError(f"{self._directory}: .metadata names a file outside the directory: {file!r}")
+            raise CheckpointError(
+                f"{self._directory}: .metadata names a file outside the directory: {file!r}"
+            )
         if not path.is_file() or path.stat().st_size < start + length:
-            raise CheckpointError(f"{path} is missing or was cut short: {name!r} lies at bytes {start} to {start + length}")
+            raise CheckpointError(
+                f"{path} is missing or was cut short: {name!r} lies at bytes {start} to"
+                f" {start + length}"
+            )
         return path, start, length
 
     def _read(self, name: str, offsets: tuple[int, ...] | None) -> Any:
@@ -164,7 +227,12 @@ def _fields_of_properties(record: Any) -> tuple[Any, ...]:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     """Return the numbers of a recorded torch.Size."""
-    if not isinstance(value, Record) or value.name != "torch.Size" or len(value.args) != 1 or not isinstance(value.args[0], tuple):
+    if (
+        not isinstance(value, Record)
+        or value.name != "torch.Size"
+        or len(value.args) != 1
+        or not isinstance(value.args[0], tuple)
+    ):
         raise ValueError("a shape is no torch.Size")
     return tuple(_whole(size) for size in value.args[0])
 
@@ -187,4 +255,8 @@ def _lists(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     inner = {key: _lists(item) for key, item in value.items()}
-    return [inner[key] for key in sorted(inner)] if inner and set(inner) == set(range(len(inner))) else inner
+    return (
+        [inner[key] for key in sorted(inner)]
+        if inner and set(inner) == set(range(len(inner)))
+        else inner
+    )

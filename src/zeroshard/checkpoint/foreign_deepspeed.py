@@ -1,17 +1,24 @@
-"""A checkpoint that DeepSpeed's ZeRO wrote, stages 1, 2 and 3: fp32 masters and the optimizer's state, by the names of the parameters.
+"""A checkpoint that DeepSpeed's ZeRO wrote, stages 1, 2 and 3: fp32 masters and the optimizer's
+state, by the names of the parameters.
 
     DIR/latest                                              the name of the newest tag
-    DIR/global_step10/mp_rank_00_model_states.pt            names, shapes, buffers, frozen weights (stages 1, 2)
-    DIR/global_step10/zero_pp_rank_R_mp_rank_00_*.pt        the same (stage 3) and the optimizer of rank R; "bf16_" may stand before it
+    DIR/global_step10/mp_rank_00_model_states.pt            names, shapes, buffers, frozen weights
+                                                            (stages 1, 2)
+    DIR/global_step10/zero_pp_rank_R_mp_rank_00_*.pt        the same (stage 3) and the optimizer of
+                                                            rank R; "bf16_" may stand before it
 
-Each rank has one flat tensor per group and kind (master, exp_avg, ...). In stages 1 and 2 the ranks' tensors, one after another, are all parameters of
-the group, one after another:       | a a a b b b b c | c c d d d . . . |       "." is padding
+Each rank has one flat tensor per group and kind (master, exp_avg, ...). In stages 1 and 2 the
+ranks' tensors, one after another, are all parameters of the group, one after another ("." is
+padding):
+                                                         | a a a b b b b c | c c d d d . . . |
 In stage 3 each rank has a slice of each parameter:      | a a b b c d d | a . b b c d . |
 
-Every slice becomes a piece of ours, a view of the mapped file: nothing is put together in memory. The files are opened with ``weights_only=True`` and four
-of DeepSpeed's classes, which inert stand-ins replace. Sources: stage_1_and_2.py, stage3.py, utils/zero_to_fp32.py of DeepSpeed 0.19.
+Every slice becomes a piece of ours, a view of the mapped file: nothing is put together in memory.
+The files are opened with ``weights_only=True`` and four of DeepSpeed's classes, which inert
+stand-ins replace. Sources: stage_1_and_2.py, stage3.py, utils/zero_to_fp32.py of DeepSpeed 0.19.
 
-What it does not read: tensor or pipeline parallel, mixture-of-experts and "universal" checkpoints; it says so.
+What it does not read: tensor or pipeline parallel, mixture-of-experts and "universal" checkpoints;
+it says so.
 """
 
 from __future__ import annotations
@@ -32,7 +39,9 @@ from zeroshard.errors import CheckpointError, ConfigError
 
 __all__ = ["read_deepspeed"]
 
-_RANK_FILE = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
+_RANK_FILE = re.compile(
+    r"(?:bf16_|fp16_)?(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt"
+)
 _TAG = re.compile(r"[\w.-]+")
 
 
@@ -53,11 +62,16 @@ _CLASSES = (
     (_Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (_StandIn, "deepspeed.utils.tensor_fragment.fragment_address"),
 )
-_ENUMS = {_Stage: {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}}
+_ENUMS = {
+    _Stage: {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
+}
+
 
 @dataclass(frozen=True)
 class _Slice:
-    """Elements of a parameter from `start` on, and where they lie: in group `group` of `rank`, from element `at` on."""
+    """Elements of a parameter from `start` on, and where they lie: in group `group` of `rank`,
+    from element `at` on.
+    """
 
     rank: int
     group: int
@@ -81,43 +95,66 @@ def read_deepspeed(source: Path, intake: Intake) -> None:
     try:
         _take(directory, [_load(path) for path in models], [_load(path) for path in optims], intake)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as odd:
-        raise CheckpointError(f"{directory} is not as DeepSpeed writes it: {type(odd).__name__}: {odd}") from None
+        raise CheckpointError(
+            f"{directory} is not as DeepSpeed writes it: {type(odd).__name__}: {odd}"
+        ) from None
 
 
 def _tag(source: Path, intake: Intake) -> Path:
     if any(source.glob("*_model_states.pt")):
         return source
-    numbered = {int(path.name.removeprefix("global_step")): path for path in source.glob("global_step*") if path.name[11:].isdecimal()}
+    numbered = {
+        int(path.name.removeprefix("global_step")): path
+        for path in source.glob("global_step*")
+        if path.name[11:].isdecimal()
+    }
     latest = (source / "latest").read_text()[:200].strip() if (source / "latest").is_file() else ""
     if _TAG.fullmatch(latest) and latest not in (".", "..") and (source / latest).is_dir():
         return source / latest
     if not numbered:
-        raise CheckpointError(f"{source} holds no DeepSpeed checkpoint: its file 'latest' names {latest!r}, and there is no global_step*")
+        raise CheckpointError(
+            f"{source} holds no DeepSpeed checkpoint: its file 'latest' names {latest!r}, and there"
+            " is no global_step*"
+        )
     newest = numbered[max(numbered)]
-    intake.notes.append(f"{newest.name} is taken: the file 'latest' does not name a directory that is there")
+    intake.notes.append(
+        f"{newest.name} is taken: the file 'latest' does not name a directory that is there"
+    )
     return newest
 
 
 def _files(directory: Path) -> tuple[list[Path], list[Path]]:
-    """Return the files of model states and of optimizer states, by rank. Raises ConfigError for what has another structure."""
+    """Return the files of model states and of optimizer states, by rank. Raises ConfigError for
+    what has another structure.
+    """
     found: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
     for path in sorted(directory.iterdir()):
         match = _RANK_FILE.fullmatch(path.name)
         if match is None and path.suffix == ".pt":
-            raise ConfigError(f"{path} belongs to a pipeline or a mixture of experts, which is not imported")
+            raise ConfigError(
+                f"{path} belongs to a pipeline or a mixture of experts, which is not imported"
+            )
         if match is not None and int(match[2]):
-            raise ConfigError(f"{path} is of tensor parallel rank {int(match[2])}; such checkpoints are not imported")
+            raise ConfigError(
+                f"{path} is of tensor parallel rank {int(match[2])}; such checkpoints are not"
+                " imported"
+            )
         if match is not None:
             found[match[3]][int(match[1] or 0)] = path
     if (directory / "zero").is_dir():
-        raise ConfigError(f"{directory} is a universal checkpoint, which is not imported: import the one it was made from")
+        raise ConfigError(
+            f"{directory} is a universal checkpoint, which is not imported: import the one it was"
+            " made from"
+        )
     for files in found.values():
         lacking = sorted(set(range(len(files))) - files.keys())
         if lacking:
             raise CheckpointError(f"{directory} lacks the files of rank {lacking[0]}")
     if not found["model"]:
         raise CheckpointError(f"{directory} lacks a file of model states")
-    return [found["model"][rank] for rank in sorted(found["model"])], [found["optim"][rank] for rank in sorted(found["optim"])]
+    return [found["model"][rank] for rank in sorted(found["model"])], [
+        found["optim"][rank] for rank in sorted(found["optim"])
+    ]
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -127,24 +164,44 @@ def _load(path: Path) -> dict[str, Any]:
     return content
 
 
-def _take(directory: Path, models: Sequence[Mapping[str, Any]], optims: Sequence[Mapping[str, Any]], intake: Intake) -> None:
+def _take(
+    directory: Path,
+    models: Sequence[Mapping[str, Any]],
+    optims: Sequence[Mapping[str, Any]],
+    intake: Intake,
+) -> None:
     first = models[0]
     if first.get("mp_world_size", 1) > 1:
-        raise ConfigError(f"{directory} is tensor parallel over {first['mp_world_size']} ranks; such checkpoints are not imported")
+        raise ConfigError(
+            f"{directory} is tensor parallel over {first['mp_world_size']} ranks; such checkpoints"
+            " are not imported"
+        )
     intake.step = int(first.get("global_steps") or 0)
     aliases: dict[str, list[str]] = {}
     for alias, name in (first.get("shared_params") or {}).items():
         aliases.setdefault(name, []).append(alias)
-    shapes = [{name: tuple(shape) for name, shape in group.items()} for group in first.get("param_shapes") or ()] if optims else []
+    shapes = (
+        [
+            {name: tuple(shape) for name, shape in group.items()}
+            for group in first.get("param_shapes") or ()
+        ]
+        if optims
+        else []
+    )
     for group in shapes:
         for name, shape in group.items():
             intake.parameter(name, shape, aliases=aliases.get(name, ()))
     tied = {alias for others in aliases.values() for alias in others}
     _take_untrained(directory, models, intake, tied, aliases, trained=not optims)
     if not optims:
-        intake.notes.append("the weights are the model's own, and there is no optimizer's state: ZeRO has left no *_optim_states.pt")
+        intake.notes.append(
+            "the weights are the model's own, and there is no optimizer's state: ZeRO has left no"
+            " *_optim_states.pt"
+        )
         return
-    _take_trained(directory, [content["optimizer_state_dict"] for content in optims], shapes, intake)
+    _take_trained(
+        directory, [content["optimizer_state_dict"] for content in optims], shapes, intake
+    )
     _take_numbers(first, optims[0], shapes, intake)
 
 
@@ -157,10 +214,16 @@ def _take_untrained(
     *,
     trained: bool,
 ) -> None:
-    """Take buffers and frozen weights: whole in the first file, or (stage 3) frozen ones as a slice in each."""
+    """Take buffers and frozen weights: whole in the first file, or (stage 3) frozen ones as a
+    slice in each.
+    """
     first = models[0]
     buffers = set(first["buffer_names"] or ())
-    declared = {name: tuple(shape) for group in first.get("param_shapes") or () for name, shape in group.items()}
+    declared = {
+        name: tuple(shape)
+        for group in first.get("param_shapes") or ()
+        for name, shape in group.items()
+    }
     frozen = first.get("frozen_param_shapes") or {} if first.get("frozen_param_fragments") else {}
     for name, shape in frozen.items():
         intake.parameter(name, shape, trained=False, aliases=aliases.get(name, ()))
@@ -170,18 +233,27 @@ def _take_untrained(
             intake.piece(name, VALUE, position, part)
             position += part.numel()
         if position != numel:
-            raise CheckpointError(f"{directory} holds {position} of the {numel} elements of frozen parameter {name!r}")
+            raise CheckpointError(
+                f"{directory} holds {position} of the {numel} elements of frozen parameter {name!r}"
+            )
     for name, tensor in first["module"].items():
         if name in intake.parameters or name in tied:
             continue
         if name in buffers:
             intake.buffer(name, tensor)
         elif not isinstance(tensor, torch.Tensor):
-            intake.notes.append(f"{name!r} is not taken: it is a {type(tensor).__name__}, not a tensor")
+            intake.notes.append(
+                f"{name!r} is not taken: it is a {type(tensor).__name__}, not a tensor"
+            )
         elif name in declared and tuple(tensor.shape) != declared[name]:
-            raise CheckpointError(f"{directory} lacks the files *_optim_states.pt, in which parameter {name!r} lies")
+            raise CheckpointError(
+                f"{directory} lacks the files *_optim_states.pt, in which parameter {name!r} lies"
+            )
         elif not tensor.numel():
-            intake.notes.append(f"{name!r} is not taken: DeepSpeed saved nothing of it (its optimizer does not have it)")
+            intake.notes.append(
+                f"{name!r} is not taken: DeepSpeed saved nothing of it (its optimizer does not"
+                " have it)"
+            )
         else:
             intake.parameter(name, tensor.shape, trained=trained, aliases=aliases.get(name, ()))
             intake.piece(name, VALUE, 0, tensor)
@@ -190,14 +262,25 @@ def _take_untrained(
 # ------------------------------------------------------------------ what ZeRO has cut
 
 
-def _take_trained(directory: Path, optims: Sequence[Mapping[str, Any]], shapes: list[dict[str, tuple[int, ...]]], intake: Intake) -> None:
+def _take_trained(
+    directory: Path,
+    optims: Sequence[Mapping[str, Any]],
+    shapes: list[dict[str, tuple[int, ...]]],
+    intake: Intake,
+) -> None:
     stage = _stage(optims[0]["zero_stage"])
     count = optims[0]["partition_count"]
     world = max(count) if isinstance(count, list) else int(count)
     if world != len(optims):
-        raise CheckpointError(f"{directory} holds the optimizer files of {len(optims)} ranks, and {world} wrote it")
+        raise CheckpointError(
+            f"{directory} holds the optimizer files of {len(optims)} ranks, and {world} wrote it"
+        )
     ranks = [_rank(optim, stage) for optim in optims]
-    slices = _cut_parameters(directory, ranks, shapes) if stage == 3 else _cut_groups(directory, ranks, shapes, optims[0])
+    slices = (
+        _cut_parameters(directory, ranks, shapes)
+        if stage == 3
+        else _cut_groups(directory, ranks, shapes, optims[0])
+    )
     for name, cut in slices:
         tensors = {VALUE: ranks[cut.rank].masters[cut.group]} | {
             f"{STATE}{key}": value
@@ -207,7 +290,9 @@ def _take_trained(directory: Path, optims: Sequence[Mapping[str, Any]], shapes: 
         for kind, flat in tensors.items():
             part = flat.reshape(-1)[cut.at : cut.at + cut.count]
             if part.numel() != cut.count:
-                raise CheckpointError(f"{directory}: rank {cut.rank} lacks elements of {kind} of parameter {name!r}")
+                raise CheckpointError(
+                    f"{directory}: rank {cut.rank} lacks elements of {kind} of parameter {name!r}"
+                )
             intake.piece(name, kind, cut.start, part)
 
 
@@ -219,19 +304,26 @@ def _stage(value: Any) -> int:
 
 
 def _rank(optim: Mapping[str, Any], stage: int) -> _Rank:
-    masters = list(optim["fp32_flat_groups"] if stage == 3 else optim["single_partition_of_fp32_groups"])
+    masters = list(
+        optim["fp32_flat_groups"] if stage == 3 else optim["single_partition_of_fp32_groups"]
+    )
     base = optim["optimizer_state_dict"] if stage == 3 else optim["base_optimizer_state"]
-    states = base["state"] if isinstance(base, dict) else dict(enumerate(base))  # a list where "elastic_checkpoint" was on
+    # a list where "elastic_checkpoint" was on
+    states = base["state"] if isinstance(base, dict) else dict(enumerate(base))
     return _Rank(masters, [dict(states.get(group) or {}) for group in range(len(masters))])
 
 
 def _cut_groups(
-    directory: Path, ranks: list[_Rank], shapes: list[dict[str, tuple[int, ...]]], optim: Mapping[str, Any]
+    directory: Path,
+    ranks: list[_Rank],
+    shapes: list[dict[str, tuple[int, ...]]],
+    optim: Mapping[str, Any],
 ) -> Iterator[tuple[str, _Slice]]:
     """Yield where the parameters lie in stages 1 and 2."""
     paddings = optim.get("param_alignment_paddings")
     for group, parameters in enumerate(shapes):
-        size = ranks[0].masters[group].numel()  # of each rank's share; only the last one's has lost its padding
+        # of each rank's share; only the last one's has lost its padding
+        size = ranks[0].masters[group].numel()
         position = 0
         for number, (name, shape) in enumerate(parameters.items()):
             stop = position + prod(shape)
@@ -242,10 +334,15 @@ def _cut_groups(
             position = stop + (int(paddings[group][number]) if paddings else 0)
         align = 2 * len(ranks)  # DeepSpeed's own check: the sizes agree, but for padding
         if -(-position // align) != -(-size * len(ranks) // align):
-            raise CheckpointError(f"{directory}: group {group} has {size * len(ranks)} elements, and its parameters {position}")
+            raise CheckpointError(
+                f"{directory}: group {group} has {size * len(ranks)} elements, and its parameters"
+                f" {position}"
+            )
 
 
-def _cut_parameters(directory: Path, ranks: list[_Rank], shapes: list[dict[str, tuple[int, ...]]]) -> Iterator[tuple[str, _Slice]]:
+def _cut_parameters(
+    directory: Path, ranks: list[_Rank], shapes: list[dict[str, tuple[int, ...]]]
+) -> Iterator[tuple[str, _Slice]]:
     """Yield where the parameters lie in stage 3: the groups of a rank are one row of slices."""
     sizes = [tensor.numel() for tensor in ranks[0].masters]
     position = 0
@@ -260,11 +357,16 @@ def _cut_parameters(directory: Path, ranks: list[_Rank], shapes: list[dict[str, 
                     start += count
             position += share
     if position != sum(sizes):
-        raise CheckpointError(f"{directory}: each rank has {sum(sizes)} elements, and its share of the parameters is {position}")
+        raise CheckpointError(
+            f"{directory}: each rank has {sum(sizes)} elements, and its share of the parameters is"
+            f" {position}"
+        )
 
 
 def _spans(sizes: Sequence[int], position: int, count: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (group, first, count) for `count` elements from `position` on of groups that lie one after another."""
+    """Yield (group, first, count) for `count` elements from `position` on of groups that lie one
+    after another.
+    """
     begin = 0
     for group, size in enumerate(sizes):
         low, high = max(position, begin), min(position + count, begin + size)
@@ -276,34 +378,80 @@ def _spans(sizes: Sequence[int], position: int, count: int) -> Iterator[tuple[in
 # ------------------------------------------------------------------ the optimizer's numbers
 
 
-def _take_numbers(model: Mapping[str, Any], optim: Mapping[str, Any], shapes: list[dict[str, tuple[int, ...]]], intake: Intake) -> None:
+def _take_numbers(
+    model: Mapping[str, Any],
+    optim: Mapping[str, Any],
+    shapes: list[dict[str, tuple[int, ...]]],
+    intake: Intake,
+) -> None:
     """Take class, param groups and numbers of steps."""
     held = optim["optimizer_state_dict"]
-    base = held.get("optimizer_state_dict") if "fp32_flat_groups" in held else held["base_optimizer_state"]
+    base = (
+        held.get("optimizer_state_dict")
+        if "fp32_flat_groups" in held
+        else held["base_optimizer_state"]
+    )
     rank = _rank(held, _stage(held["zero_stage"]))
-    keys = {key for state in rank.states for key, value in state.items() if isinstance(value, torch.Tensor)}
-    groups = base["param_groups"] if isinstance(base, dict) else [{"params": [number]} for number in range(len(shapes))]
+    keys = {
+        key
+        for state in rank.states
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+    groups = (
+        base["param_groups"]
+        if isinstance(base, dict)
+        else [{"params": [number]} for number in range(len(shapes))]
+    )
     config = (optim.get("ds_config") or model.get("ds_config") or {}).get("optimizer") or {}
     name = intake.optimizer_name or _class(config, groups, keys)
     if name is None:
-        intake.notes.append(f"the optimizer's class is not known from its state ({', '.join(sorted(keys))}): --optimizer says it")
+        intake.notes.append(
+            f"the optimizer's class is not known from its state ({', '.join(sorted(keys))}):"
+            " --optimizer says it"
+        )
     steps = int(model.get("global_steps") or 0) - int(model.get("skipped_steps") or 0)
     scalars: dict[str, dict[str, Any]] = {}
     for number, (parameters, state) in enumerate(zip(shapes, rank.states, strict=True)):
-        numbers = {key: value for key, value in state.items() if key != "step" and not (isinstance(value, torch.Tensor) and value.dim())}
-        options: Mapping[str, Any] = next((group for group in groups if number in group["params"]), {})
-        if {"exp_avg", "exp_avg_sq"} <= state.keys():  # torch's Adam wants the number of steps as a tensor
-            found = state.get("step") or held.get("base_optimizer_state_step") or options.get("step") or steps
+        numbers = {
+            key: value
+            for key, value in state.items()
+            if key != "step" and not (isinstance(value, torch.Tensor) and value.dim())
+        }
+        options: Mapping[str, Any] = next(
+            (group for group in groups if number in group["params"]), {}
+        )
+        # torch's Adam wants the number of steps as a tensor
+        if {"exp_avg", "exp_avg_sq"} <= state.keys():
+            found = (
+                state.get("step")
+                or held.get("base_optimizer_state_step")
+                or options.get("step")
+                or steps
+            )
             numbers["step"] = torch.tensor(float(found), dtype=torch.float32)
         scalars |= dict.fromkeys(parameters, numbers)
-    named = [{**group, "params": [one for number in group["params"] for one in shapes[number]]} for group in groups]
+    named = [
+        {**group, "params": [one for number in group["params"] for one in shapes[number]]}
+        for group in groups
+    ]
     intake.optimizer_numbers(name or "unknown", named, scalars)
 
 
-def _class(config: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], keys: set[str]) -> str | None:
-    """Return the optimizer's class in torch's terms. DeepSpeed's own "Adam" is AdamW unless ``adam_w_mode`` is off."""
+def _class(
+    config: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], keys: set[str]
+) -> str | None:
+    """Return the optimizer's class in torch's terms. DeepSpeed's own "Adam" is AdamW unless
+    ``adam_w_mode`` is off.
+    """
     kind = str(config.get("type", "")).lower()
     if kind == "adam" and not (config.get("params") or {}).get("adam_w_mode", True):
         return "Adam"
     known = optimizer_class(groups, keys)
-    return known or {"adam": "AdamW", "adamw": "AdamW", "sgd": "SGD", "lion": "Lion", "adagrad": "Adagrad"}.get(kind)
+    return known or {
+        "adam": "AdamW",
+        "adamw": "AdamW",
+        "sgd": "SGD",
+        "lion": "Lion",
+        "adagrad": "Adagrad",
+    }.get(kind)

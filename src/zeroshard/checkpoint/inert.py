@@ -1,11 +1,15 @@
-"""Pickles that others wrote, read as data: torch files through torch's own restricted reader, the rest by a machine that calls nothing.
+"""Pickles that others wrote, read as data: torch files through torch's own restricted reader,
+the rest by a machine that calls nothing.
 
-A pickle is a program for a small stack machine. The machine here knows the instructions that make plain values; where the program asks for a class or
-a function, it gets the *name*, and where it asks to call one or to fill an object, a `Record` of what it would have done. A name that the
-caller does not expect ends the reading. Early Pythons 3.11 (3.11.2 of Debian 12) pickle a member of an enum as a call of ``builtins.getattr``: both readers
-take that call for the members of enums that the caller knows, and for nothing else.
+A pickle is a program for a small stack machine. The machine here knows the instructions that make
+plain values; where the program asks for a class or a function, it gets the *name*, and where it
+asks to call one or to fill an object, a `Record` of what it would have done. A name that the caller
+does not expect ends the reading. Early Pythons 3.11 (3.11.2 of Debian 12) pickle a member of an
+enum as a call of ``builtins.getattr``: both readers take that call for the members of enums that
+the caller knows, and for nothing else.
 
-Invariant: no code runs that a pickle chose. Cost: a few microseconds per instruction; torch files are mapped.
+Invariant: no code runs that a pickle chose. Cost: a few microseconds per instruction; torch files
+are mapped.
 """
 
 from __future__ import annotations
@@ -44,7 +48,19 @@ class Record:
 
 _MARK = object()
 _VALUES = (  # they push their argument
-    *("BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4", "BINFLOAT", "BINBYTES", "BINBYTES8", "SHORT_BINBYTES"),
+    *(
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "INT",
+        "LONG",
+        "LONG1",
+        "LONG4",
+        "BINFLOAT",
+        "BINBYTES",
+        "BINBYTES8",
+        "SHORT_BINBYTES",
+    ),
     *("BINUNICODE", "BINUNICODE8", "SHORT_BINUNICODE"),
 )
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
@@ -53,10 +69,16 @@ _GETATTR = "builtins.getattr"
 _GETATTR_OF_OLD = "__builtin__.getattr"  # in pickles of protocol 2
 
 
-def read_inert(data: bytes, allowed: Container[str], where: str, enums: Mapping[str, Mapping[str, int]] | None = None) -> Any:
+def read_inert(
+    data: bytes,
+    allowed: Container[str],
+    where: str,
+    enums: Mapping[str, Mapping[str, int]] | None = None,
+) -> Any:
     """Return the value of a pickle; `where` names the pickle in errors. Raises CheckpointError.
 
-    `allowed` are the full names that may occur; `enums` are, by the full name of each enum among them, its members' values by name.
+    `allowed` are the full names that may occur; `enums` are, by the full name of each enum among
+    them, its members' values by name.
     """
     machine = _Machine(allowed, where, enums or {})
     try:
@@ -70,7 +92,9 @@ def read_inert(data: bytes, allowed: Container[str], where: str, enums: Mapping[
 
 
 class _Machine:
-    def __init__(self, allowed: Container[str], where: str, enums: Mapping[str, Mapping[str, int]]) -> None:
+    def __init__(
+        self, allowed: Container[str], where: str, enums: Mapping[str, Mapping[str, int]]
+    ) -> None:
         self.stack: list[Any] = []
         self._allowed = allowed
         self._enums = enums
@@ -96,8 +120,14 @@ class _Machine:
             "NEWOBJ": lambda argument: self._call(),
             "BUILD": lambda argument: self._build(self.stack.pop()),
             "MEMOIZE": lambda argument: self._memo.__setitem__(len(self._memo), self.stack[-1]),
-            **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), lambda argument: self._memo.__setitem__(argument, self.stack[-1])),
-            **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda argument: self.stack.append(self._memo[argument])),
+            **dict.fromkeys(
+                ("PUT", "BINPUT", "LONG_BINPUT"),
+                lambda argument: self._memo.__setitem__(argument, self.stack[-1]),
+            ),
+            **dict.fromkeys(
+                ("GET", "BINGET", "LONG_BINGET"),
+                lambda argument: self.stack.append(self._memo[argument]),
+            ),
         }
 
     def run(self, instruction: str, argument: Any) -> None:
@@ -108,7 +138,10 @@ class _Machine:
         elif instruction in self._rest:
             self._rest[instruction](argument)
         elif instruction not in _NOTHING:
-            raise CheckpointError(f"{self._where} holds the pickle instruction {instruction}, which is not for data: refused")
+            raise CheckpointError(
+                f"{self._where} holds the pickle instruction {instruction}, which is not for data:"
+                " refused"
+            )
 
     def _marked(self) -> list[Any]:
         """Take what lies above the last mark, and the mark."""
@@ -141,7 +174,10 @@ class _Machine:
         if full in (_GETATTR, _GETATTR_OF_OLD) and self._enums:
             full = _GETATTR
         elif full not in self._allowed:
-            raise CheckpointError(f"{self._where} asks for {full}, which has no place in it: refused, and nothing of it was run")
+            raise CheckpointError(
+                f"{self._where} asks for {full}, which has no place in it: refused, and nothing of"
+                " it was run"
+            )
         self.stack.append(Name(full))
 
     def _call(self) -> None:
@@ -153,9 +189,14 @@ class _Machine:
     def _member(self, args: tuple[Any, ...]) -> Record:
         """Return the record of an enum's member, as a call of the enum would be recorded."""
         owner, name = (*args, None, None)[:2]
-        known = self._enums.get(owner.name, {}) if isinstance(owner, Name) and len(args) == 2 else {}
+        known = (
+            self._enums.get(owner.name, {}) if isinstance(owner, Name) and len(args) == 2 else {}
+        )
         if not isinstance(name, str) or name not in known:
-            raise CheckpointError(f"{self._where} asks for {_attribute(args)}, which is no enum's member known here: refused, and nothing of it was run")
+            raise CheckpointError(
+                f"{self._where} asks for {_attribute(args)}, which is no enum's member known here:"
+                " refused, and nothing of it was run"
+            )
         return Record(owner.name, (known[name],))
 
     def _build(self, state: Any) -> None:
@@ -166,7 +207,11 @@ class _Machine:
 
 def _attribute(args: tuple[Any, ...]) -> str:
     """Return words for what a call of ``getattr`` asks for."""
-    return f"attribute {brief(args[1])} of {brief(args[0])}" if len(args) == 2 else f"getattr with {len(args)} arguments"
+    return (
+        f"attribute {brief(args[1])} of {brief(args[0])}"
+        if len(args) == 2
+        else f"getattr with {len(args)} arguments"
+    )
 
 
 # ------------------------------------------------------------------ torch
@@ -180,10 +225,12 @@ def load_tensors(
 ) -> Any:
     """Return what a torch file holds; where it is a path, its tensors are mapped, not read.
 
-    `where` names it in errors; `classes` are stand-ins for further classes, each with the full name of what it stands for; `enums` are, by the
-    stand-in of each enum among them, its members' values by name.
+    `where` names it in errors; `classes` are stand-ins for further classes, each with the full name
+    of what it stands for; `enums` are, by the stand-in of each enum among them, its members' values
+    by name.
 
-    Raises CheckpointError for a file that is damaged, or that asks for anything but tensors and plain values.
+    Raises CheckpointError for a file that is damaged, or that asks for anything but tensors and
+    plain values.
     """
     mapped = isinstance(source, Path) and zipfile.is_zipfile(source)
 
@@ -192,7 +239,9 @@ def load_tensors(
         owner, name = (*args, None, None)[:2]
         known = enums.get(owner, {}) if enums and isinstance(owner, type) and len(args) == 2 else {}
         if not isinstance(name, str) or name not in known:
-            raise ValueError(f"it asks for {_attribute(args)}, which is no enum's member known here")
+            raise ValueError(
+                f"it asks for {_attribute(args)}, which is no enum's member known here"
+            )
         return owner(known[name])
 
     stand_ins: list[Any] = [*classes, (member, _GETATTR)] if enums else list(classes)
@@ -202,7 +251,9 @@ def load_tensors(
     except OSError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{where} is refused, and nothing of it was run: {_reason(error)}") from None
+        raise CheckpointError(
+            f"{where} is refused, and nothing of it was run: {_reason(error)}"
+        ) from None
 
 
 def _reason(error: Exception) -> str:
@@ -211,4 +262,6 @@ def _reason(error: Exception) -> str:
     asked = re.search(r"\bGLOBAL (\S+)", text)
     if asked is not None:
         return f"it asks for {asked[1]}, which has no place in it"
-    return text[max(text.find("WeightsUnpickler error:"), 0) :].split(". ")[0] or type(error).__name__
+    return (
+        text[max(text.find("WeightsUnpickler error:"), 0) :].split(". ")[0] or type(error).__name__
+    )

@@ -1,10 +1,13 @@
 """``zeroshard.load``: from any layout into any other, each rank the bytes of its own pieces.
 
-    choose a step (rank 0 says which) . compare parameters . read and verify everything needed . agree . write
+    choose a step (rank 0 says which) . compare parameters . read and verify everything needed .
+    agree . write
 
-Invariant: nothing of the engine, the optimizer or the states has changed when it raises. Cost: the file's bytes of this rank's pieces, plus at most a
-chunk at either end of each; for a moment memory for the state a second time, but for what rests on disk: that is read twice, a piece at a time, first to be
-verified. A tier that fails while it is written to (StorageError on every rank) leaves an engine that refuses to go on until a load has succeeded.
+Invariant: nothing of the engine, the optimizer or the states has changed when it raises. Cost: the
+file's bytes of this rank's pieces, plus at most a chunk at either end of each; for a moment memory
+for the state a second time, but for what rests on disk: that is read twice, a piece at a time,
+first to be verified. A tier that fails while it is written to (StorageError on every rank) leaves
+an engine that refuses to go on until a load has succeeded.
 """
 
 from __future__ import annotations
@@ -34,7 +37,13 @@ from zeroshard.checkpoint.pieces import (
 )
 from zeroshard.checkpoint.save import settle
 from zeroshard.checkpoint.shards import DTYPES, OpenShards
-from zeroshard.checkpoint.steps import MANIFEST, check_files, list_steps, read_manifest, remember_steps
+from zeroshard.checkpoint.steps import (
+    MANIFEST,
+    check_files,
+    list_steps,
+    read_manifest,
+    remember_steps,
+)
 from zeroshard.checkpoint.values import decode
 from zeroshard.core.placement import Tier
 from zeroshard.errors import CheckpointError, ConfigError, StorageError
@@ -57,7 +66,8 @@ class Restored:
     step: int
     path: Path
     extra: Any = None
-    skipped: list[str] = field(default_factory=list)  # what is in the checkpoint and was not taken, or not in it and was left as it is
+    # what is in the checkpoint and was not taken, or not in it and was left as it is
+    skipped: list[str] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)  # newer steps that were passed over, and why
     bytes_read: int = 0  # on this rank
 
@@ -77,16 +87,21 @@ def load(
     fallback: Literal["previous"] | None = None,
     verify: bool = True,
 ) -> Restored:
-    """Read a checkpoint into `engine`: the newest one in `directory`, or that of `step`. Collective.
+    """Read a checkpoint into `engine`: the newest one in `directory`, or that of `step`.
+    Collective.
 
-    It may have been saved under any row, precision, number of ranks and unit cut. `states` are the objects that were saved under these names;
-    random generators and the loss scaler are taken over, too. What ranks held differently is taken where there are as many ranks as saved. Without `strict`
-    what does not fit (missing, unexpected and reshaped parameters, param groups, states) is left out and named in ``Restored.skipped``. With
-    ``fallback="previous"`` a damaged step is passed over for the one before it. `verify` off reads without comparing hashes.
+    It may have been saved under any row, precision, number of ranks and unit cut. `states` are the
+    objects that were saved under these names; random generators and the loss scaler are taken over,
+    too. What ranks held differently is taken where there are as many ranks as saved. Without
+    `strict` what does not fit (missing, unexpected and reshaped parameters, param groups, states)
+    is left out and named in ``Restored.skipped``. With ``fallback="previous"`` a damaged step is
+    passed over for the one before it. `verify` off reads without comparing hashes.
 
-    Raises CheckpointError on every rank; nothing has been changed then. (Where the ``load_state_dict()`` of one of `states` refuses, all of them are
-    put back to what their ``state_dict()`` gave before; one that does not take that either is named.) StorageError, where a tier of the engine
-    fails on any rank, says that the state is half loaded. A load also ends what a tier's failure has brought about: forwards and steps go on again, and bit for bit.
+    Raises CheckpointError on every rank; nothing has been changed then. (Where the
+    ``load_state_dict()`` of one of `states` refuses, all of them are put back to what their
+    ``state_dict()`` gave before; one that does not take that either is named.) StorageError, where
+    a tier of the engine fails on any rank, says that the state is half loaded. A load also ends
+    what a tier's failure has brought about: forwards and steps go on again, and bit for bit.
     """
     check_arguments(directory, engine, states)
     directory = Path(directory)
@@ -101,7 +116,11 @@ def load(
             if not candidates:
                 raise CheckpointError("; ".join([*damaged, str(error)])) from error
             if fallback is None:
-                more = "" if isinstance(error, _Misfit) else f". Step {candidates[-1]} is there, too: fallback='previous' takes it"
+                more = (
+                    ""
+                    if isinstance(error, _Misfit)
+                    else f". Step {candidates[-1]} is there, too: fallback='previous' takes it"
+                )
                 raise CheckpointError(f"{error}{more}") from error
             damaged.append(str(error))
             if engine.rank == 0:
@@ -112,7 +131,9 @@ def load(
 
 
 def _candidates(directory: Path, engine: Engine, step: int | None) -> list[int]:
-    """Return the steps to try, the first choice last; rank 0's answer, since another process may be pruning."""
+    """Return the steps to try, the first choice last; rank 0's answer, since another process may
+    be pruning.
+    """
     error, steps = None, []
     if engine.rank == 0:
         try:
@@ -129,34 +150,63 @@ def _candidates(directory: Path, engine: Engine, step: int | None) -> list[int]:
     return [number for number in steps if step is None or number <= step]
 
 
-def _load_step(directory: Path, step: int, engine: Engine, states: dict[str, Stateful], strict: bool, verify: bool) -> Restored:
+def _load_step(
+    directory: Path,
+    step: int,
+    engine: Engine,
+    states: dict[str, Stateful],
+    strict: bool,
+    verify: bool,
+) -> Restored:
     error: CheckpointError | None = None
     reading: _Reading | None = None
     with ExitStack() as stack:
         try:
             path = list_steps(directory).get(step)
             if path is None:
-                raise CheckpointError(f"{directory} holds no step {step} that this rank can see: is it on storage that all ranks share?")
+                raise CheckpointError(
+                    f"{directory} holds no step {step} that this rank can see: is it on storage"
+                    " that all ranks share?"
+                )
             reading = _Reading(path, engine, states, stack, verify=verify)
             if strict and reading.misfits:
-                raise _Misfit(f"{path} does not fit {type(engine.module).__name__}: {_some(reading.misfits)}; strict=False loads what fits")
+                raise _Misfit(
+                    f"{path} does not fit {type(engine.module).__name__}: {_some(reading.misfits)};"
+                    " strict=False loads what fits"
+                )
             if engine.is_lost and reading.misfits:
-                raise _Misfit(f"{path} would leave out {_some(reading.misfits)}, and what rests here is lost since a tier failed: load all of it")
+                raise _Misfit(
+                    f"{path} would leave out {_some(reading.misfits)}, and what rests here is lost"
+                    " since a tier failed: load all of it"
+                )
             reading.read()
         except CheckpointError as refused:
             error = refused
-        except Exception as odd:  # values that no save writes, a disk that fails, no memory: the other ranks must hear of it
-            error = CheckpointError(f"step {step} in {directory} cannot be read: {type(odd).__name__}: {odd}")
+        except Exception as odd:
+            # values that no save writes, a disk that fails, no memory: the other ranks must hear of
+            # it
+            error = CheckpointError(
+                f"step {step} in {directory} cannot be read: {type(odd).__name__}: {odd}"
+            )
         mine = b"" if reading is None else reading.text_hash.encode()
         settle(engine, error, "zs.load()")
         if len(set(engine.exchange(mine, "zs.load()"))) > 1:
-            raise CheckpointError(f"the ranks see different checkpoints under {directory}: is it on storage that all ranks share?")
+            raise CheckpointError(
+                f"the ranks see different checkpoints under {directory}: is it on storage that all"
+                " ranks share?"
+            )
         assert reading is not None
         reading.apply()
         if engine.rank == 0:
             with suppress(CheckpointError):
                 remember_steps(directory)  # what another job has written is known here now
-        return Restored(step, reading.path, reading.extra, reading.misfits + reading.skipped, bytes_read=reading.bytes_read())
+        return Restored(
+            step,
+            reading.path,
+            reading.extra,
+            reading.misfits + reading.skipped,
+            bytes_read=reading.bytes_read(),
+        )
 
 
 class _NoSuchStep(CheckpointError):
@@ -172,7 +222,15 @@ class _Misfit(CheckpointError):
 class _Reading:
     """One checkpoint on its way into one engine."""
 
-    def __init__(self, path: Path, engine: Engine, states: dict[str, Stateful], stack: ExitStack, *, verify: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        engine: Engine,
+        states: dict[str, Stateful],
+        stack: ExitStack,
+        *,
+        verify: bool,
+    ) -> None:
         self.path = path
         self.manifest: Manifest = read_manifest(path)
         self.text_hash = digest((path / MANIFEST).read_bytes())
@@ -186,10 +244,12 @@ class _Reading:
         self._trimmer, self._trimmed = engine.trimmer(), 0
         self._pieces = self.manifest.pieces()
         self._loose = self.manifest.loose()
-        self._copies: list[tuple[torch.Tensor | RestingPiece, Callable[[], torch.Tensor]]] = []  # (to, from): masters, weights, averages
+        # (to, from): masters, weights, averages
+        self._copies: list[tuple[torch.Tensor | RestingPiece, Callable[[], torch.Tensor]]] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._optimizer_states: dict[int, Callable[[], dict[str, Any]]] = {}  # by id of the piece
-        self._trials: dict[int, dict[str, Any]] = {}  # by id of the piece: the state that the optimizer would keep of it, of a few elements
+        # by id of the piece: the state that the optimizer would keep of it, of a few elements
+        self._trials: dict[int, dict[str, Any]] = {}
         self._values: dict[str, Any] = {}
         self._there = self._match()
         self._groups = self._match_groups()
@@ -198,60 +258,99 @@ class _Reading:
     # ------------------------------------------------------------------ what fits
 
     def _match(self) -> dict[int, str]:
-        """Return the name in the checkpoint of each parameter, by id; note what is missing, unexpected or of another shape."""
-        by_any_name = {alias: name for name, entry in self.manifest.parameters.items() for alias in (name, *entry.aliases)}
+        """Return the name in the checkpoint of each parameter, by id; note what is missing,
+        unexpected or of another shape.
+        """
+        by_any_name = {
+            alias: name
+            for name, entry in self.manifest.parameters.items()
+            for alias in (name, *entry.aliases)
+        }
         left = dict.fromkeys(self.manifest.parameters)
         found: dict[int, str] = {}
         parameters = dict(self._engine.module.named_parameters())
         for name, entry in parameters_of(self._engine).items():
-            there = next((by_any_name[alias] for alias in (name, *entry.aliases) if alias in by_any_name), None)
+            there = next(
+                (by_any_name[alias] for alias in (name, *entry.aliases) if alias in by_any_name),
+                None,
+            )
             if there is None:
                 self.misfits.append(f"parameter {name!r} is not in the checkpoint")
                 continue
             left.pop(there, None)
             shape = self.manifest.parameters[there].shape
             if shape != entry.shape:
-                self.misfits.append(f"parameter {name!r} is {list(shape)} in the checkpoint and {list(entry.shape)} in the model")
+                self.misfits.append(
+                    f"parameter {name!r} is {list(shape)} in the checkpoint and {list(entry.shape)}"
+                    " in the model"
+                )
                 continue
             found[id(parameters[name])] = there
-        buffers = buffers_of(self._engine)  # imported from a format that does not tell them from parameters
-        self.misfits += [f"parameter {other!r} of the checkpoint is not in the model" for other in left if other not in buffers]
+        # imported from a format that does not tell them from parameters
+        buffers = buffers_of(self._engine)
+        self.misfits += [
+            f"parameter {other!r} of the checkpoint is not in the model"
+            for other in left
+            if other not in buffers
+        ]
         return found
 
     def _match_groups(self) -> list[dict[str, Any]] | None:
-        """Return the saved options of each param group here, or None where there are none to take."""
+        """Return the saved options of each param group here, or None where there are none to
+        take.
+        """
         optimizer, saved = self._engine.optimizer, self.manifest.optimizer
         if optimizer is None or saved is None:
             if optimizer is not None:
-                self.misfits.append("the checkpoint has no optimizer state: it was saved without an optimizer")
+                self.misfits.append(
+                    "the checkpoint has no optimizer state: it was saved without an optimizer"
+                )
             elif saved is not None:
                 self.skipped.append("the optimizer's state: this engine has no optimizer")
             return None
         if saved["class"] != type(optimizer).__name__:
-            self.misfits.append(f"the optimizer was {saved['class']} and is {type(optimizer).__name__}")
+            self.misfits.append(
+                f"the optimizer was {saved['class']} and is {type(optimizer).__name__}"
+            )
             return None
-        mine = [sorted(self._there.get(id(parameter), "?") for parameter in group) for group in self._engine.param_groups()]
+        mine = [
+            sorted(self._there.get(id(parameter), "?") for parameter in group)
+            for group in self._engine.param_groups()
+        ]
         theirs = [sorted(group["params"]) for group in saved["groups"]]
         if mine != theirs and not self.misfits:
-            index = next(i for i, _ in enumerate([*mine, *theirs]) if i >= min(len(mine), len(theirs)) or mine[i] != theirs[i])
-            self.misfits.append(f"optimizer param group {index} holds other parameters here than in the checkpoint")
+            index = next(
+                i
+                for i, _ in enumerate([*mine, *theirs])
+                if i >= min(len(mine), len(theirs)) or mine[i] != theirs[i]
+            )
+            self.misfits.append(
+                f"optimizer param group {index} holds other parameters here than in the checkpoint"
+            )
         if mine != theirs:
             return None
-        return [{key: decode(value, self._fetch) for key, value in group["options"].items()} for group in saved["groups"]]
+        return [
+            {key: decode(value, self._fetch) for key, value in group["options"].items()}
+            for group in saved["groups"]
+        ]
 
     def _check_states(self) -> None:
         for name in self._states:
             if name not in self.manifest.states and not self._averages(name):
                 self.misfits.append(f"states[{name!r}] is not in the checkpoint")
-        averages = {kind for _, kind in self._pieces if kind != VALUE and not kind.startswith(STATE)}
+        averages = {
+            kind for _, kind in self._pieces if kind != VALUE and not kind.startswith(STATE)
+        }
         for name in sorted(averages | self.manifest.states.keys()):
             if name not in self._states and name not in (RNG, EXTRA, SCALER):
                 self.skipped.append(f"states[{name!r}]: not asked for")
 
     def _averages(self, name: str) -> bool:
-        return isinstance(self._states.get(name), EMA) and any(kind == name for _, kind in self._pieces)
+        return isinstance(self._states.get(name), EMA) and any(
+            kind == name for _, kind in self._pieces
+        )
 
-    # ------------------------------------------------------------------ reading, before anything changes
+    # ------------------------------------------------------------- reading, before anything changes
 
     def read(self) -> None:
         """Read and verify everything that this rank needs."""
@@ -266,27 +365,48 @@ class _Reading:
         try:
             self._engine.check_restored(self._values.get(SCALER, {}))
         except (ConfigError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{self.path}: the loss scaler does not take what was saved: {error}") from error
+            raise CheckpointError(
+                f"{self.path}: the loss scaler does not take what was saved: {error}"
+            ) from error
 
     def bytes_read(self) -> int:
         return self._shards.bytes_read
 
     def _read_pieces(self) -> None:
-        averages = {name: state for name, state in self._states.items() if isinstance(state, EMA) and self._averages(name)}
+        averages = {
+            name: state
+            for name, state in self._states.items()
+            if isinstance(state, EMA) and self._averages(name)
+        }
         for piece in self._engine.resting_pieces():
             name = self._there.get(id(piece.parameter))
             if name is None:
                 continue
             again = piece.shelf.slab is not None and piece.shelf.slab.tier is Tier.DISK
-            self._copies.append((piece, self._held(partial(self._range, name, VALUE, piece.stride, piece.start, piece.stop), again=again)))
+            self._copies.append(
+                (
+                    piece,
+                    self._held(
+                        partial(self._range, name, VALUE, piece.stride, piece.start, piece.stop),
+                        again=again,
+                    ),
+                )
+            )
             for kind, ema in averages.items():
                 if piece.master is not None:
                     number, span = piece.master
                     average = self._range(name, kind, piece.stride, piece.start, piece.stop)
-                    self._copies.append((ema.averages[number][span], self._held(partial(_itself, average), again=False)))
+                    self._copies.append(
+                        (
+                            ema.averages[number][span],
+                            self._held(partial(_itself, average), again=False),
+                        )
+                    )
 
     def _held(self, read: Callable[[], _T], *, again: bool) -> Callable[[], _T]:
-        """Read and verify now; return what gives the numbers later: those, or (`again`: they are too many to hold) reads them once more."""
+        """Read and verify now; return what gives the numbers later: those, or (`again`: they are
+        too many to hold) reads them once more.
+        """
         numbers = read()
         if not again:
             return partial(_itself, numbers)
@@ -305,15 +425,17 @@ class _Reading:
         optimizer, device = self._engine.optimizer, torch.device("cpu")
         assert optimizer is not None
         for index, (mine, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-            options = {key: value for key, value in mine.items() if key not in ("params", "param_names")} | saved
+            options = {
+                key: value for key, value in mine.items() if key not in ("params", "param_names")
+            } | saved
             device = next((piece.device for piece in mine["params"]), device)
             dtype = next((piece.dtype for piece in mine["params"]), torch.float32)
             try:
                 trial = state_after_trial(optimizer, options, dtype, device)
             except Exception as error:
                 raise CheckpointError(
-                    f"{self.path}: {type(optimizer).__name__} cannot step with the options of param group {index} there: "
-                    f"{type(error).__name__}: {error}"
+                    f"{self.path}: {type(optimizer).__name__} cannot step with the options of param"
+                    f" group {index} there: {type(error).__name__}: {error}"
                 ) from error
             self._trials.update({id(piece): trial for piece in mine["params"]})
 
@@ -332,25 +454,39 @@ class _Reading:
     def _state_of(self, name: str, owned: OwnedPiece, kinds: Iterable[str]) -> dict[str, Any]:
         """Return the optimizer's state of one piece."""
         assert self.manifest.optimizer is not None
-        state = {key: decode(value, self._fetch) for key, value in self.manifest.optimizer["scalars"].get(name, {}).items()}
+        state = {
+            key: decode(value, self._fetch)
+            for key, value in self.manifest.optimizer["scalars"].get(name, {}).items()
+        }
         for kind in kinds:
             tensor = self._range(name, kind, owned.stride, owned.piece.start, owned.piece.stop)
             state[kind.removeprefix(STATE)] = tensor.to(owned.tensor.device)
         try:
             return fitted_state(state, self._trials.get(id(owned.tensor), {}))
         except ValueError as error:
-            raise CheckpointError(f"{self.path}: the optimizer cannot go on from the state of parameter {name!r}: {error}") from error
+            raise CheckpointError(
+                f"{self.path}: the optimizer cannot go on from the state of parameter {name!r}:"
+                f" {error}"
+            ) from error
 
     def _read_buffers(self) -> None:
         rank = self._engine.rank if self._engine.world == self.manifest.world else 0
         for name, buffer in buffers_of(self._engine).items():
-            entry = self._loose.get(f"{BUFFER}{name}@{rank}") or self._loose.get(f"{BUFFER}{name}@0")
+            entry = self._loose.get(f"{BUFFER}{name}@{rank}") or self._loose.get(
+                f"{BUFFER}{name}@0"
+            )
             imported = self.manifest.parameters.get(name)
             if entry is None and imported is not None and imported.shape == tuple(buffer.shape):
-                self._buffers.append((buffer, self._span(name, VALUE, 0, imported.numel).view(imported.shape)))
+                self._buffers.append(
+                    (buffer, self._span(name, VALUE, 0, imported.numel).view(imported.shape))
+                )
                 continue
             if entry is None or entry.shape != tuple(buffer.shape):
-                self.skipped.append(f"buffer {name!r} is not in the checkpoint" if entry is None else f"buffer {name!r} has another shape there")
+                self.skipped.append(
+                    f"buffer {name!r} is not in the checkpoint"
+                    if entry is None
+                    else f"buffer {name!r} has another shape there"
+                )
                 continue
             self._buffers.append((buffer, self._whole(entry)))
 
@@ -361,7 +497,10 @@ class _Reading:
             if self._engine.world == self.manifest.world:
                 rank = self._engine.rank
             elif name != EXTRA:
-                self.skipped.append(f"states[{name!r}]: it differed between the {self.manifest.world} ranks that saved it")
+                self.skipped.append(
+                    f"states[{name!r}]: it differed between the {self.manifest.world} ranks that"
+                    " saved it"
+                )
                 return
         value = saved["same"] if "same" in saved else saved["ranks"][rank]
         self._values[name] = decode(value, lambda key: self._fetch(f"{key}@{rank}"))
@@ -372,18 +511,28 @@ class _Reading:
     def _whole(self, entry: TensorEntry) -> torch.Tensor:
         return self._shards.read(entry, 0, entry.numel).view(entry.shape)
 
-    def _range(self, name: str, kind: str, stride: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
-        """Return elements ``[start, stop)`` of one kind of a parameter, in the order of memory of `stride`."""
+    def _range(
+        self, name: str, kind: str, stride: tuple[int, ...], start: int, stop: int
+    ) -> torch.Tensor:
+        """Return elements ``[start, stop)`` of one kind of a parameter, in the order of memory
+        of `stride`.
+        """
         entry = self.manifest.parameters[name]
         if _order(entry.stride, entry.shape) == _order(stride, entry.shape):
             return self._span(name, kind, start, stop)
         there = self._span(name, kind, 0, entry.numel).as_strided(entry.shape, entry.stride)
-        return flatten(torch.empty_strided(entry.shape, stride, dtype=there.dtype).copy_(there))[start:stop]
+        return flatten(torch.empty_strided(entry.shape, stride, dtype=there.dtype).copy_(there))[
+            start:stop
+        ]
 
     def _span(self, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
         if start == stop:
             return torch.empty(0)
-        pieces = [piece for piece in self._pieces.get((name, kind), ()) if piece.start < stop and piece.stop > start]
+        pieces = [
+            piece
+            for piece in self._pieces.get((name, kind), ())
+            if piece.start < stop and piece.stop > start
+        ]
         if len(pieces) == 1 and pieces[0].start <= start and stop <= pieces[0].stop:
             return self._shards.read(pieces[0], start - pieces[0].start, stop - pieces[0].start)
         position = start
@@ -394,11 +543,15 @@ class _Reading:
                 break
             part = self._shards.read(piece, first - piece.start, last - piece.start)
             if out is None:
-                out = self._shards.pages.empty(stop - start, DTYPES[piece.dtype], torch.device("cpu"))
+                out = self._shards.pages.empty(
+                    stop - start, DTYPES[piece.dtype], torch.device("cpu")
+                )
             out[first - start : last - start] = part
             position = last
         if out is None or position != stop:
-            raise CheckpointError(f"{self.path} lacks elements {position} to {stop} of {kind} of parameter {name!r}")
+            raise CheckpointError(
+                f"{self.path} lacks elements {position} to {stop} of {kind} of parameter {name!r}"
+            )
         return out
 
     # ------------------------------------------------------------------ writing
@@ -427,10 +580,14 @@ class _Reading:
         self.extra = self._values.get(EXTRA)
 
     def _load_states(self) -> None:
-        """Load the user's states and the generators; put all of them back, on every rank, where one of them refuses on any rank. Collective."""
+        """Load the user's states and the generators; put all of them back, on every rank, where
+        one of them refuses on any rank. Collective.
+        """
         error: CheckpointError | None = None
         numbers = generators()
-        before = {name: _state_before(self._states[name]) for name in self._values if name in self._states}
+        before = {
+            name: _state_before(self._states[name]) for name in self._values if name in self._states
+        }
         loaded: list[str] = []
         try:
             for name, value in self._values.items():
@@ -440,17 +597,29 @@ class _Reading:
                 elif name == RNG:
                     restore_generators(value)
         except Exception as refused:
-            error = CheckpointError(f"states[{name!r}] does not take what was saved: {type(refused).__name__}: {refused}")
+            error = CheckpointError(
+                f"states[{name!r}] does not take what was saved: {type(refused).__name__}:"
+                f" {refused}"
+            )
         try:
             settle(self._engine, error, "zs.load()")
         except CheckpointError as told:
-            stuck = [name for name in loaded if name in before and not _put_back(self._states[name], before[name])]
+            stuck = [
+                name
+                for name in loaded
+                if name in before and not _put_back(self._states[name], before[name])
+            ]
             restore_generators(numbers)
             if stuck:
-                raise CheckpointError(f"{told}; {', '.join(f'states[{name!r}]' for name in stuck)} could not be put back, the rest is as it was") from error
+                raise CheckpointError(
+                    f"{told}; {', '.join(f'states[{name!r}]' for name in stuck)} could not be put"
+                    " back, the rest is as it was"
+                ) from error
             raise
 
-    def _apply_optimizer(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    def _apply_optimizer(
+        self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
+    ) -> None:
         def take_over(owned: OwnedPiece) -> None:
             if id(owned) not in self._optimizer_states:
                 return
@@ -468,7 +637,9 @@ class _Reading:
 
 @contextmanager
 def _too_late() -> Iterator[None]:
-    """Turn what goes wrong when a piece is read again into what it is by now: the loss of what rests."""
+    """Turn what goes wrong when a piece is read again into what it is by now: the loss of what
+    rests.
+    """
     try:
         yield
     except CheckpointError as error:
@@ -506,5 +677,3 @@ def _order(stride: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
 def _some(items: list[str]) -> str:
     more = f" (and {len(items) - 3} more)" if len(items) > 3 else ""
     return "; ".join(items[:3]) + more
-
-

@@ -1,8 +1,11 @@
-"""The manifest of a checkpoint: what is stored where, and the hash of every byte. Pure data; docs/checkpoint-format.md is its description.
+"""The manifest of a checkpoint: what is stored where, and the hash of every byte. Pure data;
+docs/checkpoint-format.md is its description.
 
-Invariant: a Manifest that `parse` returns is consistent (ranges inside shapes, every byte of a file in one tensor, names without directories),
-whatever the text was; anything else raises CheckpointError. The last line of the file is the hash of all before it. Nothing is ever unpickled.
-Cost of reading: 6 us and 1.2 KB per tensor. Text whose values would take much more memory than tables of tensors do is refused before it is parsed.
+Invariant: a Manifest that `parse` returns is consistent (ranges inside shapes, every byte of a file
+in one tensor, names without directories), whatever the text was; anything else raises
+CheckpointError. The last line of the file is the hash of all before it. Nothing is ever unpickled.
+Cost of reading: 6 us and 1.2 KB per tensor. Text whose values would take much more memory than
+tables of tensors do is refused before it is parsed.
 """
 
 from __future__ import annotations
@@ -25,21 +28,37 @@ import xxhash
 from zeroshard.errors import CheckpointError
 
 __all__ = [
-    "BUFFER", "CHUNK_BYTES", "FORMAT", "ITEMSIZE", "SHARD_NAME", "STATE", "VALUE", "VERSION", "Manifest", "ParameterEntry", "ShardEntry", "TensorEntry",
-    "digest", "num_chunks",
+    "BUFFER", "CHUNK_BYTES", "FORMAT", "ITEMSIZE", "SHARD_NAME", "STATE", "VALUE", "VERSION",
+    "Manifest", "ParameterEntry", "ShardEntry", "TensorEntry", "digest", "num_chunks",
 ]  # fmt: skip
 
 FORMAT = "zeroshard checkpoint"
 VERSION = 1
 CHUNK_BYTES = 4 << 20
-VALUE, STATE, BUFFER = "value", "state.", "buffer/"  # kinds of tensors: STATE and BUFFER go before the key or name
+# kinds of tensors: STATE and BUFFER go before the key or name
+VALUE, STATE, BUFFER = "value", "state.", "buffer/"
 MAX_BYTES = 512 << 20  # of a manifest's text
 MAX_CHUNK_BYTES = 1 << 30  # a reader needs that much memory
 MAX_HEADER_BYTES = 100_000_008  # safetensors reads no longer ones
-MAX_DEPTH = 320  # of states in JSON: values.py writes three levels for one of Python's, a hundred times
+# of states in JSON: values.py writes three levels for one of Python's, a hundred times
+MAX_DEPTH = 320
 ITEMSIZE = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1,
-    "BOOL": 1, "C64": 8,
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
+    "C64": 8,
 }  # fmt: skip (safetensors' names)
 
 SHARD_NAME = re.compile(r"rank-\d{5,9}-of-\d{5,9}\.safetensors")
@@ -69,7 +88,9 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class ParameterEntry:
-    """What is known of a parameter; ranges count its elements in the order in which memory of `stride` holds them."""
+    """What is known of a parameter; ranges count its elements in the order in which memory of
+    `stride` holds them.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -83,7 +104,9 @@ class ParameterEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in a file. A piece of a parameter has its name, `kind` ("value", "state.exp_avg", "ema") and range; other tensors a `kind` alone."""
+    """A tensor in a file. A piece of a parameter has its name, `kind` ("value", "state.exp_avg",
+    "ema") and range; other tensors a `kind` alone.
+    """
 
     file: int
     offset: int  # bytes from the start of the data
@@ -106,7 +129,11 @@ class TensorEntry:
     @property
     def key(self) -> str:
         """Its name in the safetensors file."""
-        return self.kind if self.parameter is None else f"{self.parameter}|{self.kind}|{self.start}:{self.stop}"
+        return (
+            self.kind
+            if self.parameter is None
+            else f"{self.parameter}|{self.kind}|{self.start}:{self.stop}"
+        )
 
 
 @dataclass(frozen=True)
@@ -121,8 +148,10 @@ class Manifest:
     files: tuple[ShardEntry, ...]
     parameters: dict[str, ParameterEntry]
     tensors: tuple[TensorEntry, ...]
-    optimizer: dict[str, Any] | None  # "class", "groups" (of "params" and "options"), "scalars" (by parameter)
-    states: dict[str, Any] = field(default_factory=dict)  # by name: {"same": value} or {"ranks": [value, ...]}
+    # "class", "groups" (of "params" and "options"), "scalars" (by parameter)
+    optimizer: dict[str, Any] | None
+    # by name: {"same": value} or {"ranks": [value, ...]}
+    states: dict[str, Any] = field(default_factory=dict)
     chunk_bytes: int = CHUNK_BYTES
 
     def pieces(self) -> dict[tuple[str, str], list[TensorEntry]]:
@@ -144,43 +173,68 @@ class Manifest:
 
     def dump(self) -> bytes:
         """Return the text of the manifest, its hash in the last line."""
-        data = {"format": FORMAT, "version": VERSION, **{name: value for name, value in vars(self).items() if name not in ("files", "parameters", "tensors")}}
+        data = {
+            "format": FORMAT,
+            "version": VERSION,
+            **{
+                name: value
+                for name, value in vars(self).items()
+                if name not in ("files", "parameters", "tensors")
+            },
+        }
         data["files"] = [asdict(file) for file in self.files]
-        data["parameters"] = {name: {k: v for k, v in asdict(entry).items() if v != ()} | {"shape": entry.shape} for name, entry in self.parameters.items()}
+        data["parameters"] = {
+            name: {k: v for k, v in asdict(entry).items() if v != ()} | {"shape": entry.shape}
+            for name, entry in self.parameters.items()
+        }
         data["tensors"] = [_lean(entry) for entry in self.tensors]
         lines = [f" {json.dumps(key)}: {_spread(value)}" for key, value in data.items()]
         body = ("{\n" + ",\n".join(lines) + ",").encode()
         if _parsed_bytes(body) > _most_bytes(body):
-            raise CheckpointError("the states hold too many small values for a manifest: keep them in tensors or numpy arrays, which have files of their own")
+            raise CheckpointError(
+                "the states hold too many small values for a manifest: keep them in tensors or"
+                " numpy arrays, which have files of their own"
+            )
         return body + f'\n "hash": "{digest(body)}"\n}}\n'.encode()
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> Manifest:
         """Read what `dump` wrote; `where` names it in errors. Raises CheckpointError."""
         if len(data) > MAX_BYTES:
-            raise CheckpointError(f"{where} has {len(data)} bytes, more than the {MAX_BYTES} that a manifest may have")
+            raise CheckpointError(
+                f"{where} has {len(data)} bytes, more than the {MAX_BYTES} that a manifest may have"
+            )
         found = _TAIL.fullmatch(data[-_TAIL_BYTES:].decode("latin-1"))
         if found is None or digest(memoryview(data)[:-_TAIL_BYTES]) != found[1]:
             raise CheckpointError(f"{where} is damaged: its hash does not fit its text")
         if _parsed_bytes(data) > _most_bytes(data):
-            raise CheckpointError(f"{where} holds more values than a save writes: reading its {len(data)} bytes would take {_parsed_bytes(data)} of memory")
+            raise CheckpointError(
+                f"{where} holds more values than a save writes: reading its {len(data)} bytes would"
+                f" take {_parsed_bytes(data)} of memory"
+            )
         with _no_collection():
             return _parse(data, where)
 
 
 def _parsed_bytes(text: bytes) -> int:
-    """Return about how much memory the values in `text` take at most: text of nothing but brackets takes twenty times its length."""
+    """Return about how much memory the values in `text` take at most: text of nothing but
+    brackets takes twenty times its length.
+    """
     return 64 * text.count(b",") + 150 * (text.count(b"[") + text.count(b"{"))
 
 
 def _most_bytes(text: bytes) -> int:
-    """Return how much memory the values of a manifest may take: tables of tensors take six times their text, and states may be denser."""
+    """Return how much memory the values of a manifest may take: tables of tensors take six times
+    their text, and states may be denser.
+    """
     return 8 * len(text) + (128 << 20)
 
 
 def _parse(text: bytes, where: str) -> Manifest:
     try:
-        raw = json.loads(text, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
+        raw = json.loads(
+            text, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite
+        )
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} is not JSON: {_cut(error)}") from None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
@@ -190,13 +244,17 @@ def _parse(text: bytes, where: str) -> Manifest:
         manifest = _build(raw)
         _check(manifest)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{where} makes no sense: {type(error).__name__}: {_cut(error)}") from None
+        raise CheckpointError(
+            f"{where} makes no sense: {type(error).__name__}: {_cut(error)}"
+        ) from None
     return manifest
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from walking millions of new objects again and again: it is half of the time, and finds nothing."""
+    """Keep the garbage collector from walking millions of new objects again and again: it is
+    half of the time, and finds nothing.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -216,9 +274,18 @@ def _lean(entry: TensorEntry) -> dict[str, Any]:
 def _spread(value: Any) -> str:
     """Return JSON with one line per item of a list or object."""
     if isinstance(value, list) and value:
-        return "[\n" + ",\n".join(f"  {json.dumps(item, allow_nan=False)}" for item in value) + "\n ]"
+        return (
+            "[\n" + ",\n".join(f"  {json.dumps(item, allow_nan=False)}" for item in value) + "\n ]"
+        )
     if isinstance(value, dict) and value:
-        return "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(item, allow_nan=False)}" for key, item in value.items()) + "\n }"
+        return (
+            "{\n"
+            + ",\n".join(
+                f"  {json.dumps(key)}: {json.dumps(item, allow_nan=False)}"
+                for key, item in value.items()
+            )
+            + "\n }"
+        )
     return json.dumps(value, allow_nan=False)
 
 
@@ -249,7 +316,8 @@ def _check_version(raw: dict[str, Any], where: str) -> None:
     if version > VERSION:
         writer = brief(raw.get("written_by"))
         raise CheckpointError(
-            f"{where} has format version {brief(version)}, written by {writer}, and this zeroshard reads versions up to {VERSION}: use a newer zeroshard"
+            f"{where} has format version {brief(version)}, written by {writer}, and this zeroshard"
+            f" reads versions up to {VERSION}: use a newer zeroshard"
         )
 
 
@@ -261,12 +329,20 @@ def _build(raw: dict[str, Any]) -> Manifest:
         policy=_text(raw["policy"]),
         precision=_text(raw["precision"]),
         files=tuple(
-            ShardEntry(_text(f["name"]), _whole(f["bytes"], "bytes"), _whole(f["header_bytes"], "header_bytes"), _text(f["header_hash"]))
+            ShardEntry(
+                _text(f["name"]),
+                _whole(f["bytes"], "bytes"),
+                _whole(f["header_bytes"], "header_bytes"),
+                _text(f["header_hash"]),
+            )
             for f in _list(raw["files"])
         ),
         parameters={
             name: ParameterEntry(
-                _wholes(p["shape"]), _wholes(p.get("stride", [])), _flag(p["trained"]), tuple(_text(a) for a in _list(p.get("aliases", [])))
+                _wholes(p["shape"]),
+                _wholes(p.get("stride", [])),
+                _flag(p["trained"]),
+                tuple(_text(a) for a in _list(p.get("aliases", []))),
             )
             for name, p in _object(raw["parameters"]).items()
         },
@@ -278,11 +354,23 @@ def _build(raw: dict[str, Any]) -> Manifest:
 
 
 def _tensor(raw: dict[str, Any]) -> TensorEntry:
-    place = (_whole(raw["file"], "file"), _whole(raw["offset"], "offset"), intern(_text(raw["dtype"])), _wholes(raw["shape"]))
+    place = (
+        _whole(raw["file"], "file"),
+        _whole(raw["offset"], "offset"),
+        intern(_text(raw["dtype"])),
+        _wholes(raw["shape"]),
+    )
     hashes, kind = tuple(_text(h) for h in _list(raw["hashes"])), intern(_text(raw["kind"]))
     if "parameter" not in raw:
         return TensorEntry(*place, hashes, kind)
-    return TensorEntry(*place, hashes, kind, intern(_text(raw["parameter"])), _whole(raw["start"], "start"), _whole(raw["stop"], "stop"))
+    return TensorEntry(
+        *place,
+        hashes,
+        kind,
+        intern(_text(raw["parameter"])),
+        _whole(raw["start"], "start"),
+        _whole(raw["stop"], "stop"),
+    )
 
 
 def _check(manifest: Manifest) -> None:
@@ -295,7 +383,9 @@ def _check(manifest: Manifest) -> None:
         if not SHARD_NAME.fullmatch(file.name):
             raise ValueError(f"{brief(file.name)} is no name of a file of pieces")
         if not 8 <= file.header_bytes <= min(file.bytes, MAX_HEADER_BYTES):
-            raise ValueError(f"{file.name} has {file.bytes} bytes and a header of {file.header_bytes}")
+            raise ValueError(
+                f"{file.name} has {file.bytes} bytes and a header of {file.header_bytes}"
+            )
     if len({file.name for file in manifest.files}) != len(manifest.files):
         raise ValueError("a file stands there twice")
     for name, parameter in manifest.parameters.items():
@@ -320,12 +410,16 @@ def _check_stride(name: str, parameter: ParameterEntry) -> None:
         fits &= size == 1 or step == expected or not parameter.numel
         expected *= size
     if not fits:
-        raise ValueError(f"{brief(name)} of shape {list(parameter.shape)} has stride {list(parameter.stride)}")
+        raise ValueError(
+            f"{brief(name)} of shape {list(parameter.shape)} has stride {list(parameter.stride)}"
+        )
 
 
 def _check_tensor(manifest: Manifest, entry: TensorEntry) -> None:
     if entry.file >= len(manifest.files) or entry.dtype not in ITEMSIZE:
-        raise ValueError(f"{entry.key} lies in file {entry.file} of {len(manifest.files)}, as {entry.dtype!r}")
+        raise ValueError(
+            f"{entry.key} lies in file {entry.file} of {len(manifest.files)}, as {entry.dtype!r}"
+        )
     file = manifest.files[entry.file]
     if file.header_bytes + entry.offset + entry.num_bytes > file.bytes:
         raise ValueError(f"{entry.key} ends behind the end of {file.name}")
@@ -333,20 +427,34 @@ def _check_tensor(manifest: Manifest, entry: TensorEntry) -> None:
         raise ValueError(f"{entry.key} has {len(entry.hashes)} hashes for {entry.num_bytes} bytes")
     if entry.parameter is not None:
         parameter = _parameter(manifest, entry.parameter)
-        if not 0 <= entry.start <= entry.stop <= parameter.numel or entry.shape != (entry.stop - entry.start,):
-            raise ValueError(f"{entry.key} does not fit a parameter of shape {list(parameter.shape)}")
+        if not 0 <= entry.start <= entry.stop <= parameter.numel or entry.shape != (
+            entry.stop - entry.start,
+        ):
+            raise ValueError(
+                f"{entry.key} does not fit a parameter of shape {list(parameter.shape)}"
+            )
 
 
 def _check_places(manifest: Manifest) -> None:
-    """Raise ValueError where bytes of a file belong to two tensors, or to none: those no hash would cover."""
+    """Raise ValueError where bytes of a file belong to two tensors, or to none: those no hash
+    would cover.
+    """
     ends = [0] * len(manifest.files)
-    for entry in sorted(manifest.tensors, key=lambda entry: (entry.file, entry.offset, entry.num_bytes)):
+    for entry in sorted(
+        manifest.tensors, key=lambda entry: (entry.file, entry.offset, entry.num_bytes)
+    ):
         if entry.num_bytes and entry.offset != ends[entry.file]:
-            raise ValueError(f"{entry.key} lies at byte {entry.offset} of the data, and the tensor before it ends at {ends[entry.file]}")
+            raise ValueError(
+                f"{entry.key} lies at byte {entry.offset} of the data, and the tensor before it"
+                f" ends at {ends[entry.file]}"
+            )
         ends[entry.file] += entry.num_bytes
     for file, end in zip(manifest.files, ends, strict=True):
         if file.header_bytes + end != file.bytes:
-            raise ValueError(f"{file.name} has {file.bytes} bytes, and its tensors end at {file.header_bytes + end}")
+            raise ValueError(
+                f"{file.name} has {file.bytes} bytes, and its tensors end at"
+                f" {file.header_bytes + end}"
+            )
 
 
 def _check_optimizer(manifest: Manifest) -> None:
@@ -366,9 +474,14 @@ def _check_optimizer(manifest: Manifest) -> None:
 
 def _check_states(manifest: Manifest) -> None:
     for name, state in manifest.states.items():
-        of_each = _object(state).keys() == {"ranks"} and len(_list(state["ranks"])) == manifest.world
+        of_each = (
+            _object(state).keys() == {"ranks"} and len(_list(state["ranks"])) == manifest.world
+        )
         if not of_each and state.keys() != {"same"}:
-            raise ValueError(f"the state {brief(name)} is neither the same on all ranks nor one for each of {manifest.world}")
+            raise ValueError(
+                f"the state {brief(name)} is neither the same on all ranks nor one for each of"
+                f" {manifest.world}"
+            )
         _check_depth(state)
 
 
@@ -379,10 +492,16 @@ def _parameter(manifest: Manifest, name: Any) -> ParameterEntry:
 
 
 def _check_depth(value: Any) -> None:
-    """Raise ValueError for nesting that values.py does not write, and that recursion over it might not survive."""
+    """Raise ValueError for nesting that values.py does not write, and that recursion over it
+    might not survive.
+    """
     level = [value]
     for _ in range(MAX_DEPTH):
-        lists = [item if isinstance(item, list) else item.values() for item in level if isinstance(item, list | dict)]
+        lists = [
+            item if isinstance(item, list) else item.values()
+            for item in level
+            if isinstance(item, list | dict)
+        ]
         level = [item for items in lists for item in items]
         if not level:
             return

@@ -1,7 +1,9 @@
-"""What an engine saves, and where what is loaded goes: the one file here that knows both engines and manifests.
+"""What an engine saves, and where what is loaded goes: the one file here that knows both engines
+and manifests.
 
-Saved are, on the ranks together, each element once: values (the fp32 master of a trained parameter, the weight of a frozen one), the optimizer's
-state of it, and averages; then buffers, the states of what the user hands over, and the random generators. See docs/design/checkpoints.md.
+Saved are, on the ranks together, each element once: values (the fp32 master of a trained parameter,
+the weight of a frozen one), the optimizer's state of it, and averages; then buffers, the states of
+what the user hands over, and the random generators. See docs/design/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -25,14 +27,28 @@ from zeroshard.optim.pieces import OwnedPiece
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine
 
-__all__ = ["EXTRA", "RNG", "SCALER", "RankPart", "Stateful", "buffers_of", "collect", "divide", "generators", "parameters_of", "restore_generators"]
+__all__ = [
+    "EXTRA",
+    "RNG",
+    "SCALER",
+    "RankPart",
+    "Stateful",
+    "buffers_of",
+    "collect",
+    "divide",
+    "generators",
+    "parameters_of",
+    "restore_generators",
+]
 
 RNG, EXTRA, SCALER = "rng", "extra", "scaler"  # our own names among the states
 _RESERVED = (RNG, EXTRA, SCALER)
 
 
 class Stateful(Protocol):
-    """What can be handed to save() and load(): LR schedulers, data loaders, anything with these two methods."""
+    """What can be handed to save() and load(): LR schedulers, data loaders, anything with these
+    two methods.
+    """
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -41,12 +57,16 @@ class Stateful(Protocol):
 
 @dataclass
 class RankPart:
-    """What one rank contributes: the tensors of its file, and what of the manifest it alone knows."""
+    """What one rank contributes: the tensors of its file, and what of the manifest it alone
+    knows.
+    """
 
     stored: list[Stored]
-    encoded: dict[str, tuple[Any, dict[str, torch.Tensor]]] = field(default_factory=dict)  # states and buffers: JSON, and tensors by key
+    # states and buffers: JSON, and tensors by key
+    encoded: dict[str, tuple[Any, dict[str, torch.Tensor]]] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)  # those of `encoded` that this rank writes
-    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)  # parameter -> the optimizer's numbers
+    # parameter -> the optimizer's numbers
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)  # the optimizer's param groups
 
 
@@ -59,22 +79,34 @@ def parameters_of(engine: Engine) -> dict[str, ParameterEntry]:
     out = {}
     for first, parameter in engine.module.named_parameters():
         stride, trained = layouts[id(parameter)]
-        out[first] = ParameterEntry(tuple(parameter.shape), stride, trained, tuple(names[id(parameter)][1:]))
+        out[first] = ParameterEntry(
+            tuple(parameter.shape), stride, trained, tuple(names[id(parameter)][1:])
+        )
     return out
 
 
 def check_arguments(directory: object, engine: object, states: object) -> None:
-    """Raise ConfigError, naming the argument, for what cannot be a directory, an engine or states."""
+    """Raise ConfigError, naming the argument, for what cannot be a directory, an engine or
+    states.
+    """
     if not isinstance(engine, Engine):
         swapped = " (directory comes first, then engine)" if isinstance(directory, Engine) else ""
-        raise ConfigError(f"engine is a {type(engine).__name__}, not the zeroshard.Engine that shard() returned{swapped}")
+        raise ConfigError(
+            f"engine is a {type(engine).__name__}, not the zeroshard.Engine that shard()"
+            f" returned{swapped}"
+        )
     if not isinstance(directory, (str, Path)):
         raise ConfigError(f"directory is a {type(directory).__name__}, not a path")
     if not isinstance(states, Mapping | None):
         raise ConfigError(f"states is a {type(states).__name__}, not a dict of objects by name")
     for name, state in (states or {}).items():
-        if not (hasattr(state, "state_dict") and hasattr(state, "load_state_dict")) and not isinstance(state, EMA):
-            raise ConfigError(f"states[{name!r}] is a {type(state).__name__}, which has no state_dict() and load_state_dict(): give plain values as extra=")
+        if not (
+            hasattr(state, "state_dict") and hasattr(state, "load_state_dict")
+        ) and not isinstance(state, EMA):
+            raise ConfigError(
+                f"states[{name!r}] is a {type(state).__name__}, which has no state_dict() and"
+                " load_state_dict(): give plain values as extra="
+            )
 
 
 def buffers_of(engine: Engine) -> dict[str, torch.Tensor]:
@@ -88,22 +120,35 @@ def buffers_of(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def collect(engine: Engine, states: Mapping[str, Stateful], extra: Any) -> RankPart:
-    """Return what this rank holds, before `divide`. Raises CheckpointError for state that has no form in a checkpoint."""
+    """Return what this rank holds, before `divide`. Raises CheckpointError for state that has no
+    form in a checkpoint.
+    """
     part = RankPart([])
     if engine.unsaved is not None:
         raise CheckpointError(f"what rests must not be saved: {engine.unsaved}")
     if engine.has_pending_gradients:
-        raise CheckpointError("there are gradients that no step has taken, and a checkpoint holds none: save after optimizer.step()")
+        raise CheckpointError(
+            "there are gradients that no step has taken, and a checkpoint holds none: save after"
+            " optimizer.step()"
+        )
     averages = {name: state for name, state in states.items() if isinstance(state, EMA)}
     for name in states:
         if name in _RESERVED or not name or "|" in name or "@" in name:
-            raise CheckpointError(f"states: the name {name!r} cannot be used (no '|' or '@', and not {', '.join(_RESERVED)})")
+            raise CheckpointError(
+                f"states: the name {name!r} cannot be used (no '|' or '@', and not"
+                f" {', '.join(_RESERVED)})"
+            )
     _collect_pieces(engine, averages, part)
     _collect_groups(engine, part)
-    values: dict[str, Any] = {name: _state_dict(name, state) for name, state in states.items() if name not in averages}
+    values: dict[str, Any] = {
+        name: _state_dict(name, state) for name, state in states.items() if name not in averages
+    }
     values |= {RNG: generators(), EXTRA: extra, SCALER: engine.scaler_state()}
     part.encoded = {name: _encoded(name, value) for name, value in values.items()}
-    part.encoded |= {f"{BUFFER}{name}": (None, {f"{BUFFER}{name}": tensor}) for name, tensor in buffers_of(engine).items()}
+    part.encoded |= {
+        f"{BUFFER}{name}": (None, {f"{BUFFER}{name}": tensor})
+        for name, tensor in buffers_of(engine).items()
+    }
     for _, tensors in part.encoded.values():
         for key, tensor in tensors.items():
             dtype_code(tensor.dtype, key)  # raises
@@ -114,18 +159,26 @@ def _state_dict(name: str, state: Stateful) -> dict[str, Any]:
     try:
         return state.state_dict()
     except Exception as odd:
-        raise CheckpointError(f"states[{name!r}] gives no state_dict(): {type(odd).__name__}: {odd}") from odd
+        raise CheckpointError(
+            f"states[{name!r}] gives no state_dict(): {type(odd).__name__}: {odd}"
+        ) from odd
 
 
 def divide(engine: Engine, part: RankPart) -> None:
-    """Settle who writes what is no piece: rank 0 all of it, others what they hold differently. Collective."""
+    """Settle who writes what is no piece: rank 0 all of it, others what they hold differently.
+    Collective.
+    """
     mine = {name: _fingerprint(*pair) for name, pair in part.encoded.items()}
-    everyone = [json.loads(answer) for answer in engine.exchange(json.dumps(mine).encode(), "zs.save()")]
+    everyone = [
+        json.loads(answer) for answer in engine.exchange(json.dumps(mine).encode(), "zs.save()")
+    ]
     for name, (value, tensors) in part.encoded.items():
         alike = all(other.get(name) == everyone[0].get(name) for other in everyone)
         is_buffer = name.startswith(BUFFER)
         if engine.rank == 0 or (mine[name] != everyone[0].get(name) if is_buffer else not alike):
-            part.stored += [(_loose(f"{key}@{engine.rank}", tensor), tensor) for key, tensor in tensors.items()]
+            part.stored += [
+                (_loose(f"{key}@{engine.rank}", tensor), tensor) for key, tensor in tensors.items()
+            ]
             if not is_buffer:
                 part.states[name] = {"same" if alike else "own": value}
 
@@ -143,12 +196,18 @@ def _collect_pieces(engine: Engine, averages: Mapping[str, EMA], part: RankPart)
             if piece.master is not None:
                 number, span = piece.master
                 averages_here = ema.averages[number][span]
-                part.stored.append(_piece(name, average, piece.start, piece.stop, averages_here, averages_here.dtype))
+                part.stored.append(
+                    _piece(
+                        name, average, piece.start, piece.stop, averages_here, averages_here.dtype
+                    )
+                )
         for owned in stepped.get(id(piece.parameter), ()):
             _collect_state(engine, name, owned, (piece.start, piece.stop), part)
 
 
-def _collect_state(engine: Engine, name: str, owned: OwnedPiece, wanted: Range, part: RankPart) -> None:
+def _collect_state(
+    engine: Engine, name: str, owned: OwnedPiece, wanted: Range, part: RankPart
+) -> None:
     """Collect the optimizer's state of what one piece has of elements `wanted` of a parameter."""
     assert engine.optimizer is not None
     start, stop = max(wanted[0], owned.piece.start), min(wanted[1], owned.piece.stop)
@@ -157,10 +216,15 @@ def _collect_state(engine: Engine, name: str, owned: OwnedPiece, wanted: Range, 
     away = engine.state_at_rest(owned)
     for key, value in engine.optimizer.state.get(owned.tensor, {}).items():
         if not (isinstance(value, torch.Tensor) and value.dim() > 0):
-            part.scalars.setdefault(name, {})[key] = encode(value, f"optimizer state {key!r} of {name!r}", _no_tensors)
+            part.scalars.setdefault(name, {})[key] = encode(
+                value, f"optimizer state {key!r} of {name!r}", _no_tensors
+            )
             continue
         if value.shape != owned.tensor.shape:
-            raise CheckpointError(f"optimizer state {key!r} of parameter {name!r} has shape {list(value.shape)}, not that of the parameter")
+            raise CheckpointError(
+                f"optimizer state {key!r} of parameter {name!r} has shape {list(value.shape)}, not"
+                " that of the parameter"
+            )
         first, last = start - owned.piece.start, stop - owned.piece.start
         numbers: torch.Tensor | Lent = value[first:last]
         if key in away:
@@ -173,21 +237,42 @@ def _collect_groups(engine: Engine, part: RankPart) -> None:
     if engine.optimizer is None:
         return
     firsts = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    for index, (group, parameters) in enumerate(zip(engine.optimizer.param_groups, engine.param_groups(), strict=True)):
+    for index, (group, parameters) in enumerate(
+        zip(engine.optimizer.param_groups, engine.param_groups(), strict=True)
+    ):
         options = {
             key: encode(value, f"optimizer param group {index}: {key}", _no_tensors)
             for key, value in group.items()
             if key not in ("params", "param_names")
         }
-        part.groups.append({"params": [firsts[id(parameter)] for parameter in parameters], "options": options})
+        part.groups.append(
+            {"params": [firsts[id(parameter)] for parameter in parameters], "options": options}
+        )
 
 
 def _no_tensors(path: str, tensor: torch.Tensor) -> str:
-    raise CheckpointError(f"{path} is a tensor of shape {list(tensor.shape)}, which has no place in a checkpoint")
+    raise CheckpointError(
+        f"{path} is a tensor of shape {list(tensor.shape)}, which has no place in a checkpoint"
+    )
 
 
-def _piece(name: str, kind: str, start: int, stop: int, numbers: torch.Tensor | Lent, dtype: torch.dtype) -> Stored:
-    return TensorEntry(0, 0, dtype_code(dtype, f"{kind} of {name!r}"), (stop - start,), (), kind, name, start, stop), numbers
+def _piece(
+    name: str, kind: str, start: int, stop: int, numbers: torch.Tensor | Lent, dtype: torch.dtype
+) -> Stored:
+    return (
+        TensorEntry(
+            0,
+            0,
+            dtype_code(dtype, f"{kind} of {name!r}"),
+            (stop - start,),
+            (),
+            kind,
+            name,
+            start,
+            stop,
+        ),
+        numbers,
+    )
 
 
 def _loose(key: str, tensor: torch.Tensor) -> TensorEntry:
@@ -209,7 +294,10 @@ def _encoded(name: str, value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 def _fingerprint(value: Any, tensors: Mapping[str, torch.Tensor]) -> str:
     """Return a hash of an encoded value, the same on ranks that hold the same."""
-    parts = [digest(as_bytes(tensor.cpu())) + str(tensor.dtype) + str(tuple(tensor.shape)) for tensor in tensors.values()]
+    parts = [
+        digest(as_bytes(tensor.cpu())) + str(tensor.dtype) + str(tuple(tensor.shape))
+        for tensor in tensors.values()
+    ]
     return digest("".join([json.dumps(value), *parts]).encode())
 
 

@@ -1,10 +1,13 @@
-"""Read weights in Transformers' format (safetensors, in one file or sharded with an index): each rank only the bytes of its own pieces.
+"""Read weights in Transformers' format (safetensors, in one file or sharded with an index): each
+rank only the bytes of its own pieces.
 
-A piece is a range of a parameter's elements, so it lies in a range of rows of the tensor in the file: at most two rows more than the piece
-are read. No rank ever holds a whole parameter, but for those whose memory is not in row order (channels_last).
+A piece is a range of a parameter's elements, so it lies in a range of rows of the tensor in the
+file: at most two rows more than the piece are read. No rank ever holds a whole parameter, but for
+those whose memory is not in row order (channels_last).
 
-Invariant: everything is compared (missing, unexpected, shapes) before anything is written. Nothing is unpickled. Cost: the file's bytes of
-this rank's pieces, counted in ``LoadReport.bytes_read``; rows that step everything everywhere read all of them.
+Invariant: everything is compared (missing, unexpected, shapes) before anything is written. Nothing
+is unpickled. Cost: the file's bytes of this rank's pieces, counted in ``LoadReport.bytes_read``;
+rows that step everything everywhere read all of them.
 """
 
 from __future__ import annotations
@@ -35,22 +38,28 @@ _INDEX = "model.safetensors.index.json"
 class LoadReport:
     """What `load_pretrained` did on this rank."""
 
-    missing: list[str] = field(default_factory=list)  # parameters and persistent buffers that the files lack
+    # parameters and persistent buffers that the files lack
+    missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)  # tensors in the files that the model lacks
     bytes_read: int = 0
 
 
 def load_pretrained(
-    target: nn.Module | Engine, directory: str | Path, *, strict: bool = True, rename: Callable[[str], str] | None = None
+    target: nn.Module | Engine,
+    directory: str | Path,
+    *,
+    strict: bool = True,
+    rename: Callable[[str], str] | None = None,
 ) -> LoadReport:
     """Fill a sharded model (give its engine; collective) or a plain one from safetensors files.
 
-    `directory` holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files it names; it may be one file, too. `rename`
-    maps a name in the files to the model's. Tied parameters are read under whichever of their names is there. Numbers are converted to the
-    dtype at rest (fp32 masters take an fp32 file's full precision). Optimizer state is left alone.
+    `directory` holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files it
+    names; it may be one file, too. `rename` maps a name in the files to the model's. Tied
+    parameters are read under whichever of their names is there. Numbers are converted to the dtype
+    at rest (fp32 masters take an fp32 file's full precision). Optimizer state is left alone.
 
-    Raises CheckpointError naming missing and unexpected tensors (only reported with `strict` off) and tensors of another shape, before
-    anything is changed; PlanMismatch where another rank does.
+    Raises CheckpointError naming missing and unexpected tensors (only reported with `strict` off)
+    and tensors of another shape, before anything is changed; PlanMismatch where another rank does.
     """
     report = LoadReport()
     model = target.module if isinstance(target, Engine) else target
@@ -60,18 +69,35 @@ def load_pretrained(
             files = _Files(Path(directory), rename or (lambda name: name), stack)
             found = _match(model, files, report)
             if strict and (report.missing or report.unexpected):
-                parts = [f"{what} {_some(names)}" for what, names in (("missing", report.missing), ("unexpected", report.unexpected)) if names]
-                raise CheckpointError(f"{directory} does not fit {type(model).__name__}: {'; '.join(parts)}; strict=False loads what fits")
+                parts = [
+                    f"{what} {_some(names)}"
+                    for what, names in (
+                        ("missing", report.missing),
+                        ("unexpected", report.unexpected),
+                    )
+                    if names
+                ]
+                raise CheckpointError(
+                    f"{directory} does not fit {type(model).__name__}: {'; '.join(parts)};"
+                    " strict=False loads what fits"
+                )
         except CheckpointError as refused:
             error = refused
         if isinstance(target, Engine):
-            target.agree({"missing": ", ".join(report.missing), "unexpected": ", ".join(report.unexpected)}, error)
+            target.agree(
+                {"missing": ", ".join(report.missing), "unexpected": ", ".join(report.unexpected)},
+                error,
+            )
         elif error is not None:
             raise error
         with torch.no_grad():
             for buffer, name in found.buffers:
                 buffer.copy_(files.read(name, buffer.shape, 0, buffer.numel()).view(buffer.shape))
-            _fill_engine(target, files, found) if isinstance(target, Engine) else _fill_module(model, files, found)
+            (
+                _fill_engine(target, files, found)
+                if isinstance(target, Engine)
+                else _fill_module(model, files, found)
+            )
     report.bytes_read = files.bytes_read
     return report
 
@@ -81,7 +107,9 @@ def _fill_engine(engine: Engine, files: _Files, found: _Found) -> None:
         for piece in engine.resting_pieces():
             name = found.parameters.get(id(piece.parameter))
             if name is not None:
-                values = _in_memory_order(files, name, tuple(piece.parameter.shape), piece.stride, piece.start, piece.stop)
+                values = _in_memory_order(
+                    files, name, tuple(piece.parameter.shape), piece.stride, piece.start, piece.stop
+                )
                 piece.write(values)
     engine.overwritten(found.parameters)
 
@@ -90,7 +118,9 @@ def _fill_module(model: nn.Module, files: _Files, found: _Found) -> None:
     present = [parameter for parameter in model.parameters() if id(parameter) in found.parameters]
     allocate(*present)  # deferred ones
     for parameter in present:
-        values = files.read(found.parameters[id(parameter)], tuple(parameter.shape), 0, parameter.numel())
+        values = files.read(
+            found.parameters[id(parameter)], tuple(parameter.shape), 0, parameter.numel()
+        )
         parameter.copy_(values.view(parameter.shape))
 
 
@@ -116,7 +146,9 @@ class _Files:
         return tuple(file.get_slice(there).get_shape())
 
     def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
-        """Return elements `start` to `stop`, in row order, of the tensor `name` of `shape`; 1-D, in the file's dtype."""
+        """Return elements `start` to `stop`, in row order, of the tensor `name` of `shape`; 1-D,
+        in the file's dtype.
+        """
         file, there = self._tensors[name]
         axis = next((axis for axis, size in enumerate(shape) if size > 1), None)
         if axis is None:  # a scalar, or all sizes are 1
@@ -131,7 +163,9 @@ class _Files:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the safetensors files at `path`: it, or those in it, by the index where there is one. Raises CheckpointError."""
+    """Return the safetensors files at `path`: it, or those in it, by the index where there is
+    one. Raises CheckpointError.
+    """
     if path.is_file() and path.suffix == ".safetensors":
         return [path]
     if (path / _INDEX).is_file():
@@ -139,9 +173,13 @@ def weight_files(path: Path) -> list[Path]:
             names = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
             outside = [name for name in names if Path(name).name != name]
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{path / _INDEX} is not an index of safetensors files: {error!r}") from error
+            raise CheckpointError(
+                f"{path / _INDEX} is not an index of safetensors files: {error!r}"
+            ) from error
         if outside:
-            raise CheckpointError(f"{path / _INDEX} names a file outside its directory: {outside[0]!r}")
+            raise CheckpointError(
+                f"{path / _INDEX} names a file outside its directory: {outside[0]!r}"
+            )
         return [path / name for name in names]
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors"]
@@ -150,12 +188,15 @@ def weight_files(path: Path) -> list[Path]:
 
 @dataclass
 class _Found:
-    parameters: dict[int, str] = field(default_factory=dict)  # id of the parameter -> name in the files
+    # id of the parameter -> name in the files
+    parameters: dict[int, str] = field(default_factory=dict)
     buffers: list[tuple[torch.Tensor, str]] = field(default_factory=list)
 
 
 def _match(model: nn.Module, files: _Files, report: LoadReport) -> _Found:
-    """Find every parameter and persistent buffer in the files; raise CheckpointError for another shape."""
+    """Find every parameter and persistent buffer in the files; raise CheckpointError for another
+    shape.
+    """
     left = dict.fromkeys(files.names())
     found = _Found()
     aliases: dict[int, list[str]] = {}
@@ -190,11 +231,17 @@ def _match(model: nn.Module, files: _Files, report: LoadReport) -> _Found:
 def _require_shape(name: str, shape: tuple[int, ...], files: _Files) -> None:
     there = files.shape(name)
     if there != shape:
-        raise CheckpointError(f"tensor {name!r} is {list(there)} in the files and {list(shape)} in the model")
+        raise CheckpointError(
+            f"tensor {name!r} is {list(there)} in the files and {list(shape)} in the model"
+        )
 
 
-def _in_memory_order(files: _Files, name: str, shape: tuple[int, ...], stride: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
-    """Return elements `start` to `stop` in the order in which a tensor of `stride` lies in memory."""
+def _in_memory_order(
+    files: _Files, name: str, shape: tuple[int, ...], stride: tuple[int, ...], start: int, stop: int
+) -> torch.Tensor:
+    """Return elements `start` to `stop` in the order in which a tensor of `stride` lies in
+    memory.
+    """
     if stride == torch.empty(shape, device="meta").stride():
         return files.read(name, shape, start, stop)
     whole = files.read(name, shape, 0, prod(shape)).view(shape)

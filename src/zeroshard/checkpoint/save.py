@@ -1,12 +1,16 @@
-"""``zeroshard.save`` and ``Saver``: write what rests, whole or not at all, now or in the background.
+"""``zeroshard.save`` and ``Saver``: write what rests, whole or not at all, now or in the
+background.
 
-    collect (ranks agree on what each writes) . make the hidden directory . [copy] . each rank writes its file . rank 0 writes the manifest, renames
+    collect (ranks agree on what each writes) . make the hidden directory . [copy] . each rank
+    writes its file . rank 0 writes the manifest, renames
 
-Every collective runs in the caller's thread. Writing does not: the other ranks leave their parts of the manifest as files in the hidden directory, and
-rank 0 commits once all are there, so that nothing has to be agreed on in the background. No rank waits for what it writes itself.
+Every collective runs in the caller's thread. Writing does not: the other ranks leave their parts of
+the manifest as files in the hidden directory, and rank 0 commits once all are there, so that
+nothing has to be agreed on in the background. No rank waits for what it writes itself.
 
-Invariant: either the step is visible and complete, or it is not there and the earlier ones are as they were. An error on any rank is
-CheckpointError on every rank: at once, or (in the background) at the next call.
+Invariant: either the step is visible and complete, or it is not there and the earlier ones are as
+they were. An error on any rank is CheckpointError on every rank: at once, or (in the background) at
+the next call.
 """
 
 from __future__ import annotations
@@ -30,7 +34,14 @@ import torch
 from zeroshard._version import __version__
 from zeroshard.buffer import PagePool
 from zeroshard.checkpoint.manifest import Manifest, ParameterEntry, ShardEntry, TensorEntry
-from zeroshard.checkpoint.pieces import RankPart, Stateful, check_arguments, collect, divide, parameters_of
+from zeroshard.checkpoint.pieces import (
+    RankPart,
+    Stateful,
+    check_arguments,
+    collect,
+    divide,
+    parameters_of,
+)
 from zeroshard.checkpoint.shards import Stored, opened, shard_bytes, write_shard
 from zeroshard.checkpoint.steps import (
     MANIFEST,
@@ -53,7 +64,8 @@ __all__ = ["Saver", "save", "settle"]
 _log = logging.getLogger("zeroshard")
 _POLL_S = 0.005
 _LOOK_S = 0.5  # how often a rank that waits for its own writer looks whether the others are alive
-_HURRY_S = 2.0  # how long a program that ends waits for the other ranks' files: less than a launcher's grace
+# how long a program that ends waits for the other ranks' files: less than a launcher's grace
+_HURRY_S = 2.0
 
 
 def save(
@@ -66,26 +78,41 @@ def save(
     keep_last: int | None = None,
     keep_every: int | None = None,
 ) -> Path:
-    """Write a checkpoint of `engine` as ``directory/step-NNNNNNNNNN``, and return that path once it is complete on disk. Collective.
+    """Write a checkpoint of `engine` as ``directory/step-NNNNNNNNNN``, and return that path once
+    it is complete on disk. Collective.
 
-    `states` are objects with ``state_dict()`` by name (LR scheduler, data loader, ``zs.EMA``), `extra` anything of numbers, text, lists, dictionaries
-    and tensors. Random generators and the loss scaler are always saved; gradients are not: save after ``optimizer.step()``. With `keep_last`
-    only the newest so many steps stay, and those that `keep_every` divides. With ``offload.delayed_update`` a save waits for the update that is under way
-    and applies it: the run that saves and the run that loads go on with the same bits, which are not those of a run that does not save.
+    `states` are objects with ``state_dict()`` by name (LR scheduler, data loader, ``zs.EMA``),
+    `extra` anything of numbers, text, lists, dictionaries and tensors. Random generators and the
+    loss scaler are always saved; gradients are not: save after ``optimizer.step()``. With
+    `keep_last` only the newest so many steps stay, and those that `keep_every` divides. With
+    ``offload.delayed_update`` a save waits for the update that is under way and applies it: the run
+    that saves and the run that loads go on with the same bits, which are not those of a run that
+    does not save.
 
-    Raises CheckpointError on every rank when any rank cannot write; earlier checkpoints are then as they were.
+    Raises CheckpointError on every rank when any rank cannot write; earlier checkpoints are then as
+    they were.
     """
-    with Saver(directory, engine, states=states, keep_last=keep_last, keep_every=keep_every, background=False) as saver:
+    with Saver(
+        directory,
+        engine,
+        states=states,
+        keep_last=keep_last,
+        keep_every=keep_every,
+        background=False,
+    ) as saver:
         return saver.save(step, extra=extra)
 
 
 class Saver:
-    """Saves an engine again and again, in the background: ``save()`` returns when the state is copied, and the files are written meanwhile.
+    """Saves an engine again and again, in the background: ``save()`` returns when the state is
+    copied, and the files are written meanwhile.
 
-    Where state rests on disk it is written in the foreground instead, since the copy would bring all of it into memory; that is logged once.
+    Where state rests on disk it is written in the foreground instead, since the copy would bring
+    all of it into memory; that is logged once.
 
-    One save is under way at a time: the next one, ``wait()`` and ``close()`` wait for it, and raise its error on every rank. The copy takes as
-    much host memory as the checkpoint has bytes on this rank, once. All methods are collective. Use it as a context, or call ``close()``.
+    One save is under way at a time: the next one, ``wait()`` and ``close()`` wait for it, and raise
+    its error on every rank. The copy takes as much host memory as the checkpoint has bytes on this
+    rank, once. All methods are collective. Use it as a context, or call ``close()``.
     """
 
     def __init__(
@@ -104,14 +131,21 @@ class Saver:
             if number is not None and number < 1:
                 raise ConfigError(f"{name}={number}: at least one step stays")
         if keep_every is not None and keep_last is None:
-            raise ConfigError(f"keep_every={keep_every} says which steps stay beside the newest: say how many those are with keep_last")
+            raise ConfigError(
+                f"keep_every={keep_every} says which steps stay beside the newest: say how many"
+                " those are with keep_last"
+            )
         self.directory = Path(directory)
         self._engine = engine
         self._states = dict(states or {})
         self._keep_last, self._keep_every = keep_last, keep_every
         self._background = background and not engine.rests_on_disk
         if background and engine.rests_on_disk and engine.rank == 0:
-            _log.info("saves of %s are written in the foreground: a copy in memory of what rests on disk would undo the offload", self.directory)
+            _log.info(
+                "saves of %s are written in the foreground: a copy in memory of what rests on disk"
+                " would undo the offload",
+                self.directory,
+            )
         self._timeout_s = timeout_s  # how long rank 0 waits for the other ranks' files
         self._pages = PagePool()
         self._staging: dict[str, torch.Tensor] = {}
@@ -123,7 +157,12 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if kind is None:
             self.close()
         else:
@@ -143,9 +182,11 @@ class Saver:
         return step_path(self.directory, step)
 
     def wait(self) -> None:
-        """Return when no save is under way; raise CheckpointError where the last one failed, on any rank. Collective.
+        """Return when no save is under way; raise CheckpointError where the last one failed, on
+        any rank. Collective.
 
-        Ranks first tell each other whether their files are written: then rank 0 need not wait for what will never come.
+        Ranks first tell each other whether their files are written: then rank 0 need not wait for
+        what will never come.
         """
         job = self._job
         if job is None:
@@ -180,20 +221,31 @@ class Saver:
     # ------------------------------------------------------------------ together
 
     def _agree_on(self, step: int) -> None:
-        """Raise PlanMismatch where the ranks save different steps, ConfigError for what is no number of steps."""
-        steps = [answer.decode() for answer in self._engine.exchange(repr(step).encode(), "zs.save()")]
+        """Raise PlanMismatch where the ranks save different steps, ConfigError for what is no
+        number of steps.
+        """
+        steps = [
+            answer.decode() for answer in self._engine.exchange(repr(step).encode(), "zs.save()")
+        ]
         if len(set(steps)) > 1:
             said = ", ".join(f"rank {rank} step={text}" for rank, text in enumerate(steps))
-            raise PlanMismatch(f"zs.save() is called with different steps: {said}. Give every rank the same step")
+            raise PlanMismatch(
+                f"zs.save() is called with different steps: {said}. Give every rank the same step"
+            )
         if type(step) is not int or step < 0:
             raise ConfigError(f"step={step!r} is not a number of steps")
 
     def _begin(self, job: _Job) -> None:
-        """Write `job` in the background from a copy; where there is no memory for the copy, that is what the other ranks will hear of."""
+        """Write `job` in the background from a copy; where there is no memory for the copy, that
+        is what the other ranks will hear of.
+        """
         try:
             job.part.stored = self._copied(job.part.stored)
         except Exception as error:
-            job.failure = CheckpointError(f"step {job.step} cannot be copied to be written in the background: {type(error).__name__}: {error}")
+            job.failure = CheckpointError(
+                f"step {job.step} cannot be copied to be written in the background:"
+                f" {type(error).__name__}: {error}"
+            )
         self._job = job
         self._writer = threading.Thread(target=self._run, args=(job,), name="zeroshard-save")
         try:
@@ -223,7 +275,12 @@ class Saver:
         settle(engine, error, "zs.save()")
         divide(engine, part)
         metadata = {"format": "zeroshard", "rank": str(engine.rank), "step": str(step)}
-        sizes = [int(answer) for answer in engine.exchange(str(shard_bytes(part.stored, metadata)).encode(), "zs.save()")]
+        sizes = [
+            int(answer)
+            for answer in engine.exchange(
+                str(shard_bytes(part.stored, metadata)).encode(), "zs.save()"
+            )
+        ]
         nonce = ""
         with ExitStack() as stack:
             if engine.rank == 0:
@@ -233,10 +290,19 @@ class Saver:
                     error = refused
             settle(engine, error, "zs.save()")
             nonce = engine.exchange(nonce.encode(), "zs.save()")[0].decode()
-            return _Job(step, part, metadata, working_path(self.directory, step, nonce), stack.pop_all(), parameters_of(engine))
+            return _Job(
+                step,
+                part,
+                metadata,
+                working_path(self.directory, step, nonce),
+                stack.pop_all(),
+                parameters_of(engine),
+            )
 
     def _open(self, step: int, num_bytes: int, stack: ExitStack) -> str:
-        """On rank 0: take the lock, remove leftovers, see that there is space, make the hidden directory; return its nonce."""
+        """On rank 0: take the lock, remove leftovers, see that there is space, make the hidden
+        directory; return its nonce.
+        """
         nonce = secrets.token_hex(4)
         with ExitStack() as held:
             try:
@@ -247,7 +313,9 @@ class Saver:
                 require_space(self.directory, num_bytes, f"step {step} in {self.directory}")
                 working_path(self.directory, step, nonce).mkdir()
             except OSError as error:
-                raise CheckpointError(f"{self.directory} cannot be written: {error.strerror}") from error
+                raise CheckpointError(
+                    f"{self.directory} cannot be written: {error.strerror}"
+                ) from error
             stack.push(held.pop_all())
         return nonce
 
@@ -259,7 +327,9 @@ class Saver:
             copy = self._staging.get(entry.key)
             with opened(numbers) as tensor:
                 if copy is None or copy.shape != tensor.shape or copy.dtype is not tensor.dtype:
-                    copy = self._pages.empty(tensor.numel(), tensor.dtype, torch.device("cpu")).view(tensor.shape)
+                    copy = self._pages.empty(
+                        tensor.numel(), tensor.dtype, torch.device("cpu")
+                    ).view(tensor.shape)
                 copy.copy_(tensor)
             staging[entry.key] = copy
             out.append((entry, copy))
@@ -269,7 +339,9 @@ class Saver:
     # ------------------------------------------------------------------ alone
 
     def _run(self, job: _Job) -> None:
-        """Write this rank's file; on rank 0 commit when all are there. Keeps the failure for `_settle_run`."""
+        """Write this rank's file; on rank 0 commit when all are there. Keeps the failure for
+        `_settle_run`.
+        """
         try:
             with job.stack:
                 self._write_or_tell(job)
@@ -279,15 +351,25 @@ class Saver:
                     finally:
                         remember_steps(self.directory)
         except Exception as error:
-            failure = error if isinstance(error, CheckpointError) else CheckpointError(f"step {job.step}: {type(error).__name__}: {error}")
-            self._failure = CheckpointError(f"step {job.step} is complete, but {failure}") if job.visible else failure
+            failure = (
+                error
+                if isinstance(error, CheckpointError)
+                else CheckpointError(f"step {job.step}: {type(error).__name__}: {error}")
+            )
+            self._failure = (
+                CheckpointError(f"step {job.step} is complete, but {failure}")
+                if job.visible
+                else failure
+            )
             if self._engine.rank == 0:
                 shutil.rmtree(job.path, ignore_errors=True)
         finally:
             job.tried.set()
 
     def _write_or_tell(self, job: _Job) -> None:
-        """Write our file; where that fails, tell the others: in the foreground they raise here too, in the background rank 0 finds a note."""
+        """Write our file; where that fails, tell the others: in the foreground they raise here
+        too, in the background rank 0 finds a note.
+        """
         if job.failure is None:
             try:
                 job.index = self._write(job)
@@ -299,7 +381,8 @@ class Saver:
             if self._engine.rank > 0:
                 with suppress(OSError):
                     _leave(job.path / f"rank-{self._engine.rank}.failed", str(job.failure))
-        job.tried.set()  # we write nothing more: once all have tried, rank 0 may remove the directory
+        # we write nothing more: once all have tried, rank 0 may remove the directory
+        job.tried.set()
         if not self._background:
             settle(self._engine, job.failure, "zs.save()")
         elif job.failure is not None:
@@ -313,7 +396,8 @@ class Saver:
         rank = self._engine.rank
         if not job.path.is_dir():
             raise CheckpointError(
-                f"{job.path} is not there, though rank 0 has made it: is {self.directory} on storage that all ranks share, and was nothing removed?"
+                f"{job.path} is not there, though rank 0 has made it: is {self.directory} on"
+                " storage that all ranks share, and was nothing removed?"
             )
         file, tensors = write_shard(self._shard(job), rank, job.part.stored, job.metadata)
         index = {
@@ -333,7 +417,9 @@ class Saver:
         return job.path / f"rank-{self._engine.rank:05d}-of-{self._engine.world:05d}.safetensors"
 
     def _gather(self, job: _Job) -> list[dict[str, Any]]:
-        """Wait for every other rank's part; raise what one said only when no rank writes any more: the directory goes then, and who still wrote would say that."""
+        """Wait for every other rank's part; raise what one said only when no rank writes any
+        more: the directory goes then, and who still wrote would say that.
+        """
         indices, failure = [job.index], None
         for rank in range(1, self._engine.world):
             try:
@@ -353,13 +439,19 @@ class Saver:
                 (job.path / f"rank-{rank}.json").unlink()
             _leave(job.path / MANIFEST, manifest.dump())
         except OSError as error:
-            raise CheckpointError(f"{job.path / MANIFEST} cannot be written: {error.strerror}") from error
+            raise CheckpointError(
+                f"{job.path / MANIFEST} cannot be written: {error.strerror}"
+            ) from error
         commit(job.path, self.directory, job.step)
         job.visible = True
-        prune(self.directory, keep_last=self._keep_last, keep_every=self._keep_every, written=job.step)
+        prune(
+            self.directory, keep_last=self._keep_last, keep_every=self._keep_every, written=job.step
+        )
 
     def _await(self, job: _Job, rank: int) -> dict[str, Any]:
-        """On rank 0: return what another rank has left once its file is written; raise CheckpointError with what it says, or where it will never come."""
+        """On rank 0: return what another rank has left once its file is written; raise
+        CheckpointError with what it says, or where it will never come.
+        """
         path, deadline, hurried = job.path, time.monotonic() + self._timeout_s, False
         while True:
             try:
@@ -379,7 +471,10 @@ class Saver:
             if (self._hurry.is_set() or not threading.main_thread().is_alive()) and not hurried:
                 hurried, deadline = True, min(deadline, time.monotonic() + _HURRY_S)
             if time.monotonic() > deadline:
-                raise CheckpointError(f"rank {rank} did not write its file within {self._timeout_s:g} s; is {path} on storage that all ranks share?")
+                raise CheckpointError(
+                    f"rank {rank} did not write its file within {self._timeout_s:g} s; is {path} on"
+                    " storage that all ranks share?"
+                )
             time.sleep(_POLL_S)
 
     def _manifest(self, job: _Job, indices: list[dict[str, Any]]) -> Manifest:
@@ -389,10 +484,18 @@ class Saver:
         for index in reversed(indices):
             scalars |= index["scalars"]
         for name, value in indices[0]["states"].items():
-            states[name] = value if "same" in value else {"ranks": [index["states"][name]["own"] for index in indices]}
+            states[name] = (
+                value
+                if "same" in value
+                else {"ranks": [index["states"][name]["own"] for index in indices]}
+            )
         optimizer = None
         if engine.optimizer is not None:
-            optimizer = {"class": type(engine.optimizer).__name__, "groups": job.part.groups, "scalars": scalars}
+            optimizer = {
+                "class": type(engine.optimizer).__name__,
+                "groups": job.part.groups,
+                "scalars": scalars,
+            }
         return Manifest(
             step=job.step,
             world=engine.world,
@@ -401,7 +504,11 @@ class Saver:
             precision=engine.precision.describe(),
             files=tuple(ShardEntry(**index["file"]) for index in indices),
             parameters=job.parameters,
-            tensors=tuple(replace(TensorEntry(**raw), shape=tuple(raw["shape"]), hashes=tuple(raw["hashes"])) for index in indices for raw in index["tensors"]),
+            tensors=tuple(
+                replace(TensorEntry(**raw), shape=tuple(raw["shape"]), hashes=tuple(raw["hashes"]))
+                for index in indices
+                for raw in index["tensors"]
+            ),
             optimizer=optimizer,
             states=states,
         )
@@ -417,9 +524,11 @@ class _Job:
     path: Path
     stack: ExitStack  # holds the lock, on rank 0
     parameters: dict[str, ParameterEntry]
-    index: dict[str, Any] = field(default_factory=dict)  # what the manifest will say of this rank's file, once that is written
+    # what the manifest will say of this rank's file, once that is written
+    index: dict[str, Any] = field(default_factory=dict)
     failure: Exception | None = None  # why this rank's file could not be written
-    tried: threading.Event = field(default_factory=threading.Event)  # this rank's file is written, or never will be
+    # this rank's file is written, or never will be
+    tried: threading.Event = field(default_factory=threading.Event)
     told: str | None = None  # what another rank said of why its file will never come
     visible: bool = False  # on rank 0: the step has its name
 
@@ -435,7 +544,9 @@ def _leave(path: Path, content: str | bytes) -> None:
 
 
 def settle(engine: Engine, error: Exception | None, call: str) -> None:
-    """Raise CheckpointError on every rank where one has an `error`: its own, or the first of the others'. Collective."""
+    """Raise CheckpointError on every rank where one has an `error`: its own, or the first of the
+    others'. Collective.
+    """
     first = _first(engine, error, call)
     if error is not None:
         raise error
@@ -445,5 +556,7 @@ def settle(engine: Engine, error: Exception | None, call: str) -> None:
 
 def _first(engine: Engine, error: Exception | None, call: str) -> str | None:
     """Return the `error` of the first rank that has one, and which rank that is. Collective."""
-    answers = engine.exchange(b"" if error is None else f"rank {engine.rank}: {error}".encode(), call)
+    answers = engine.exchange(
+        b"" if error is None else f"rank {engine.rank}: {error}".encode(), call
+    )
     return next((answer.decode() for answer in answers if answer), None)

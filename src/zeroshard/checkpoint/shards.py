@@ -1,9 +1,12 @@
-"""One file of pieces, in the safetensors format: eight bytes of header length, a JSON header, the data. Written and read in hashed chunks.
+"""One file of pieces, in the safetensors format: eight bytes of header length, a JSON header,
+the data. Written and read in hashed chunks.
 
-Writing reserves the space first, so that a full disk is noticed before the first byte; reading verifies each chunk it touches before anybody sees
-a byte of it, and touches no others. Any safetensors reader opens these files; `write_shard` has no copy of the data in between.
+Writing reserves the space first, so that a full disk is noticed before the first byte; reading
+verifies each chunk it touches before anybody sees a byte of it, and touches no others. Any
+safetensors reader opens these files; `write_shard` has no copy of the data in between.
 
-Invariant: what `ShardReader.read` returns has the hash that the manifest says (unless verification is off). Cost: one pass over the bytes.
+Invariant: what `ShardReader.read` returns has the hash that the manifest says (unless verification
+is off). Cost: one pass over the bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +23,14 @@ import torch
 
 from zeroshard.buffer import PagePool
 from zeroshard.checkpoint.files import write_new
-from zeroshard.checkpoint.manifest import CHUNK_BYTES, ITEMSIZE, Manifest, ShardEntry, TensorEntry, digest
+from zeroshard.checkpoint.manifest import (
+    CHUNK_BYTES,
+    ITEMSIZE,
+    Manifest,
+    ShardEntry,
+    TensorEntry,
+    digest,
+)
 from zeroshard.checkpoint.steps import open_regular
 from zeroshard.errors import CheckpointError
 
@@ -40,15 +50,19 @@ __all__ = [
 ]
 
 DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64,
-    "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64,
 }  # fmt: skip
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGN = 64  # of the start of the data
 
-Lent = Callable[[], AbstractContextManager[torch.Tensor]]  # numbers that rest on another tier: borrowed when they are written
-Stored = tuple[TensorEntry, "torch.Tensor | Lent"]  # an entry without hashes and place, and its numbers
+# numbers that rest on another tier: borrowed when they are written
+Lent = Callable[[], AbstractContextManager[torch.Tensor]]
+# an entry without hashes and place, and its numbers
+Stored = tuple[TensorEntry, "torch.Tensor | Lent"]
 
 
 def opened(numbers: torch.Tensor | Lent) -> AbstractContextManager[torch.Tensor]:
@@ -57,7 +71,9 @@ def opened(numbers: torch.Tensor | Lent) -> AbstractContextManager[torch.Tensor]
 
 
 def dtype_code(dtype: torch.dtype, what: str) -> str:
-    """Return safetensors' name of `dtype`; raises CheckpointError naming `what` for one that it lacks."""
+    """Return safetensors' name of `dtype`; raises CheckpointError naming `what` for one that it
+    lacks.
+    """
     if dtype not in _CODES:
         raise CheckpointError(f"{what} is {dtype}, which safetensors has no name for")
     return _CODES[dtype]
@@ -70,12 +86,20 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(data) if flat.numel() else memoryview(b"")
 
 
-def header_of(entries: Sequence[tuple[str, str, tuple[int, ...], int]], metadata: dict[str, str]) -> bytes:
-    """Return the first bytes of a file: `entries` are key, dtype, shape and bytes of each tensor, which lie one after another."""
+def header_of(
+    entries: Sequence[tuple[str, str, tuple[int, ...], int]], metadata: dict[str, str]
+) -> bytes:
+    """Return the first bytes of a file: `entries` are key, dtype, shape and bytes of each
+    tensor, which lie one after another.
+    """
     table: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for key, dtype, shape, num_bytes in entries:
-        table[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
+        table[key] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [offset, offset + num_bytes],
+        }
         offset += num_bytes
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGN)
@@ -83,7 +107,9 @@ def header_of(entries: Sequence[tuple[str, str, tuple[int, ...], int]], metadata
 
 
 def _header(stored: Sequence[Stored], metadata: dict[str, str]) -> bytes:
-    return header_of([(entry.key, entry.dtype, entry.shape, entry.num_bytes) for entry, _ in stored], metadata)
+    return header_of(
+        [(entry.key, entry.dtype, entry.shape, entry.num_bytes) for entry, _ in stored], metadata
+    )
 
 
 def shard_bytes(stored: Sequence[Stored], metadata: dict[str, str]) -> int:
@@ -92,9 +118,15 @@ def shard_bytes(stored: Sequence[Stored], metadata: dict[str, str]) -> int:
 
 
 def write_shard(
-    path: Path, file: int, stored: Sequence[Stored], metadata: dict[str, str], *, chunk_bytes: int = CHUNK_BYTES
+    path: Path,
+    file: int,
+    stored: Sequence[Stored],
+    metadata: dict[str, str],
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[ShardEntry, list[TensorEntry]]:
-    """Write `stored` to the new file `path` and fsync it; return the entries of the file (number `file`) and of its tensors, hashes included.
+    """Write `stored` to the new file `path` and fsync it; return the entries of the file (number
+    `file`) and of its tensors, hashes included.
 
     Raises CheckpointError when there is no space, or the disk fails; the file may be left behind.
     """
@@ -122,21 +154,38 @@ def write_shard(
 
 
 def _placed(entry: TensorEntry, file: int, offset: int, hashes: Sequence[str]) -> TensorEntry:
-    return TensorEntry(file, offset, entry.dtype, entry.shape, tuple(hashes), entry.kind, entry.parameter, entry.start, entry.stop)
+    return TensorEntry(
+        file,
+        offset,
+        entry.dtype,
+        entry.shape,
+        tuple(hashes),
+        entry.kind,
+        entry.parameter,
+        entry.start,
+        entry.stop,
+    )
 
 
 def describe_range(entry: TensorEntry, start: int, stop: int) -> str:
-    """Return words for bytes ``[start, stop)`` of an entry: the elements of the parameter, or of the tensor."""
+    """Return words for bytes ``[start, stop)`` of an entry: the elements of the parameter, or of
+    the tensor.
+    """
     size = ITEMSIZE[entry.dtype]
     first, last = entry.start + start // size, entry.start + -(-stop // size)
-    what = "tensor" if entry.parameter is None else f"{entry.kind} of parameter {entry.parameter!r},"
-    return f"{what} {entry.kind if entry.parameter is None else ''} elements {first} to {last}".replace("  ", " ")
+    of = "" if entry.parameter is None else f" of parameter {entry.parameter!r},"
+    what = f"tensor {entry.kind}" if entry.parameter is None else f"{entry.kind}{of}"
+    return f"{what} elements {first} to {last}"
 
 
 class ShardReader:
-    """An open file of pieces, as its manifest describes it. Counts what it reads of pieces in `bytes_read`."""
+    """An open file of pieces, as its manifest describes it. Counts what it reads of pieces in
+    `bytes_read`.
+    """
 
-    def __init__(self, path: Path, file: ShardEntry, *, chunk_bytes: int, verify: bool = True) -> None:
+    def __init__(
+        self, path: Path, file: ShardEntry, *, chunk_bytes: int, verify: bool = True
+    ) -> None:
         self.path = path
         self.bytes_read = 0
         self._chunk_bytes = chunk_bytes
@@ -145,10 +194,14 @@ class ShardReader:
         self._fd = open_regular(path)
         try:
             if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # a wider window of reading ahead
+                # a wider window of reading ahead
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             size = os.fstat(self._fd).st_size
             if size != file.bytes:
-                raise CheckpointError(f"{path} has {size} bytes and should have {file.bytes}: it was cut short, or is not of this checkpoint")
+                raise CheckpointError(
+                    f"{path} has {size} bytes and should have {file.bytes}: it was cut short, or is"
+                    " not of this checkpoint"
+                )
             if verify and digest(self._header(file.header_bytes)) != file.header_hash:
                 raise CheckpointError(f"{path} is damaged in its header")
         except BaseException:
@@ -158,21 +211,32 @@ class ShardReader:
     def __enter__(self) -> ShardReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         os.close(self._fd)
 
     def read(self, entry: TensorEntry, start: int, stop: int, pages: PagePool) -> torch.Tensor:
-        """Return elements ``[start, stop)`` of the flattened tensor, 1-D, in its dtype; `pages` gives the memory."""
+        """Return elements ``[start, stop)`` of the flattened tensor, 1-D, in its dtype; `pages`
+        gives the memory.
+        """
         dtype, size = DTYPES[entry.dtype], ITEMSIZE[entry.dtype]
         try:
             out = pages.empty(stop - start, dtype, torch.device("cpu"))
         except (MemoryError, OSError, RuntimeError) as error:  # a file of holes may claim any size
-            raise CheckpointError(f"{self.path}: no memory for {(stop - start) * size} bytes of {entry.key}") from error
+            raise CheckpointError(
+                f"{self.path}: no memory for {(stop - start) * size} bytes of {entry.key}"
+            ) from error
         self.read_into(entry, start * size, as_bytes(out))
         return out
 
     def read_into(self, entry: TensorEntry, start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of `entry` from its byte `start`; raises CheckpointError naming parameter and range where one is damaged."""
+        """Fill `out` with the bytes of `entry` from its byte `start`; raises CheckpointError
+        naming parameter and range where one is damaged.
+        """
         stop = start + len(out)
         if not out:
             return
@@ -181,14 +245,22 @@ class ShardReader:
             self.bytes_read += len(out)
             return
         numbers = range(start // self._chunk_bytes, -(-stop // self._chunk_bytes))
-        self.bytes_read += min(numbers.stop * self._chunk_bytes, entry.num_bytes) - numbers.start * self._chunk_bytes
+        self.bytes_read += (
+            min(numbers.stop * self._chunk_bytes, entry.num_bytes)
+            - numbers.start * self._chunk_bytes
+        )
         for number in numbers:
             self._read_chunk(entry, number, start, out)
 
     def _read_chunk(self, entry: TensorEntry, number: int, start: int, out: memoryview) -> None:
-        """Read and verify one chunk, and put the part of it that is wanted into `out`, which begins at byte `start` of the tensor."""
+        """Read and verify one chunk, and put the part of it that is wanted into `out`, which
+        begins at byte `start` of the tensor.
+        """
         stop = start + len(out)
-        low, high = number * self._chunk_bytes, min((number + 1) * self._chunk_bytes, entry.num_bytes)
+        low, high = (
+            number * self._chunk_bytes,
+            min((number + 1) * self._chunk_bytes, entry.num_bytes),
+        )
         first, last = max(low, start), min(high, stop)
         inside = first == low and last == high
         chunk = out[low - start : high - start] if inside else memoryview(bytearray(high - low))
@@ -204,7 +276,10 @@ class ShardReader:
         self.bytes_read += entry.num_bytes
         scratch = memoryview(bytearray(min(self._chunk_bytes, entry.num_bytes)))
         for number, expected in enumerate(entry.hashes):
-            low, high = number * self._chunk_bytes, min((number + 1) * self._chunk_bytes, entry.num_bytes)
+            low, high = (
+                number * self._chunk_bytes,
+                min((number + 1) * self._chunk_bytes, entry.num_bytes),
+            )
             chunk = scratch[: high - low]
             self._fill(chunk, self._start + entry.offset + low)
             if digest(chunk) != expected:
@@ -221,9 +296,13 @@ class ShardReader:
             try:
                 count = os.preadv(self._fd, [out], position)
             except OSError as error:
-                raise CheckpointError(f"{self.path} cannot be read at byte {position}: {error.strerror}") from error
+                raise CheckpointError(
+                    f"{self.path} cannot be read at byte {position}: {error.strerror}"
+                ) from error
             if not count:
-                raise CheckpointError(f"{self.path} ends at byte {position}: it was cut short while it was read")
+                raise CheckpointError(
+                    f"{self.path} ends at byte {position}: it was cut short while it was read"
+                )
             position += count
             out = out[count:]
 
@@ -231,7 +310,9 @@ class ShardReader:
 class OpenShards:
     """The files of one step, each opened when it is first needed; `stack` closes them."""
 
-    def __init__(self, path: Path, manifest: Manifest, stack: ExitStack, *, verify: bool = True) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, stack: ExitStack, *, verify: bool = True
+    ) -> None:
         self.pages = PagePool()
         self._path = path
         self._manifest = manifest
@@ -243,7 +324,12 @@ class OpenShards:
         """Return elements ``[start, stop)`` of a tensor, flat, in its dtype."""
         if entry.file not in self._readers:
             file = self._manifest.files[entry.file]
-            reader = ShardReader(self._path / file.name, file, chunk_bytes=self._manifest.chunk_bytes, verify=self._verify)
+            reader = ShardReader(
+                self._path / file.name,
+                file,
+                chunk_bytes=self._manifest.chunk_bytes,
+                verify=self._verify,
+            )
             self._readers[entry.file] = self._stack.enter_context(reader)
         return self._readers[entry.file].read(entry, start, stop, self.pages)
 

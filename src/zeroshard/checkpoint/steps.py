@@ -1,7 +1,9 @@
-"""The directory of checkpoints: which steps are complete, who may write, how a step becomes visible, which steps go.
+"""The directory of checkpoints: which steps are complete, who may write, how a step becomes
+visible, which steps go.
 
-Invariants: a directory ``step-N`` is complete, because it got that name by one rename after everything in it was on disk: one in which something
-is missing is damaged, never passed over. Names that begin with a dot are work in progress or its remains, and are never read. One job writes at a
+Invariants: a directory ``step-N`` is complete, because it got that name by one rename after
+everything in it was on disk: one in which something is missing is damaged, never passed over. Names
+that begin with a dot are work in progress or its remains, and are never read. One job writes at a
 time (a lock that dies with its process). No symbolic link is followed.
 """
 
@@ -22,12 +24,14 @@ from zeroshard.checkpoint.manifest import MAX_BYTES, SHARD_NAME, Manifest
 from zeroshard.errors import CheckpointError
 
 __all__ = [
-    "MANIFEST", "SLACK_BYTES", "STEP_NAME", "check_alone", "check_files", "commit", "list_steps", "lock", "make_directory", "open_regular", "prune",
-    "read_manifest", "remember_steps", "remove_leftovers", "require_space", "step_path", "sync_directory", "working_path",
+    "MANIFEST", "SLACK_BYTES", "STEP_NAME", "check_alone", "check_files", "commit", "list_steps",
+    "lock", "make_directory", "open_regular", "prune", "read_manifest", "remember_steps",
+    "remove_leftovers", "require_space", "step_path", "sync_directory", "working_path",
 ]  # fmt: skip
 
 MANIFEST = "manifest.json"
-SLACK_BYTES = 1 << 20  # that must be free beyond the files of pieces: for the manifest or index, and the directory
+# that must be free beyond the files of pieces: for the manifest or index, and the directory
+SLACK_BYTES = 1 << 20
 STEP_NAME = re.compile(r"step-(\d{10,19})")
 _LEFTOVER = re.compile(r"\.(saving|removing)-.*")
 _REPLACED = re.compile(r"\.replaced-step-(\d{10,19})")
@@ -41,7 +45,9 @@ def step_path(directory: Path, step: int) -> Path:
 
 
 def list_steps(directory: Path) -> dict[int, Path]:
-    """Return the steps in `directory`, oldest first; whether one is damaged is found when it is read."""
+    """Return the steps in `directory`, oldest first; whether one is damaged is found when it is
+    read.
+    """
     found: dict[int, Path] = {}
     try:
         entries = list(os.scandir(directory))
@@ -49,28 +55,37 @@ def list_steps(directory: Path) -> dict[int, Path]:
         return {}
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
-    for pattern in (_REPLACED, STEP_NAME):  # one that was moved aside counts until its successor is there
+    # one that was moved aside counts until its successor is there
+    for pattern in (_REPLACED, STEP_NAME):
         for entry in entries:
             match = pattern.fullmatch(entry.name)
-            if match and (entry.is_dir(follow_symlinks=False) or (pattern is STEP_NAME and entry.is_symlink())):  # read_manifest() refuses a link by name
+            # read_manifest() refuses a link by name
+            if match and (
+                entry.is_dir(follow_symlinks=False) or (pattern is STEP_NAME and entry.is_symlink())
+            ):
                 found[int(match[1])] = Path(entry.path)
     return dict(sorted(found.items()))
 
 
 def open_regular(path: Path) -> int:
-    """Open a file to read and return its descriptor; raises CheckpointError for one that is not there, a symbolic link, a pipe or a device.
+    """Open a file to read and return its descriptor; raises CheckpointError for one that is not
+    there, a symbolic link, a pipe or a device.
 
-    What lies there is looked at through a descriptor that opens nothing (O_PATH): opening a device may already act on it.
+    What lies there is looked at through a descriptor that opens nothing (O_PATH): opening a device
+    may already act on it.
     """
     try:
         found = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             mode = os.fstat(found).st_mode
             if stat.S_ISLNK(mode):
-                raise CheckpointError(f"{path} cannot be read: it is a symbolic link, which is not followed")
+                raise CheckpointError(
+                    f"{path} cannot be read: it is a symbolic link, which is not followed"
+                )
             if not stat.S_ISREG(mode):
                 raise CheckpointError(f"{path} cannot be read: it is not a file")
-            return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)  # the same file, whatever has the name by now
+            # the same file, whatever has the name by now
+            return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             os.close(found)
     except OSError as error:
@@ -80,24 +95,32 @@ def open_regular(path: Path) -> int:
 def read_manifest(path: Path) -> Manifest:
     """Read the manifest of one step; raises CheckpointError."""
     if path.is_symlink():
-        raise CheckpointError(f"{path} cannot be read: it is a symbolic link, which is not followed")
+        raise CheckpointError(
+            f"{path} cannot be read: it is a symbolic link, which is not followed"
+        )
     file = path / MANIFEST
     with os.fdopen(open_regular(file), "rb") as opened:
         try:
             size = os.fstat(opened.fileno()).st_size
             if size > MAX_BYTES:
-                raise CheckpointError(f"{file} has {size} bytes, more than the {MAX_BYTES} that a manifest may have")
+                raise CheckpointError(
+                    f"{file} has {size} bytes, more than the {MAX_BYTES} that a manifest may have"
+                )
             manifest = Manifest.parse(opened.read(), str(file))
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     match = STEP_NAME.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
     if match and int(match[1]) != manifest.step:
-        raise CheckpointError(f"{file} is that of step {manifest.step}, and its directory says {int(match[1])}")
+        raise CheckpointError(
+            f"{file} is that of step {manifest.step}, and its directory says {int(match[1])}"
+        )
     return manifest
 
 
 def check_files(path: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError where a file of pieces is missing in `path`, or one lies there that is not the manifest's; none is opened."""
+    """Raise CheckpointError where a file of pieces is missing in `path`, or one lies there that
+    is not the manifest's; none is opened.
+    """
     try:
         there = {name for name in os.listdir(path) if SHARD_NAME.fullmatch(name)}
     except OSError as error:
@@ -106,7 +129,9 @@ def check_files(path: Path, manifest: Manifest) -> None:
     for name in sorted(expected - there):
         raise CheckpointError(f"{path / name} is missing")
     for name in sorted(there - expected):
-        raise CheckpointError(f"{path / name} is not of this checkpoint: its manifest does not know it")
+        raise CheckpointError(
+            f"{path / name} is not of this checkpoint: its manifest does not know it"
+        )
 
 
 def working_path(directory: Path, step: int, nonce: str) -> Path:
@@ -116,7 +141,9 @@ def working_path(directory: Path, step: int, nonce: str) -> Path:
 
 @contextmanager
 def lock(directory: Path) -> Iterator[None]:
-    """Be the only process that may write in `directory`; raises CheckpointError naming who has it, and where the lock cannot be taken or let go."""
+    """Be the only process that may write in `directory`; raises CheckpointError naming who has
+    it, and where the lock cannot be taken or let go.
+    """
     path = directory / ".lock"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
@@ -142,7 +169,9 @@ def _take_lock(fd: int, path: Path) -> None:
         holder = "another process"
         with suppress(OSError):
             holder = os.pread(fd, 200, 0).decode(errors="replace") or holder
-        raise CheckpointError(f"{path.parent} is being written by {holder}: give each job a directory of its own") from error
+        raise CheckpointError(
+            f"{path.parent} is being written by {holder}: give each job a directory of its own"
+        ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be locked: {error.strerror}") from error
     with suppress(OSError):  # a full disk: the lock holds without a name
@@ -151,14 +180,18 @@ def _take_lock(fd: int, path: Path) -> None:
 
 
 def _let_go(fd: int) -> None:
-    """Give the lock up and close its file, whatever goes wrong on the way; raises the first OSError."""
+    """Give the lock up and close its file, whatever goes wrong on the way; raises the first
+    OSError.
+    """
     with ExitStack() as stack:
         stack.callback(os.close, fd)
-        stack.callback(fcntl.flock, fd, fcntl.LOCK_UN)  # also where a fork of ours still has the file open
+        # also where a fork of ours still has the file open
+        stack.callback(fcntl.flock, fd, fcntl.LOCK_UN)
         os.ftruncate(fd, 0)
 
 
-_left: dict[str, dict[int, tuple[int, int]]] = {}  # by directory: the steps that lay there when this process last wrote or loaded there
+# by directory: the steps that lay there when this process last wrote or loaded there
+_left: dict[str, dict[int, tuple[int, int]]] = {}
 
 
 def remember_steps(directory: Path) -> None:
@@ -169,7 +202,9 @@ def remember_steps(directory: Path) -> None:
 
 
 def check_alone(directory: Path) -> None:
-    """Raise CheckpointError where another job has written a step since this process last wrote or loaded there: once for each; the caller holds the lock."""
+    """Raise CheckpointError where another job has written a step since this process last wrote
+    or loaded there: once for each; the caller holds the lock.
+    """
     before = _left.get(os.path.realpath(directory))
     if before is None:
         return
@@ -179,7 +214,8 @@ def check_alone(directory: Path) -> None:
     if foreign:
         others = f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else ""
         raise CheckpointError(
-            f"step {foreign[0]}{others} in {directory} was written by another job since this one last saved or loaded there: give each job a directory of its own"
+            f"step {foreign[0]}{others} in {directory} was written by another job since this one"
+            " last saved or loaded there: give each job a directory of its own"
         )
 
 
@@ -208,7 +244,9 @@ def make_directory(path: Path) -> None:
 
 
 def commit(working: Path, directory: Path, step: int) -> Path:
-    """Make the complete `working` visible as `step`, in one rename; an older checkpoint of that step goes."""
+    """Make the complete `working` visible as `step`, in one rename; an older checkpoint of that
+    step goes.
+    """
     final = step_path(directory, step)
     try:
         sync_directory(working)
@@ -221,7 +259,8 @@ def commit(working: Path, directory: Path, step: int) -> Path:
         if _exchange(working, final):
             sync_directory(directory)
             _remove(working)
-        else:  # without that system call the old one steps aside first, under a name that still counts
+        else:
+            # without that system call the old one steps aside first, under a name that still counts
             os.rename(final, aside)
             os.rename(working, final)
             sync_directory(directory)
@@ -254,12 +293,19 @@ def sync_directory(path: Path) -> None:
 
 
 def require_space(directory: Path, num_bytes: int, what: str) -> None:
-    """Raise CheckpointError where `directory` lacks space for `num_bytes` of `what`, and for the small files beside it."""
+    """Raise CheckpointError where `directory` lacks space for `num_bytes` of `what`, and for the
+    small files beside it.
+    """
     space = os.statvfs(directory)
     free = space.f_bavail * space.f_frsize
     if num_bytes + SLACK_BYTES > free:
-        needs = f"it needs {num_bytes + SLACK_BYTES} bytes ({num_bytes} and {SLACK_BYTES} for the manifest and the directory)"
-        raise CheckpointError(f"no space for {what}: {needs}, and {free} are free; what was there before is untouched")
+        needs = (
+            f"it needs {num_bytes + SLACK_BYTES} bytes ({num_bytes} and {SLACK_BYTES} for the"
+            " manifest and the directory)"
+        )
+        raise CheckpointError(
+            f"no space for {what}: {needs}, and {free} are free; what was there before is untouched"
+        )
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -267,16 +313,26 @@ def remove_leftovers(directory: Path) -> None:
     steps = list_steps(directory)
     for entry in list(os.scandir(directory)):
         replaced = _REPLACED.fullmatch(entry.name)
-        if _LEFTOVER.fullmatch(entry.name) or (replaced and steps.get(int(replaced[1])) != Path(entry.path)):
+        if _LEFTOVER.fullmatch(entry.name) or (
+            replaced and steps.get(int(replaced[1])) != Path(entry.path)
+        ):
             _delete(Path(entry.path))
 
 
-def prune(directory: Path, *, keep_last: int | None, keep_every: int | None, written: int | None = None) -> list[int]:
-    """Remove all steps but the newest `keep_last`, the multiples of `keep_every` and the one just `written`; return those that went. None keeps all."""
+def prune(
+    directory: Path, *, keep_last: int | None, keep_every: int | None, written: int | None = None
+) -> list[int]:
+    """Remove all steps but the newest `keep_last`, the multiples of `keep_every` and the one
+    just `written`; return those that went. None keeps all.
+    """
     if keep_last is None:
         return []
     steps = list_steps(directory)
-    gone = [step for step in list(steps)[:-keep_last] if step != written and (keep_every is None or step % keep_every)]
+    gone = [
+        step
+        for step in list(steps)[:-keep_last]
+        if step != written and (keep_every is None or step % keep_every)
+    ]
     for step in gone:
         _remove(steps[step])
     return gone

@@ -1,4 +1,6 @@
-"""What a step holds, in plain values for a table or for JSON, from its manifest alone. Pure; no file of pieces is opened, torch is not imported."""
+"""What a step holds, in plain values for a table or for JSON, from its manifest alone. Pure; no
+file of pieces is opened, torch is not imported.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def summarize(manifest: Manifest) -> dict[str, Any]:
         "tensors": _tensors(manifest),
         "files": _files(manifest),
         "optimizer": _optimizer(manifest),
-        "states": {name: "alike on all ranks" if "same" in state else "each rank its own" for name, state in manifest.states.items()},
+        "states": {
+            name: "alike on all ranks" if "same" in state else "each rank its own"
+            for name, state in manifest.states.items()
+        },
     }
 
 
@@ -45,26 +50,43 @@ def _tensors(manifest: Manifest) -> list[dict[str, Any]]:
     count: Counter[tuple[str, str]] = Counter()
     total: Counter[tuple[str, str]] = Counter()
     for entry in manifest.tensors:
-        kind = entry.kind if entry.parameter is not None else "buffer" if entry.kind.startswith(BUFFER) else "other"
+        kind = (
+            entry.kind
+            if entry.parameter is not None
+            else "buffer"
+            if entry.kind.startswith(BUFFER)
+            else "other"
+        )
         count[kind, entry.dtype] += 1
         total[kind, entry.dtype] += entry.num_bytes
-    return [{"kind": kind, "dtype": dtype, "tensors": count[kind, dtype], "bytes": size} for (kind, dtype), size in total.most_common()]
+    return [
+        {"kind": kind, "dtype": dtype, "tensors": count[kind, dtype], "bytes": size}
+        for (kind, dtype), size in total.most_common()
+    ]
 
 
 def _files(manifest: Manifest) -> list[dict[str, Any]]:
     tensors = Counter(entry.file for entry in manifest.tensors)
-    return [{"name": file.name, "bytes": file.bytes, "tensors": tensors[number]} for number, file in enumerate(manifest.files)]
+    return [
+        {"name": file.name, "bytes": file.bytes, "tensors": tensors[number]}
+        for number, file in enumerate(manifest.files)
+    ]
 
 
 def _optimizer(manifest: Manifest) -> dict[str, Any] | None:
     if manifest.optimizer is None:
         return None
-    groups = [{"parameters": len(group["params"]), "options": _plain(group["options"])} for group in manifest.optimizer["groups"]]
+    groups = [
+        {"parameters": len(group["params"]), "options": _plain(group["options"])}
+        for group in manifest.optimizer["groups"]
+    ]
     return {"class": manifest.optimizer["class"], "groups": groups}
 
 
 def _plain(value: Any) -> Any:
-    """Return an encoded value (values.py) for people: without the tags, so that a tuple becomes a list."""
+    """Return an encoded value (values.py) for people: without the tags, so that a tuple becomes
+    a list.
+    """
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if not isinstance(value, dict):

@@ -1,6 +1,8 @@
-"""State dictionaries as JSON and tensors, and back: what a scheduler, a data loader or a user keeps, without pickle.
+"""State dictionaries as JSON and tensors, and back: what a scheduler, a data loader or a user
+keeps, without pickle.
 
-JSON's own values stand for themselves. An object with one key that begins with ``$`` stands for what JSON lacks::
+JSON's own values stand for themselves. An object with one key that begins with ``$`` stands for
+what JSON lacks::
 
     {"$tensor": key}  {"$array": key}     a tensor (numpy array) stored under `key`
     {"$scalar": ["float32", 3.0]}         a tensor of no dimensions
@@ -8,8 +10,9 @@ JSON's own values stand for themselves. An object with one key that begins with 
     {"$dict": [[key, value], ...]}        where keys are not plain text
     {"$float": "nan"}  {"$bytes": base64}  {"$complex": [re, im]}  {"$dtype": "float32"}
 
-Invariant: ``decode(encode(x)) == x``, types included, but for these: a subclass of a plain type becomes that type (OrderedDict, namedtuple, IntEnum,
-nn.Parameter), bytearray bytes, and a numpy scalar Python's number. Anything else is refused with its path, before a byte is written.
+Invariant: ``decode(encode(x)) == x``, types included, but for these: a subclass of a plain type
+becomes that type (OrderedDict, namedtuple, IntEnum, nn.Parameter), bytearray bytes, and a numpy
+scalar Python's number. Anything else is refused with its path, before a byte is written.
 """
 
 from __future__ import annotations
@@ -28,12 +31,24 @@ __all__ = ["decode", "encode"]
 
 _MAX_DEPTH = 100
 _MAX_INT_BITS = 8192  # Python reads no number of more than 4300 digits
-_COLLECTIONS: tuple[tuple[Any, str], ...] = ((list, ""), (tuple, "$tuple"), (set, "$set"), (frozenset, "$frozenset"))
-_PLAIN: tuple[tuple[type, Callable[[Any], Any]], ...] = ((int, int.__int__), (float, float.__float__), (str, str.__str__))  # not str(): an Enum has its own
+_COLLECTIONS: tuple[tuple[Any, str], ...] = (
+    (list, ""),
+    (tuple, "$tuple"),
+    (set, "$set"),
+    (frozenset, "$frozenset"),
+)
+# not str(): an Enum has its own
+_PLAIN: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (int, int.__int__),
+    (float, float.__float__),
+    (str, str.__str__),
+)
 
 
 def encode(value: Any, path: str, store: Callable[[str, torch.Tensor], str]) -> Any:
-    """Return `value` as JSON; `store(path, tensor)` keeps a tensor and returns its key. Raises CheckpointError naming the path of what has no form."""
+    """Return `value` as JSON; `store(path, tensor)` keeps a tensor and returns its key. Raises
+    CheckpointError naming the path of what has no form.
+    """
     return _encode(value, path, store, 0)
 
 
@@ -41,62 +56,113 @@ def _encode(value: Any, path: str, store: Callable[[str, torch.Tensor], str], de
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{path} is nested more than {_MAX_DEPTH} deep")
     if type(value) is int and value.bit_length() > _MAX_INT_BITS:
-        raise CheckpointError(f"{path} is a number of {value.bit_length()} bits, and a checkpoint holds {_MAX_INT_BITS}")
+        raise CheckpointError(
+            f"{path} is a number of {value.bit_length()} bits, and a checkpoint holds"
+            f" {_MAX_INT_BITS}"
+        )
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta or value.is_nested:
-            what = "quantized" if value.is_quantized else "meta" if value.is_meta else "nested" if value.is_nested else value.layout
+        if (
+            value.layout is not torch.strided
+            or value.is_quantized
+            or value.is_meta
+            or value.is_nested
+        ):
+            what = (
+                "quantized"
+                if value.is_quantized
+                else "meta"
+                if value.is_meta
+                else "nested"
+                if value.is_nested
+                else value.layout
+            )
             raise CheckpointError(f"{path} is a {what} tensor, which has no form in a checkpoint")
         if value.dim() == 0 and not value.is_complex():
-            return {"$scalar": [str(value.dtype).removeprefix("torch."), _encode(value.item(), path, store, depth)]}
+            return {
+                "$scalar": [
+                    str(value.dtype).removeprefix("torch."),
+                    _encode(value.item(), path, store, depth),
+                ]
+            }
         return {"$tensor": store(path, value)}
     numpy = sys.modules.get("numpy")
-    if numpy is not None and type(value) in (numpy.ndarray, numpy.memmap) and value.dtype.kind in "biufc":
+    if (
+        numpy is not None
+        and type(value) in (numpy.ndarray, numpy.memmap)
+        and value.dtype.kind in "biufc"
+    ):
         return {"$array": store(path, _from_numpy(value, path))}
-    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufc" and not isinstance(value.item(), numpy.generic):
+    if (
+        numpy is not None
+        and isinstance(value, numpy.generic)
+        and value.dtype.kind in "biufc"
+        and not isinstance(value.item(), numpy.generic)
+    ):
         return _encode(value.item(), path, store, depth)
     if isinstance(value, dict):
         return _encode_dict(value, path, store, depth)
     for kind, tag in _COLLECTIONS:
         if isinstance(value, kind):
             items = sorted(value, key=repr) if kind in (set, frozenset) else value
-            out = [_encode(item, f"{path}[{index}]", store, depth + 1) for index, item in enumerate(items)]
+            out = [
+                _encode(item, f"{path}[{index}]", store, depth + 1)
+                for index, item in enumerate(items)
+            ]
             return {tag: out} if tag else out
     if isinstance(value, bytes | bytearray):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, complex):
-        return {"$complex": [_encode(part, path, store, depth + 1) for part in (value.real, value.imag)]}
+        return {
+            "$complex": [_encode(part, path, store, depth + 1) for part in (value.real, value.imag)]
+        }
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
     for base, plain in _PLAIN:
         if isinstance(value, base):  # a subclass, an IntEnum say
             return _encode(plain(value), path, store, depth)
-    raise CheckpointError(f"{path} is a {type(value).__name__}, which has no form in a checkpoint: numbers, text, lists, dictionaries and tensors have")
+    raise CheckpointError(
+        f"{path} is a {type(value).__name__}, which has no form in a checkpoint: numbers, text,"
+        " lists, dictionaries and tensors have"
+    )
 
 
 def _from_numpy(array: Any, path: str) -> torch.Tensor:
     """Return a tensor of the same numbers, which torch can hold in native byte order only."""
-    native = array.astype(array.dtype.newbyteorder("="), order="C")  # a copy: torch warns of arrays that may not be written
+    # a copy: torch warns of arrays that may not be written
+    native = array.astype(array.dtype.newbyteorder("="), order="C")
     try:
         return torch.from_numpy(native)
     except TypeError:
-        raise CheckpointError(f"{path} is an array of {array.dtype}, which has no form in a checkpoint") from None
+        raise CheckpointError(
+            f"{path} is an array of {array.dtype}, which has no form in a checkpoint"
+        ) from None
 
 
-def _encode_dict(value: dict[Any, Any], path: str, store: Callable[[str, torch.Tensor], str], depth: int) -> Any:
+def _encode_dict(
+    value: dict[Any, Any], path: str, store: Callable[[str, torch.Tensor], str], depth: int
+) -> Any:
     if all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: _encode(item, f"{path}.{key}", store, depth + 1) for key, item in value.items()}
+        return {
+            key: _encode(item, f"{path}.{key}", store, depth + 1) for key, item in value.items()
+        }
     pairs = [
-        [_encode(key, f"{path} (a key)", store, depth + 1), _encode(item, f"{path}[{key!r}]", store, depth + 1)] for key, item in value.items()
+        [
+            _encode(key, f"{path} (a key)", store, depth + 1),
+            _encode(item, f"{path}[{key!r}]", store, depth + 1),
+        ]
+        for key, item in value.items()
     ]
     return {"$dict": pairs}
 
 
 def decode(value: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
-    """Return what `encode` was given; `fetch(key)` brings a tensor. Raises ValueError for what `encode` does not write."""
+    """Return what `encode` was given; `fetch(key)` brings a tensor. Raises ValueError for what
+    `encode` does not write.
+    """
     try:
         return _decode(value, fetch, 0)
     except CheckpointError:  # of fetch

@@ -1,7 +1,9 @@
-"""Read a step whole and say everything that is wrong with it: which file, which parameter, which elements.
+"""Read a step whole and say everything that is wrong with it: which file, which parameter, which
+elements.
 
-Invariant: where nothing is found, every byte of every file has the hash that the manifest says, and the manifest the one in its own last line. A
-damaged file does not end the search. Cost: one pass over the bytes; memory for one chunk.
+Invariant: where nothing is found, every byte of every file has the hash that the manifest says, and
+the manifest the one in its own last line. A damaged file does not end the search. Cost: one pass
+over the bytes; memory for one chunk.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from zeroshard.errors import CheckpointError
 
 __all__ = ["Damage", "verify"]
 
-_NOT_THERE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR)  # ELOOP: a link, which no save leaves
+# ELOOP: a link, which no save leaves
+_NOT_THERE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR)
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,9 @@ class Damage:
 
 
 def verify(step: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> list[Damage]:
-    """Check the checkpoint in the directory `step`; return what is wrong, in the order of the files. `progress` is told how many bytes were read."""
+    """Check the checkpoint in the directory `step`; return what is wrong, in the order of the
+    files. `progress` is told how many bytes were read.
+    """
     try:
         manifest = read_manifest(step)
     except CheckpointError as error:
@@ -46,15 +51,23 @@ def verify(step: Path, progress: Callable[[int], None] = lambda num_bytes: None)
         found += _check_file(step / file.name, file, tensors.get(number, []), manifest, progress)
     expected = {MANIFEST, *(file.name for file in manifest.files)}
     found += [
-        Damage(path.name, f"{path} does not belong to the checkpoint") for path in sorted(step.iterdir()) if path.name not in expected
+        Damage(path.name, f"{path} does not belong to the checkpoint")
+        for path in sorted(step.iterdir())
+        if path.name not in expected
     ]
     return found
 
 
 def _check_file(
-    path: Path, file: ShardEntry, tensors: list[TensorEntry], manifest: Manifest, progress: Callable[[int], None]
+    path: Path,
+    file: ShardEntry,
+    tensors: list[TensorEntry],
+    manifest: Manifest,
+    progress: Callable[[int], None],
 ) -> Iterator[Damage]:
-    """Yield what is wrong with one file; where its size or its header is, still look at each tensor that is there."""
+    """Yield what is wrong with one file; where its size or its header is, still look at each
+    tensor that is there.
+    """
     size = file.bytes
     try:
         with ShardReader(path, file, chunk_bytes=manifest.chunk_bytes):
@@ -64,10 +77,17 @@ def _check_file(
         if error.__cause__ is not None or path.is_symlink() or not path.is_file():
             return
         size = path.stat().st_size
-    with ShardReader(path, replace(file, bytes=size), chunk_bytes=manifest.chunk_bytes, verify=False) as reader:
+    with ShardReader(
+        path, replace(file, bytes=size), chunk_bytes=manifest.chunk_bytes, verify=False
+    ) as reader:
         for entry in tensors:
             if file.header_bytes + entry.offset + entry.num_bytes > size:
-                yield Damage(file.name, f"{path} ends before the end of {_tensor(entry)}", entry.parameter, entry.kind)
+                yield Damage(
+                    file.name,
+                    f"{path} ends before the end of {_tensor(entry)}",
+                    entry.parameter,
+                    entry.kind,
+                )
             else:
                 yield from _check_tensor(reader, entry)
             progress(entry.num_bytes)
@@ -76,9 +96,17 @@ def _check_file(
 def _check_tensor(reader: ShardReader, entry: TensorEntry) -> Iterator[Damage]:
     try:
         for what in reader.check(entry):
-            yield Damage(reader.path.name, f"{reader.path} is damaged: {what}", entry.parameter, entry.kind)
+            yield Damage(
+                reader.path.name, f"{reader.path} is damaged: {what}", entry.parameter, entry.kind
+            )
     except CheckpointError as error:
-        yield Damage(reader.path.name, f"{error} ({_tensor(entry)})", entry.parameter, entry.kind, unreadable=_refused(error))
+        yield Damage(
+            reader.path.name,
+            f"{error} ({_tensor(entry)})",
+            entry.parameter,
+            entry.kind,
+            unreadable=_refused(error),
+        )
 
 
 def _tensor(entry: TensorEntry) -> str:
@@ -86,5 +114,7 @@ def _tensor(entry: TensorEntry) -> str:
 
 
 def _refused(error: CheckpointError) -> bool:
-    """Return whether the operating system refused, for another reason than that the file is not there."""
+    """Return whether the operating system refused, for another reason than that the file is not
+    there.
+    """
     return isinstance(error.__cause__, OSError) and error.__cause__.errno not in _NOT_THERE

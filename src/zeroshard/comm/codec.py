@@ -1,20 +1,24 @@
-"""Block codecs: fewer bytes on the wire for weights and gradients (ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3).
+"""Block codecs: fewer bytes on the wire for weights and gradients (ZeRO++, arXiv 2306.10209,
+sections 3.1 and 3.3).
 
-A codec cuts a 1-D tensor into blocks of `block` elements and keeps one fp32 scale for each. The encoding is interleaved::
+A codec cuts a 1-D tensor into blocks of `block` elements and keeps one fp32 scale for each. The
+encoding is interleaved::
 
     elements   |      block 0       |      block 1       | ... |  last one, padded with zeros  |
-    bytes      | scale | packed     | scale | packed     | ... | scale | packed               |      all [stride] bytes long
-               4 bytes   bits*block/8
+    bytes      | scale | packed     | scale | packed     | ... | scale | packed               |
+               4 bytes   bits*block/8                            each pair is [stride] bytes long
 
-Invariants: elements [a, b) on block boundaries are exactly bytes [a/block*stride, b/block*stride), with the same bits whether they were
-encoded alone or within a whole, so any shard or slice travels and decodes by itself. A value is off by half a step of its block at most
-(`error_bound`), zero stays zero, and encoding what was decoded to fp32 gives the same bytes again (so does what went from bf16 or fp16 back
-to it, where the codes are no finer than its denormals). A block with a NaN or an Inf decodes to NaN in every element: what overflow detection looks
-for is never hidden.
+Invariants: elements [a, b) on block boundaries are exactly bytes [a/block*stride, b/block*stride),
+with the same bits whether they were encoded alone or within a whole, so any shard or slice travels
+and decodes by itself. A value is off by half a step of its block at most (`error_bound`), zero
+stays zero, and encoding what was decoded to fp32 gives the same bytes again (so does what went from
+bf16 or fp16 back to it, where the codes are no finer than its denormals). A block with a NaN or an
+Inf decodes to NaN in every element: what overflow detection looks for is never hidden.
 
-Cost: ``stride/block`` bytes per element instead of 2 or 4, and one pass over source and encoding, in tiles that stay in cache, with
-scratch of a tile and a half (1.5 MiB) per thread. On CUDA a Triton kernel (comm/codec_kernels.py) does the same where Triton is installed, with
-the same bits. What it does not do: move anything, round stochastically, or feed errors back.
+Cost: ``stride/block`` bytes per element instead of 2 or 4, and one pass over source and encoding,
+in tiles that stay in cache, with scratch of a tile and a half (1.5 MiB) per thread. On CUDA a
+Triton kernel (comm/codec_kernels.py) does the same where Triton is installed, with the same bits.
+What it does not do: move anything, round stochastically, or feed errors back.
 """
 
 from __future__ import annotations
@@ -37,14 +41,17 @@ from zeroshard.errors import ConfigError
 __all__ = ["CODECS", "Codec", "Fp8", "Int4", "Int8", "codec", "engine_of"]
 
 SCALE_BYTES = 4
-TILE = {"cpu": 1 << 18}  # elements; measured: 64 Ki cost half as much again in calls, 1 Mi gain a tenth
+# elements; measured: 64 Ki cost half as much again in calls, 1 Mi gain a tenth
+TILE = {"cpu": 1 << 18}
 DEVICE_TILE = 1 << 24  # elements; on an accelerator a tile only bounds the scratch
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """How blocks of `block` elements (a positive multiple of 64) are packed. Equal codecs give equal bits on every device."""
+    """How blocks of `block` elements (a positive multiple of 64) are packed. Equal codecs give
+    equal bits on every device.
+    """
 
     block: int = 256
 
@@ -55,7 +62,10 @@ class Codec(ABC):
 
     def __post_init__(self) -> None:
         if self.block <= 0 or self.block % ALIGN:
-            raise ConfigError(f"codec {self.name}: block={self.block} is not a positive multiple of {ALIGN}, where shards may be cut")
+            raise ConfigError(
+                f"codec {self.name}: block={self.block} is not a positive multiple of {ALIGN},"
+                " where shards may be cut"
+            )
 
     @property
     def stride(self) -> int:
@@ -64,12 +74,16 @@ class Codec(ABC):
 
     @property
     def smallest_scale(self) -> float:
-        """The smallest scale: 2**-126. The quotient by a denormal one, of few bits, could be larger than the codes."""
+        """The smallest scale: 2**-126. The quotient by a denormal one, of few bits, could be
+        larger than the codes.
+        """
         return torch.finfo(torch.float32).tiny
 
     @property
     def largest_scale(self) -> float:
-        """The largest fp32 scale with which every code decodes to a finite number: the next one would make 3.4e38 an Inf."""
+        """The largest fp32 scale with which every code decodes to a finite number: the next one
+        would make 3.4e38 an Inf.
+        """
         mantissa, exponent = math.frexp(torch.finfo(torch.float32).max / self.largest)
         return math.ldexp(math.floor(math.ldexp(mantissa, 24)), exponent - 24)
 
@@ -78,29 +92,37 @@ class Codec(ABC):
         return -(-numel // self.block)
 
     def encoded_bytes(self, numel: int) -> int:
-        """Return the bytes that `numel` elements take; a short last block takes those of a whole one."""
+        """Return the bytes that `numel` elements take; a short last block takes those of a whole
+        one.
+        """
         return self.num_blocks(numel) * self.stride
 
     def bytes_of(self, elements: Range) -> Range:
         """Return which bytes of an encoding hold `elements`, which start on a block.
 
-        A stop within a block takes that block whole, as the end of a tensor does. ValueError for a start within a block.
+        A stop within a block takes that block whole, as the end of a tensor does. ValueError for a
+        start within a block.
         """
         start, stop = elements
         if start % self.block:
-            raise ValueError(f"codec {self.name}: element {start} is not the first of a block of {self.block}")
+            raise ValueError(
+                f"codec {self.name}: element {start} is not the first of a block of {self.block}"
+            )
         return self.encoded_bytes(start), self.encoded_bytes(stop)
 
     def error_bound(self, amax: float) -> float:
-        """Return how far a decoded fp32 value may be off in a finite block whose largest magnitude is `amax`: half a step, and fp32's rounding.
+        """Return how far a decoded fp32 value may be off in a finite block whose largest
+        magnitude is `amax`: half a step, and fp32's rounding.
 
-        For fp8 this is the bound of the largest values; smaller ones have smaller steps. bf16 and fp16 outputs add their own rounding.
+        For fp8 this is the bound of the largest values; smaller ones have smaller steps. bf16 and
+        fp16 outputs add their own rounding.
         """
         scale = min(max(amax / self.largest, self.smallest_scale), self.largest_scale)
         return scale * (self.half_step + self.largest * 2.0**-22)
 
     def encode(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        """Encode `source` [n], fp32, bf16 or fp16, into `out` [encoded_bytes(n)], uint8, on the current stream.
+        """Encode `source` [n], fp32, bf16 or fp16, into `out` [encoded_bytes(n)], uint8, on the
+        current stream.
 
         `out` is written whole and starts on a multiple of 4 bytes. ConfigError for another dtype.
         """
@@ -119,13 +141,18 @@ class Codec(ABC):
             self._encode_tile(last.view(1, -1), out[-self.stride :].view(1, -1), scratch)
 
     def decode(self, data: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
-        """Decode `data` [encoded_bytes(n)], uint8, into `out` [n], fp32, bf16 or fp16, on the current stream; or add it to `out`.
+        """Decode `data` [encoded_bytes(n)], uint8, into `out` [n], fp32, bf16 or fp16, on the
+        current stream; or add it to `out`.
 
-        Sums are formed in fp32, so `add` wants an fp32 `out`: ConfigError otherwise, and for other dtypes.
+        Sums are formed in fp32, so `add` wants an fp32 `out`: ConfigError otherwise, and for other
+        dtypes.
         """
         self._check(out, data)
         if add and out.dtype != torch.float32:
-            raise ConfigError(f"codec {self.name}: adding to {out.dtype} would round every partial sum; use fp32, or decode_sum")
+            raise ConfigError(
+                f"codec {self.name}: adding to {out.dtype} would round every partial sum; use fp32,"
+                " or decode_sum"
+            )
         out = out.detach()
         kernels = _kernels(out)
         if kernels is not None:
@@ -141,14 +168,20 @@ class Codec(ABC):
             out[-tail:].add_(rest) if add else out[-tail:].copy_(rest)
 
     def decode_sum(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Store ``((parts[0] + parts[1]) + parts[2]) + ...`` in `out` [n]: each decoded to fp32, added in fp32, rounded to `out` once.
+        """Store ``((parts[0] + parts[1]) + parts[2]) + ...`` in `out` [n]: each decoded to fp32,
+        added in fp32, rounded to `out` once.
 
-        With three ranks, block k of `out` is ``s0*q0 + s1*q1 + s2*q2`` in that order, every product rounded. Each of `parts` is
-        [encoded_bytes(n)], uint8; partial sums stay in cache. ConfigError for other dtypes than fp32, bf16 and fp16.
+        With three ranks, block k of `out` is ``s0*q0 + s1*q1 + s2*q2`` in that order, every product
+        rounded. Each of `parts` is [encoded_bytes(n)], uint8; partial sums stay in cache.
+        ConfigError for other dtypes than fp32, bf16 and fp16.
         """
         assert parts, "a sum of no parts"
         tile = _tile_numel(self, out)
-        total = None if out.dtype == torch.float32 else torch.empty(min(tile, out.numel()), dtype=torch.float32, device=out.device)
+        total = (
+            None
+            if out.dtype == torch.float32
+            else torch.empty(min(tile, out.numel()), dtype=torch.float32, device=out.device)
+        )
         for part in parts:
             self._check(out, part)
         for start in range(0, out.numel(), tile):
@@ -162,15 +195,27 @@ class Codec(ABC):
 
     def _check(self, values: torch.Tensor, data: torch.Tensor) -> None:
         if values.dtype not in DTYPES:
-            raise ConfigError(f"codec {self.name} takes fp32, bf16 or fp16, not {values.dtype}: leave such tensors uncoded")
+            raise ConfigError(
+                f"codec {self.name} takes fp32, bf16 or fp16, not {values.dtype}: leave such"
+                " tensors uncoded"
+            )
         if data.dtype != torch.uint8:
             raise ConfigError(f"codec {self.name}: the encoding is torch.uint8, not {data.dtype}")
-        assert values.dim() == data.dim() == 1 and values.is_contiguous() and data.is_contiguous(), (values.shape, data.shape)
-        assert data.numel() == self.encoded_bytes(values.numel()), (self, values.numel(), data.numel())
+        assert (
+            values.dim() == data.dim() == 1 and values.is_contiguous() and data.is_contiguous()
+        ), (values.shape, data.shape)
+        assert data.numel() == self.encoded_bytes(values.numel()), (
+            self,
+            values.numel(),
+            data.numel(),
+        )
         assert data.device == values.device, (data.device, values.device)
-        assert data.storage_offset() % SCALE_BYTES == 0, data.storage_offset()  # scales are read in place
+        # scales are read in place
+        assert data.storage_offset() % SCALE_BYTES == 0, data.storage_offset()
 
-    def _tiles(self, values: torch.Tensor, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _tiles(
+        self, values: torch.Tensor, data: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the whole blocks, tile by tile: (values [k, block], encoding [k, stride])."""
         whole = values.numel() // self.block
         values = values[: whole * self.block].view(whole, self.block)
@@ -190,17 +235,23 @@ class Codec(ABC):
         torch.div(source, scale, out=values) if direct else values.copy_(source).div_(scale)
         packed = data[:, SCALE_BYTES:]
         self._pack(values, packed)
-        if data.is_cuda or broken.any():  # a question to the device would stop the stream; on the CPU it saves a pass
+        # a question to the device would stop the stream; on the CPU it saves a pass
+        if data.is_cuda or broken.any():
             packed.masked_fill_(broken, 0)  # what NaN is as an integer differs between processors
 
     def _scale(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (scales, which blocks are not finite) for `amax` [k, 1]; the scale of a block that is not finite is NaN."""
-        largest = torch.full_like(amax, self.largest)  # CUDA multiplies by the reciprocal of a scalar, which rounds differently
+        """Return (scales, which blocks are not finite) for `amax` [k, 1]; the scale of a block
+        that is not finite is NaN.
+        """
+        # CUDA multiplies by the reciprocal of a scalar, which rounds differently
+        largest = torch.full_like(amax, self.largest)
         scale = (amax / largest).clamp_(self.smallest_scale, self.largest_scale)
         broken = ~amax.isfinite()
         return scale.masked_fill_(broken, math.nan), broken
 
-    def _decode_tile(self, data: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor, *, add: bool) -> None:
+    def _decode_tile(
+        self, data: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor, *, add: bool
+    ) -> None:
         """Decode `data` [k, stride] into `out` [k, block], or add it."""
         if out.dtype == torch.float32 and not add:
             self._unpack(data, out, scratch)
@@ -211,11 +262,15 @@ class Codec(ABC):
 
     @abstractmethod
     def _pack(self, quotients: torch.Tensor, packed: torch.Tensor) -> None:
-        """Round `quotients` [k, block], fp32 within +-largest, to codes in `packed` [k, stride - 4], uint8; may overwrite `quotients`."""
+        """Round `quotients` [k, block], fp32 within +-largest, to codes in `packed` [k, stride -
+        4], uint8; may overwrite `quotients`.
+        """
 
     @abstractmethod
     def _unpack(self, data: torch.Tensor, out: torch.Tensor, spare: torch.Tensor) -> None:
-        """Store code times scale of `data` [k, stride], uint8, in `out` [k, block], fp32. `spare` [>= k * block / 2], fp32, is free."""
+        """Store code times scale of `data` [k, stride], uint8, in `out` [k, block], fp32.
+        `spare` [>= k * block / 2], fp32, is free.
+        """
 
 
 class Int8(Codec):
@@ -234,10 +289,12 @@ class Int8(Codec):
 
 
 class Int4(Codec):
-    """Whole numbers -7..7, rounded half to even. Byte j of a block is ``q[j] + 16 * q[j + block/2]``, two's complement.
+    """Whole numbers -7..7, rounded half to even. Byte j of a block is
+    ``q[j] + 16 * q[j + block/2]``, two's complement.
 
-    The halves are planar, so packing reads and writes runs of block/2. The digits are signed: 3 and -1 pack to 3 - 16 = -13, whose
-    nearest multiple of 16 is -16 and whose rest is 3. (With masks and shifts, as unsigned nibbles need, packing takes two passes more.)
+    The halves are planar, so packing reads and writes runs of block/2. The digits are signed: 3 and
+    -1 pack to 3 - 16 = -13, whose nearest multiple of 16 is -16 and whose rest is 3. (With masks
+    and shifts, as unsigned nibbles need, packing takes two passes more.)
     """
 
     name = "int4"
@@ -252,16 +309,19 @@ class Int4(Codec):
     def _unpack(self, data: torch.Tensor, out: torch.Tensor, spare: torch.Tensor) -> None:
         low, high = out.chunk(2, dim=1)
         low.copy_(data[:, SCALE_BYTES:].view(torch.int8))
-        torch.mul(low, 1 / 16, out=high).round_().add_(0.0)  # never a tie, as low digits are 7 at most; and no -0.0
+        # never a tie, as low digits are 7 at most; and no -0.0
+        torch.mul(low, 1 / 16, out=high).round_().add_(0.0)
         low.sub_(high, alpha=16)
         out.mul_(data.view(torch.float32)[:, :1])
 
 
 class Fp8(Codec):
-    """torch.float8_e4m3fn (4 bits of exponent, 3 of mantissa, no Inf), scaled so that the block's largest value is 448.
+    """torch.float8_e4m3fn (4 bits of exponent, 3 of mantissa, no Inf), scaled so that the
+    block's largest value is 448.
 
-    Off by 1/16 of a value at most, or 2**-10 of the scale for values below 2**-6 of it. The cast turns what is beyond 464 into NaN and does
-    not saturate; quotients are 448 and a rounding error at most.
+    Off by 1/16 of a value at most, or 2**-10 of the scale for values below 2**-6 of it. The cast
+    turns what is beyond 464 into NaN and does not saturate; quotients are 448 and a rounding error
+    at most.
     """
 
     name = "fp8"
@@ -273,9 +333,11 @@ class Fp8(Codec):
         packed.view(torch.float8_e4m3fn).copy_(quotients)
 
     def _unpack(self, data: torch.Tensor, out: torch.Tensor, spare: torch.Tensor) -> None:
-        # As fp16 bits a code is its value / 256, subnormals included; torch's own cast to fp32 takes ten times as long on the CPU.
+        # As fp16 bits a code is its value / 256, subnormals included; torch's own cast to fp32
+        # takes ten times as long on the CPU.
         halves = spare.view(torch.int16)[: out.numel()].view(out.shape)
-        halves.copy_(data[:, SCALE_BYTES:].view(torch.int8)).mul_(128).bitwise_and_(-0x4080)  # the sign was extended over bit 14
+        # the sign was extended over bit 14
+        halves.copy_(data[:, SCALE_BYTES:].view(torch.int8)).mul_(128).bitwise_and_(-0x4080)
         out.copy_(halves.view(torch.float16)).mul_(data.view(torch.float32)[:, :1] * 256)
 
 
@@ -283,15 +345,21 @@ CODECS: dict[str, type[Codec]] = {cls.name: cls for cls in (Int8, Int4, Fp8)}
 
 
 def codec(name: str, *, block: int = 256) -> Codec:
-    """Return the codec called `name` (int8, int4 or fp8) with blocks of `block` elements. ConfigError, a ValueError, if there is none."""
+    """Return the codec called `name` (int8, int4 or fp8) with blocks of `block` elements.
+    ConfigError, a ValueError, if there is none.
+    """
     if name not in CODECS:
         near = difflib.get_close_matches(name, CODECS, n=1, cutoff=0.0)
-        raise ConfigError(f"codec {name!r} is not one of {', '.join(CODECS)}; did you mean {near[0]!r}?")
+        raise ConfigError(
+            f"codec {name!r} is not one of {', '.join(CODECS)}; did you mean {near[0]!r}?"
+        )
     return CODECS[name](block)
 
 
 def engine_of(tensor: torch.Tensor) -> str:
-    """Return what encodes and decodes tensors on this one's device, "triton" or "torch": same bits, another speed."""
+    """Return what encodes and decodes tensors on this one's device, "triton" or "torch": same
+    bits, another speed.
+    """
     return "torch" if _kernels(tensor) is None else "triton"
 
 
@@ -324,11 +392,18 @@ _kept = _Kept()
 
 
 def _scratch(codec: Codec, tensor: torch.Tensor) -> torch.Tensor:
-    """Return fp32 scratch, a tile and a half: this thread's own on the CPU; elsewhere a new one, which belongs to the current stream."""
+    """Return fp32 scratch, a tile and a half: this thread's own on the CPU; elsewhere a new one,
+    which belongs to the current stream.
+    """
     numel = _tile_numel(codec, tensor) * 3 // 2
     if tensor.device.type != "cpu":
-        return torch.empty(min(numel, tensor.numel() * 3 // 2 + 2 * codec.block), dtype=torch.float32, device=tensor.device)
+        return torch.empty(
+            min(numel, tensor.numel() * 3 // 2 + 2 * codec.block),
+            dtype=torch.float32,
+            device=tensor.device,
+        )
     if _kept.values is None or _kept.values.numel() < numel:
-        with torch.inference_mode(False):  # or a first call under inference mode would leave what training cannot write to
+        # or a first call under inference mode would leave what training cannot write to
+        with torch.inference_mode(False):
             _kept.values = torch.empty(numel, dtype=torch.float32, device="cpu")
     return _kept.values

@@ -1,13 +1,16 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The codecs of comm/codec.py as Triton kernels: one pass from source to encoding, and back, with the same bits as the torch code.
+"""The codecs of comm/codec.py as Triton kernels: one pass from source to encoding, and back,
+with the same bits as the torch code.
 
-Same bits, because every step is one IEEE operation: division rounds to nearest (``div_rn``; Triton's ``/`` does not), products and sums are
-not contracted (``enable_fp_fusion=False``), rounding half to even is the addition of a number whose last bit is worth 1, fp8 is made of
-integer operations, so that it needs no hardware for it, and so are casts to and from bf16, which Triton's interpreter truncates. Maxima are
-taken over the bits of the magnitudes: as integers they have the same order, and NaN is the largest.
+Same bits, because every step is one IEEE operation: division rounds to nearest (``div_rn``;
+Triton's ``/`` does not), products and sums are not contracted (``enable_fp_fusion=False``),
+rounding half to even is the addition of a number whose last bit is worth 1, fp8 is made of integer
+operations, so that it needs no hardware for it, and so are casts to and from bf16, which Triton's
+interpreter truncates. Maxima are taken over the bits of the magnitudes: as integers they have the
+same order, and NaN is the largest.
 
-A program takes `rows` blocks. Under ``TRITON_INTERPRET=1`` the kernels run on the CPU: tests/comm/test_codec_kernels.py. Importing this
-file needs Triton; comm/codec.py does without.
+A program takes `rows` blocks. Under ``TRITON_INTERPRET=1`` the kernels run on the CPU:
+tests/comm/test_codec_kernels.py. Importing this file needs Triton; comm/codec.py does without.
 """
 
 from __future__ import annotations
@@ -40,8 +43,10 @@ def _fp8_code(x):
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     bits = bits & 0x7FFFFFFF
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)  # exponents start at 127 - 7
-    subnormal = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xFF  # whose last bit is worth 2**-9
+    # exponents start at 127 - 7
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # whose last bit is worth 2**-9
+    subnormal = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xFF
     return tl.where(bits < (121 << 23), subnormal, normal) | sign
 
 
@@ -71,7 +76,8 @@ def _load(source, at, numel, inside):
 @triton.jit
 def _encode(
     source, data, scales, numel, num_blocks, largest, smallest_scale, largest_scale,
-    block: tl.constexpr, stride: tl.constexpr, rows: tl.constexpr, width: tl.constexpr, kind: tl.constexpr,
+    block: tl.constexpr, stride: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
+    kind: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, width)[None, :]
@@ -86,7 +92,11 @@ def _encode(
     finite = amax < 0x7F800000
     scale = tl.div_rn(amax.to(tl.float32, bitcast=True), tl.full([rows], largest, tl.float32))
     scale = tl.minimum(tl.maximum(scale, smallest_scale), largest_scale)
-    tl.store(scales + row * (stride // 4), tl.where(finite, scale.to(tl.int32, bitcast=True), 0x7FC00000), mask=row < num_blocks)
+    tl.store(
+        scales + row * (stride // 4),
+        tl.where(finite, scale.to(tl.int32, bitcast=True), 0x7FC00000),
+        mask=row < num_blocks,
+    )
     divisor = tl.broadcast_to(scale[:, None], [rows, width])
     if kind == "fp8":
         code = _fp8_code(tl.div_rn(low, divisor))
@@ -114,14 +124,17 @@ def _store(out, at, numel, inside, value, add: tl.constexpr):
 @triton.jit
 def _decode(
     data, scales, out, numel, num_blocks,
-    block: tl.constexpr, stride: tl.constexpr, rows: tl.constexpr, width: tl.constexpr, kind: tl.constexpr, add: tl.constexpr,
+    block: tl.constexpr, stride: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
+    kind: tl.constexpr, add: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, width)[None, :]
     run: tl.constexpr = block // 2 if kind == "int4" else block
     inside = (row < num_blocks)[:, None] & (column < run)
     at = row[:, None] * block + column
-    scale = tl.load(scales + row * (stride // 4), mask=row < num_blocks, other=0).to(tl.float32, bitcast=True)[:, None]
+    scale = tl.load(scales + row * (stride // 4), mask=row < num_blocks, other=0).to(
+        tl.float32, bitcast=True
+    )[:, None]
     code = tl.load(data + row[:, None] * stride + 4 + column, mask=inside, other=0).to(tl.int32)
     if kind == "fp8":
         _store(out, at, numel, inside, _fp8_value(code) * scale, add)
@@ -135,31 +148,40 @@ def _decode(
 
 
 def encode(codec: Codec, source: torch.Tensor, out: torch.Tensor) -> None:
-    """Encode `source` [n] into `out` [encoded_bytes(n)] as ``codec.encode`` does, which has checked both."""
+    """Encode `source` [n] into `out` [encoded_bytes(n)] as ``codec.encode`` does, which has
+    checked both.
+    """
     if source.numel() == 0:
         return
     num_blocks, rows, width = _sizes(codec, source.numel())
     with _current(source):
         _encode[(triton.cdiv(num_blocks, rows),)](
-            _bits_of_bf16(source), out, out.view(torch.int32), source.numel(), num_blocks, float(codec.largest), codec.smallest_scale, codec.largest_scale,
-            block=codec.block, stride=codec.stride, rows=rows, width=width, kind=codec.name, **OPTIONS,
+            _bits_of_bf16(source), out, out.view(torch.int32), source.numel(), num_blocks,
+            float(codec.largest), codec.smallest_scale, codec.largest_scale,
+            block=codec.block, stride=codec.stride, rows=rows, width=width, kind=codec.name,
+            **OPTIONS,
         )  # fmt: skip
 
 
 def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
-    """Decode `data` [encoded_bytes(n)] into `out` [n], or add it, as ``codec.decode`` does, which has checked both."""
+    """Decode `data` [encoded_bytes(n)] into `out` [n], or add it, as ``codec.decode`` does,
+    which has checked both.
+    """
     if out.numel() == 0:
         return
     num_blocks, rows, width = _sizes(codec, out.numel())
     with _current(out):
         _decode[(triton.cdiv(num_blocks, rows),)](
             data, data.view(torch.int32), _bits_of_bf16(out), out.numel(), num_blocks,
-            block=codec.block, stride=codec.stride, rows=rows, width=width, kind=codec.name, add=add, **OPTIONS,
+            block=codec.block, stride=codec.stride, rows=rows, width=width, kind=codec.name,
+            add=add, **OPTIONS,
         )  # fmt: skip
 
 
 def _sizes(codec: Codec, numel: int) -> tuple[int, int, int]:
-    """Return (blocks, blocks per program, columns that a program spans); Triton's spans are powers of 2."""
+    """Return (blocks, blocks per program, columns that a program spans); Triton's spans are
+    powers of 2.
+    """
     width = triton.next_power_of_2(codec.block * codec.bits // 8)
     return codec.num_blocks(numel), max(_ELEMENTS // width, 1), width
 

@@ -1,23 +1,29 @@
 """Paired sends and receives over gloo, matched by key instead of by order of arrival.
 
-The connections are the transport's own (`connect`), beside those of the process group it serves: a message can meet neither the user's
-traffic, nor another engine's, nor what an earlier transport left under way.
+The connections are the transport's own (`connect`), beside those of the process group it serves: a
+message can meet neither the user's traffic, nor another engine's, nor what an earlier transport
+left under way.
 
-Two ranks that gather different units at the same time would mix them silently if messages were matched by order alone, so every message
-carries a tag made of (generation, key, operation). Gloo keeps the messages of one tag in order (tried: 50 receives posted before 50
-sends), so the n-th operation of a key meets the n-th of the same key without a sequence number. Gloo takes tags of 31 bits and keeps no
-state per tag (3000 tags cost what one does)::
+Two ranks that gather different units at the same time would mix them silently if messages were
+matched by order alone, so every message carries a tag made of (generation, key, operation). Gloo
+keeps the messages of one tag in order (tried: 50 receives posted before 50 sends), so the n-th
+operation of a key meets the n-th of the same key without a sequence number. Gloo takes tags of 31
+bits and keeps no state per tag (3000 tags cost what one does)::
 
     bit 30: ours | 29..22: generation | 21..2: key | 1..0: operation
 
-Windows' keys are numbered in the order of their (collective) making. Another key is hashed into the upper half of the 20 bits; two that
-meet there are refused with ConfigError. The generation grows with every `abandon`, so that what was left under way meets nothing later.
+Windows' keys are numbered in the order of their (collective) making. Another key is hashed into the
+upper half of the 20 bits; two that meet there are refused with ConfigError. The generation grows
+with every `abandon`, so that what was left under way meets nothing later.
 
-Cost: one message per slice that is not empty; tensors on an accelerator are staged through one host copy each way.
+Cost: one message per slice that is not empty; tensors on an accelerator are staged through one host
+copy each way.
 
-[Note: gloo waits] A paired gloo work completes only inside its ``wait``, may be waited for once, and a wait that times out closes the
-connection (all tried on torch 2.13). So every transfer is waited for, without a time limit, by a thread that does nothing else; the caller
-looks at what the thread reports. Then `done` is true, a stall leaves the connection whole, and no order of arrival can block another.
+[Note: gloo waits] A paired gloo work completes only inside its ``wait``, may be waited for once,
+and a wait that times out closes the connection (all tried on torch 2.13). So every transfer is
+waited for, without a time limit, by a thread that does nothing else; the caller looks at what the
+thread reports. Then `done` is true, a stall leaves the connection whole, and no order of arrival
+can block another.
 """
 
 from __future__ import annotations
@@ -43,14 +49,25 @@ from zeroshard.comm.notices import Notices
 from zeroshard.comm.plain import gather_bytes
 from zeroshard.errors import ConfigError, PeerLostError
 
-__all__ = ["ALL_GATHER", "CONTROL", "LOOSE_GATHER", "REDUCE_SCATTER", "Circle", "GlooPeers", "Transfer", "connect", "notices_of"]
+__all__ = [
+    "ALL_GATHER",
+    "CONTROL",
+    "LOOSE_GATHER",
+    "REDUCE_SCATTER",
+    "Circle",
+    "GlooPeers",
+    "Transfer",
+    "connect",
+    "notices_of",
+]
 
 ALL_GATHER, REDUCE_SCATTER, CONTROL, LOOSE_GATHER = 0, 1, 2, 3
 BROADCAST = ALL_GATHER  # of key 0
 
 _KEY_BITS = 20
 _HASHED = 1 << (_KEY_BITS - 1)
-_GENERATIONS = 256  # a receive that was left behind must not meet a message of as many generations later
+# a receive that was left behind must not meet a message of as many generations later
+_GENERATIONS = 256
 _HEAD = struct.Struct("<QQ")  # bytes of the payload, messages sent to this peer before
 _INLINE = 256 - _HEAD.size  # payload bytes that travel with the head in one message
 _FOREVER = timedelta(days=20)  # fits gloo's 31 bits of milliseconds
@@ -58,7 +75,9 @@ _PROBE_S = 0.05
 
 
 class Waiters:
-    """Daemon threads that run blocking jobs, as many as block at one time. Idle ones end with `close`, or with the last reference to this."""
+    """Daemon threads that run blocking jobs, as many as block at one time. Idle ones end with
+    `close`, or with the last reference to this.
+    """
 
     def __init__(self) -> None:
         self._crew = _Crew()
@@ -79,7 +98,8 @@ class _Crew:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.RLock()  # `close` may be called by the garbage collector, in a thread that holds it
+        # `close` may be called by the garbage collector, in a thread that holds it
+        self._lock = threading.RLock()
         self._idle = 0
         self._closed = False
 
@@ -89,7 +109,9 @@ class _Crew:
                 self._idle -= 1
                 self._jobs.put(job)
                 return
-        threading.Thread(target=self._serve, args=([job],), name="zeroshard-gloo", daemon=True).start()
+        threading.Thread(
+            target=self._serve, args=([job],), name="zeroshard-gloo", daemon=True
+        ).start()
 
     def _serve(self, first: list[Callable[[], None]]) -> None:
         job: Callable[[], None] | None = first.pop()  # a thread keeps its arguments
@@ -112,13 +134,16 @@ class _Crew:
 class Transfer:
     """The sends and receives of one operation of one key ([Note: gloo waits])."""
 
-    def __init__(self, what: str, waiters: Waiters, wake: Callable[[], None], members: Sequence[int]) -> None:
+    def __init__(
+        self, what: str, waiters: Waiters, wake: Callable[[], None], members: Sequence[int]
+    ) -> None:
         self.what = what
         self._members = members
         self.error: PeerLostError | None = None
         self._waiters = waiters
         self._wake = wake
-        self._todo: deque[tuple[int, Any, bool]] = deque()  # (peer, dist.Work, whether it receives) that no thread waits for yet
+        # (peer, dist.Work, whether it receives) that no thread waits for yet
+        self._todo: deque[tuple[int, Any, bool]] = deque()
         self._unfinished: list[int] = []  # peers, once per message
         self._receiving: list[int] = []  # of these, the messages that come from them
         self.on_receive: Callable[[int], None] = lambda peer: None
@@ -174,11 +199,15 @@ class Transfer:
                     self._wake()
 
     def done(self) -> bool:
-        """Whether everything sent has left and everything awaited has come, or can no longer come."""
+        """Whether everything sent has left and everything awaited has come, or can no longer
+        come.
+        """
         return not self._unfinished or self.error is not None
 
     def awaited(self) -> set[int]:
-        """Return the ranks whose messages have not all come or gone; takes 50 ms, since only a thread of its own can tell."""
+        """Return the ranks whose messages have not all come or gone; takes 50 ms, since only a
+        thread of its own can tell.
+        """
         for _ in range(len(self._todo)):
             self._waiters.run(self._serve)
         time.sleep(_PROBE_S)
@@ -190,7 +219,9 @@ class Transfer:
             return set(self._receiving)
 
     def land(self) -> None:
-        """Finish a transfer that is `done`: raise what went wrong, move staged arrivals to their device."""
+        """Finish a transfer that is `done`: raise what went wrong, move staged arrivals to their
+        device.
+        """
         if self.error is not None:
             raise self.error
         assert not self._unfinished, (self.what, self._unfinished)
@@ -206,7 +237,9 @@ def _lost(what: str, peer: int, error: Exception) -> PeerLostError:
 
 @dataclass(frozen=True)
 class Circle:
-    """Ranks that make connections of their own: `rank` of `size`, under a `name` that no other circle has."""
+    """Ranks that make connections of their own: `rank` of `size`, under a `name` that no other
+    circle has.
+    """
 
     name: str
     rank: int
@@ -221,35 +254,55 @@ class Circle:
 
     def part(self, ranks: Sequence[int]) -> Circle:
         """Return the circle of some of our `ranks`, this one among them."""
-        return Circle(f"{self.name}/{'-'.join(map(str, ranks))}", ranks.index(self.rank), len(ranks), tuple(ranks))
+        return Circle(
+            f"{self.name}/{'-'.join(map(str, ranks))}",
+            ranks.index(self.rank),
+            len(ranks),
+            tuple(ranks),
+        )
 
 
 def connect(circle: Circle, *, stall_timeout_s: float) -> Any:
     """Return gloo connections between the ranks of `circle`, theirs alone. Collective.
 
-    What comes back is a bare ProcessGroupGloo under the circle's name in the job's store, not registered with torch.distributed: new_group
-    would have every rank of the job take part, or reuse the store entries of a destroyed group of the same ranks (tried).
+    What comes back is a bare ProcessGroupGloo under the circle's name in the job's store, not
+    registered with torch.distributed: new_group would have every rank of the job take part, or
+    reuse the store entries of a destroyed group of the same ranks (tried).
     """
-    return dist.ProcessGroupGloo(_store_of(circle), circle.rank, circle.size, timedelta(seconds=stall_timeout_s))
+    return dist.ProcessGroupGloo(
+        _store_of(circle), circle.rank, circle.size, timedelta(seconds=stall_timeout_s)
+    )
 
 
 def notices_of(circle: Circle) -> Notices:
     """Return the notes that the ranks of `circle` leave each other in the job's store."""
-    return Notices(distributed_c10d.PrefixStore("given up", _store_of(circle)), circle.rank, circle.size)
+    return Notices(
+        distributed_c10d.PrefixStore("given up", _store_of(circle)), circle.rank, circle.size
+    )
 
 
 def _store_of(circle: Circle) -> distributed_c10d.PrefixStore:
-    return distributed_c10d.PrefixStore(f"zeroshard/{circle.name}", distributed_c10d._get_default_store())
+    return distributed_c10d.PrefixStore(
+        f"zeroshard/{circle.name}", distributed_c10d._get_default_store()
+    )
 
 
 class GlooPeers:
-    """Tags, transfers and small exchanges over `connections` (see `connect`; None where there is no peer to reach).
+    """Tags, transfers and small exchanges over `connections` (see `connect`; None where there is
+    no peer to reach).
 
-    `wake` is called by another thread when a transfer ends; `wait` blocks until all of some transfers are done and lands them.
+    `wake` is called by another thread when a transfer ends; `wait` blocks until all of some
+    transfers are done and lands them.
     """
 
     def __init__(
-        self, connections: Any, rank: int, *, members: Sequence[int], wake: Callable[[], None], wait: Callable[[Sequence[Transfer]], None]
+        self,
+        connections: Any,
+        rank: int,
+        *,
+        members: Sequence[int],
+        wake: Callable[[], None],
+        wait: Callable[[Sequence[Transfer]], None],
     ) -> None:
         self._connections = connections
         self._members = members
@@ -261,8 +314,10 @@ class GlooPeers:
         self._key_ids: dict[str, int] = {}
         self._hashed: dict[int, str] = {}
         self._abandoned: list[Transfer] = []  # gloo may still write into their tensors
-        self._heads: dict[int, tuple[Transfer, torch.Tensor]] = {}  # of the next exchange, by peer, where we listen for it
-        self._sent: Counter[int] = Counter()  # messages to each peer in this generation, exchanges aside
+        # of the next exchange, by peer, where we listen for it
+        self._heads: dict[int, tuple[Transfer, torch.Tensor]] = {}
+        # messages to each peer in this generation, exchanges aside
+        self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
         self._lock = threading.Lock()
 
@@ -279,14 +334,25 @@ class GlooPeers:
             number = _HASHED | (zlib.crc32(key.encode()) & (_HASHED - 1))
             other = self._hashed.setdefault(number, key)
             if other != key:
-                raise ConfigError(f"keys {other!r} and {key!r} share one message tag; make a window of either name first")
+                raise ConfigError(
+                    f"keys {other!r} and {key!r} share one message tag; make a window of either"
+                    " name first"
+                )
         return self._tag(number, operation)
 
     def _tag(self, number: int, operation: int) -> int:
         return 1 << 30 | self._generation << (_KEY_BITS + 2) | number << 2 | operation
 
-    def post(self, what: str, tag: int, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> Transfer:
-        """Start sending and receiving contiguous tensors to and from peers. Empty ones are left out, on both sides."""
+    def post(
+        self,
+        what: str,
+        tag: int,
+        sends: Mapping[int, torch.Tensor],
+        receives: Mapping[int, torch.Tensor],
+    ) -> Transfer:
+        """Start sending and receiving contiguous tensors to and from peers. Empty ones are left
+        out, on both sides.
+        """
         transfer = Transfer(what, self._waiters, self._wake, self._members)
         if tag != self._tag(0, CONTROL):
             transfer.on_receive = self._count_received
@@ -305,25 +371,43 @@ class GlooPeers:
             self._received[peer] += 1
 
     def exchange(self, payload: bytes, peers: Sequence[int], what: str) -> dict[int, bytes]:
-        """Give `payload` to `peers` and return theirs; `what` is its name in errors. Blocking; a second round where a payload exceeds 248 bytes."""
+        """Give `payload` to `peers` and return theirs; `what` is its name in errors. Blocking; a
+        second round where a payload exceeds 248 bytes.
+        """
         tag = self._tag(0, CONTROL)
         listening, self._heads = self._heads, {}
-        heads = {peer: torch.empty(_HEAD.size + _INLINE, dtype=torch.uint8) for peer in peers if peer not in listening}
+        heads = {
+            peer: torch.empty(_HEAD.size + _INLINE, dtype=torch.uint8)
+            for peer in peers
+            if peer not in listening
+        }
         transfer = self.post(what, tag, {peer: self._head(payload, peer) for peer in peers}, heads)
         self._wait([transfer, *(waiting for waiting, _ in listening.values())])
         heads |= {peer: head for peer, (_, head) in listening.items()}
         sizes = {peer: _HEAD.unpack(_to_bytes(heads[peer][: _HEAD.size]))[0] for peer in peers}
-        rests = {peer: torch.empty(max(sizes[peer] - _INLINE, 0), dtype=torch.uint8) for peer in peers}
-        rest = torch.frombuffer(bytearray(payload[_INLINE:]), dtype=torch.uint8) if len(payload) > _INLINE else torch.empty(0, dtype=torch.uint8)
+        rests = {
+            peer: torch.empty(max(sizes[peer] - _INLINE, 0), dtype=torch.uint8) for peer in peers
+        }
+        rest = (
+            torch.frombuffer(bytearray(payload[_INLINE:]), dtype=torch.uint8)
+            if len(payload) > _INLINE
+            else torch.empty(0, dtype=torch.uint8)
+        )
         self._wait([self.post(what, tag, dict.fromkeys(peers, rest), rests)])
-        return {peer: _to_bytes(torch.cat([heads[peer][_HEAD.size :], rests[peer]]))[: sizes[peer]] for peer in peers}
+        return {
+            peer: _to_bytes(torch.cat([heads[peer][_HEAD.size :], rests[peer]]))[: sizes[peer]]
+            for peer in peers
+        }
 
     def _head(self, payload: bytes, peer: int) -> torch.Tensor:
         head = _HEAD.pack(len(payload), self._sent[peer]) + payload[:_INLINE]
-        return torch.frombuffer(bytearray(head.ljust(_HEAD.size + _INLINE, b"\0")), dtype=torch.uint8)
+        return torch.frombuffer(
+            bytearray(head.ljust(_HEAD.size + _INLINE, b"\0")), dtype=torch.uint8
+        )
 
     def listen(self, peers: Sequence[int], what: str) -> set[int]:
-        """Be ready for the next exchange; return the `peers` that have begun it and have nothing else on its way to us.
+        """Be ready for the next exchange; return the `peers` that have begun it and have nothing
+        else on its way to us.
 
         What we await of those, beside that exchange, will not come before we take part in it.
         """
@@ -331,17 +415,38 @@ class GlooPeers:
             if peer not in self._heads:
                 head = torch.empty(_HEAD.size + _INLINE, dtype=torch.uint8)
                 self._heads[peer] = self.post(what, self._tag(0, CONTROL), {}, {peer: head}), head
-        begun = {peer: head for peer, (transfer, head) in self._heads.items() if transfer.done() and transfer.error is None}
+        begun = {
+            peer: head
+            for peer, (transfer, head) in self._heads.items()
+            if transfer.done() and transfer.error is None
+        }
         with self._lock:
-            return {peer for peer, head in begun.items() if _HEAD.unpack(_to_bytes(head[: _HEAD.size]))[1] == self._received[peer]}
+            return {
+                peer
+                for peer, head in begun.items()
+                if _HEAD.unpack(_to_bytes(head[: _HEAD.size]))[1] == self._received[peer]
+            }
 
     def broadcast(self, tensor: torch.Tensor, source: int, peers: Sequence[int]) -> None:
-        """Send the contiguous `tensor` to `peers` (on the source), or receive it from `source`. Blocking."""
+        """Send the contiguous `tensor` to `peers` (on the source), or receive it from `source`.
+        Blocking.
+        """
         tag, own = self._tag(0, BROADCAST), self._rank == source
-        self._wait([self.post("broadcast", tag, dict.fromkeys(peers, tensor) if own else {}, {} if own else {source: tensor})])
+        self._wait(
+            [
+                self.post(
+                    "broadcast",
+                    tag,
+                    dict.fromkeys(peers, tensor) if own else {},
+                    {} if own else {source: tensor},
+                )
+            ]
+        )
 
     def abandon(self, transfers: Sequence[Transfer]) -> None:
-        """Leave `transfers` behind: what is sent from now on meets nothing sent before. All ranks must call it."""
+        """Leave `transfers` behind: what is sent from now on meets nothing sent before. All
+        ranks must call it.
+        """
         self._abandoned.extend([*transfers, *(transfer for transfer, _ in self._heads.values())])
         self._heads = {}
         with self._lock:

@@ -1,13 +1,16 @@
-"""Control messages between ranks of one host: a full mesh of Unix sockets that also carry descriptors.
+"""Control messages between ranks of one host: a full mesh of Unix sockets that also carry
+descriptors.
 
-Bulk data lies in shared memory; who may read or write it is said by small records on these sockets. So ordering comes from system calls,
-not from a memory model; waiting is poll(), not spinning; and a peer that dies hangs up at once. The sockets have abstract names, known
-only to this job and gone with their last descriptor.
+Bulk data lies in shared memory; who may read or write it is said by small records on these sockets.
+So ordering comes from system calls, not from a memory model; waiting is poll(), not spinning; and a
+peer that dies hangs up at once. The sockets have abstract names, known only to this job and gone
+with their last descriptor.
 
-A peer has ended when its socket hangs up or its process does (pidfd): a data loader's worker forked off it may keep the socket open.
+A peer has ended when its socket hangs up or its process does (pidfd): a data loader's worker forked
+off it may keep the socket open.
 
-Invariant: records of one peer arrive whole and in the order they were sent. `send` never waits without draining our own inbox, so two
-ranks whose buffers are full cannot wait for each other.
+Invariant: records of one peer arrive whole and in the order they were sent. `send` never waits
+without draining our own inbox, so two ranks whose buffers are full cannot wait for each other.
 
 Cost: one system call per record, 33 bytes and a tail.
 """
@@ -44,14 +47,17 @@ class Kind(IntEnum):
     READY = 3  # our part of a reduce lies in a slot [sequence, slot, first byte, bytes; key]
     NONE = 4  # we have no part in a reduce [sequence; key]
     ACK = 5  # we need your slot no longer [slot]
-    WINDOW = 6  # the memory of a window [serial, bytes] + descriptor, or the reason why there is none [serial, 0; text]
+    # the memory of a window [serial, bytes] + descriptor, or the reason why there is none [serial,
+    # 0; text]
+    WINDOW = 6
     PUBLISHED = 7  # our slice of a window may be read [serial, epoch]
     READ = 8  # we have finished reading all windows [count]
     EXCHANGE = 9  # part of a payload [sequence, whole size; bytes]
     BROADCAST = 10  # part of a tensor lies in a slot [sequence, slot, bytes]
     STUCK = 11  # we cannot go on before you need our slots no longer
     ABANDON = 12  # we have forgotten everything before this generation
-    REFUSED = 13  # we have given up, since the ranks are in different calls [exchanges ended before; text]
+    # we have given up, since the ranks are in different calls [exchanges ended before; text]
+    REFUSED = 13
 
 
 @dataclass(frozen=True)
@@ -70,9 +76,13 @@ class Message:
 
 
 class Links:
-    """The sockets of one rank, by peer. `wake_fd` is an eventfd that other threads write to end a `receive` early."""
+    """The sockets of one rank, by peer. `wake_fd` is an eventfd that other threads write to end
+    a `receive` early.
+    """
 
-    def __init__(self, sockets: dict[int, socket.socket], *, members: Sequence[int], stall_timeout_s: float) -> None:
+    def __init__(
+        self, sockets: dict[int, socket.socket], *, members: Sequence[int], stall_timeout_s: float
+    ) -> None:
         self.members = members  # what errors call the ranks
         self.lost: set[int] = set()
         self.generation = 0
@@ -94,9 +104,20 @@ class Links:
                 self._poll.register(process, select.POLLIN)
 
     def send(
-        self, peer: int, kind: Kind, a: int = 0, b: int = 0, c: int = 0, d: int = 0, *, tail: bytes = b"", fd: int | None = None
+        self,
+        peer: int,
+        kind: Kind,
+        a: int = 0,
+        b: int = 0,
+        c: int = 0,
+        d: int = 0,
+        *,
+        tail: bytes = b"",
+        fd: int | None = None,
     ) -> None:
-        """Send one record. Does nothing for a peer that has ended: whoever waits for it finds out."""
+        """Send one record. Does nothing for a peer that has ended: whoever waits for it finds
+        out.
+        """
         assert len(tail) <= MAX_TAIL, len(tail)
         record = _HEADER.pack(kind, self.generation, a, b, c, d) + tail
         deadline = 0.0
@@ -114,14 +135,19 @@ class Links:
     def _make_room(self, peer: int, kind: Kind, deadline: float) -> None:
         """Wait until `peer` reads, and read meanwhile what others send to us."""
         if time.monotonic() > deadline:
-            raise StallError(f"rank {self.members[peer]} reads no messages ({kind.name}) since {self._stall_timeout_s:g} s")
+            raise StallError(
+                f"rank {self.members[peer]} reads no messages ({kind.name}) since"
+                f" {self._stall_timeout_s:g} s"
+            )
         self._poll.modify(self._sockets[peer], select.POLLIN | select.POLLOUT)
         self._fill_inbox(0.1)
         if peer not in self.lost:
             self._poll.modify(self._sockets[peer], select.POLLIN)
 
     def receive(self, timeout_s: float) -> list[Message]:
-        """Return what has arrived, waiting up to `timeout_s` for the first record, hang-up or wake-up."""
+        """Return what has arrived, waiting up to `timeout_s` for the first record, hang-up or
+        wake-up.
+        """
         self._fill_inbox(0.0 if self._inbox else timeout_s)
         messages = list(self._inbox)
         self._inbox.clear()
@@ -134,7 +160,9 @@ class Links:
                 continue
             peer = self._peer_of[number]
             ended = number == self._processes.get(peer)
-            if events & (select.POLLIN | select.POLLHUP | select.POLLERR) and (not self._drain(peer) or ended):
+            if events & (select.POLLIN | select.POLLHUP | select.POLLERR) and (
+                not self._drain(peer) or ended
+            ):
                 self._lose(peer)
 
     def _drain(self, peer: int) -> bool:
@@ -146,7 +174,9 @@ class Links:
             except BlockingIOError:
                 return True
             except ConnectionError:
-                resets += 1  # said once when the peer closed with records of ours unread; what it sent before is still in the queue
+                # said once when the peer closed with records of ours unread; what it sent before is
+                # still in the queue
+                resets += 1
                 if resets > 1:
                     return False
                 continue
@@ -154,7 +184,9 @@ class Links:
                 return False
             record, fd = received
             kind, generation, a, b, c, d = _HEADER.unpack_from(record)
-            self._inbox.append(Message(peer, Kind(kind), generation, a, b, c, d, record[_HEADER.size :], fd))
+            self._inbox.append(
+                Message(peer, Kind(kind), generation, a, b, c, d, record[_HEADER.size :], fd)
+            )
 
     def _lose(self, peer: int) -> None:
         if peer not in self.lost:
@@ -173,7 +205,10 @@ class Links:
         """Raise PeerLostError when one of `peers` has ended."""
         lost = sorted(self.lost.intersection(peers))
         if lost:
-            raise PeerLostError(f"{what}: rank(s) {[self.members[peer] for peer in lost]} ended without finishing; see their output for the first error")
+            raise PeerLostError(
+                f"{what}: rank(s) {[self.members[peer] for peer in lost]} ended without finishing;"
+                " see their output for the first error"
+            )
 
     def close(self) -> None:
         """Hang up. Idempotent."""
@@ -196,12 +231,16 @@ class Links:
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
     """Return (pid, uid) of the process at the other end."""
-    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    pid, uid, _ = _CREDENTIALS.unpack(
+        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
     return pid, uid
 
 
 def _open_process(sock: socket.socket) -> int | None:
-    """Return a descriptor that becomes readable when the peer's process ends; None where its pid is hidden from us."""
+    """Return a descriptor that becomes readable when the peer's process ends; None where its pid
+    is hidden from us.
+    """
     try:
         return os.pidfd_open(peer_credentials(sock)[0])
     except (OSError, OverflowError):
@@ -218,8 +257,14 @@ def send_record(sock: socket.socket, record: bytes, fd: int | None) -> None:
 
 def receive_record(sock: socket.socket) -> tuple[bytes, int | None] | None:
     """Return the next record and the descriptor that came with it; None at the end."""
-    record, ancillary, _, _ = sock.recvmsg(_RECORD_BYTES, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)
+    record, ancillary, _, _ = sock.recvmsg(
+        _RECORD_BYTES, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC
+    )
     if not record:
         return None
-    fds = [data for level, kind, data in ancillary if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS]
+    fds = [
+        data
+        for level, kind, data in ancillary
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS
+    ]
     return record, int.from_bytes(fds[0][:4], sys.byteorder) if fds else None

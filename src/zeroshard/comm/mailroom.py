@@ -1,7 +1,8 @@
 """What the peers on this host have said: records become state here, and here a rank waits.
 
-Invariant: handling a record never blocks, never sums and never copies bulk data, so it may happen inside any call. A record of an older
-generation (sent before an `abandon`) is dropped, but for those that say which memory exists. Cost: none beyond ``links.py``.
+Invariant: handling a record never blocks, never sums and never copies bulk data, so it may happen
+inside any call. A record of an older generation (sent before an `abandon`) is dropped, but for
+those that say which memory exists. Cost: none beyond ``links.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from zeroshard.errors import PlanMismatch, StallError, StateError
 
 __all__ = ["IDLE_S", "Mailroom", "WindowMemory", "given_up"]
 
-IDLE_S = 0.0002  # a rank that waits for a slot and hears nothing for so long is stuck ([Note: relief])
+# a rank that waits for a slot and hears nothing for so long is stuck ([Note: relief])
+IDLE_S = 0.0002
 _POLL_S = 0.002  # how often to look after what cannot wake us
 _PATIENT_S = 0.1
 _LISTEN_AFTER_S = 1.0  # when a wait begins to ask whether it can ever end
@@ -43,18 +45,29 @@ class WindowMemory:
 class Counts:
     """What is forgotten with each generation."""
 
-    epochs: dict[tuple[int, int], int] = field(default_factory=dict)  # (window serial, rank) -> times published
+    # (window serial, rank) -> times published
+    epochs: dict[tuple[int, int], int] = field(default_factory=dict)
     reads: dict[int, int] = field(default_factory=dict)  # rank -> begin_writes
-    payloads: dict[int, dict[int, tuple[int, bytearray]]] = field(default_factory=dict)  # exchange -> rank -> (whole size, so far)
-    refusal: tuple[int, str] | None = None  # how many exchanges a peer had ended when it gave up what we may be waiting for, and why
-    broadcasts: dict[int, deque[tuple[int, int]]] = field(default_factory=dict)  # rank -> (slot, bytes), in order
+    # exchange -> rank -> (whole size, so far)
+    payloads: dict[int, dict[int, tuple[int, bytearray]]] = field(default_factory=dict)
+    # how many exchanges a peer had ended when it gave up what we may be waiting for, and why
+    refusal: tuple[int, str] | None = None
+    # rank -> (slot, bytes), in order
+    broadcasts: dict[int, deque[tuple[int, int]]] = field(default_factory=dict)
     stuck: set[int] = field(default_factory=set)  # ranks to relieve when we are blocked
 
 
 class Mailroom:
     """The records of one rank's near peers."""
 
-    def __init__(self, rank: int, links: Links, peers: Sequence[int], meetings: Meetings, on_ack: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        links: Links,
+        peers: Sequence[int],
+        meetings: Meetings,
+        on_ack: Callable[[int, int], None],
+    ) -> None:
         self.rank = rank
         self.links = links
         self.peers = tuple(peers)
@@ -63,19 +76,29 @@ class Mailroom:
         self.memory: dict[tuple[int, int], WindowMemory] = {}  # (window serial, rank)
         self._meetings = meetings
         self._on_ack = on_ack  # (slot, rank)
-        self._slots: dict[tuple[int, int], torch.Tensor] = {}  # (rank, slot) -> its memory, mapped here
+        # (rank, slot) -> its memory, mapped here
+        self._slots: dict[tuple[int, int], torch.Tensor] = {}
         self._num_exchanges = self._num_ended = 0  # begun and ended here
         self._call = ""  # of the last exchange
 
     def tell(
-        self, kind: Kind, a: int = 0, b: int = 0, *, to: Sequence[int] | None = None, tail: bytes = b"", fd: int | None = None
+        self,
+        kind: Kind,
+        a: int = 0,
+        b: int = 0,
+        *,
+        to: Sequence[int] | None = None,
+        tail: bytes = b"",
+        fd: int | None = None,
     ) -> None:
         """Send one record to `to` (default: all peers)."""
         for peer in self.peers if to is None else to:
             self.links.send(peer, kind, a, b, tail=tail, fd=fd)
 
     def collect(self, timeout_s: float) -> bool:
-        """Take note of what has arrived, waiting up to `timeout_s` for a first record; return whether there was one."""
+        """Take note of what has arrived, waiting up to `timeout_s` for a first record; return
+        whether there was one.
+        """
         messages = self.links.receive(timeout_s)
         for message in messages:
             self._handle(message)
@@ -90,7 +113,9 @@ class Mailroom:
         elif kind is Kind.DROP:
             self._slots.pop((peer, message.a), None)
         elif kind is Kind.WINDOW:
-            self.memory[message.a, peer] = WindowMemory(message.fd, message.b, message.tail.decode())
+            self.memory[message.a, peer] = WindowMemory(
+                message.fd, message.b, message.tail.decode()
+            )
         elif kind is Kind.ABANDON:
             self.abandons[peer] = message.generation
         elif message.generation == self.links.generation:
@@ -102,7 +127,9 @@ class Mailroom:
         peer, kind, counts = message.peer, message.kind, self.counts
         if kind is Kind.READY:
             data = self._slots[peer, message.b][message.c : message.c + message.d]
-            part = Contribution(data, partial(self.links.send, peer, Kind.ACK, message.b), near=True)
+            part = Contribution(
+                data, partial(self.links.send, peer, Kind.ACK, message.b), near=True
+            )
             self._meetings.contribute(message.tail.decode(), message.a, peer, part)
         elif kind is Kind.NONE:
             self._meetings.contribute(message.tail.decode(), message.a, peer, Contribution(None))
@@ -113,7 +140,9 @@ class Mailroom:
         elif kind is Kind.READ:
             counts.reads[peer] = message.a
         elif kind is Kind.EXCHANGE:
-            _, so_far = counts.payloads.setdefault(message.a, {}).setdefault(peer, (message.b, bytearray()))
+            _, so_far = counts.payloads.setdefault(message.a, {}).setdefault(
+                peer, (message.b, bytearray())
+            )
             so_far.extend(message.tail)
         elif kind is Kind.REFUSED:
             counts.refusal = message.a, message.tail.decode()
@@ -127,7 +156,9 @@ class Mailroom:
         return self._slots[peer, number]
 
     def send_payload(self, payload: bytes) -> int:
-        """Send `payload`, framed with its call, to all peers; return the number under which theirs arrive."""
+        """Send `payload`, framed with its call, to all peers; return the number under which
+        theirs arrive.
+        """
         sequence = self._num_exchanges
         self._num_exchanges += 1
         self._call = call_of(payload)
@@ -138,12 +169,19 @@ class Mailroom:
     def payloads_missing(self, sequence: int) -> set[int]:
         """Return the peers whose payload of that exchange is not here in full."""
         arrived = self.counts.payloads.get(sequence, {})
-        return {peer for peer in self.peers if peer not in arrived or len(arrived[peer][1]) < arrived[peer][0]}
+        return {
+            peer
+            for peer in self.peers
+            if peer not in arrived or len(arrived[peer][1]) < arrived[peer][0]
+        }
 
     def take_payloads(self, sequence: int) -> dict[int, bytes]:
         """Return the peers' payloads of a finished exchange."""
         self._num_ended = self._num_exchanges
-        return {peer: bytes(so_far) for peer, (_, so_far) in self.counts.payloads.pop(sequence, {}).items()}
+        return {
+            peer: bytes(so_far)
+            for peer, (_, so_far) in self.counts.payloads.pop(sequence, {}).items()
+        }
 
     def wait_until(
         self,
@@ -159,12 +197,15 @@ class Mailroom:
         call: str | None = None,
         listen: Callable[[], None] | None = None,
     ) -> None:
-        """Return when `ready()`; until then call `progress`, serve the peers and relieve those that are stuck.
+        """Return when `ready()`; until then call `progress`, serve the peers and relieve those
+        that are stuck.
 
-        `near` and `far` name the ranks awaited; `far` may be slow and is asked only for the error. `idle` is called when nothing was heard
-        for `IDLE_S`; not `patient`: look again every 2 ms, since `progress` serves others than those who can wake us. `call` names this wait
-        where nothing but a call of the near ranks' programs can end it; `listen`, called from the first second on, may raise. Raises StallError,
-        PeerLostError, PlanMismatch where an awaited rank waits for us in another call, and StateError where one has abandoned this generation.
+        `near` and `far` name the ranks awaited; `far` may be slow and is asked only for the error.
+        `idle` is called when nothing was heard for `IDLE_S`; not `patient`: look again every 2 ms,
+        since `progress` serves others than those who can wake us. `call` names this wait where
+        nothing but a call of the near ranks' programs can end it; `listen`, called from the first
+        second on, may raise. Raises StallError, PeerLostError, PlanMismatch where an awaited rank
+        waits for us in another call, and StateError where one has abandoned this generation.
         """
         deadline = time.monotonic() + stall_timeout_s
         patience_s = IDLE_S
@@ -181,8 +222,8 @@ class Mailroom:
             if now > deadline:
                 names = [self.links.members[rank] for rank in sorted(near() | far())]
                 raise StallError(
-                    f"{what}: rank(s) {names} did not come within {stall_timeout_s:g} s; see what they are doing, or raise stall_timeout_s "
-                    f"if they are only slow"
+                    f"{what}: rank(s) {names} did not come within {stall_timeout_s:g} s; see what"
+                    " they are doing, or raise stall_timeout_s if they are only slow"
                 )
             if listen is not None and now > deadline - stall_timeout_s + _LISTEN_AFTER_S:
                 listen()
@@ -195,30 +236,45 @@ class Mailroom:
                     idle()
 
     def relieve_stuck(self) -> None:
-        """Copy out what lies in the slots of ranks that are stuck ([Note: relief]); we are blocked."""
+        """Copy out what lies in the slots of ranks that are stuck ([Note: relief]); we are
+        blocked.
+        """
         while self.counts.stuck:
             self._meetings.relieve(self.counts.stuck.pop())
 
     def _require_same_generation(self, peers: Sequence[int], what: str) -> None:
         """Raise StateError when one of `peers` has forgotten what we wait for."""
-        ahead = [self.links.members[peer] for peer in peers if self.abandons[peer] > self.links.generation]
+        ahead = [
+            self.links.members[peer]
+            for peer in peers
+            if self.abandons[peer] > self.links.generation
+        ]
         if ahead:
             raise given_up(ahead, what)
 
     def _require_same_call(self, awaited: Sequence[int], call: str) -> None:
-        """Raise PlanMismatch where a peer is in our exchange with another call, or one of the ranks `awaited` in an exchange that we have not begun."""
+        """Raise PlanMismatch where a peer is in our exchange with another call, or one of the
+        ranks `awaited` in an exchange that we have not begun.
+        """
         last, members = self._num_exchanges - 1, self.links.members
         if self.counts.refusal is not None:
             passed, reason = self.counts.refusal
-            if not self._num_ended <= last < passed:  # else all payloads of our exchange are on their way: the next call fails
+            # else all payloads of our exchange are on their way: the next call fails
+            if not self._num_ended <= last < passed:
                 self.counts.refusal = None
-                self._refuse(reason)  # a rank that hears from us before it hears from the first must know why we give up
+                # a rank that hears from us before it hears from the first must know why we give up
+                self._refuse(reason)
         for sequence, arrived in self.counts.payloads.items():
             if sequence < last:  # was refused
                 continue
             calls = {peer: call_of(frame) for peer, (_, frame) in arrived.items()}
-            ahead = sequence > last  # their wait ends only when we come to this exchange, ours only when they go on
-            others = {members[peer]: other for peer, other in calls.items() if (peer in awaited if ahead else other != self._call)}
+            # their wait ends only when we come to this exchange, ours only when they go on
+            ahead = sequence > last
+            others = {
+                members[peer]: other
+                for peer, other in calls.items()
+                if (peer in awaited if ahead else other != self._call)
+            }
             if others:
                 error = different_calls({members[self.rank]: call, **others})
                 if ahead:  # else the peers find it out by themselves
@@ -250,4 +306,7 @@ class Mailroom:
 
 def given_up(ranks: Sequence[int], what: str) -> StateError:
     """Return the error of a rank that waits for `what` while others wait in ``engine.reset()``."""
-    return StateError(f"{what}: rank(s) {list(ranks)} gave up this step after an exception and wait in engine.reset(): call it here too")
+    return StateError(
+        f"{what}: rank(s) {list(ranks)} gave up this step after an exception and wait in"
+        " engine.reset(): call it here too"
+    )

@@ -28,10 +28,14 @@ class Axes:
 
     @classmethod
     def of(cls, size: int, node_size: int | None) -> Axes:
-        """Return the axes; `node_size` None puts all ranks on one node. Raises ConfigError when it does not divide the world."""
+        """Return the axes; `node_size` None puts all ranks on one node. Raises ConfigError when
+        it does not divide the world.
+        """
         local = size if node_size is None else node_size
         if local < 1 or size % local:
-            raise ConfigError(f"comm.node_size={local} does not divide the {size} ranks (0 to {size - 1})")
+            raise ConfigError(
+                f"comm.node_size={local} does not divide the {size} ranks (0 to {size - 1})"
+            )
         return cls(size, local)
 
     @property

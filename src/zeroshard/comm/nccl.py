@@ -1,16 +1,19 @@
 """Accelerators: the backend's own collectives, or the ordered exchange on request.
 
-Equal shares go through one all-gather (in place: our slice of `out` is the input) and one reduce-scatter; unequal ones, which those do not
-take, through one broadcast or one reduce per rank that owns something. With ``ordered=True`` a reduce is an all-to-all of slices and the
-canonical sum on arrival, which takes unequal shares as it is, costs the same bytes, and gives the bits of every other transport; the native
-reduce sums in the backend's order and, for bf16 and fp16, in the wire's dtype.
+Equal shares go through one all-gather (in place: our slice of `out` is the input) and one
+reduce-scatter; unequal ones, which those do not take, through one broadcast or one reduce per rank
+that owns something. With ``ordered=True`` a reduce is an all-to-all of slices and the canonical sum
+on arrival, which takes unequal shares as it is, costs the same bytes, and gives the bits of every
+other transport; the native reduce sums in the backend's order and, for bf16 and fp16, in the wire's
+dtype.
 
-Invariant: every rank makes the same calls in the same order (the engine's identity check tells when not). Collectives are enqueued behind
-the current stream; `Work.wait` makes the then current stream wait. A hang on the device is the backend's watchdog's to report; where
-Work.wait blocks the host (CPU backends), it ends in StallError.
+Invariant: every rank makes the same calls in the same order (the engine's identity check tells when
+not). Collectives are enqueued behind the current stream; `Work.wait` makes the then current stream
+wait. A hang on the device is the backend's watchdog's to report; where Work.wait blocks the host
+(CPU backends), it ends in StallError.
 
-Cost per rank, N equal shares, buffer of B bytes: gather and reduce receive ``B (N-1)/N`` each; a temporary slice per reduce, N of them when
-ordered.
+Cost per rank, N equal shares, buffer of B bytes: gather and reduce receive ``B (N-1)/N`` each; a
+temporary slice per reduce, N of them when ordered.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ __all__ = ["NcclTransport"]
 
 
 class NcclTransport:
-    """A Transport over a process group's native collectives (NCCL; any backend that has them, for tests)."""
+    """A Transport over a process group's native collectives (NCCL; any backend that has them,
+    for tests).
+    """
 
     def __init__(
         self,
@@ -66,7 +71,15 @@ class NcclTransport:
         self._temporaries = StreamedPool(pool_bytes)
         self._under_way: list[NativeWork] = []
 
-    def window(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, replicated: bool) -> PrivateWindow:
+    def window(
+        self,
+        key: str,
+        ranges: Sequence[Range],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        replicated: bool,
+    ) -> PrivateWindow:
         assert len(ranges) == self.size, (key, ranges, self.size)
         return PrivateWindow(self, key, ranges, dtype, device, replicated=replicated)
 
@@ -78,7 +91,9 @@ class NcclTransport:
         between = sum(by_rank(rank) for rank in others if not self._axes.same_node(rank, self.rank))
         self.traffic.add(operation, "nccl", sum(by_rank(rank) for rank in others), between=between)
 
-    def all_gather(self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor) -> Work:
+    def all_gather(
+        self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor
+    ) -> Work:
         itemsize = out.element_size()
         self._count("all_gather", lambda rank: (ranges[rank][1] - ranges[rank][0]) * itemsize)
         group, works = self._group, []
@@ -91,10 +106,16 @@ class NcclTransport:
                 own.copy_(local)
             for rank, (start, stop) in enumerate(ranges):
                 if stop > start:
-                    works.append(dist.broadcast(out[start:stop], group=group, group_src=rank, async_op=True))
-        return self._started(NativeWork(self, f"gather of {key}", works, lambda: None, [local, out], is_gather=True))
+                    works.append(
+                        dist.broadcast(out[start:stop], group=group, group_src=rank, async_op=True)
+                    )
+        return self._started(
+            NativeWork(self, f"gather of {key}", works, lambda: None, [local, out], is_gather=True)
+        )
 
-    def grad_buffer(self, key: str, numel: int, dtype: torch.dtype, device: torch.device) -> GradBuffer:
+    def grad_buffer(
+        self, key: str, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> GradBuffer:
         for work in [work for work in self._under_way if not work.is_gather]:
             if self._pool.has_room(numel * dtype.itemsize):
                 break
@@ -120,7 +141,11 @@ class NcclTransport:
         exchanges = self.ordered or codec is not None  # codes cannot be summed by the backend
         numel = end_of(ranges)
         start, stop = ranges[self.rank]
-        data = self._pool.take(numel, wire_dtype, out.device).zero_() if buffer is None else buffer.data
+        data = (
+            self._pool.take(numel, wire_dtype, out.device).zero_()
+            if buffer is None
+            else buffer.data
+        )
         assert data.dtype == wire_dtype and data.numel() == numel, (key, data.dtype, data.numel())
         own = stop - start
         loan = self._temporaries.take(own * (self.size if exchanges else 1), wire_dtype, out.device)
@@ -128,24 +153,47 @@ class NcclTransport:
         if exchanges:
             sends = [high - low for low, high in ranges]
             if list(ranges) == sorted(ranges):
-                works = [dist.all_to_all_single(arrived, data, [own] * self.size, sends, group=self._group, async_op=True)]
+                works = [
+                    dist.all_to_all_single(
+                        arrived, data, [own] * self.size, sends, group=self._group, async_op=True
+                    )
+                ]
             else:
-                parts_out, parts_in = [*arrived.view(self.size, own)], [data[low:high] for low, high in ranges]
+                parts_out, parts_in = (
+                    [*arrived.view(self.size, own)],
+                    [data[low:high] for low, high in ranges],
+                )
                 works = [dist.all_to_all(parts_out, parts_in, group=self._group, async_op=True)]
         elif _are_equal(ranges):
-            works = [reduce_scatter_single(arrived, data, group=self._group, async_op=True)] if numel else []
+            works = (
+                [reduce_scatter_single(arrived, data, group=self._group, async_op=True)]
+                if numel
+                else []
+            )
         else:
             works = self._reduce_one_by_one(data, ranges)
             arrived = data[start:stop]
         self._count("reduce_scatter", lambda rank: own * wire_dtype.itemsize)
 
         def finish() -> None:
-            parts: list[torch.Tensor | None] = [*arrived.view(self.size, own)] if exchanges else [arrived]
-            sum_parts(parts, out, codec=codec, node_size=self._node_size if self.ordered else None, accumulate=accumulate)
+            parts: list[torch.Tensor | None] = (
+                [*arrived.view(self.size, own)] if exchanges else [arrived]
+            )
+            sum_parts(
+                parts,
+                out,
+                codec=codec,
+                node_size=self._node_size if self.ordered else None,
+                accumulate=accumulate,
+            )
             self._temporaries.give(loan)
             self._pool.give(data)
 
-        return self._started(NativeWork(self, f"reduce of {key}", works, finish, [data, arrived, out], is_gather=False))
+        return self._started(
+            NativeWork(
+                self, f"reduce of {key}", works, finish, [data, arrived, out], is_gather=False
+            )
+        )
 
     def _reduce_one_by_one(self, data: torch.Tensor, ranges: Sequence[Range]) -> list[Any]:
         """Reduce each rank's slice to that rank, in place."""
@@ -173,22 +221,34 @@ class NcclTransport:
         self._block(all_gather_single(lengths, own, group=self._group, async_op=True), what)
         sizes = [int(size) for size in lengths.tolist()]
         longest = max(*sizes, 1)
-        padded = torch.frombuffer(bytearray(frame.ljust(longest, b"\0")), dtype=torch.uint8).to(self._device)
+        padded = torch.frombuffer(bytearray(frame.ljust(longest, b"\0")), dtype=torch.uint8).to(
+            self._device
+        )
         everything = torch.empty(self.size * longest, dtype=torch.uint8, device=self._device)
         self._block(all_gather_single(everything, padded, group=self._group, async_op=True), what)
         rows = everything.cpu().view(self.size, longest)
-        payloads = unframed([rows[rank, : sizes[rank]].numpy().tobytes() for rank in range(self.size)], range(self.size))
+        payloads = unframed(
+            [rows[rank, : sizes[rank]].numpy().tobytes() for rank in range(self.size)],
+            range(self.size),
+        )
         self._count("exchange", lambda rank: len(payloads[rank]))
         return payloads
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         data = tensor.detach()
-        flat = data.contiguous() if data.device == self._device else data.to(self._device).contiguous()
-        self._block(dist.broadcast(flat, group=self._group, group_src=source, async_op=True), "broadcast")
+        flat = (
+            data.contiguous() if data.device == self._device else data.to(self._device).contiguous()
+        )
+        self._block(
+            dist.broadcast(flat, group=self._group, group_src=source, async_op=True), "broadcast"
+        )
         if flat.data_ptr() != data.data_ptr():
             data.copy_(flat)
         if self.rank != source:
-            self._count("broadcast", lambda rank: flat.numel() * flat.element_size() if rank == source else 0)
+            self._count(
+                "broadcast",
+                lambda rank: flat.numel() * flat.element_size() if rank == source else 0,
+            )
 
     def _block(self, work: Any, what: str) -> None:
         await_native(work, what, self.stall_timeout_s, self.rank, self.size)
@@ -199,7 +259,8 @@ class NcclTransport:
 
     def give_up(self) -> None:
         left, self._under_way = self._under_way, []
-        for work in left:  # a collective that was enqueued cannot be recalled; every rank enqueued the same ones
+        # a collective that was enqueued cannot be recalled; every rank enqueued the same ones
+        for work in left:
             work.forget()
 
     def abandon(self) -> None:
@@ -213,7 +274,9 @@ class NcclTransport:
 
 
 def _are_equal(ranges: Sequence[Range]) -> bool:
-    """Whether all shares are equal and lie in the order of ranks, as the backend's own collectives take them."""
+    """Whether all shares are equal and lie in the order of ranks, as the backend's own
+    collectives take them.
+    """
     return len({stop - start for start, stop in ranges}) == 1 and list(ranges) == sorted(ranges)
 
 
@@ -242,7 +305,13 @@ class NativeWork:
         """Let the current stream wait for the collectives and do the rest on it."""
         if self._finished is None:
             for work in self._works:
-                await_native(work, self._what, self._transport.stall_timeout_s, self._transport.rank, self._transport.size)
+                await_native(
+                    work,
+                    self._what,
+                    self._transport.stall_timeout_s,
+                    self._transport.rank,
+                    self._transport.size,
+                )
             self._after()
             self._finished = mark(self._alive[0].device)
             self.forget()
@@ -268,5 +337,9 @@ def await_native(work: Any, what: str, stall_timeout_s: float, rank: int, size: 
         text = str(error).split("\n")[0].split("] ")[-1][:160]
         others = [peer for peer in range(size) if peer != rank]
         if "imed out" in text or "timeout" in text:
-            raise StallError(f"{what}: one of ranks {others} did not come within {stall_timeout_s:g} s ({text})") from error
-        raise PeerLostError(f"{what}: one of ranks {others} has ended or given up ({text})") from error
+            raise StallError(
+                f"{what}: one of ranks {others} did not come within {stall_timeout_s:g} s ({text})"
+            ) from error
+        raise PeerLostError(
+            f"{what}: one of ranks {others} has ended or given up ({text})"
+        ) from error

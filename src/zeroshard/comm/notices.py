@@ -1,10 +1,13 @@
-"""Who has given up a step after an exception and waits for the others in ``engine.reset()``, where only messages connect the ranks.
+"""Who has given up a step after an exception and waits for the others in ``engine.reset()``,
+where only messages connect the ranks.
 
-Ranks of one host say so on their sockets (links.py). A rank elsewhere that waits for a message which will never come cannot be told by one: it would
-wait until its stall timeout, and the rank in ``reset()`` with it. So who gives up leaves a note in the job's store, and who has waited for a while
-looks there.
+Ranks of one host say so on their sockets (links.py). A rank elsewhere that waits for a message
+which will never come cannot be told by one: it would wait until its stall timeout, and the rank in
+``reset()`` with it. So who gives up leaves a note in the job's store, and who has waited for a
+while looks there.
 
-Cost: nothing, but for a look twice a second by a thread of its own while a rank waits for longer than a quarter of a second.
+Cost: nothing, but for a look twice a second by a thread of its own while a rank waits for longer
+than a quarter of a second.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ _EVERY_S = 0.5
 
 
 class Notices:
-    """The notes of the ranks of one transport, by generation (which grows with every reset). `store` is theirs alone."""
+    """The notes of the ranks of one transport, by generation (which grows with every reset).
+    `store` is theirs alone.
+    """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._owner = store
@@ -41,7 +46,9 @@ class Notices:
 
     @cached_property
     def _store(self) -> Any:
-        """A connection of its own, made when it is first needed: the owner's may be blocked in a call."""
+        """A connection of its own, made when it is first needed: the owner's may be blocked in a
+        call.
+        """
         return self._owner.clone()
 
     def begin_wait(self) -> None:
@@ -49,7 +56,9 @@ class Notices:
         self._look_at = time.monotonic() + _FIRST_LOOK_S
 
     def ahead(self, generation: int, run: Callable[[Callable[[], None]], None]) -> Sequence[int]:
-        """Return the ranks known to have left `generation`; now and then have another thread look (`run` starts it)."""
+        """Return the ranks known to have left `generation`; now and then have another thread
+        look (`run` starts it).
+        """
         now = time.monotonic()
         if now >= self._look_at and not self._is_looking:
             self._look_at, self._is_looking = now + _EVERY_S, True
@@ -60,7 +69,10 @@ class Notices:
     def _look(self, generation: int) -> None:
         try:
             if self._store.check([f"{generation}"]):
-                self._gave_up = (generation, [peer for peer in self._peers if self._store.check([f"{generation}/{peer}"])])
+                self._gave_up = (
+                    generation,
+                    [peer for peer in self._peers if self._store.check([f"{generation}/{peer}"])],
+                )
         except RuntimeError:
             return
         finally:

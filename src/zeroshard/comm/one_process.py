@@ -1,7 +1,7 @@
 """The transport of a world of one: windows are already whole, a reduce is a cast.
 
-Invariant: same protocol, same bits as one rank's part of any other transport (the sum of one contribution). Cost: no bytes, no messages;
-`traffic` counts calls under the link class "local".
+Invariant: same protocol, same bits as one rank's part of any other transport (the sum of one
+contribution). Cost: no bytes, no messages; `traffic` counts calls under the link class "local".
 """
 
 from __future__ import annotations
@@ -22,11 +22,20 @@ __all__ = ["OneProcess"]
 class _Window:
     """The whole buffer, which is our slice too."""
 
-    def __init__(self, transport: OneProcess, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        transport: OneProcess,
+        key: str,
+        ranges: Sequence[Range],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.key = key
         self.ranges = tuple(ranges)
         self.aliased = True
-        self.full: torch.Tensor | None = torch.zeros(end_of(self.ranges), dtype=dtype, device=device)
+        self.full: torch.Tensor | None = torch.zeros(
+            end_of(self.ranges), dtype=dtype, device=device
+        )
         self.local = self.full[slice(*self.ranges[0])]
         self._traffic = transport.traffic
 
@@ -56,13 +65,23 @@ class OneProcess:
         self.stall_timeout_s = stall_timeout_s
         self._pool = TensorPool(pool_bytes)
 
-    def window(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, replicated: bool) -> _Window:
+    def window(
+        self,
+        key: str,
+        ranges: Sequence[Range],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        replicated: bool,
+    ) -> _Window:
         assert len(ranges) == 1, (key, ranges)
         return _Window(self, key, ranges, dtype, device)
 
     def register(self, key: str) -> None: ...
 
-    def grad_buffer(self, key: str, numel: int, dtype: torch.dtype, device: torch.device) -> GradBuffer:
+    def grad_buffer(
+        self, key: str, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> GradBuffer:
         return GradBuffer(self._pool.take(numel, dtype, device))
 
     def return_buffer(self, buffer: GradBuffer) -> None:
@@ -86,7 +105,9 @@ class OneProcess:
             self._pool.give(buffer.data)
         return DoneWork()
 
-    def all_gather(self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor) -> Work:
+    def all_gather(
+        self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor
+    ) -> Work:
         if out.data_ptr() != local.data_ptr():
             out.copy_(local)
         self.traffic.add("all_gather", "local", 0)

@@ -1,15 +1,17 @@
 """The canonical ordered sum: what makes every policy row, tier and transport give the same bits.
 
-Floating point addition is not associative, so "the sum over ranks" is a number only once its order is fixed. Ours is a tree: the ranks of
-one node in local order, then the node sums in node order, in fp32 and without rounding in between. With 4 ranks and ``node_size=2``::
+Floating point addition is not associative, so "the sum over ranks" is a number only once its order
+is fixed. Ours is a tree: the ranks of one node in local order, then the node sums in node order, in
+fp32 and without rounding in between. With 4 ranks and ``node_size=2``::
 
     sum = (g0 + g1) + (g2 + g3)          a 1-D mesh is one node: ((g0 + g1) + g2) + g3
 
-A rank that contributes nothing counts as zeros: the bits are those of adding a tensor of +0.0, which turns -0.0 into +0.0 and changes
-nothing else, so that one addition of 0.0 stands for any number of them.
+A rank that contributes nothing counts as zeros: the bits are those of adding a tensor of +0.0,
+which turns -0.0 into +0.0 and changes nothing else, so that one addition of 0.0 stands for any
+number of them.
 
-Cost: one pass over the inputs and `out`, a mebibyte at a time so that partial sums stay in cache; scratch of at most two mebibytes.
-It does not move anything between ranks.
+Cost: one pass over the inputs and `out`, a mebibyte at a time so that partial sums stay in cache;
+scratch of at most two mebibytes. It does not move anything between ranks.
 """
 
 from __future__ import annotations
@@ -24,13 +26,18 @@ CHUNK_NUMEL = 1 << 18  # measured: 64 Ki elements cost 30% more in calls, 4 Mi l
 
 
 def ordered_sum(
-    contributions: Sequence[torch.Tensor | None], out: torch.Tensor, *, node_size: int | None = None, accumulate: bool = False
+    contributions: Sequence[torch.Tensor | None],
+    out: torch.Tensor,
+    *,
+    node_size: int | None = None,
+    accumulate: bool = False,
 ) -> None:
     """Store (or add) the canonical sum of `contributions`, one per rank in rank order, in `out`.
 
-    All are 1-D of ``out.numel()`` elements on out's device, in fp32, bf16 or fp16; None stands for zeros. `node_size` ranks form a node
-    (None: all ranks form one). The sum is formed in fp32; with `accumulate` it is complete before it is added to `out`, and an `out` of
-    a smaller dtype is rounded once.
+    All are 1-D of ``out.numel()`` elements on out's device, in fp32, bf16 or fp16; None stands for
+    zeros. `node_size` ranks form a node (None: all ranks form one). The sum is formed in fp32; with
+    `accumulate` it is complete before it is added to `out`, and an `out` of a smaller dtype is
+    rounded once.
     """
     assert contributions, "no contributions"
     size = len(contributions) if node_size is None else node_size
@@ -39,8 +46,14 @@ def ordered_sum(
     numel = out.numel()
     chunk = CHUNK_NUMEL if out.device.type == "cpu" else max(numel, 1)
     direct = out.dtype == torch.float32 and not accumulate
-    total_scratch = None if direct else torch.empty(min(chunk, numel), dtype=torch.float32, device=out.device)
-    node_scratch = torch.empty(min(chunk, numel), dtype=torch.float32, device=out.device) if len(nodes) > 1 and size > 1 else None
+    total_scratch = (
+        None if direct else torch.empty(min(chunk, numel), dtype=torch.float32, device=out.device)
+    )
+    node_scratch = (
+        torch.empty(min(chunk, numel), dtype=torch.float32, device=out.device)
+        if len(nodes) > 1 and size > 1
+        else None
+    )
     for start in range(0, numel, chunk):
         span = slice(start, min(start + chunk, numel))
         target = out[span]
@@ -79,7 +92,8 @@ def _add(total: torch.Tensor, contribution: torch.Tensor | None, span: slice) ->
     if contribution is None:
         total.add_(0.0)
     else:
-        total.add_(contribution[span])  # type promotion: a bf16 or fp16 contribution is widened exactly
+        # type promotion: a bf16 or fp16 contribution is widened exactly
+        total.add_(contribution[span])
 
 
 def _finish(target: torch.Tensor, total: torch.Tensor, accumulate: bool) -> None:

@@ -1,15 +1,19 @@
-"""The transport of CPU ranks: near peers share memory with us, far peers exchange messages (gloo); every pair of ranks is one or the other.
+"""The transport of CPU ranks: near peers share memory with us, far peers exchange messages
+(gloo); every pair of ranks is one or the other.
 
-"shared_memory" is the case without far peers, "gloo" the one without near peers, "mixed" has both; there is one implementation. A gather
-copies (or aliases) near slices and receives far ones (``windows.py``). A reduce announces our slot to near peers, sends slices to far
-peers, and sums our slice of everybody's part in the canonical order once it is complete (``parts.py``, ``ordered.py``).
+"shared_memory" is the case without far peers, "gloo" the one without near peers, "mixed" has both;
+there is one implementation. A gather copies (or aliases) near slices and receives far ones
+(``windows.py``). A reduce announces our slot to near peers, sends slices to far peers, and sums our
+slice of everybody's part in the canonical order once it is complete (``parts.py``, ``ordered.py``).
 
-Invariant: every blocking call serves the near peers while it waits (those of all engines of the process), so ranks may run units in
-different order. One-sided without far peers: a gather needs nothing from the peers' programs but that they have published. With far peers
-the n-th operation of a key meets the n-th.
+Invariant: every blocking call serves the near peers while it waits (those of all engines of the
+process), so ranks may run units in different order. One-sided without far peers: a gather needs
+nothing from the peers' programs but that they have published. With far peers the n-th operation of
+a key meets the n-th.
 
-Cost per rank, N equal shares, buffer of B bytes: a gather and a reduce bring ``B (N-1)/N`` each; of that, near gathers of aliased windows
-move nothing. One control record per near peer and operation, one message per far peer. Calls are for one thread at a time.
+Cost per rank, N equal shares, buffer of B bytes: a gather and a reduce bring ``B (N-1)/N`` each; of
+that, near gathers of aliased windows move nothing. One control record per near peer and operation,
+one message per far peer. Calls are for one thread at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +46,9 @@ _BROADCAST_BYTES = 16 << 20
 
 
 class PairedTransport:
-    """A Transport over shared memory, gloo messages, or both. `connections` are gloo's (``gloo_peers.connect``) where a peer is far."""
+    """A Transport over shared memory, gloo messages, or both. `connections` are gloo's
+    (``gloo_peers.connect``) where a peer is far.
+    """
 
     def __init__(
         self,
@@ -76,18 +82,33 @@ class PairedTransport:
         self.collectives = Collectives(self, node_size=node_size, pool_bytes=pool_bytes)
         self.members = tuple(range(size)) if members is None else tuple(members)
         links = Links(neighbours.sockets, members=self.members, stall_timeout_s=stall_timeout_s)
-        self.mail = Mailroom(rank, links, self.near, self.collectives.meetings, self.collectives.slots.release)
-        self.messages = GlooPeers(connections, rank, members=self.members, wake=links.wake, wait=self._wait_transfers)
+        self.mail = Mailroom(
+            rank, links, self.near, self.collectives.meetings, self.collectives.slots.release
+        )
+        self.messages = GlooPeers(
+            connections, rank, members=self.members, wake=links.wake, wait=self._wait_transfers
+        )
         self._notices = notices if self.far else None
         self._has_given_up = False
         self._gathers: list[GatherWork] = []
         serving.register(self)
 
-    # ------------------------------------------------------------------------------------------------ windows
+    # -------------------------------------------------------------------------------------- windows
 
-    def window(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, replicated: bool) -> PairedWindow:
+    def window(
+        self,
+        key: str,
+        ranges: Sequence[Range],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        replicated: bool,
+    ) -> PairedWindow:
         assert len(ranges) == self.size, (key, ranges, self.size)
-        self._compare(f"{key} {list(ranges)} {dtype} {'replicated' if replicated else 'sharded'}", f"window {key}")
+        self._compare(
+            f"{key} {list(ranges)} {dtype} {'replicated' if replicated else 'sharded'}",
+            f"window {key}",
+        )
         self.register(key)
         serial = self._num_windows
         self._num_windows += 1
@@ -99,10 +120,15 @@ class PairedTransport:
         self.messages.register(key)
 
     def _compare(self, text: str, what: str) -> None:
-        digests = self.exchange_quietly(hashlib.blake2b(text.encode(), digest_size=8).digest(), f"the making of {what}")
+        digests = self.exchange_quietly(
+            hashlib.blake2b(text.encode(), digest_size=8).digest(), f"the making of {what}"
+        )
         differ = [self.members[rank] for rank, digest in enumerate(digests) if digest != digests[0]]
         if differ:
-            raise PlanMismatch(f"{what}: rank(s) {differ} ask for another key, cut, dtype or placement than rank {self.members[0]}; here it is {text}")
+            raise PlanMismatch(
+                f"{what}: rank(s) {differ} ask for another key, cut, dtype or placement than rank"
+                f" {self.members[0]}; here it is {text}"
+            )
 
     def started(self, work: GatherWork) -> None:
         """Take a gather under way into care."""
@@ -116,14 +142,20 @@ class PairedTransport:
         self.mail.tell(Kind.READ, self._num_writes)
 
         def missing() -> set[int]:
-            return {peer for peer in self.near if self.mail.counts.reads.get(peer, 0) < self._num_writes}
+            return {
+                peer for peer in self.near if self.mail.counts.reads.get(peer, 0) < self._num_writes
+            }
 
         what = "waiting for all ranks to finish reading"
-        self.wait_until(lambda: not missing(), what, near=missing, call="the writing of new weights")
+        self.wait_until(
+            lambda: not missing(), what, near=missing, call="the writing of new weights"
+        )
 
-    # ------------------------------------------------------------------------------------------------ reduces and loose gathers
+    # -------------------------------------------------------------------- reduces and loose gathers
 
-    def grad_buffer(self, key: str, numel: int, dtype: torch.dtype, device: torch.device) -> GradBuffer:
+    def grad_buffer(
+        self, key: str, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> GradBuffer:
         return self.collectives.grad_buffer(key, numel, dtype, device)
 
     def return_buffer(self, buffer: GradBuffer) -> None:
@@ -140,12 +172,16 @@ class PairedTransport:
         accumulate: bool,
         codec: Codec | None = None,
     ) -> Work:
-        return self.collectives.reduce(key, buffer, ranges, out, wire_dtype=wire_dtype, accumulate=accumulate, codec=codec)
+        return self.collectives.reduce(
+            key, buffer, ranges, out, wire_dtype=wire_dtype, accumulate=accumulate, codec=codec
+        )
 
-    def all_gather(self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor) -> Work:
+    def all_gather(
+        self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor
+    ) -> Work:
         return self.collectives.all_gather(key, local, ranges, out)
 
-    # ------------------------------------------------------------------------------------------------ waiting
+    # -------------------------------------------------------------------------------------- waiting
 
     def progress(self) -> None:
         self.mail.collect(0.0)
@@ -167,7 +203,8 @@ class PairedTransport:
         call: str | None = None,
         transfer: Transfer | None = None,
     ) -> None:
-        """Serve the peers, those of every transport of this process, until `ready()`; see Mailroom.wait_until.
+        """Serve the peers, those of every transport of this process, until `ready()`; see
+        Mailroom.wait_until.
 
         `transfer` is what this waits for from far ranks, in `call`.
         """
@@ -176,19 +213,32 @@ class PairedTransport:
             notices.begin_wait()
 
         def listen() -> None:
-            """Join the exchange of a far rank that waits there for us while we wait for it: under our own call, which ends both."""
-            if transfer is not None and transfer.senders() & self.messages.listen(self.far, "the next exchange"):
+            """Join the exchange of a far rank that waits there for us while we wait for it:
+            under our own call, which ends both.
+            """
+            if transfer is not None and transfer.senders() & self.messages.listen(
+                self.far, "the next exchange"
+            ):
                 assert call is not None
                 self.exchange_quietly(b"", call)
 
         def progress() -> None:
             self.progress()
             serving.serve(others)
-            ahead = () if notices is None else notices.ahead(self.mail.links.generation, self.messages.run)
+            ahead = (
+                ()
+                if notices is None
+                else notices.ahead(self.mail.links.generation, self.messages.run)
+            )
             if ahead and not ready():
                 raise given_up([self.members[rank] for rank in ahead], what)
 
-        options: dict[str, Any] = {"idle": idle, "stall_timeout_s": self.stall_timeout_s, "patient": not others, "call": call}
+        options: dict[str, Any] = {
+            "idle": idle,
+            "stall_timeout_s": self.stall_timeout_s,
+            "patient": not others,
+            "call": call,
+        }
         options["listen"] = None if transfer is None else listen
         self.mail.wait_until(ready, what, progress=progress, near=near, far=far, **options)
 
@@ -202,7 +252,9 @@ class PairedTransport:
 
     def _wait_transfers(self, transfers: Sequence[Transfer]) -> None:
         def ready() -> bool:
-            return all(transfer.done() for transfer in transfers) or any(transfer.error for transfer in transfers)
+            return all(transfer.done() for transfer in transfers) or any(
+                transfer.error for transfer in transfers
+            )
 
         def awaited() -> set[int]:
             return set().union(*(transfer.awaited() for transfer in transfers))
@@ -211,14 +263,18 @@ class PairedTransport:
         for transfer in sorted(transfers, key=lambda transfer: transfer.error is None):
             transfer.land()
 
-    # ------------------------------------------------------------------------------------------------ small things
+    # --------------------------------------------------------------------------------- small things
 
     def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
         parts = self.exchange_quietly(payload, call)
-        self.count("exchange", {rank: len(parts[rank]) for rank in range(self.size) if rank != self.rank})
+        self.count(
+            "exchange", {rank: len(parts[rank]) for rank in range(self.size) if rank != self.rank}
+        )
         return parts
 
-    def count(self, operation: str, bytes_of: Mapping[int, int], *, near: str = "shared_memory") -> None:
+    def count(
+        self, operation: str, bytes_of: Mapping[int, int], *, near: str = "shared_memory"
+    ) -> None:
         """Count what one call brought from each other rank; `near` is the link to near ones."""
         if self.size == 1:
             self.traffic.add(operation, "local", 0)
@@ -226,7 +282,9 @@ class PairedTransport:
             if peers:
                 other_nodes = [peer for peer in peers if not self.axes.same_node(peer, self.rank)]
                 between = sum(bytes_of.get(peer, 0) for peer in other_nodes)
-                self.traffic.add(operation, link, sum(bytes_of.get(peer, 0) for peer in peers), between=between)
+                self.traffic.add(
+                    operation, link, sum(bytes_of.get(peer, 0) for peer in peers), between=between
+                )
 
     def exchange_quietly(self, payload: bytes, call: str) -> list[bytes]:
         """Exchange what is not the engine's payload, and so is not counted."""
@@ -266,10 +324,18 @@ class PairedTransport:
             self.mail.tell(Kind.BROADCAST, buffer.slot, part.numel())
             return
         queue = self.mail.counts.broadcasts.setdefault(source, deque())
-        self.wait_until(lambda: bool(queue), f"broadcast from rank {source}", near=lambda: {source}, call=f"a broadcast from rank {source}")
+        self.wait_until(
+            lambda: bool(queue),
+            f"broadcast from rank {source}",
+            near=lambda: {source},
+            call=f"a broadcast from rank {source}",
+        )
         slot, num_bytes = queue.popleft()
         if num_bytes != part.numel():
-            raise PlanMismatch(f"broadcast: rank {source} sends {num_bytes} bytes where {part.numel()} are expected")
+            raise PlanMismatch(
+                f"broadcast: rank {source} sends {num_bytes} bytes where {part.numel()} are"
+                " expected"
+            )
         part.copy_(self.mail.slot_of(source, slot)[:num_bytes])
         self.mail.tell(Kind.ACK, slot, to=[source])
 
@@ -297,7 +363,9 @@ class PairedTransport:
 
         self.stall_timeout_s *= 2  # the others may wait for us until they stall, and come then
         try:
-            self.wait_until(lambda: not missing(), "meeting the other ranks after an error", near=missing)
+            self.wait_until(
+                lambda: not missing(), "meeting the other ranks after an error", near=missing
+            )
             if self.far:
                 self.messages.exchange(b"", self.far, "meeting the other ranks after an error")
         finally:

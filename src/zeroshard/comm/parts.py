@@ -1,16 +1,21 @@
-"""Operations that need a part of every rank: who has contributed what, and the sum (or the copy) once everyone has.
+"""Operations that need a part of every rank: who has contributed what, and the sum (or the copy)
+once everyone has.
 
-A contribution lies where its owner put it: in our own slot, in a peer's slot that we map, or in a buffer it was received into. Nothing is
-copied until all are there; then a reduce sums our slice of each straight into `out` (``comm/ordered.py``), a gather copies them side by
-side, and the owners are told.
+A contribution lies where its owner put it: in our own slot, in a peer's slot that we map, or in a
+buffer it was received into. Nothing is copied until all are there; then a reduce sums our slice of
+each straight into `out` (``comm/ordered.py``), a gather copies them side by side, and the owners
+are told.
 
-Invariant: the n-th operation of a key here takes exactly the n-th contribution to that key of every rank. Cost: each is read once.
+Invariant: the n-th operation of a key here takes exactly the n-th contribution to that key of every
+rank. Cost: each is read once.
 
-[Note: relief] A rank may hold a slot of ours that it cannot free, because its sum waits for our part, which we cannot give before somebody
-frees a slot of *ours* (units in opposite order, pools of one). So a rank that waits for a slot says that it is stuck, and a rank that is
-itself blocked, in whatever call, answers by copying what it owes that rank into private memory and acknowledging it (`relieve`); a rank that
-is busy will come to its sums, or be blocked and then answer. So every slot becomes free, whatever the order. A rank that is merely slow
-costs no copies where nobody else is blocked; ranks that are stuck on one slow rank together copy slices for each other while they idle.
+[Note: relief] A rank may hold a slot of ours that it cannot free, because its sum waits for our
+part, which we cannot give before somebody frees a slot of *ours* (units in opposite order, pools of
+one). So a rank that waits for a slot says that it is stuck, and a rank that is itself blocked, in
+whatever call, answers by copying what it owes that rank into private memory and acknowledging it
+(`relieve`); a rank that is busy will come to its sums, or be blocked and then answer. So every slot
+becomes free, whatever the order. A rank that is merely slow costs no copies where nobody else is
+blocked; ranks that are stuck on one slow rank together copy slices for each other while they idle.
 """
 
 from __future__ import annotations
@@ -41,7 +46,9 @@ class Contribution:
             self.release = None
 
     def copy_out(self) -> None:
-        """Move the data to private memory, so that its owner may have the slot back ([Note: relief])."""
+        """Move the data to private memory, so that its owner may have the slot back
+        ([Note: relief]).
+        """
         if self.release is not None and self.data is not None:
             self.data = self.data.clone()
             self.finish()
@@ -50,8 +57,8 @@ class Contribution:
         """Return the data, which must be `num_bytes` long."""
         if self.data is not None and self.data.numel() != num_bytes:
             raise PlanMismatch(
-                f"{what}: rank {rank} contributes {self.data.numel()} bytes where {num_bytes} are expected; the ranks cut or cast this "
-                f"unit differently"
+                f"{what}: rank {rank} contributes {self.data.numel()} bytes where {num_bytes} are"
+                " expected; the ranks cut or cast this unit differently"
             )
         return self.data
 
@@ -88,7 +95,9 @@ class Meetings:
         assert rank not in parts, (key, sequence, rank)
         parts[rank] = contribution
 
-    def begin(self, key: str, sequence: int, contributors: Iterable[int], consume: Callable[[Parts], None]) -> Pending:
+    def begin(
+        self, key: str, sequence: int, contributors: Iterable[int], consume: Callable[[Parts], None]
+    ) -> Pending:
         """Have `consume` called, inside `finish_ripe`, once all `contributors` have contributed."""
         pending = self.pending[key, sequence] = Pending(frozenset(contributors), consume)
         return pending
@@ -96,10 +105,16 @@ class Meetings:
     def missing(self, key: str, sequence: int) -> set[int]:
         """Return the ranks whose part of a pending operation has not come."""
         pending = self.pending.get((key, sequence))
-        return set() if pending is None else set(pending.contributors - self.contributions.get((key, sequence), {}).keys())
+        return (
+            set()
+            if pending is None
+            else set(pending.contributors - self.contributions.get((key, sequence), {}).keys())
+        )
 
     def finish_ripe(self) -> bool:
-        """Finish every operation that has become possible, oldest first; return whether there was one."""
+        """Finish every operation that has become possible, oldest first; return whether there
+        was one.
+        """
         ripe = [name for name in self.pending if not self.missing(*name)]
         for name in ripe:
             pending, parts = self.pending.pop(name), self.contributions.pop(name, {})
@@ -122,17 +137,27 @@ class Meetings:
         self.sequences.clear()
 
 
-def checked_parts(parts: Parts, what: str, members: Sequence[int], *, num_bytes: int) -> list[torch.Tensor | None]:
-    """Return all ranks' parts, uint8 [num_bytes] each, in rank order; PlanMismatch, calling ranks as in `members`, for one of another length."""
+def checked_parts(
+    parts: Parts, what: str, members: Sequence[int], *, num_bytes: int
+) -> list[torch.Tensor | None]:
+    """Return all ranks' parts, uint8 [num_bytes] each, in rank order; PlanMismatch, calling
+    ranks as in `members`, for one of another length.
+    """
     return [parts[rank].checked(num_bytes, what, name) for rank, name in enumerate(members)]
 
 
 def sum_parts(
-    parts: Sequence[torch.Tensor | None], out: torch.Tensor, *, codec: Codec | None, node_size: int | None, accumulate: bool
+    parts: Sequence[torch.Tensor | None],
+    out: torch.Tensor,
+    *,
+    codec: Codec | None,
+    node_size: int | None,
+    accumulate: bool,
 ) -> None:
     """Store (or add) the sum of all ranks' `parts` in `out`, in rank order; None stands for zeros.
 
-    Numbers are summed by the canonical tree; encoded parts (`codec`, uint8) are decoded and added from first to last.
+    Numbers are summed by the canonical tree; encoded parts (`codec`, uint8) are decoded and added
+    from first to last.
     """
     if codec is None:
         ordered_sum(parts, out, node_size=node_size, accumulate=accumulate)

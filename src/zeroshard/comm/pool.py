@@ -1,7 +1,8 @@
-"""A free list of flat tensors: temporaries are reused instead of allocated, since the first touch of fresh pages costs more than the copy.
+"""A free list of flat tensors: temporaries are reused instead of allocated, since the first
+touch of fresh pages costs more than the copy.
 
-Invariant: a tensor handed out is nobody else's until it is given back. Cost: at most `limit_bytes` lie idle. It does not wait, count what
-is on loan, or know what the tensors are for.
+Invariant: a tensor handed out is nobody else's until it is given back. Cost: at most `limit_bytes`
+lie idle. It does not wait, count what is on loan, or know what the tensors are for.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ class TensorPool:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an undefined tensor [numel]; ours until `give`."""
         num_bytes = numel * dtype.itemsize
-        fits = [buffer for buffer in self._idle.get(device, []) if num_bytes <= buffer.numel() <= max(2 * num_bytes, 4096)]
+        fits = [
+            buffer
+            for buffer in self._idle.get(device, [])
+            if num_bytes <= buffer.numel() <= max(2 * num_bytes, 4096)
+        ]
         if fits:
             best = min(fits, key=torch.Tensor.numel)
             self._idle[device] = [buffer for buffer in self._idle[device] if buffer is not best]
@@ -34,7 +39,10 @@ class TensorPool:
         storage = tensor.untyped_storage()
         buffer = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         idle = self._idle.setdefault(tensor.device, [])
-        if self._limit_bytes is None or sum(b.numel() for b in idle) + buffer.numel() <= self._limit_bytes:
+        if (
+            self._limit_bytes is None
+            or sum(b.numel() for b in idle) + buffer.numel() <= self._limit_bytes
+        ):
             idle.append(buffer)
 
     def clear(self) -> None:

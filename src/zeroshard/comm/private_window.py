@@ -1,4 +1,6 @@
-"""A window in memory of its own that no peer maps: its slices meet in the all-gather of whatever transport made it."""
+"""A window in memory of its own that no peer maps: its slices meet in the all-gather of whatever
+transport made it.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,27 @@ class PrivateWindow:
     """One slice per rank, on `device`. Peers are told nothing: a gather is the message."""
 
     def __init__(
-        self, transport: Transport, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, replicated: bool
+        self,
+        transport: Transport,
+        key: str,
+        ranges: Sequence[Range],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        replicated: bool,
     ) -> None:
         self.key = key
         self.ranges = tuple(ranges)
         self.aliased = False
         start, stop = self.ranges[transport.rank]
-        self.full = torch.zeros(end_of(self.ranges), dtype=dtype, device=device) if replicated else None
-        self.local = torch.zeros(stop - start, dtype=dtype, device=device) if self.full is None else self.full[start:stop]
+        self.full = (
+            torch.zeros(end_of(self.ranges), dtype=dtype, device=device) if replicated else None
+        )
+        self.local = (
+            torch.zeros(stop - start, dtype=dtype, device=device)
+            if self.full is None
+            else self.full[start:stop]
+        )
         self._transport = transport
 
     def gather(self, out: torch.Tensor | None = None) -> Work:

@@ -1,15 +1,20 @@
 """Which codecs an engine sends through, and the memory of what encoding gradients has lost.
 
-Weights are encoded by the rank that owns them and decoded by all, the owner too, so that every rank computes with the same numbers (qwZ:
-ZeRO++, arXiv 2306.10209, section 3.1); masters are never encoded; weights that are not trained may rest so, too. Gradients are encoded before
-each hop of their sum and added in fp32 (qgZ, section 3.3).
+Weights are encoded by the rank that owns them and decoded by all, the owner too, so that every rank
+computes with the same numbers (qwZ: ZeRO++, arXiv 2306.10209, section 3.1); masters are never
+encoded; weights that are not trained may rest so, too. Gradients are encoded before each hop of
+their sum and added in fp32 (qgZ, section 3.3).
 
-[Note: error feedback] What encoding takes from a gradient is kept per rank and added to the next one (LoCo, arXiv 2407.04480, algorithm 1)::
+[Note: error feedback] What encoding takes from a gradient is kept per rank and added to the next
+one (LoCo, arXiv 2407.04480, algorithm 1)::
 
-    h = gradient + e        sent = encode(h)        e = (1 - beta) * e + beta * (h - decode(sent))        e = 0 every `reset` sums
+    h = gradient + e
+    sent = encode(h)
+    e = (1 - beta) * e + beta * (h - decode(sent))        # and 0 every `reset` sums
 
-Without it the same small values vanish in every step. Cost: two bytes (bf16) per element of every trained parameter on every rank, one decoding
-more per reduce. It is the error of this rank's first hop; what encoding a node's sum loses is not kept.
+Without it the same small values vanish in every step. Cost: two bytes (bf16) per element of every
+trained parameter on every rank, one decoding more per reduce. It is the error of this rank's first
+hop; what encoding a node's sum loses is not kept.
 """
 
 from __future__ import annotations
@@ -26,7 +31,9 @@ __all__ = ["Codecs", "Feedback", "Residual"]
 
 @dataclass(frozen=True)
 class Feedback:
-    """How much of each new error is taken over, and after how many sums all of it is forgotten (None: never)."""
+    """How much of each new error is taken over, and after how many sums all of it is forgotten
+    (None: never).
+    """
 
     beta: float = 0.8
     reset: int | None = 1024
@@ -44,7 +51,16 @@ class Codecs:
     @property
     def align(self) -> int:
         """Elements on whose multiples shares must be cut."""
-        return max([ALIGN, *(codec.block for codec in (self.weight, self.grad, self.frozen) if codec is not None)])
+        return max(
+            [
+                ALIGN,
+                *(
+                    codec.block
+                    for codec in (self.weight, self.grad, self.frozen)
+                    if codec is not None
+                ),
+            ]
+        )
 
 
 class Residual:
@@ -60,8 +76,14 @@ class Residual:
         return 0 if self._error is None else self._error.numel() * self._error.element_size()
 
     def encode(self, codec: Codec, gradient: torch.Tensor, out: torch.Tensor) -> None:
-        """Encode `gradient` [n] plus the error into `out`, and keep the new error. `gradient` is overwritten."""
-        if self._feedback.reset is not None and self._sums and self._sums % self._feedback.reset == 0:
+        """Encode `gradient` [n] plus the error into `out`, and keep the new error. `gradient` is
+        overwritten.
+        """
+        if (
+            self._feedback.reset is not None
+            and self._sums
+            and self._sums % self._feedback.reset == 0
+        ):
             self._error = None
         self._sums += 1
         if self._error is not None:

@@ -1,10 +1,12 @@
 """Which ranks share this host's memory, agreed by all ranks before anything is mapped.
 
-Two ranks are near when they name the same host (boot id and network namespace, or `host_id` where a test pretends), both can make a memfd, and
-one could connect to the other's abstract Unix socket. Nearness must be an equivalence, so a host where any pair failed to connect counts as
-separate hosts.
+Two ranks are near when they name the same host (boot id and network namespace, or `host_id` where a
+test pretends), both can make a memfd, and one could connect to the other's abstract Unix socket.
+Nearness must be an equivalence, so a host where any pair failed to connect counts as separate
+hosts.
 
-Invariant: every rank computes the same groups, from what was exchanged. Cost: three small exchanges and a socket per pair, once.
+Invariant: every rank computes the same groups, from what was exchanged. Cost: three small exchanges
+and a socket per pair, once.
 """
 
 from __future__ import annotations
@@ -33,15 +35,18 @@ class Neighbours:
     """What `meet_neighbours` found."""
 
     groups: list[list[int]]  # the ranks of each host, in rank order; the same on every rank
-    sockets: dict[int, socket.socket] = field(default_factory=dict)  # to the other ranks of our group
-    problems: list[str] = field(default_factory=list)  # why ranks of one host are not together; the same on every rank
+    # to the other ranks of our group
+    sockets: dict[int, socket.socket] = field(default_factory=dict)
+    # why ranks of one host are not together; the same on every rank
+    problems: list[str] = field(default_factory=list)
 
     def group_of(self, rank: int) -> list[int]:
         return next(group for group in self.groups if rank in group)
 
 
 def boot_id() -> str:
-    """Return what tells this host from others: the kernel's boot id, and (containers on one machine) the network namespace.
+    """Return what tells this host from others: the kernel's boot id, and (containers on one
+    machine) the network namespace.
 
     Abstract sockets do not reach from one network namespace into another.
     """
@@ -49,13 +54,19 @@ def boot_id() -> str:
 
 
 def meet_neighbours(rank: int, exchange: Exchange, *, host_id: str | None = None) -> Neighbours:
-    """Find the ranks of this host and connect to them. Collective over `exchange`; never raises on one rank only."""
+    """Find the ranks of this host and connect to them. Collective over `exchange`; never raises
+    on one rank only.
+    """
     listener, own = _introduce(host_id)
     everyone = [json.loads(text) for text in exchange(json.dumps(own).encode())]
     sockets: dict[int, socket.socket] = {}
     report: dict[str, str] = {}  # rank we could not connect to -> why
     for peer in range(rank):
-        if not own["error"] and not everyone[peer]["error"] and everyone[peer]["host"] == own["host"]:
+        if (
+            not own["error"]
+            and not everyone[peer]["error"]
+            and everyone[peer]["host"] == own["host"]
+        ):
             try:
                 sockets[peer] = _connect(everyone[peer]["name"], rank, everyone[peer]["token"])
             except OSError as error:
@@ -73,7 +84,10 @@ def meet_neighbours(rank: int, exchange: Exchange, *, host_id: str | None = None
             listener.close()
     troubles = [text.decode() for text in exchange(trouble.encode()) if text]
     if troubles:
-        found.groups, found.problems = [[peer] for peer in range(len(everyone))], [*found.problems, *troubles]
+        found.groups, found.problems = (
+            [[peer] for peer in range(len(everyone))],
+            [*found.problems, *troubles],
+        )
     found.sockets = {peer: sock for peer, sock in sockets.items() if peer in found.group_of(rank)}
     for peer, sock in sockets.items():
         if peer not in found.sockets:
@@ -82,7 +96,9 @@ def meet_neighbours(rank: int, exchange: Exchange, *, host_id: str | None = None
 
 
 def _introduce(host_id: str | None) -> tuple[socket.socket | None, dict[str, str]]:
-    """Open a listener and try the memory; what goes wrong is told to the others instead of raised."""
+    """Open a listener and try the memory; what goes wrong is told to the others instead of
+    raised.
+    """
     listener = None
     token = secrets.token_hex(16)
     name = f"zeroshard-{secrets.token_hex(16)}"
@@ -97,7 +113,12 @@ def _introduce(host_id: str | None) -> tuple[socket.socket | None, dict[str, str
         finally:
             os.close(fd)
     except (OSError, RuntimeError, AttributeError) as error:
-        return listener, {"host": "", "name": "", "token": "", "error": f"{type(error).__name__}: {error}"}
+        return listener, {
+            "host": "",
+            "name": "",
+            "token": "",
+            "error": f"{type(error).__name__}: {error}",
+        }
     return listener, {"host": host, "name": name, "token": token, "error": ""}
 
 
@@ -114,15 +135,23 @@ def _connect(name: str, rank: int, token: str) -> socket.socket:
     return sock
 
 
-def _accept(listener: socket.socket | None, token: str, peers: list[int]) -> dict[int, socket.socket]:
-    """Take the connections of `peers`, which are known to have been made. Strangers are turned away."""
+def _accept(
+    listener: socket.socket | None, token: str, peers: list[int]
+) -> dict[int, socket.socket]:
+    """Take the connections of `peers`, which are known to have been made. Strangers are turned
+    away.
+    """
     accepted: dict[int, socket.socket] = {}
     while listener is not None and len(accepted) < len(peers):
         listener.settimeout(10.0)
         sock, _ = listener.accept()
         sock.settimeout(10.0)
         greeting = sock.recv(4096).decode(errors="replace").split()
-        if len(greeting) == 2 and secrets.compare_digest(greeting[0], token) and int(greeting[1]) in peers:
+        if (
+            len(greeting) == 2
+            and secrets.compare_digest(greeting[0], token)
+            and int(greeting[1]) in peers
+        ):
             _check_owner(sock)
             accepted[int(greeting[1])] = sock
         else:
@@ -136,15 +165,25 @@ def _check_owner(sock: socket.socket) -> None:
         raise PermissionError(f"the socket belongs to user {uid}, not {os.getuid()}")
 
 
-def _agree(everyone: list[dict[str, str]], reports: list[dict[str, str]]) -> tuple[list[list[int]], dict[int, socket.socket], list[str]]:
-    """Return the groups of ranks that may share memory, and what kept others apart. Pure: the same on every rank."""
-    problems = [f"rank {rank}: {entry['error']}" for rank, entry in enumerate(everyone) if entry["error"]]
+def _agree(
+    everyone: list[dict[str, str]], reports: list[dict[str, str]]
+) -> tuple[list[list[int]], dict[int, socket.socket], list[str]]:
+    """Return the groups of ranks that may share memory, and what kept others apart. Pure: the
+    same on every rank.
+    """
+    problems = [
+        f"rank {rank}: {entry['error']}" for rank, entry in enumerate(everyone) if entry["error"]
+    ]
     hosts: dict[str, list[int]] = {}
     for rank, entry in enumerate(everyone):
         hosts.setdefault(entry["host"] if not entry["error"] else f"alone {rank}", []).append(rank)
     groups: list[list[int]] = []
     for ranks in hosts.values():
-        failures = [f"rank {rank} to rank {peer}: {why}" for rank in ranks for peer, why in reports[rank].items()]
+        failures = [
+            f"rank {rank} to rank {peer}: {why}"
+            for rank in ranks
+            for peer, why in reports[rank].items()
+        ]
         problems += failures
         groups += [[rank] for rank in ranks] if failures else [ranks]
     return sorted(groups), {}, problems

@@ -1,6 +1,7 @@
 """Which transport serves a group of ranks: the only place that looks at backends and devices.
 
-Invariant: decided from what is the same on every rank. It does not downgrade silently: what was asked for by name is made or refused.
+Invariant: decided from what is the same on every rank. It does not downgrade silently: what was
+asked for by name is made or refused.
 """
 
 from __future__ import annotations
@@ -41,38 +42,56 @@ def make_transport(
     node_sums: bool = False,
     hop_dtype: torch.dtype = torch.float32,
 ) -> Transport:
-    """Make the transport of `group` (None: the default group, or one process where there is none). Collective.
+    """Make the transport of `group` (None: the default group, or one process where there is
+    none). Collective.
 
-    `name` "auto" takes what fits `device`; "one_process", "shared_memory", "gloo", "mixed" and "nccl" are made or refused with ConfigError.
-    `node_size` ranks form a node of the canonical sum; collectives go in two levels, inside nodes and between, where `two_level` says so (None:
-    where that moves fewer bytes between hosts). `columns` says that a row keeps columns, `node_sums` sums of nodes, which travel in `hop_dtype`.
-    `ordered` asks for that sum on backends that have a faster one of their own.
-    `pool_bytes` bounds the gradient buffers (at least one is always given; None: twice the largest). `alias` lets sharded
-    windows of one host be one mapping that is the full buffer. `host_id` lets tests pretend that ranks live on different hosts.
+    `name` "auto" takes what fits `device`; "one_process", "shared_memory", "gloo", "mixed" and
+    "nccl" are made or refused with ConfigError. `node_size` ranks form a node of the canonical sum;
+    collectives go in two levels, inside nodes and between, where `two_level` says so (None: where
+    that moves fewer bytes between hosts). `columns` says that a row keeps columns, `node_sums` sums
+    of nodes, which travel in `hop_dtype`. `ordered` asks for that sum on backends that have a
+    faster one of their own.
+    `pool_bytes` bounds the gradient buffers (at least one is always given; None: twice the
+    largest). `alias` lets sharded windows of one host be one mapping that is the full buffer.
+    `host_id` lets tests pretend that ranks live on different hosts.
     """
     device = torch.device("cpu") if device is None else device
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     if group is None or (group.size() == 1 and name in ("auto", "one_process")):
         if name not in ("auto", "one_process"):
-            raise ConfigError(f"transport {name!r} needs torch.distributed: call zeroshard.init_distributed() first")
+            raise ConfigError(
+                f"transport {name!r} needs torch.distributed: call zeroshard.init_distributed()"
+                " first"
+            )
         return OneProcess(stall_timeout_s=stall_timeout_s, pool_bytes=pool_bytes)
     if name not in _NAMES:
         raise ConfigError(f"unknown transport {name!r}; one of: {', '.join(_NAMES)}")
     if name == "one_process":
-        raise ConfigError(f"transport 'one_process' serves one rank, and there are {group.size()}; use 'auto'")
+        raise ConfigError(
+            f"transport 'one_process' serves one rank, and there are {group.size()}; use 'auto'"
+        )
     axes = Axes.of(group.size(), node_size)
     lowering = Lowering(axes.mesh, two_level, node_sums, hop_dtype)
     options: dict[str, Any] = {"stall_timeout_s": stall_timeout_s, "pool_bytes": pool_bytes}
     if name == "nccl" or (name == "auto" and device.type != "cpu" and _has_native(group, device)):
-        return _make_native(group, axes, lowering, columns=columns, device=device, ordered=bool(ordered), **options)
+        return _make_native(
+            group, axes, lowering, columns=columns, device=device, ordered=bool(ordered), **options
+        )
     if ordered is False:
-        raise ConfigError("ordered=False: on CPU ranks the ordered exchange is the only reduce (and the fast one); leave it out")
+        raise ConfigError(
+            "ordered=False: on CPU ranks the ordered exchange is the only reduce (and the fast"
+            " one); leave it out"
+        )
     only_gloo = name == "gloo" or (name == "auto" and device.type != "cpu")
     if device.type != "cpu" and not only_gloo:
-        raise ConfigError(f"transport {name!r} serves CPU tensors, not {device}: use 'auto', 'nccl' or 'gloo'")
+        raise ConfigError(
+            f"transport {name!r} serves CPU tensors, not {device}: use 'auto', 'nccl' or 'gloo'"
+        )
 
-    def make(circle: Circle, node_size: int | None, traffic: Traffic | None = None) -> PairedTransport:
+    def make(
+        circle: Circle, node_size: int | None, traffic: Traffic | None = None
+    ) -> PairedTransport:
         if only_gloo:
             return make_gloo(circle, node_size=node_size, traffic=traffic, **options)
         shared: dict[str, Any] = {"required": name != "auto", "host_id": host_id, "alias": alias}
@@ -80,7 +99,8 @@ def make_transport(
 
     circle = Circle.of(group)
     flat = make(circle, axes.node_size)
-    is_fast = flat.name == "shared_memory" and two_level is None  # one host has no slow wire to spare
+    # one host has no slow wire to spare
+    is_fast = flat.name == "shared_memory" and two_level is None
     if axes.num_nodes == 1 or not (columns or (lowering.ever and not is_fast)):
         return flat
     inside = make(circle.part(axes.local_group(circle.rank)), None, flat.traffic)
@@ -89,7 +109,14 @@ def make_transport(
 
 
 def _make_native(
-    group: dist.ProcessGroup, axes: Axes, lowering: Lowering, *, columns: bool, device: torch.device, ordered: bool, **options: Any
+    group: dist.ProcessGroup,
+    axes: Axes,
+    lowering: Lowering,
+    *,
+    columns: bool,
+    device: torch.device,
+    ordered: bool,
+    **options: Any,
 ) -> Transport:
     flat = NcclTransport(group, device=device, ordered=ordered, node_size=axes.node_size, **options)
     if axes.num_nodes == 1 or not (columns or lowering.ever):
@@ -112,10 +139,14 @@ def _subsets(axes: Axes) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
 
 
 def _subgroup(group: dist.ProcessGroup, subsets: list[tuple[int, ...]]) -> dist.ProcessGroup:
-    """Make a process group of each of `subsets`, ranks of `group`; return the one of this rank. Collective."""
+    """Make a process group of each of `subsets`, ranks of `group`; return the one of this rank.
+    Collective.
+    """
     in_job = [[dist.get_global_rank(group, rank) for rank in ranks] for ranks in subsets]
     made = [dist.new_group(ranks) for ranks in in_job]
-    mine: dist.ProcessGroup = next(made[index] for index, ranks in enumerate(subsets) if group.rank() in ranks)
+    mine: dist.ProcessGroup = next(
+        made[index] for index, ranks in enumerate(subsets) if group.rank() in ranks
+    )
     return mine
 
 

@@ -1,8 +1,10 @@
-"""Who has to be served while this process waits: peers need our part of what is under way, in whatever transport of ours it is.
+"""Who has to be served while this process waits: peers need our part of what is under way, in
+whatever transport of ours it is.
 
-Two engines in one backward may have one rank wait in the first for a rank that waits in the second; an operation of two levels needs the
-second one started. So a wait in one transport serves all others. Invariant: serving never blocks, and what goes wrong there is not the error of who
-waits here: its own waits meet it again. Registration is weak.
+Two engines in one backward may have one rank wait in the first for a rank that waits in the second;
+an operation of two levels needs the second one started. So a wait in one transport serves all
+others. Invariant: serving never blocks, and what goes wrong there is not the error of who waits
+here: its own waits meet it again. Registration is weak.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Make the transport of a group of CPU ranks: who is near, what to do when shared memory cannot be had.
+"""Make the transport of a group of CPU ranks: who is near, what to do when shared memory cannot
+be had.
 
-Invariant: decided by all ranks together before anything is mapped; a rank never maps memory that a peer serves by messages.
+Invariant: decided by all ranks together before anything is mapped; a rank never maps memory that a
+peer serves by messages.
 """
 
 from __future__ import annotations
@@ -21,27 +23,50 @@ _MEETING_S = 60.0  # ranks start at different times: connecting never waits for 
 
 
 def make_gloo(circle: Circle, *, stall_timeout_s: float, **options: Any) -> PairedTransport:
-    """Return a transport that sends messages to every rank of `circle`. Options are PairedTransport's."""
+    """Return a transport that sends messages to every rank of `circle`. Options are
+    PairedTransport's.
+    """
     connections = connect(circle, stall_timeout_s=max(stall_timeout_s, _MEETING_S))
     alone = Neighbours([[rank] for rank in range(circle.size)])
-    options |= {"connections": connections, "notices": notices_of(circle), "members": circle.members, "stall_timeout_s": stall_timeout_s}
+    options |= {
+        "connections": connections,
+        "notices": notices_of(circle),
+        "members": circle.members,
+        "stall_timeout_s": stall_timeout_s,
+    }
     return PairedTransport(circle.rank, circle.size, alone, **options)
 
 
 def make_paired(
-    circle: Circle, *, required: bool, host_id: str | None = None, stall_timeout_s: float, **options: Any
+    circle: Circle,
+    *,
+    required: bool,
+    host_id: str | None = None,
+    stall_timeout_s: float,
+    **options: Any,
 ) -> PairedTransport:
-    """Return a transport that shares memory with the ranks of this host and sends messages to the others.
+    """Return a transport that shares memory with the ranks of this host and sends messages to
+    the others.
 
-    Where ranks of one host cannot share memory, `required` raises ConfigError on every rank; else those use gloo, said once in a warning.
-    `host_id` lets tests pretend that ranks live on different hosts.
+    Where ranks of one host cannot share memory, `required` raises ConfigError on every rank; else
+    those use gloo, said once in a warning. `host_id` lets tests pretend that ranks live on
+    different hosts.
     """
     rank, size = circle.rank, circle.size
     connections = connect(circle, stall_timeout_s=max(stall_timeout_s, _MEETING_S))
     alone = Neighbours([[peer] for peer in range(size)])
-    meeting = PairedTransport(rank, size, alone, connections=connections, members=circle.members, stall_timeout_s=max(stall_timeout_s, _MEETING_S))
+    meeting = PairedTransport(
+        rank,
+        size,
+        alone,
+        connections=connections,
+        members=circle.members,
+        stall_timeout_s=max(stall_timeout_s, _MEETING_S),
+    )
     try:
-        neighbours = meet_neighbours(rank, partial(meeting.exchange_quietly, call="shard()"), host_id=host_id)
+        neighbours = meet_neighbours(
+            rank, partial(meeting.exchange_quietly, call="shard()"), host_id=host_id
+        )
     finally:
         meeting.close()
     if neighbours.problems:
@@ -52,5 +77,10 @@ def make_paired(
             raise ConfigError(f"{text}: make it possible, or choose transport 'gloo'")
         if rank == 0:
             _logger.warning("%s: using gloo sockets between them, which is slower", text)
-    options |= {"connections": connections, "notices": notices_of(circle), "members": circle.members, "stall_timeout_s": stall_timeout_s}
+    options |= {
+        "connections": connections,
+        "notices": notices_of(circle),
+        "members": circle.members,
+        "stall_timeout_s": stall_timeout_s,
+    }
     return PairedTransport(rank, size, neighbours, **options)

@@ -1,13 +1,15 @@
-"""The pool of gradient buffers: a few slots of memory that peers on this host can read, reused for ever.
+"""The pool of gradient buffers: a few slots of memory that peers on this host can read, reused
+for ever.
 
-A slot is lent to the engine (`take`), handed to a reduce (`hand_over`: it now waits for everyone who reads it) and comes back by itself
-when the last of them has finished (`release`)::
+A slot is lent to the engine (`take`), handed to a reduce (`hand_over`: it now waits for everyone
+who reads it) and comes back by itself when the last of them has finished (`release`)::
 
     idle --take--> lent --hand_over--> awaiting {readers} --release of each--> idle
                     \\--give_back--> idle
 
-Invariant: a slot is idle only when nobody reads it; all slots together stay within `limit_bytes`, but for a single slot, which may be
-larger, and slots that were `spill`ed, which vanish when they come back. Cost: none per use; a slot is reserved and announced once.
+Invariant: a slot is idle only when nobody reads it; all slots together stay within `limit_bytes`,
+but for a single slot, which may be larger, and slots that were `spill`ed, which vanish when they
+come back. Cost: none per use; a slot is reserved and announced once.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class Slot:
     number: int
     memory: torch.Tensor  # uint8
     loan: GradBuffer | None = None
-    readers: set[int] = field(default_factory=set)  # who still reads it: ranks (ours included), or FAR
+    # who still reads it: ranks (ours included), or FAR
+    readers: set[int] = field(default_factory=set)
     spilled: bool = False
 
     @property
@@ -46,11 +49,17 @@ class Slot:
 class SlotPool:
     """The slots of one rank.
 
-    With `announce` (called with number, size and descriptor of each new slot) they are shared memory, else private memory. `withdraw` is
-    called with the number of a slot that is dropped. `limit_bytes` None: twice the largest buffer asked for.
+    With `announce` (called with number, size and descriptor of each new slot) they are shared
+    memory, else private memory. `withdraw` is called with the number of a slot that is dropped.
+    `limit_bytes` None: twice the largest buffer asked for.
     """
 
-    def __init__(self, announce: Callable[[int, int, int], None] | None, withdraw: Callable[[int], None], limit_bytes: int | None) -> None:
+    def __init__(
+        self,
+        announce: Callable[[int, int, int], None] | None,
+        withdraw: Callable[[int], None],
+        limit_bytes: int | None,
+    ) -> None:
         self._announce = announce
         self._withdraw = withdraw
         self._limit_bytes = limit_bytes
@@ -58,7 +67,9 @@ class SlotPool:
         self._next_number = 0
         self.slots: dict[int, Slot] = {}
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device, *, spill: bool = False) -> GradBuffer | None:
+    def take(
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, spill: bool = False
+    ) -> GradBuffer | None:
         """Lend a buffer, or return None when the pool is full and `spill` is off."""
         num_bytes = max(-(-numel * dtype.itemsize // _PAGE_BYTES), 1) * _PAGE_BYTES
         self._largest_bytes = max(self._largest_bytes, num_bytes)
@@ -72,11 +83,17 @@ class SlotPool:
         return slot.loan
 
     def _fit(self, num_bytes: int, device: torch.device) -> Slot | None:
-        fits = [s for s in self.slots.values() if s.idle and s.memory.numel() >= num_bytes and s.memory.device == device]
+        fits = [
+            s
+            for s in self.slots.values()
+            if s.idle and s.memory.numel() >= num_bytes and s.memory.device == device
+        ]
         return min(fits, key=lambda slot: slot.memory.numel(), default=None)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Drop idle slots (all too small, or on another device) until `num_bytes` more are within the limit."""
+        """Drop idle slots (all too small, or on another device) until `num_bytes` more are
+        within the limit.
+        """
         limit = 2 * self._largest_bytes if self._limit_bytes is None else self._limit_bytes
         room = limit - sum(slot.memory.numel() for slot in self.slots.values())
         for slot in [slot for slot in self.slots.values() if slot.idle]:
@@ -96,7 +113,8 @@ class SlotPool:
                 fd = memfd.create(num_bytes)
             except OSError as error:
                 raise ConfigError(
-                    f"no memory for a gradient buffer of {num_bytes} bytes ({error}): lower prefetch_bytes or cut smaller units"
+                    f"no memory for a gradient buffer of {num_bytes} bytes ({error}): lower"
+                    " prefetch_bytes or cut smaller units"
                 ) from error
             try:
                 memory = memfd.map_bytes(fd, num_bytes)
@@ -120,7 +138,9 @@ class SlotPool:
         self._settle(slot)
 
     def give_back(self, buffer: GradBuffer) -> None:
-        """End the loan of a buffer that nobody will read. Buffers from before `forget` are ignored."""
+        """End the loan of a buffer that nobody will read. Buffers from before `forget` are
+        ignored.
+        """
         slot = self.slots.get(buffer.slot)
         if slot is not None and slot.loan is buffer:
             slot.loan = None

@@ -1,7 +1,7 @@
 """A pool of device buffers that may be given back on one stream and taken on another.
 
-Invariant: whoever takes a buffer is ordered after whoever gave it back, by an event. On CPU there are no streams and nothing to order.
-Cost: one event per return on accelerators.
+Invariant: whoever takes a buffer is ordered after whoever gave it back, by an event. On CPU there
+are no streams and nothing to order. Cost: one event per return on accelerators.
 """
 
 from __future__ import annotations
@@ -45,10 +45,16 @@ class StreamedPool:
         return not self._lent or lent + num_bytes <= limit
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an undefined tensor [numel], ordered after its last use. Idle buffers that no longer fit the limit are freed."""
+        """Return an undefined tensor [numel], ordered after its last use. Idle buffers that no
+        longer fit the limit are freed.
+        """
         num_bytes = max(numel * dtype.itemsize, 64)
         self.has_room(num_bytes)
-        fits = [entry for entry in self._idle if entry[0].numel() >= num_bytes and entry[0].device == device]
+        fits = [
+            entry
+            for entry in self._idle
+            if entry[0].numel() >= num_bytes and entry[0].device == device
+        ]
         best = min(fits, key=lambda entry: entry[0].numel(), default=None)
         if best is None:
             self._trim(num_bytes)
@@ -62,13 +68,20 @@ class StreamedPool:
 
     def _trim(self, num_bytes: int) -> None:
         limit = 2 * self._largest_bytes if self._limit_bytes is None else self._limit_bytes
-        while self._idle and sum(b.numel() for b in [*self._lent.values(), *(e[0] for e in self._idle)]) + num_bytes > limit:
-            order_after(self._idle[0][1])  # the allocator frees in the order of the stream that is current
+        while (
+            self._idle
+            and sum(b.numel() for b in [*self._lent.values(), *(e[0] for e in self._idle)])
+            + num_bytes
+            > limit
+        ):
+            # the allocator frees in the order of the stream that is current
+            order_after(self._idle[0][1])
             del self._idle[0]
 
     def give(self, tensor: torch.Tensor) -> None:
         """Put back what `take` returned."""
-        buffer = self._lent.pop(tensor.untyped_storage().data_ptr())  # an empty tensor has no address of its own
+        # an empty tensor has no address of its own
+        buffer = self._lent.pop(tensor.untyped_storage().data_ptr())
         self._idle.append((buffer, mark(tensor.device)))
 
     def clear(self) -> None:

@@ -1,21 +1,26 @@
 """The one protocol between the engine and the wire.
 
-The engine knows two kinds of memory that other ranks take part in, and both are made by the transport, because a transport may be able to
-let a peer read them where they lie:
+The engine knows two kinds of memory that other ranks take part in, and both are made by the
+transport, because a transport may be able to let a peer read them where they lie:
 
-* a **window** holds the resting shards of one segment: every rank owns the slice ``ranges[rank]`` of one logical buffer. ``gather`` brings
-  the peers' slices together (all-gather). A window may rest *replicated* (the whole buffer is here, our slice of it is ours to write and
-  the others' slices are brought up to date by ``gather``), or *sharded* (only our slice is here).
-* a **gradient buffer** is a temporary whole-segment buffer out of a bounded pool. ``reduce`` hands it over: every rank ends with the sum
-  over ranks of its own slice (reduce-scatter), and the buffer returns to the pool by itself.
+* a **window** holds the resting shards of one segment: every rank owns the slice ``ranges[rank]``
+  of one logical buffer. ``gather`` brings the peers' slices together (all-gather). A window may
+  rest *replicated* (the whole buffer is here, our slice of it is ours to write and the others'
+  slices are brought up to date by ``gather``), or *sharded* (only our slice is here).
+* a **gradient buffer** is a temporary whole-segment buffer out of a bounded pool. ``reduce`` hands
+  it over: every rank ends with the sum over ranks of its own slice (reduce-scatter), and the buffer
+  returns to the pool by itself.
 
-The reduction is the canonical tree of ``comm/ordered.py``: ranks of one node in local order, then node sums in node order, in fp32.
+The reduction is the canonical tree of ``comm/ordered.py``: ranks of one node in local order, then
+node sums in node order, in fp32.
 
-Invariants. Every call returns a Work or is small and blocking. Nothing here divides by the number of ranks. A slice of a window is only
-written between ``begin_write()`` (all ranks have finished reading) and ``window.publish()`` (all ranks may read again). Payload bytes are
-counted in ``Transport.traffic`` by (operation, link class), once, here.
+Invariants. Every call returns a Work or is small and blocking. Nothing here divides by the number
+of ranks. A slice of a window is only written between ``begin_write()`` (all ranks have finished
+reading) and ``window.publish()`` (all ranks may read again). Payload bytes are counted in
+``Transport.traffic`` by (operation, link class), once, here.
 
-Cost per rank, N equal shares, buffer of B bytes: ``gather`` and ``reduce`` receive (and send) ``B (N-1)/N`` each.
+Cost per rank, N equal shares, buffer of B bytes: ``gather`` and ``reduce`` receive (and send)
+``B (N-1)/N`` each.
 """
 
 from __future__ import annotations
@@ -38,21 +43,30 @@ class Window(Protocol):
 
     key: str
     ranges: tuple[Range, ...]
-    local: torch.Tensor  # [ranges[rank] length] this rank's slice, at rest; ours to write between begin_write() and publish()
-    full: torch.Tensor | None  # [numel] where the whole buffer rests here: replicated windows, or a mapping of all ranks' shards
-    aliased: bool  # full is a mapping of the peers' own memory (or there is no peer): gather moves nothing, nobody may write full
+    # [ranges[rank] length] this rank's slice, at rest; ours to write between begin_write() and
+    # publish()
+    local: torch.Tensor
+    # [numel] where the whole buffer rests here: replicated windows, or a mapping of all ranks'
+    # shards
+    full: torch.Tensor | None
+    # full is a mapping of the peers' own memory (or there is no peer): gather moves nothing, nobody
+    # may write full
+    aliased: bool
 
     def gather(self, out: torch.Tensor | None = None) -> Work:
         """Bring every rank's slice together in `out` [numel] (default: ``full``, in place).
 
-        Valid once the peers have published as often as we have. With ``aliased`` and no `out` it copies nothing.
+        Valid once the peers have published as often as we have. With ``aliased`` and no `out` it
+        copies nothing.
         """
 
     def publish(self) -> None:
         """Say that our slice is written and may be read. Never blocks."""
 
     def close(self) -> None:
-        """Give the memory back (peers keep theirs). Tensors handed out stay valid as long as somebody holds them."""
+        """Give the memory back (peers keep theirs). Tensors handed out stay valid as long as
+        somebody holds them.
+        """
 
 
 @dataclass
@@ -65,18 +79,22 @@ class GradBuffer:
 
 @dataclass
 class Traffic:
-    """Payload bytes received from other ranks and calls, by (operation, link class): the one place where they are counted."""
+    """Payload bytes received from other ranks and calls, by (operation, link class): the one
+    place where they are counted.
+    """
 
     bytes: dict[tuple[str, str], int] = field(default_factory=dict)
     calls: dict[tuple[str, str], int] = field(default_factory=dict)
-    between: dict[str, int] = field(default_factory=dict)  # by operation: of these bytes, those from other nodes of the mesh
+    # by operation: of these bytes, those from other nodes of the mesh
+    between: dict[str, int] = field(default_factory=dict)
 
     def add(self, operation: str, link: str, num_bytes: int, *, between: int = 0) -> None:
-        """Count `num_bytes` of payload of one call of `operation` ("all_gather", "reduce_scatter", ...) over `link`, `between` of them from
-        other nodes.
+        """Count `num_bytes` of payload of one call of `operation` ("all_gather", "reduce_scatter",
+        ...) over `link`, `between` of them from other nodes.
 
-        Links are "shared_memory", "mapped", "gloo", "nccl" and "local". "mapped" is what an aliased gather made readable without moving it,
-        so that sums over links mean the same on every transport.
+        Links are "shared_memory", "mapped", "gloo", "nccl" and "local". "mapped" is what an aliased
+        gather made readable without moving it, so that sums over links mean the same on every
+        transport.
         """
         key = (operation, link)
         self.bytes[key] = self.bytes.get(key, 0) + num_bytes
@@ -90,27 +108,45 @@ class Traffic:
 
 
 class Transport(Protocol):
-    """How the ranks of one group exchange bytes. Made collectively, with the same arguments on every rank."""
+    """How the ranks of one group exchange bytes. Made collectively, with the same arguments on
+    every rank.
+    """
 
     name: str  # "one_process", "shared_memory", "gloo", "mixed", "nccl"
     rank: int
     size: int
-    one_sided: bool  # gathers need nothing from the peer's program: ranks may gather different units at different times
+    # gathers need nothing from the peer's program: ranks may gather different units at different
+    # times
+    one_sided: bool
     keyed: bool  # operations meet by key; else all of them meet in the order in which they begin
     traffic: Traffic
     stall_timeout_s: float
 
-    def window(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, replicated: bool) -> Window:
-        """Allocate one segment's resting memory (collective; zero-filled). `key` is unique among live windows and names it in errors."""
+    def window(
+        self,
+        key: str,
+        ranges: Sequence[Range],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        replicated: bool,
+    ) -> Window:
+        """Allocate one segment's resting memory (collective; zero-filled). `key` is unique among
+        live windows and names it in errors.
+        """
 
     def register(self, key: str) -> None:
-        """Make `key` known, in the same order on every rank: keys of windows are; others are told apart by a hash until then."""
+        """Make `key` known, in the same order on every rank: keys of windows are; others are
+        told apart by a hash until then.
+        """
 
-    def grad_buffer(self, key: str, numel: int, dtype: torch.dtype, device: torch.device) -> GradBuffer:
+    def grad_buffer(
+        self, key: str, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> GradBuffer:
         """Borrow a buffer of `numel` elements from the pool.
 
-        Where the pool is full, wait for a reduce under way and serve the peers meanwhile; never deadlocks, even when ranks run units in
-        opposite order and the pool holds one buffer.
+        Where the pool is full, wait for a reduce under way and serve the peers meanwhile; never
+        deadlocks, even when ranks run units in opposite order and the pool holds one buffer.
         """
 
     def return_buffer(self, buffer: GradBuffer) -> None:
@@ -127,46 +163,65 @@ class Transport(Protocol):
         accumulate: bool,
         codec: Codec | None = None,
     ) -> Work:
-        """Sum every rank's buffer over ranks in the canonical order, and store (or add) our slice of it in `out`.
+        """Sum every rank's buffer over ranks in the canonical order, and store (or add) our
+        slice of it in `out`.
 
-        With `codec` the buffers are encodings (`wire_dtype` uint8) of what `ranges` counts, whose edges lie on blocks; parts are decoded and added in
-        fp32, in the same order but for the nodes of a flat exchange.
+        With `codec` the buffers are encodings (`wire_dtype` uint8) of what `ranges` counts, whose
+        edges lie on blocks; parts are decoded and added in fp32, in the same order but for the
+        nodes of a flat exchange.
 
-        The n-th reduce of one `key` on this rank meets the n-th of the same key on every other rank. `buffer` None contributes zeros.
-        `wire_dtype` is the buffers' dtype, the same on every rank. `out` [ranges[rank] length]
-        is fp32 (or the dtype in which gradients rest); it must not be touched before the Work is waited for. Sums are formed in fp32.
+        The n-th reduce of one `key` on this rank meets the n-th of the same key on every other
+        rank. `buffer` None contributes zeros. `wire_dtype` is the buffers' dtype, the same on every
+        rank. `out` [ranges[rank] length]
+        is fp32 (or the dtype in which gradients rest); it must not be touched before the Work is
+        waited for. Sums are formed in fp32.
         """
 
-    def all_gather(self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor) -> Work:
-        """Bring every rank's `local` [ranges[rank] length], memory that is no window, together in `out` [numel].
+    def all_gather(
+        self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor
+    ) -> Work:
+        """Bring every rank's `local` [ranges[rank] length], memory that is no window, together
+        in `out` [numel].
 
-        `local` may be our own slice of `out`. The n-th call of one key meets the n-th on every other rank. Neither may be touched before
-        the Work is waited for.
+        `local` may be our own slice of `out`. The n-th call of one key meets the n-th on every
+        other rank. Neither may be touched before the Work is waited for.
         """
 
     def begin_write(self) -> None:
-        """Return when every rank has called it: all reads of all windows are over, slices may be written."""
+        """Return when every rank has called it: all reads of all windows are over, slices may be
+        written.
+        """
 
     def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
-        """Give every rank's `payload` (any sizes, small) to every rank, in rank order. Blocking; serves peers meanwhile.
+        """Give every rank's `payload` (any sizes, small) to every rank, in rank order. Blocking;
+        serves peers meanwhile.
 
-        `call` names the call of the program, as errors show it. Raises PlanMismatch, on every rank, where other ranks are in another call.
+        `call` names the call of the program, as errors show it. Raises PlanMismatch, on every rank,
+        where other ranks are in another call.
         """
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Copy `tensor` from rank `source` of the group into every other rank's, in place. Blocking."""
+        """Copy `tensor` from rank `source` of the group into every other rank's, in place.
+        Blocking.
+        """
 
     def progress(self) -> None:
         """Take note of what has arrived and do the sums that have become possible. Never blocks."""
 
     def check_peers(self, what: str) -> None:
-        """Raise PeerLostError, saying that it was during `what`, where another rank is known to have ended. Never blocks."""
+        """Raise PeerLostError, saying that it was during `what`, where another rank is known to
+        have ended. Never blocks.
+        """
 
     def give_up(self) -> None:
-        """After an exception: forget everything under way, and tell the other ranks, whose waits for this one raise StateError. Never blocks."""
+        """After an exception: forget everything under way, and tell the other ranks, whose waits
+        for this one raise StateError. Never blocks.
+        """
 
     def abandon(self) -> None:
-        """`give_up`, meet the other ranks, which must come, too, and be usable again. Collective."""
+        """`give_up`, meet the other ranks, which must come, too, and be usable again.
+        Collective.
+        """
 
     def close(self) -> None:
         """Release threads, sockets and memory. Idempotent."""

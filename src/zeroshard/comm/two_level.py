@@ -1,14 +1,20 @@
-"""Two levels: exchanges between nodes, among the ranks with one local index, and inside nodes make up the collectives of the whole mesh.
+"""Two levels: exchanges between nodes, among the ranks with one local index, and inside nodes
+make up the collectives of the whole mesh.
 
-    gather   OWN --between--> COLUMN --inside--> WHOLE        reduce   WHOLE --inside--> sum of a node, COLUMN --between--> OWN
+    gather   OWN --between--> COLUMN --inside--> WHOLE
+    reduce   WHOLE --inside--> sum of a node, COLUMN --between--> OWN
 
-Shares are dealt out column by column (docs/design/traffic.md, with the bytes), so both levels move contiguous ranges of the buffer and nothing
-is reordered. Node sums travel in fp32: two levels are the canonical tree (comm/ordered.py), hop by hop, and give the bits of a flat exchange.
-Encoded gradients (ZeRO++, arXiv 2306.10209, section 3.3) are decoded, added in fp32 and encoded again between the levels.
+Shares are dealt out column by column (docs/design/traffic.md, with the bytes), so both levels move
+contiguous ranges of the buffer and nothing is reordered. Node sums travel in fp32: two levels are
+the canonical tree (comm/ordered.py), hop by hop, and give the bits of a flat exchange. Encoded
+gradients (ZeRO++, arXiv 2306.10209, section 3.3) are decoded, added in fp32 and encoded again
+between the levels.
 
-Invariant: the second level of an operation starts when its first has ended, after those of earlier operations of its key, so that it meets its peers
-by key like every operation. `lowering` chooses flat or two levels per operation, from what all ranks know. Cost beyond a flat exchange: a
-column of fp32 per reduce under way, a copy of the column inside the node. It allocates no memory that peers map: weights rest privately.
+Invariant: the second level of an operation starts when its first has ended, after those of earlier
+operations of its key, so that it meets its peers by key like every operation. `lowering` chooses
+flat or two levels per operation, from what all ranks know. Cost beyond a flat exchange: a column of
+fp32 per reduce under way, a copy of the column inside the node. It allocates no memory that peers
+map: weights rest privately.
 """
 
 from __future__ import annotations
@@ -38,12 +44,15 @@ __all__ = ["ColumnWindow", "Lowering", "TwoLevelTransport"]
 
 @dataclass(frozen=True)
 class Lowering:
-    """Which operations go in two levels: all (`two_level` True), none, or (None) those that move fewer bytes between nodes so."""
+    """Which operations go in two levels: all (`two_level` True), none, or (None) those that move
+    fewer bytes between nodes so.
+    """
 
     mesh: Mesh
     two_level: bool | None = None
     node_sums: bool = False  # the row keeps sums of nodes: reduces always do
-    hop_dtype: torch.dtype = torch.float32  # in which node sums travel; another than fp32 rounds them
+    # in which node sums travel; another than fp32 rounds them
+    hop_dtype: torch.dtype = torch.float32
 
     @cached_property
     def ever(self) -> bool:
@@ -55,7 +64,10 @@ class Lowering:
         """Whether gathers do."""
         if self.two_level is not None:
             return self.two_level
-        flat, deep = (all_gather(self.mesh, Scope.OWN, Scope.WHOLE, 1.0, two_level=levels) for levels in (False, True))
+        flat, deep = (
+            all_gather(self.mesh, Scope.OWN, Scope.WHOLE, 1.0, two_level=levels)
+            for levels in (False, True)
+        )
         return cheapest(flat, deep)
 
     def reduces(self, wire_dtype: torch.dtype) -> bool:
@@ -64,15 +76,32 @@ class Lowering:
             return self.node_sums or bool(self.two_level)
         whole = float(wire_dtype.itemsize)
         hop = whole if wire_dtype is torch.uint8 else float(self.hop_dtype.itemsize)
-        flat, deep = (reduce_scatter(self.mesh, Scope.OWN, whole, hop, two_level=levels) for levels in (False, True))
+        flat, deep = (
+            reduce_scatter(self.mesh, Scope.OWN, whole, hop, two_level=levels)
+            for levels in (False, True)
+        )
         return cheapest(flat, deep)
 
 
 class TwoLevelTransport:
-    """The Transport of a mesh, out of those of all ranks (`flat`), of this node (`inside`) and of this column (`between`)."""
+    """The Transport of a mesh, out of those of all ranks (`flat`), of this node (`inside`) and
+    of this column (`between`).
+    """
 
-    def __init__(self, flat: Transport, inside: Transport, between: Transport, *, axes: Axes, lowering: Lowering) -> None:
-        assert (flat.size, inside.size, between.size) == (axes.size, axes.node_size, axes.num_nodes), axes
+    def __init__(
+        self,
+        flat: Transport,
+        inside: Transport,
+        between: Transport,
+        *,
+        axes: Axes,
+        lowering: Lowering,
+    ) -> None:
+        assert (flat.size, inside.size, between.size) == (
+            axes.size,
+            axes.node_size,
+            axes.num_nodes,
+        ), axes
         self.name = f"{inside.name} in nodes, {between.name} between"
         self.rank = flat.rank
         self.size = flat.size
@@ -84,9 +113,11 @@ class TwoLevelTransport:
         self._flat = flat
         self._inside = inside
         self._between = between
-        self._reducers: dict[torch.dtype, Transport] = {}  # which transport takes whole buffers of a dtype
+        # which transport takes whole buffers of a dtype
+        self._reducers: dict[torch.dtype, Transport] = {}
         self._under_way: list[_Chain] = []
-        self._sums = TensorPool()  # columns of node sums on their way into an encoding; as many as reduces are under way
+        # columns of node sums on their way into an encoding; as many as reduces are under way
+        self._sums = TensorPool()
         serving.register(self)
 
     @property
@@ -98,25 +129,43 @@ class TwoLevelTransport:
         for transport in (self._flat, self._inside, self._between):
             transport.stall_timeout_s = seconds
 
-    # ------------------------------------------------------------------------------------------------ gathers
+    # -------------------------------------------------------------------------------------- gathers
 
-    def window(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, replicated: bool) -> PrivateWindow:
+    def window(
+        self,
+        key: str,
+        ranges: Sequence[Range],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        replicated: bool,
+    ) -> PrivateWindow:
         self._prepare(key, ranges, dtype, "replicated" if replicated else "sharded")
         return PrivateWindow(self, key, ranges, dtype, device, replicated=replicated)
 
     def _prepare(self, key: str, ranges: Sequence[Range], dtype: torch.dtype, kind: str) -> None:
-        """Make `key` known. Raises PlanMismatch where the ranks ask for another key, cut, dtype or placement."""
+        """Make `key` known. Raises PlanMismatch where the ranks ask for another key, cut, dtype
+        or placement.
+        """
         assert len(ranges) == self.size, (key, ranges, self.size)
-        compare(self._flat, {f"window {key}": f"{list(ranges)} {dtype} {kind}"}, call=f"the making of window {key}")
+        compare(
+            self._flat,
+            {f"window {key}": f"{list(ranges)} {dtype} {kind}"},
+            call=f"the making of window {key}",
+        )
         self.register(key)
 
     def register(self, key: str) -> None:
         for transport in (self._flat, self._inside, self._between):
             transport.register(key)
 
-    def all_gather(self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor) -> Work:
+    def all_gather(
+        self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor
+    ) -> Work:
         if not self.lowering.gathers:
-            return self._begin(f"gather {key}", lambda: self._flat.all_gather(key, local, ranges, out))
+            return self._begin(
+                f"gather {key}", lambda: self._flat.all_gather(key, local, ranges, out)
+            )
         columns, own = self._columns(ranges)
         column = out[slice(*columns[self._inside.rank])]
         return self._begin(
@@ -126,33 +175,61 @@ class TwoLevelTransport:
         )
 
     def column_window(
-        self, key: str, ranges: Sequence[Range], dtype: torch.dtype, device: torch.device, *, written: Scope
+        self,
+        key: str,
+        ranges: Sequence[Range],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        written: Scope,
     ) -> ColumnWindow:
-        """Allocate one segment's resting memory where a rank keeps its column; it writes `written` of it: OWN, or all of it."""
+        """Allocate one segment's resting memory where a rank keeps its column; it writes
+        `written` of it: OWN, or all of it.
+        """
         self._prepare(key, ranges, dtype, "by columns")
         columns, own = self._columns(ranges)
         inner = self._inside.window(key, columns, dtype, device, replicated=False)
         return ColumnWindow(self, inner, tuple(ranges), own[self._between.rank], written)
 
-    def gather_column(self, key: str, local: torch.Tensor, ranges: Sequence[Range], column: torch.Tensor) -> Work:
-        """Bring every node's `local` together in `column`, this rank's column of a buffer; as `all_gather` otherwise."""
+    def gather_column(
+        self, key: str, local: torch.Tensor, ranges: Sequence[Range], column: torch.Tensor
+    ) -> Work:
+        """Bring every node's `local` together in `column`, this rank's column of a buffer; as
+        `all_gather` otherwise.
+        """
         _, own = self._columns(ranges)
-        return self._begin(f"gather {key}", lambda: self._between.all_gather(key, local, own, column))
+        return self._begin(
+            f"gather {key}", lambda: self._between.all_gather(key, local, own, column)
+        )
 
-    def gather_inside(self, key: str, column: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor) -> Work:
-        """Bring the columns of this node's ranks together in `out` [numel]; as `all_gather` otherwise."""
+    def gather_inside(
+        self, key: str, column: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor
+    ) -> Work:
+        """Bring the columns of this node's ranks together in `out` [numel]; as `all_gather`
+        otherwise.
+        """
         columns, _ = self._columns(ranges)
-        return self._begin(f"gather {key}", lambda: self._inside.all_gather(key, column, columns, out))
+        return self._begin(
+            f"gather {key}", lambda: self._inside.all_gather(key, column, columns, out)
+        )
 
     def _columns(self, ranges: Sequence[Range]) -> tuple[list[Range], list[Range]]:
-        """Return the range of every column, and the ranges of this column's ranks inside it, in node order."""
+        """Return the range of every column, and the ranges of this column's ranks inside it, in
+        node order.
+        """
         columns = []
         for local in range(self.axes.node_size):
             members = [ranges[rank] for rank in self.axes.node_group(local)]
-            assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(members)), (local, ranges)
+            assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(members)), (
+                local,
+                ranges,
+            )
             columns.append((members[0][0], members[-1][1]))
         base = columns[self._inside.rank][0]
-        return columns, [(ranges[rank][0] - base, ranges[rank][1] - base) for rank in self.axes.node_group(self.rank)]
+        return columns, [
+            (ranges[rank][0] - base, ranges[rank][1] - base)
+            for rank in self.axes.node_group(self.rank)
+        ]
 
     def begin_write(self) -> None:
         for chain in [chain for chain in self._under_way if chain.key.startswith("gather ")]:
@@ -160,9 +237,11 @@ class TwoLevelTransport:
         self._flat.begin_write()
         self._inside.begin_write()
 
-    # ------------------------------------------------------------------------------------------------ reduces
+    # -------------------------------------------------------------------------------------- reduces
 
-    def grad_buffer(self, key: str, numel: int, dtype: torch.dtype, device: torch.device) -> GradBuffer:
+    def grad_buffer(
+        self, key: str, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> GradBuffer:
         return self._reducer(dtype).grad_buffer(key, numel, dtype, device)
 
     def return_buffer(self, buffer: GradBuffer) -> None:
@@ -186,18 +265,28 @@ class TwoLevelTransport:
         codec: Codec | None = None,
         partial: torch.Tensor | None = None,
     ) -> Work:
-        """As the protocol says; `partial`, where reduces go in two levels, is an earlier sum of this node (our column), added to this one."""
+        """As the protocol says; `partial`, where reduces go in two levels, is an earlier sum of
+        this node (our column), added to this one.
+        """
         if self._reducer(wire_dtype) is self._flat:
             assert partial is None, key
-            return self._flat.reduce(key, buffer, ranges, out, wire_dtype=wire_dtype, accumulate=accumulate, codec=codec)
+            return self._flat.reduce(
+                key, buffer, ranges, out, wire_dtype=wire_dtype, accumulate=accumulate, codec=codec
+            )
         columns, own = self._columns(ranges)
         numel = end_of(own)
-        hop_dtype, hop_numel = (self.lowering.hop_dtype, numel) if codec is None else (torch.uint8, codec.encoded_bytes(numel))
+        hop_dtype, hop_numel = (
+            (self.lowering.hop_dtype, numel)
+            if codec is None
+            else (torch.uint8, codec.encoded_bytes(numel))
+        )
         hop = self._between.grad_buffer(key, hop_numel, hop_dtype, out.device)
         column = hop.data if codec is None else self._sums.take(numel, torch.float32, out.device)
 
         def inside() -> Work:
-            return self._inside.reduce(key, buffer, columns, column, wire_dtype=wire_dtype, accumulate=False, codec=codec)
+            return self._inside.reduce(
+                key, buffer, columns, column, wire_dtype=wire_dtype, accumulate=False, codec=codec
+            )
 
         def between() -> Work:
             if partial is not None:
@@ -205,9 +294,13 @@ class TwoLevelTransport:
             if codec is not None:
                 codec.encode(column, hop.data)
                 self._sums.give(column)
-            return self._between.reduce(key, hop, own, out, wire_dtype=hop_dtype, accumulate=accumulate, codec=codec)
+            return self._between.reduce(
+                key, hop, own, out, wire_dtype=hop_dtype, accumulate=accumulate, codec=codec
+            )
 
-        return self._begin(f"reduce {key}", inside, between, unused=lambda: self._between.return_buffer(hop))
+        return self._begin(
+            f"reduce {key}", inside, between, unused=lambda: self._between.return_buffer(hop)
+        )
 
     def reduce_inside(
         self,
@@ -220,20 +313,31 @@ class TwoLevelTransport:
         accumulate: bool,
         codec: Codec | None = None,
     ) -> Work:
-        """Sum the buffers of this node's ranks, and store (or add) our column of it in `out`; as `reduce` otherwise."""
+        """Sum the buffers of this node's ranks, and store (or add) our column of it in `out`; as
+        `reduce` otherwise.
+        """
         columns, _ = self._columns(ranges)
-        options: dict[str, Any] = {"wire_dtype": wire_dtype, "accumulate": accumulate, "codec": codec}
-        return self._begin(f"reduce {key}", lambda: self._inside.reduce(key, buffer, columns, out, **options))
+        options: dict[str, Any] = {
+            "wire_dtype": wire_dtype,
+            "accumulate": accumulate,
+            "codec": codec,
+        }
+        return self._begin(
+            f"reduce {key}", lambda: self._inside.reduce(key, buffer, columns, out, **options)
+        )
 
-    # ------------------------------------------------------------------------------------------------ small things
+    # --------------------------------------------------------------------------------- small things
 
-    def _begin(self, key: str, *stages: Callable[[], Work], unused: Callable[[], None] = lambda: None) -> Work:
+    def _begin(
+        self, key: str, *stages: Callable[[], Work], unused: Callable[[], None] = lambda: None
+    ) -> Work:
         self.serve()
         before = next((chain for chain in reversed(self._under_way) if chain.key == key), None)
         chain = _Chain(key, stages, before=before, unused=unused)
         self._under_way.append(chain)
         if not self.keyed:
-            chain.start_all()  # enqueued behind one another, at a time that is the same on every rank
+            # enqueued behind one another, at a time that is the same on every rank
+            chain.start_all()
         return chain
 
     @property
@@ -281,10 +385,18 @@ class TwoLevelTransport:
 class ColumnWindow:
     """A rank's column, in memory that its node's ranks may be able to read where it lies (`inner`).
 
-    Where a rank writes only its OWN part, `publish` starts bringing the other nodes' parts, and the next gather tells this node when they are here.
+    Where a rank writes only its OWN part, `publish` starts bringing the other nodes' parts, and the
+    next gather tells this node when they are here.
     """
 
-    def __init__(self, transport: TwoLevelTransport, inner: Window, ranges: tuple[Range, ...], own: Range, written: Scope) -> None:
+    def __init__(
+        self,
+        transport: TwoLevelTransport,
+        inner: Window,
+        ranges: tuple[Range, ...],
+        own: Range,
+        written: Scope,
+    ) -> None:
         self.key = inner.key
         self.ranges = ranges
         self.rest = inner.local
@@ -303,7 +415,9 @@ class ColumnWindow:
     def publish(self) -> None:
         self.arrive()
         if self._written is Scope.OWN:
-            self._coming = self._transport.gather_column(self.key, self.local, self.ranges, self.rest)
+            self._coming = self._transport.gather_column(
+                self.key, self.local, self.ranges, self.rest
+            )
         else:
             self._inner.publish()
 
@@ -320,9 +434,18 @@ class ColumnWindow:
 
 
 class _Chain:
-    """Operations of one key of which each starts when the one before has ended, and after its like of the chain `before` this one."""
+    """Operations of one key of which each starts when the one before has ended, and after its
+    like of the chain `before` this one.
+    """
 
-    def __init__(self, key: str, stages: Sequence[Callable[[], Work]], *, before: _Chain | None, unused: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        key: str,
+        stages: Sequence[Callable[[], Work]],
+        *,
+        before: _Chain | None,
+        unused: Callable[[], None],
+    ) -> None:
         self.key = key
         self._before = before
         self._unused = unused  # gives back what a last stage that never started would have taken
@@ -347,7 +470,12 @@ class _Chain:
 
     def advance(self) -> bool:
         """Start what can start; return whether everything has ended."""
-        while not self._starting and self._stages and self._work.done() and (self._before is None or self._before._all_started):
+        while (
+            not self._starting
+            and self._stages
+            and self._work.done()
+            and (self._before is None or self._before._all_started)
+        ):
             self._work.wait()
             self._start()
         return self.is_over

@@ -2,13 +2,17 @@
 
 How the slices of a 3-rank window rest, and what `gather` costs::
 
-    sharded, all near          one memfd | rank 0 | rank 1 | rank 2 | mapped by all *is* full (aliased): gather copies nothing
-    sharded, otherwise         a memfd per rank, of its slice; near peers map it; gather copies near slices, receives far ones
-    replicated                 a memfd per rank, of the whole buffer; near peers map it and copy our slice out of it
+    sharded, all near          one memfd | rank 0 | rank 1 | rank 2 | mapped by all *is* full
+                               (aliased): gather copies nothing
+    sharded, otherwise         a memfd per rank, of its slice; near peers map it; gather copies near
+                               slices, receives far ones
+    replicated                 a memfd per rank, of the whole buffer; near peers map it and copy our
+                               slice out of it
     without near peers         private memory; all slices are received
 
-Invariant: a slice is written only between `begin_write` (every near rank has finished reading) and `publish`, which raises its epoch; a
-gather copies from a near peer once that peer has published as often as we have, and checks that the epoch did not move meanwhile.
+Invariant: a slice is written only between `begin_write` (every near rank has finished reading) and
+`publish`, which raises its epoch; a gather copies from a near peer once that peer has published as
+often as we have, and checks that the epoch did not move meanwhile.
 """
 
 from __future__ import annotations
@@ -34,10 +38,18 @@ __all__ = ["GatherWork", "PairedWindow", "make_window"]
 
 
 class PairedWindow:
-    """One segment's shards. `near` holds the mapped slices of the near peers where they are not part of `full` already."""
+    """One segment's shards. `near` holds the mapped slices of the near peers where they are not
+    part of `full` already.
+    """
 
     def __init__(
-        self, transport: PairedTransport, key: str, serial: int, ranges: tuple[Range, ...], full: torch.Tensor | None, local: torch.Tensor
+        self,
+        transport: PairedTransport,
+        key: str,
+        serial: int,
+        ranges: tuple[Range, ...],
+        full: torch.Tensor | None,
+        local: torch.Tensor,
     ) -> None:
         self.key = key
         self.ranges = ranges
@@ -73,12 +85,18 @@ class PairedWindow:
             return None
         receives = {peer: target[slice(*self.ranges[peer])] for peer in transport.far}
         tag = transport.messages.tag(self.key, ALL_GATHER)
-        return transport.messages.post(f"gather of {self.key}", tag, dict.fromkeys(transport.far, self.local), receives)
+        return transport.messages.post(
+            f"gather of {self.key}", tag, dict.fromkeys(transport.far, self.local), receives
+        )
 
     def _count(self, copied: bool) -> None:
-        """Count what a gather brings here. What is mapped moves nothing, but is what other transports would have moved."""
+        """Count what a gather brings here. What is mapped moves nothing, but is what other
+        transports would have moved.
+        """
         itemsize = self.local.element_size()
-        bytes_of = {rank: itemsize * (stop - start) for rank, (start, stop) in enumerate(self.ranges)}
+        bytes_of = {
+            rank: itemsize * (stop - start) for rank, (start, stop) in enumerate(self.ranges)
+        }
         self._transport.count("all_gather", bytes_of, near="shared_memory" if copied else "mapped")
 
     def publish(self) -> None:
@@ -88,7 +106,11 @@ class PairedWindow:
     def peer_epochs(self) -> dict[int, int]:
         """Return how often each near peer that owns something has published."""
         epochs = self._transport.mail.counts.epochs
-        return {r: epochs.get((self.serial, r), 0) for r in self._transport.near if self.ranges[r][1] > self.ranges[r][0]}
+        return {
+            r: epochs.get((self.serial, r), 0)
+            for r in self._transport.near
+            if self.ranges[r][1] > self.ranges[r][0]
+        }
 
     def close(self) -> None:
         self._transport.windows.pop(self.serial, None)
@@ -99,7 +121,11 @@ class GatherWork:
     """A gather under way: near slices are copied once published, far ones arrive by themselves."""
 
     def __init__(
-        self, transport: PairedTransport, window: PairedWindow, copies: list[tuple[torch.Tensor, torch.Tensor]], transfer: Transfer | None
+        self,
+        transport: PairedTransport,
+        window: PairedWindow,
+        copies: list[tuple[torch.Tensor, torch.Tensor]],
+        transfer: Transfer | None,
     ) -> None:
         self.transfer = transfer
         self._transport = transport
@@ -117,7 +143,10 @@ class GatherWork:
                 target.copy_(source)
             self._transport.mail.collect(0.0)
             if self._window.peer_epochs() != before:
-                raise StateError(f"gather of {self._window.key}: a slice was published during the copy; call begin_write() before writing")
+                raise StateError(
+                    f"gather of {self._window.key}: a slice was published during the copy; call"
+                    " begin_write() before writing"
+                )
             self._near_done = True
             self._copies = []
         if not self._far_done and self.transfer is not None and self.transfer.done():
@@ -154,12 +183,18 @@ def make_window(
     device: torch.device,
     replicated: bool,
 ) -> PairedWindow:
-    """Allocate a window and map the near peers' memory. Collective; memory that is short on one rank is a ConfigError on every rank."""
+    """Allocate a window and map the near peers' memory. Collective; memory that is short on one
+    rank is a ConfigError on every rank.
+    """
     start, stop = ranges[transport.rank]
     numel = end_of(ranges)
     if not transport.near:
         full = torch.zeros(numel, dtype=dtype, device=device) if replicated else None
-        local = torch.zeros(stop - start, dtype=dtype, device=device) if full is None else full[start:stop]
+        local = (
+            torch.zeros(stop - start, dtype=dtype, device=device)
+            if full is None
+            else full[start:stop]
+        )
         return PairedWindow(transport, key, serial, ranges, full, local)
     if device.type != "cpu":
         raise ConfigError(f"window {key}: shared memory serves CPU tensors, not {device}")
@@ -168,8 +203,12 @@ def make_window(
     return _make_mapped(transport, key, serial, ranges, dtype, replicated)
 
 
-def _make_aliased(transport: PairedTransport, key: str, serial: int, ranges: tuple[Range, ...], dtype: torch.dtype) -> PairedWindow:
-    """One memfd, made by the first rank and mapped by all; each reserves its own part, near its own processor."""
+def _make_aliased(
+    transport: PairedTransport, key: str, serial: int, ranges: tuple[Range, ...], dtype: torch.dtype
+) -> PairedWindow:
+    """One memfd, made by the first rank and mapped by all; each reserves its own part, near its
+    own processor.
+    """
     num_bytes = end_of(ranges) * dtype.itemsize
     if transport.rank == 0:
         own = _offer(transport, serial, num_bytes, reserved=False)
@@ -186,13 +225,20 @@ def _make_aliased(transport: PairedTransport, key: str, serial: int, ranges: tup
     assert own.fd is not None, own
     full = memfd.map_bytes(own.fd, num_bytes).view(dtype)
     os.close(own.fd)
-    window = PairedWindow(transport, key, serial, ranges, full, full[slice(*ranges[transport.rank])])
+    window = PairedWindow(
+        transport, key, serial, ranges, full, full[slice(*ranges[transport.rank])]
+    )
     window.aliased = True
     return window
 
 
 def _make_mapped(
-    transport: PairedTransport, key: str, serial: int, ranges: tuple[Range, ...], dtype: torch.dtype, replicated: bool
+    transport: PairedTransport,
+    key: str,
+    serial: int,
+    ranges: tuple[Range, ...],
+    dtype: torch.dtype,
+    replicated: bool,
 ) -> PairedWindow:
     """A memfd per rank, of its slice or (replicated) of the whole buffer."""
     start, stop = ranges[transport.rank]
@@ -202,7 +248,14 @@ def _make_mapped(
     _agree_on_memory(transport, key, num_bytes, [own, *theirs], own.reason)
     assert own.fd is not None, own
     whole = memfd.map_bytes(own.fd, num_bytes).view(dtype)
-    window = PairedWindow(transport, key, serial, ranges, whole if replicated else None, whole[start:stop] if replicated else whole)
+    window = PairedWindow(
+        transport,
+        key,
+        serial,
+        ranges,
+        whole if replicated else None,
+        whole[start:stop] if replicated else whole,
+    )
     for peer, memory in zip(transport.near, theirs, strict=True):
         assert memory.fd is not None, memory
         mapped = memfd.map_bytes(memory.fd, memory.num_bytes).view(dtype)
@@ -213,7 +266,9 @@ def _make_mapped(
     return window
 
 
-def _offer(transport: PairedTransport, serial: int, num_bytes: int, *, reserved: bool) -> WindowMemory:
+def _offer(
+    transport: PairedTransport, serial: int, num_bytes: int, *, reserved: bool
+) -> WindowMemory:
     """Make memory and send its descriptor to the near peers, or the reason why there is none."""
     try:
         own = WindowMemory(memfd.create(num_bytes, reserved=reserved), num_bytes, "")
@@ -223,22 +278,39 @@ def _offer(transport: PairedTransport, serial: int, num_bytes: int, *, reserved:
     return own
 
 
-def _await_memory(transport: PairedTransport, key: str, serial: int, peers: Sequence[int]) -> list[WindowMemory]:
+def _await_memory(
+    transport: PairedTransport, key: str, serial: int, peers: Sequence[int]
+) -> list[WindowMemory]:
     memory = transport.mail.memory
 
     def missing() -> set[int]:
         return {peer for peer in peers if (serial, peer) not in memory}
 
-    transport.wait_until(lambda: not missing(), f"making window {key}", near=missing, call=f"the making of window {key}")
+    transport.wait_until(
+        lambda: not missing(),
+        f"making window {key}",
+        near=missing,
+        call=f"the making of window {key}",
+    )
     return [memory.pop((serial, peer)) for peer in peers]
 
 
-def _agree_on_memory(transport: PairedTransport, key: str, num_bytes: int, memories: list[WindowMemory], reason: str) -> None:
-    """Raise ConfigError on every rank when any rank has a `reason` why it lacks memory; closes the descriptors then."""
-    answers = [answer.decode() for answer in transport.exchange_quietly(reason.encode(), f"the making of window {key}")]
+def _agree_on_memory(
+    transport: PairedTransport, key: str, num_bytes: int, memories: list[WindowMemory], reason: str
+) -> None:
+    """Raise ConfigError on every rank when any rank has a `reason` why it lacks memory; closes
+    the descriptors then.
+    """
+    answers = [
+        answer.decode()
+        for answer in transport.exchange_quietly(reason.encode(), f"the making of window {key}")
+    ]
     short = {rank: answer for rank, answer in enumerate(answers) if answer}
     if short:
         for memory in memories:
             if memory.fd is not None:
                 os.close(memory.fd)
-        raise ConfigError(f"window {key}: no shared memory for {num_bytes} bytes on rank(s) {sorted(short)} ({next(iter(short.values()))})")
+        raise ConfigError(
+            f"window {key}: no shared memory for {num_bytes} bytes on rank(s) {sorted(short)}"
+            f" ({next(iter(short.values()))})"
+        )

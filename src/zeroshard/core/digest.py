@@ -1,11 +1,13 @@
-"""Collectives carry their identity: a rolling 64-bit digest of what this rank has asked of the others.
+"""Collectives carry their identity: a rolling 64-bit digest of what this rank has asked of the
+others.
 
-Identical transformer blocks have identical shapes, so two ranks that gather different layers would mix them without an error. Every
-collective therefore folds (operation, unit, dtype, numel, step) into one number, which ranks compare once per step. Gathers on two-sided
-transports fold in order; reduces (and whatever may differ in order between ranks) fold as a set.
+Identical transformer blocks have identical shapes, so two ranks that gather different layers would
+mix them without an error. Every collective therefore folds (operation, unit, dtype, numel, step)
+into one number, which ranks compare once per step. Gathers on two-sided transports fold in order;
+reduces (and whatever may differ in order between ranks) fold as a set.
 
-Invariant: equal histories give equal digests; different ones differ but for a chance of 2**-64 per comparison. Cost: two microseconds per
-collective, 8 bytes per step on the wire.
+Invariant: equal histories give equal digests; different ones differ but for a chance of 2**-64 per
+comparison. Cost: two microseconds per collective, 8 bytes per step on the wire.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ __all__ = ["Digest", "first_difference", "holders"]
 
 _MASK = (1 << 64) - 1
 _PRIME = 0x100000001B3  # FNV-1a
-_MOST_LOGGED = 1 << 16  # entries kept to name a difference by: a process that only runs forwards never begins another step
+# entries kept to name a difference by: a process that only runs forwards never begins another step
+_MOST_LOGGED = 1 << 16
 
 
 class Digest:
@@ -33,7 +36,9 @@ class Digest:
     def fold(self, operation: str, unit: str, dtype: str, numel: int, *, ordered: bool) -> None:
         """Add one collective."""
         entry = f"{operation} {unit} {dtype} {numel}"
-        value = int.from_bytes(hashlib.blake2b(f"{self.step} {entry}".encode(), digest_size=8).digest(), "little")
+        value = int.from_bytes(
+            hashlib.blake2b(f"{self.step} {entry}".encode(), digest_size=8).digest(), "little"
+        )
         if ordered:
             self._ordered = (self._ordered ^ value) * _PRIME & _MASK
         else:
@@ -57,7 +62,9 @@ class Digest:
 
 
 def first_difference(logs: Sequence[Sequence[str]]) -> tuple[int, list[str]]:
-    """Return (position, each rank's entry there) of the first place where `logs` differ; "nothing" stands for a log that ended."""
+    """Return (position, each rank's entry there) of the first place where `logs` differ;
+    "nothing" stands for a log that ended.
+    """
     length = max(len(log) for log in logs)
     for position in range(length):
         entries = [log[position] if position < len(log) else "nothing" for log in logs]
@@ -71,4 +78,7 @@ def holders(entries: Sequence[str]) -> str:
     ranks_of: dict[str, list[int]] = {}
     for rank, entry in enumerate(entries):
         ranks_of.setdefault(entry, []).append(rank)
-    return "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {entry}" for entry, ranks in ranks_of.items())
+    return "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {entry}"
+        for entry, ranks in ranks_of.items()
+    )

@@ -1,7 +1,9 @@
-"""What a rank that ``zeroshard run`` has started may ask of its launcher: where the ranks of this host meet, and to note that it is alive.
+"""What a rank that ``zeroshard run`` has started may ask of its launcher: where the ranks of
+this host meet, and to note that it is alive.
 
-The launcher starts each rank through a small program of its own (``launch/worker.py``), which leaves itself in ``sys.modules`` under `NAME`: no
-environment variable, which the rank's children would inherit, and no import of what lies above. Under another launcher there is nothing.
+The launcher starts each rank through a small program of its own (``launch/worker.py``), which
+leaves itself in ``sys.modules`` under `NAME`: no environment variable, which the rank's children
+would inherit, and no import of what lies above. Under another launcher there is nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ def _launcher() -> Any:
 
 
 def meeting_file() -> str | None:
-    """Return the path of a new file, private to this user, for a FileStore of all ranks; None where they are not on one host of ours.
+    """Return the path of a new file, private to this user, for a FileStore of all ranks; None
+    where they are not on one host of ours.
 
     The n-th call on a rank gives the file of the n-th call on the others.
     """
@@ -29,7 +32,9 @@ def meeting_file() -> str | None:
 
 
 def heartbeat() -> Callable[[], None]:
-    """Return what an engine calls when the program has made progress; it costs less than a microsecond."""
+    """Return what an engine calls when the program has made progress; it costs less than a
+    microsecond.
+    """
     launcher = _launcher()
     return _nobody_listens if launcher is None else launcher.beat
 

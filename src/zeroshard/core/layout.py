@@ -1,24 +1,28 @@
 """Where each parameter of a segment lies in its flat buffer, and which range of it each rank owns.
 
-A segment's parameters lie one after another in one buffer, each starting on a multiple of ``align`` elements; the end is padded so
-that every share is a multiple of ``align`` too (ZeRO, section 5.2: equal partitions; here any contiguous aligned shares)::
+A segment's parameters lie one after another in one buffer, each starting on a multiple of ``align``
+elements; the end is padded so that every share is a multiple of ``align`` too (ZeRO, section 5.2:
+equal partitions; here any contiguous aligned shares)::
 
       slot 0         slot 1      slot 2                 align = 4
     | a a a a | a a . . | b b b . | c c c c | c . . . | . . . . |
     |<------ rank 0 ------->|<------ rank 1 ------->|<- rank 2 ->|
 
-On a mesh of several nodes shares lie in another order of ranks, column by column (docs/design/traffic.md), so that a rank's OWN, COLUMN and WHOLE
-are nested ranges.
+On a mesh of several nodes shares lie in another order of ranks, column by column
+(docs/design/traffic.md), so that a rank's OWN, COLUMN and WHOLE are nested ranges.
 
-Invariants, checked on construction: slots are aligned, ordered and disjoint; shares are aligned, contiguous, cover the buffer, and may
-be empty. A cut inside a parameter therefore falls on a multiple of ``align`` elements of *that parameter*, which keeps vectorised
-optimizer kernels on the same lanes as for the whole tensor ([Note: align] below).
+Invariants, checked on construction: slots are aligned, ordered and disjoint; shares are aligned,
+contiguous, cover the buffer, and may be empty. A cut inside a parameter therefore falls on a
+multiple of ``align`` elements of *that parameter*, which keeps vectorised optimizer kernels on the
+same lanes as for the whole tensor ([Note: align] below).
 
-Cost: at most ``align * (num parameters + num ranks)`` elements of padding. It does not know dtypes, devices or processes.
+Cost: at most ``align * (num parameters + num ranks)`` elements of padding. It does not know dtypes,
+devices or processes.
 
-[Note: align] Vectorised kernels treat the last ``numel % vector`` elements of a tensor by another instruction sequence, whose rounding
-may differ. With every cut on a multiple of 64 elements those last elements are the same ones whether the parameter is stepped whole or
-in pieces, so the bits are the same too.
+[Note: align] Vectorised kernels treat the last ``numel % vector`` elements of a tensor by another
+instruction sequence, whose rounding may differ. With every cut on a multiple of 64 elements those
+last elements are the same ones whether the parameter is stepped whole or in pieces, so the bits are
+the same too.
 """
 
 from __future__ import annotations
@@ -48,7 +52,9 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def equal_shares(numel: int, num_shards: int, align: int = ALIGN) -> tuple[int, ...]:
-    """Cut `numel` elements into `num_shards` equal aligned shares (the total may exceed `numel`: that is padding)."""
+    """Cut `numel` elements into `num_shards` equal aligned shares (the total may exceed `numel`:
+    that is padding).
+    """
     share = round_up(math.ceil(numel / num_shards), align)
     return (share,) * num_shards
 
@@ -74,7 +80,8 @@ class Slot:
 class Piece:
     """The part of one parameter that one rank owns.
 
-    ``[start, stop)`` counts elements of the flattened parameter; ``shard_start`` is where it begins in the rank's shard.
+    ``[start, stop)`` counts elements of the flattened parameter; ``shard_start`` is where it begins
+    in the rank's shard.
     """
 
     name: str
@@ -114,7 +121,9 @@ class Layout:
         shares: Sequence[int] | None = None,
         mesh: Mesh | None = None,
     ) -> Layout:
-        """Lay `named_shapes` out in order; `shares` are elements per rank (default: equal), aligned and covering the slots."""
+        """Lay `named_shapes` out in order; `shares` are elements per rank (default: equal),
+        aligned and covering the slots.
+        """
         slots, offset = [], 0
         for name, shape in named_shapes:
             slot = Slot(name, tuple(shape), offset)
@@ -129,7 +138,10 @@ class Layout:
             assert slot.offset % self.align == 0, (slot, self.align)
             assert slot.offset >= end, (slot, end)
             end = slot.stop
-        assert all(share >= 0 and share % self.align == 0 for share in self.shares), (self.shares, self.align)
+        assert all(share >= 0 and share % self.align == 0 for share in self.shares), (
+            self.shares,
+            self.align,
+        )
         assert self.numel >= end, (self.numel, end)
         assert self.mesh is None or self.mesh.size == self.num_shards, (self.mesh, self.num_shards)
 
@@ -152,12 +164,16 @@ class Layout:
         return tuple(out[rank] for rank in range(self.num_shards))
 
     def scope(self, cell: Cell) -> Scope:
-        """Return which part of a buffer rests where `cell` says: `cell`'s scope, but never COLUMN on one node, where it is OWN."""
+        """Return which part of a buffer rests where `cell` says: `cell`'s scope, but never
+        COLUMN on one node, where it is OWN.
+        """
         has_columns = self.mesh is not None and self.mesh.num_nodes > 1
         return Scope.OWN if cell.scope is Scope.COLUMN and not has_columns else cell.scope
 
     def members(self, rank: int, scope: Scope) -> tuple[int, ...]:
-        """Return the ranks whose own ranges make up `rank`'s `scope` of the buffer, in the order in which they lie there."""
+        """Return the ranks whose own ranges make up `rank`'s `scope` of the buffer, in the order
+        in which they lie there.
+        """
         if scope is Scope.OWN:
             return (rank,)
         mesh = Mesh(1, self.num_shards) if self.mesh is None else self.mesh
@@ -174,17 +190,23 @@ class Layout:
         return self.numel - sum(slot.numel for slot in self.slots)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return the parameter pieces inside `rank`'s share, in parameter order (empty pieces are left out)."""
+        """Return the parameter pieces inside `rank`'s share, in parameter order (empty pieces
+        are left out).
+        """
         return self.pieces_in(self.ranges[rank])
 
     def pieces_in(self, span: Range) -> tuple[Piece, ...]:
-        """Return the parameter pieces inside `span`; their ``shard_start`` counts from the start of `span`."""
+        """Return the parameter pieces inside `span`; their ``shard_start`` counts from the start
+        of `span`.
+        """
         low, high = span
         out = []
         for index, slot in enumerate(self.slots):
             start, stop = max(slot.offset, low), min(slot.stop, high)
             if start < stop:
-                out.append(Piece(slot.name, index, start - slot.offset, stop - slot.offset, start - low))
+                out.append(
+                    Piece(slot.name, index, start - slot.offset, stop - slot.offset, start - low)
+                )
         return tuple(out)
 
     def replicated(self) -> Layout:

@@ -1,19 +1,26 @@
-"""What to prefetch and what to evict: the order in which units ran last time, read a little ahead of where this pass stands.
+"""What to prefetch and what to evict: the order in which units ran last time, read a little
+ahead of where this pass stands.
 
-ZeRO-Infinity, section 6.2, prefetches by a trace of operators; here by a trace of units, one per phase ("forward", "backward")::
+ZeRO-Infinity, section 6.2, prefetches by a trace of operators; here by a trace of units, one per
+phase ("forward", "backward")::
 
     recorded by the last pass   a  b  c  b  head
     this pass                   a  b .
-                                    ^ position: predicts c, then head (b is here), as far as the budget reaches
+                                    ^ position: predicts c, then head (b is here), as far as the
+                                      budget reaches
 
-A whole trace, not a successor per unit: a unit that runs twice (b above) has two successors, and what is gathered in vain costs bytes on
-the wire. For the same reason a unit that the trace does not know predicts nothing.
+A whole trace, not a successor per unit: a unit that runs twice (b above) has two successors, and
+what is gathered in vain costs bytes on the wire. For the same reason a unit that the trace does not
+know predicts nothing.
 
-Invariants: a prediction never names a unit twice, nor a live one, nor more bytes than the budget; it is right whenever this pass repeats
-the last one; a pass that differs is followed at once where it skips units and is the trace of the next pass in any case. The trace is a
-guess and may differ between ranks: nobody may issue a two-sided collective for a predicted unit without comparing it first.
+Invariants: a prediction never names a unit twice, nor a live one, nor more bytes than the budget;
+it is right whenever this pass repeats the last one; a pass that differs is followed at once where
+it skips units and is the trace of the next pass in any case. The trace is a guess and may differ
+between ranks: nobody may issue a two-sided collective for a predicted unit without comparing it
+first.
 
-Cost: a microsecond or two per unit and phase; one list entry per unit run. Units and phases are any hashable names.
+Cost: a microsecond or two per unit and phase; one list entry per unit run. Units and phases are any
+hashable names.
 """
 
 from __future__ import annotations
@@ -28,9 +35,11 @@ U = TypeVar("U", bound=Hashable)  # unit
 
 
 def advance(trace: Sequence[U], position: int, unit: U) -> int | None:
-    """Return the index of `unit`'s next run in `trace` after `position` (-1: before the start), None if there is none.
+    """Return the index of `unit`'s next run in `trace` after `position` (-1: before the start),
+    None if there is none.
 
-    Units between the two were skipped by this pass. ``advance("abcb", 0, "b") == 1``, ``advance("abcb", 1, "b") == 3``.
+    Units between the two were skipped by this pass. ``advance("abcb", 0, "b") == 1``,
+    ``advance("abcb", 1, "b") == 3``.
     """
     following = position + 1
     if following < len(trace) and trace[following] == unit:
@@ -41,8 +50,16 @@ def advance(trace: Sequence[U], position: int, unit: U) -> int | None:
         return None
 
 
-def fitting(trace: Sequence[U], start: int, *, sizes: Mapping[U, int], free_bytes: int, live: Container[U] = ()) -> list[U]:
-    """Return the units of ``trace[start:]`` to gather now, in order, up to the first that does not fit in `free_bytes`.
+def fitting(
+    trace: Sequence[U],
+    start: int,
+    *,
+    sizes: Mapping[U, int],
+    free_bytes: int,
+    live: Container[U] = (),
+) -> list[U]:
+    """Return the units of ``trace[start:]`` to gather now, in order, up to the first that does
+    not fit in `free_bytes`.
 
     `live` units are gathered already: left out and not counted.
     """
@@ -58,17 +75,22 @@ def fitting(trace: Sequence[U], start: int, *, sizes: Mapping[U, int], free_byte
     return units
 
 
-def to_evict(prefetched: Iterable[U], upcoming: Sequence[U], *, sizes: Mapping[U, int], excess_bytes: int) -> list[U]:
-    """Return which of the `prefetched` units, none of them in use, to release so that at least `excess_bytes` come free.
+def to_evict(
+    prefetched: Iterable[U], upcoming: Sequence[U], *, sizes: Mapping[U, int], excess_bytes: int
+) -> list[U]:
+    """Return which of the `prefetched` units, none of them in use, to release so that at least
+    `excess_bytes` come free.
 
-    First those that are not `upcoming` at all, oldest first; then those needed last (Belady's rule). Returns all of them when that is not
-    enough: a needed unit is gathered in any case.
+    First those that are not `upcoming` at all, oldest first; then those needed last (Belady's
+    rule). Returns all of them when that is not enough: a needed unit is gathered in any case.
     """
     if excess_bytes <= 0:
         return []
     next_run = {unit: index for index, unit in reversed(list(enumerate(upcoming)))}
     evicted: list[U] = []
-    for unit in sorted(prefetched, key=lambda unit: next_run.get(unit, len(upcoming)), reverse=True):
+    for unit in sorted(
+        prefetched, key=lambda unit: next_run.get(unit, len(upcoming)), reverse=True
+    ):
         evicted.append(unit)
         excess_bytes -= sizes[unit]
         if excess_bytes <= 0:
@@ -78,7 +100,9 @@ def to_evict(prefetched: Iterable[U], upcoming: Sequence[U], *, sizes: Mapping[U
 
 @dataclass
 class _Pass(Generic[U]):
-    """One phase: the trace of the last pass, where this pass stands in it, and what it has run so far."""
+    """One phase: the trace of the last pass, where this pass stands in it, and what it has run
+    so far.
+    """
 
     trace: list[U] = field(default_factory=list)
     position: int = -1
@@ -86,7 +110,9 @@ class _Pass(Generic[U]):
 
 
 class Order(Generic[U]):
-    """The traces of all phases. ``begin`` a pass, ``record`` each unit that runs, ask what comes next."""
+    """The traces of all phases. ``begin`` a pass, ``record`` each unit that runs, ask what comes
+    next.
+    """
 
     def __init__(self) -> None:
         self._passes: dict[Hashable, _Pass[U]] = {}
@@ -94,7 +120,9 @@ class Order(Generic[U]):
     def begin(self, phase: Hashable) -> None:
         """Start a pass: what the pass before it ran is the trace from now on."""
         current = self._passes.get(phase)
-        self._passes[phase] = _Pass() if current is None else _Pass(trace=current.so_far or current.trace)
+        self._passes[phase] = (
+            _Pass() if current is None else _Pass(trace=current.so_far or current.trace)
+        )
 
     def trace(self, phase: Hashable) -> list[U]:
         """Return what the pass before the current one ran, in order."""
@@ -111,22 +139,37 @@ class Order(Generic[U]):
             current.position = position
 
     def predict(
-        self, phase: Hashable, unit: U, *, sizes: Mapping[U, int], live_bytes: int, budget_bytes: int, live: Container[U] | None = None
+        self,
+        phase: Hashable,
+        unit: U,
+        *,
+        sizes: Mapping[U, int],
+        live_bytes: int,
+        budget_bytes: int,
+        live: Container[U] | None = None,
     ) -> list[U]:
-        """Return the units to prefetch after `unit`, which was recorded or runs next, in the order they will be needed.
+        """Return the units to prefetch after `unit`, which was recorded or runs next, in the
+        order they will be needed.
 
-        `sizes` are gathered bytes. `live` are the units gathered now, `unit` among them (default: it alone), with `live_bytes` in all;
-        live and predicted units together never exceed `budget_bytes`.
+        `sizes` are gathered bytes. `live` are the units gathered now, `unit` among them (default:
+        it alone), with `live_bytes` in all; live and predicted units together never exceed
+        `budget_bytes`.
         """
         start = self._after(phase, unit)
         if start is None:
             return []
         return fitting(
-            self._passes[phase].trace, start, sizes=sizes, free_bytes=budget_bytes - live_bytes, live=(unit,) if live is None else live
+            self._passes[phase].trace,
+            start,
+            sizes=sizes,
+            free_bytes=budget_bytes - live_bytes,
+            live=(unit,) if live is None else live,
         )
 
     def upcoming(self, phase: Hashable, unit: U) -> list[U]:
-        """Return what is expected to run after `unit`, repeats included, to the end of the pass: ``to_evict`` reads it."""
+        """Return what is expected to run after `unit`, repeats included, to the end of the pass:
+        ``to_evict`` reads it.
+        """
         start = self._after(phase, unit)
         return [] if start is None else self._passes[phase].trace[start:]
 

@@ -1,7 +1,9 @@
-"""Where a state may rest along a mesh axis, on which tier, and which collectives lead from one placement to another.
+"""Where a state may rest along a mesh axis, on which tier, and which collectives lead from one
+placement to another.
 
-R = replicated, S = sharded, P = partial: a sum over ranks not yet formed (DTensor's words; ZeRO, section 5, states the three stages in
-them). The mesh has two axes, (node, local); one node is the mesh (1, N). Nothing here moves a byte.
+R = replicated, S = sharded, P = partial: a sum over ranks not yet formed (DTensor's words; ZeRO,
+section 5, states the three stages in them). The mesh has two axes, (node, local); one node is the
+mesh (1, N). Nothing here moves a byte.
 """
 
 from __future__ import annotations
@@ -29,10 +31,14 @@ class Tier(Enum):
 
 
 class Scope(IntEnum):
-    """Which part of a buffer a rank holds; each contains the one before (docs/design/traffic.md)."""
+    """Which part of a buffer a rank holds; each contains the one before
+    (docs/design/traffic.md).
+    """
 
     OWN = 0  # S S: 1/(nodes x local)
-    COLUMN = 1  # R S: 1/local, the OWN parts of the ranks with one local index, one per node, side by side. On one node it is OWN
+    # R S: 1/local, the OWN parts of the ranks with one local index, one per node, side by side. On
+    # one node it is OWN
+    COLUMN = 1
     WHOLE = 2  # R R
 
 
@@ -97,7 +103,8 @@ class Cell:
 
     @property
     def scope(self) -> Scope:
-        """Which part of a state a rank holds; a partial sum (P S: of one node's ranks) as if it were whole.
+        """Which part of a state a rank holds; a partial sum (P S: of one node's ranks) as if it
+        were whole.
 
         Raises ValueError for S R: no row has it.
         """
@@ -127,7 +134,8 @@ _MOVES: dict[tuple[Placement, Placement], tuple[Move, ...]] = {
 def moves(source: Placement, target: Placement) -> tuple[Move, ...]:
     """Return the steps that lead from `source` to `target` along one axis.
 
-    Raises ValueError for a move that does not exist: a partial sum cannot be made from a finished one.
+    Raises ValueError for a move that does not exist: a partial sum cannot be made from a finished
+    one.
     """
     if source is target:
         return ()

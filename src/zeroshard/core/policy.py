@@ -1,10 +1,13 @@
-"""The table: which state rests where, for every stage of ZeRO and its relatives. A stage is a row, never a class.
+"""The table: which state rests where, for every stage of ZeRO and its relatives. A stage is a
+row, never a class.
 
-ZeRO, section 5: P_os (zero1), P_os+g (zero2), P_os+g+p (zero3); ZeRO++, section 3.2: hpz; MiCS, section 3: mics. `between` is the weight
-between a unit's forward and its backward; `grad` is the gradient between micro-batches; `optim` is the master and the moments.
+ZeRO, section 5: P_os (zero1), P_os+g (zero2), P_os+g+p (zero3); ZeRO++, section 3.2: hpz; MiCS,
+section 3: mics. `between` is the weight between a unit's forward and its backward; `grad` is the
+gradient between micro-batches; `optim` is the master and the moments.
 
-Invariant: a policy that makes no sense cannot be built. Cost functions stand here too, so that the planner, the tests and the engine read
-the same ones: ``bytes_at_rest`` (ZeRO, section 3.1 and figure 1) and ``wire_bytes`` (ZeRO, section 7).
+Invariant: a policy that makes no sense cannot be built. Cost functions stand here too, so that the
+planner, the tests and the engine read the same ones: ``bytes_at_rest`` (ZeRO, section 3.1 and
+figure 1) and ``wire_bytes`` (ZeRO, section 7).
 """
 
 from __future__ import annotations
@@ -32,32 +35,66 @@ class Cells:
     optim: Cell
 
     def __post_init__(self) -> None:
-        for name, cell in (("weight", self.weight), ("between", self.between), ("optim", self.optim)):
+        for name, cell in (
+            ("weight", self.weight),
+            ("between", self.between),
+            ("optim", self.optim),
+        ):
             if cell.is_partial:
                 raise ValueError(f"{name}={cell}: only a gradient can be a partial sum")
         if not self.weight.is_sharded and self.weight.tier is not Tier.DEVICE:
             raise ValueError(
-                f"weight={self.weight} on {self.weight.tier.value}: every rank would keep and move the whole model; weights that leave the device rest "
-                "sharded (zero3)"
+                f"weight={self.weight} on {self.weight.tier.value}: every rank would keep and move"
+                " the whole model; weights that leave the device rest sharded (zero3)"
             )
         if self.grad.is_partial and self.grad.tier is Tier.DISK:
-            raise ValueError(f"grad={self.grad} on disk: a partial sum changes at every micro-batch and cannot rest on disk")
+            raise ValueError(
+                f"grad={self.grad} on disk: a partial sum changes at every micro-batch and cannot"
+                " rest on disk"
+            )
         for axis, weight, between, grad, optim in zip(
-            ("node", "local"), self.weight.axes, self.between.axes, self.grad.axes, self.optim.axes, strict=True
+            ("node", "local"),
+            self.weight.axes,
+            self.between.axes,
+            self.grad.axes,
+            self.optim.axes,
+            strict=True,
         ):
             if grad is Placement.SHARD and optim is not Placement.SHARD:
-                raise ValueError(f"optim={self.optim} is sharded less finely than grad={self.grad} on the {axis} axis, which it reads")
+                raise ValueError(
+                    f"optim={self.optim} is sharded less finely than grad={self.grad} on the {axis}"
+                    " axis, which it reads"
+                )
             if weight is Placement.SHARD and optim is not Placement.SHARD:
-                raise ValueError(f"optim={self.optim} is sharded less finely than weight={self.weight} on the {axis} axis, which it writes")
+                raise ValueError(
+                    f"optim={self.optim} is sharded less finely than weight={self.weight} on the"
+                    f" {axis} axis, which it writes"
+                )
             if weight is Placement.REPLICATE and between is Placement.SHARD:
-                raise ValueError(f"between={self.between} is sharded more finely than weight={self.weight} on the {axis} axis")
-        for name, cell in (("weight", self.weight), ("between", self.between), ("grad", self.grad), ("optim", self.optim)):
+                raise ValueError(
+                    f"between={self.between} is sharded more finely than weight={self.weight} on"
+                    f" the {axis} axis"
+                )
+        for name, cell in (
+            ("weight", self.weight),
+            ("between", self.between),
+            ("grad", self.grad),
+            ("optim", self.optim),
+        ):
             if cell.axes == (Placement.SHARD, Placement.REPLICATE):
-                raise ValueError(f"{name}={cell}: sharded between nodes but not inside them, where the links are fast")
-        if self.weight.tier is not Tier.DEVICE and self.weight.scope is Scope.COLUMN and self.optim.scope is Scope.OWN:
+                raise ValueError(
+                    f"{name}={cell}: sharded between nodes but not inside them, where the links are"
+                    " fast"
+                )
+        if (
+            self.weight.tier is not Tier.DEVICE
+            and self.weight.scope is Scope.COLUMN
+            and self.optim.scope is Scope.OWN
+        ):
             raise ValueError(
-                f"weight={self.weight} on {self.weight.tier.value} with optim={self.optim}: what other nodes have stepped would have to be written there "
-                "after every step; take mics, or zero3"
+                f"weight={self.weight} on {self.weight.tier.value} with optim={self.optim}: what"
+                " other nodes have stepped would have to be written there after every step; take"
+                " mics, or zero3"
             )
 
 
@@ -84,44 +121,78 @@ class Policy:
     units: dict[str, Cells] = field(default_factory=dict, hash=False)
 
     def tiered(self, weight: Tier, grad: Tier, optim: Tier) -> Policy:
-        """Return this row with its states on other tiers; raises ValueError for what makes no sense, with the reason."""
+        """Return this row with its states on other tiers; raises ValueError for what makes no
+        sense, with the reason.
+        """
 
         def moved(cells: Cells) -> Cells:
-            return Cells(replace(cells.weight, tier=weight), cells.between, replace(cells.grad, tier=grad), replace(cells.optim, tier=optim))
+            return Cells(
+                replace(cells.weight, tier=weight),
+                cells.between,
+                replace(cells.grad, tier=grad),
+                replace(cells.optim, tier=optim),
+            )
 
-        return Policy(self.name, moved(self.default), {name: moved(cells) for name, cells in self.units.items()})
+        return Policy(
+            self.name,
+            moved(self.default),
+            {name: moved(cells) for name, cells in self.units.items()},
+        )
 
     @property
     def keeps_columns(self) -> bool:
         """Whether any state rests as one node's ranks together hold it."""
-        return any(Scope.COLUMN in (c.weight.scope, c.between.scope, c.grad.scope, c.optim.scope) for c in (self.default, *self.units.values()))
+        return any(
+            Scope.COLUMN in (c.weight.scope, c.between.scope, c.grad.scope, c.optim.scope)
+            for c in (self.default, *self.units.values())
+        )
 
     @property
     def sums_nodes(self) -> bool:
         """Whether gradients rest as sums of one node's ranks."""
-        return any(cells.grad.is_partial and cells.grad.scope is Scope.COLUMN for cells in (self.default, *self.units.values()))
+        return any(
+            cells.grad.is_partial and cells.grad.scope is Scope.COLUMN
+            for cells in (self.default, *self.units.values())
+        )
 
     @property
     def weights_leave_the_device(self) -> bool:
         """Whether any unit's weights rest on another tier."""
-        return any(cells.weight.tier is not Tier.DEVICE for cells in (self.default, *self.units.values()))
+        return any(
+            cells.weight.tier is not Tier.DEVICE for cells in (self.default, *self.units.values())
+        )
 
     def cells(self, unit: str = "") -> Cells:
         """Return where the states of `unit` rest."""
         return self.units.get(unit, self.default)
 
     def bytes_at_rest(
-        self, point: RestPoint, *, numel: int, mesh: Mesh, precision: Precision, moment_bytes: int = 8, unit: str = ""
+        self,
+        point: RestPoint,
+        *,
+        numel: int,
+        mesh: Mesh,
+        precision: Precision,
+        moment_bytes: int = 8,
+        unit: str = "",
     ) -> RestBytes:
         """Return the bytes per rank of `numel` trained parameters, padding excluded.
 
-        `point` is "after_step" (and zero_grad) or "between_micro_batches" (inside ``no_sync``); `moment_bytes` is what the optimizer keeps
-        per parameter (8 for Adam). Weights are their own masters in fp32 where both rest on one tier (and no update is late).
+        `point` is "after_step" (and zero_grad) or "between_micro_batches" (inside ``no_sync``);
+        `moment_bytes` is what the optimizer keeps per parameter (8 for Adam). Weights are their own
+        masters in fp32 where both rest on one tier (and no update is late).
         """
         cells = self.cells(unit)
         is_master = precision.weight_is_master and cells.weight.tier is cells.optim.tier
-        share = {name: numel / getattr(cells, name).num_shards(mesh) for name in ("weight", "grad", "optim")}
-        grad = share["grad"] * precision.accumulate.itemsize if point == "between_micro_batches" else 0.0
+        share = {
+            name: numel / getattr(cells, name).num_shards(mesh)
+            for name in ("weight", "grad", "optim")
+        }
+        grad = (
+            share["grad"] * precision.accumulate.itemsize
+            if point == "between_micro_batches"
+            else 0.0
+        )
         return RestBytes(
             weight=share["weight"] * precision.compute.itemsize,
             master=0.0 if is_master else share["optim"] * precision.master.itemsize,
@@ -140,9 +211,19 @@ class Policy:
         two_level: bool | None = None,
         unit: str = "",
     ) -> WireBytes:
-        """Return the payload per rank and step of `unit`'s `numel` parameters; see ``core.traffic.step_bytes``."""
+        """Return the payload per rank and step of `unit`'s `numel` parameters; see
+        ``core.traffic.step_bytes``.
+        """
         cells = self.cells(unit)
-        return step_bytes(cells, numel=numel, mesh=mesh, wires=wires, micro_batches=micro_batches, no_sync=no_sync, two_level=two_level)
+        return step_bytes(
+            cells,
+            numel=numel,
+            mesh=mesh,
+            wires=wires,
+            micro_batches=micro_batches,
+            no_sync=no_sync,
+            two_level=two_level,
+        )
 
 
 def _row(name: str, weight: str, between: str, grad: str, optim: str) -> Policy:

@@ -1,7 +1,8 @@
 """Which dtype each state of a trained parameter has.
 
-Mixed precision training (Micikevicius et al., 2018) keeps an fp32 master beside half-precision weights; ZeRO, section 3.1, counts its
-bytes: 2 (weight) + 4 (master) + 8 (Adam's moments), and the gradient. In fp32 the weight, or this rank's slice of it, *is* the master.
+Mixed precision training (Micikevicius et al., 2018) keeps an fp32 master beside half-precision
+weights; ZeRO, section 3.1, counts its bytes: 2 (weight) + 4 (master) + 8 (Adam's moments), and the
+gradient. In fp32 the weight, or this rank's slice of it, *is* the master.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:
-    """Return the dtype called `name` ("fp32", "bf16", "fp16"); raises ValueError naming the choices."""
+    """Return the dtype called `name` ("fp32", "bf16", "fp16"); raises ValueError naming the
+    choices.
+    """
     if isinstance(name, torch.dtype):
         name = _NAMES.get(name, str(name))
     if name not in _DTYPES:
@@ -34,8 +37,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Precision:
     """The dtypes of one training run; each may be given as a dtype or by its short name.
 
-    compute: weights, activations and gradients as autograd makes them. reduce: gradients on the wire (default: compute).
-    accumulate: gradients at rest, fp32 or compute. master: what the optimizer steps.
+    compute: weights, activations and gradients as autograd makes them. reduce: gradients on the
+    wire (default: compute). accumulate: gradients at rest, fp32 or compute. master: what the
+    optimizer steps.
     """
 
     compute: torch.dtype = torch.float32
@@ -48,9 +52,15 @@ class Precision:
             value = getattr(self, name)
             object.__setattr__(self, name, self.compute if value is None else parse_dtype(value))
         if self.master is not torch.float32:
-            raise ValueError(f"master={dtype_name(self.master)!r} is not supported: the optimizer steps fp32 masters")
+            raise ValueError(
+                f"master={dtype_name(self.master)!r} is not supported: the optimizer steps fp32"
+                " masters"
+            )
         if self.accumulate not in (torch.float32, self.compute):
-            raise ValueError(f"accumulate={dtype_name(self.accumulate)!r} must be 'fp32' or the compute dtype {dtype_name(self.compute)!r}")
+            raise ValueError(
+                f"accumulate={dtype_name(self.accumulate)!r} must be 'fp32' or the compute dtype"
+                f" {dtype_name(self.compute)!r}"
+            )
 
     @property
     def wire(self) -> torch.dtype:
@@ -59,9 +69,16 @@ class Precision:
         return self.reduce
 
     def at(self, compute: torch.dtype) -> Precision:
-        """Return these dtypes for a parameter that computes in `compute`: what was the compute dtype here is `compute` there."""
+        """Return these dtypes for a parameter that computes in `compute`: what was the compute
+        dtype here is `compute` there.
+        """
         reduce = compute if self.reduce is self.compute else self.reduce
-        return replace(self, compute=compute, reduce=reduce, accumulate=torch.float32 if self.accumulate is torch.float32 else compute)
+        return replace(
+            self,
+            compute=compute,
+            reduce=reduce,
+            accumulate=torch.float32 if self.accumulate is torch.float32 else compute,
+        )
 
     @property
     def weight_is_master(self) -> bool:
@@ -74,7 +91,12 @@ class Precision:
 
     def describe(self) -> str:
         """Return the four dtypes in one line."""
-        parts = {"compute": self.compute, "reduce": self.wire, "accumulate": self.accumulate, "master": self.master}
+        parts = {
+            "compute": self.compute,
+            "reduce": self.wire,
+            "accumulate": self.accumulate,
+            "master": self.master,
+        }
         return ", ".join(f"{name}={dtype_name(dtype)}" for name, dtype in parts.items())
 
 

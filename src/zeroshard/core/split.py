@@ -1,15 +1,18 @@
-"""Which elements of a state rest on the device and which on another tier, and in which tiles the others are stepped.
+"""Which elements of a state rest on the device and which on another tier, and in which tiles the
+others are stepped.
 
-Offload++ (Twin-Flow) steps a fraction of the optimizer state on the host and the rest on the device at the same time. Here the fraction is
-one cut through all segments laid one after another in unit order::
+Offload++ (Twin-Flow) steps a fraction of the optimizer state on the host and the rest on the device
+at the same time. Here the fraction is one cut through all segments laid one after another in unit
+order::
 
-    unit 0 | unit 1 | unit 2 | unit 3 | unit 4          fraction 0.4: the last 40% of the elements rest on the host
-    <------- device -------->|<--- other tier ---
+    unit 0 | unit 1 | unit 2 | unit 3 | unit 4          fraction 0.4: the last 40% of the elements
+    <------- device -------->|<--- other tier ---       rest on the host
 
-The end of the model goes to the other tier because its gradients come first in backward and its weights are needed last in the next forward:
-both ways over the link there is the most time.
+The end of the model goes to the other tier because its gradients come first in backward and its
+weights are needed last in the next forward: both ways over the link there is the most time.
 
-Invariant: cuts fall on multiples of `align`; the bytes off the device are the fraction's within one `align`. Pure arithmetic.
+Invariant: cuts fall on multiples of `align`; the bytes off the device are the fraction's within one
+`align`. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ __all__ = ["balanced", "splits", "tiles"]
 
 
 def splits(numels: Sequence[int], fraction: float, align: int = ALIGN) -> list[int]:
-    """Return, per segment of `numels` elements (multiples of `align`), how many of its first elements rest on the device.
+    """Return, per segment of `numels` elements (multiples of `align`), how many of its first
+    elements rest on the device.
 
     `fraction` in [0, 1] of all elements rest on the other tier.
     """
@@ -38,16 +42,21 @@ def splits(numels: Sequence[int], fraction: float, align: int = ALIGN) -> list[i
 
 
 def tiles(split: int, numel: int, tile_numel: int) -> list[Range]:
-    """Return [split, numel) cut into ranges of at most `tile_numel` elements, counted from `split`."""
+    """Return [split, numel) cut into ranges of at most `tile_numel` elements, counted from
+    `split`.
+    """
     assert tile_numel > 0 and 0 <= split <= numel, (split, numel, tile_numel)
     return [(start, min(start + tile_numel, numel)) for start in range(split, numel, tile_numel)]
 
 
 def balanced(fraction: float, device_s: float, other_s: float, *, least: float = 0.0) -> float:
-    """Return the fraction at which both sides would have taken the same time, had they gone on at the speeds of a step at `fraction`.
+    """Return the fraction at which both sides would have taken the same time, had they gone on
+    at the speeds of a step at `fraction`.
 
-    `device_s` and `other_s` are what the step of each part took. ``balanced(0.5, 1.0, 3.0) == 0.25``: three quarters at the device's speed take
-    1.5, a quarter at the other's 1.5. At least `least` (what the device has no room for) and a hundredth of either side remain, to be measured.
+    `device_s` and `other_s` are what the step of each part took.
+    ``balanced(0.5, 1.0, 3.0) == 0.25``: three quarters at the device's speed take 1.5, a quarter at
+    the other's 1.5. At least `least` (what the device has no room for) and a hundredth of either
+    side remain, to be measured.
     """
     assert 0.0 < fraction < 1.0 and device_s > 0 and other_s > 0, (fraction, device_s, other_s)
     device_speed, other_speed = (1.0 - fraction) / device_s, fraction / other_s

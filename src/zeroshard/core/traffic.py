@@ -1,8 +1,11 @@
-"""Bytes on the wire per step, as closed forms of row, mesh, bytes per element and lowering (derived in docs/design/traffic.md).
+"""Bytes on the wire per step, as closed forms of row, mesh, bytes per element and lowering
+(derived in docs/design/traffic.md).
 
-The mesh has M nodes of L ranks. A rank holds OWN 1/(M L) of a buffer, its COLUMN, 1/L, or the WHOLE; every transition is a gather or a reduce between
-two of these scopes. A transition between OWN and WHOLE is lowered flat (every rank from every rank) or in two levels, through COLUMN; `cheapest` counts.
-Invariant: engine, planner and tests read these functions. ZeRO, section 7; ZeRO++ (arXiv 2306.10209), section 3; MiCS (arXiv 2205.00119), section 3.
+The mesh has M nodes of L ranks. A rank holds OWN 1/(M L) of a buffer, its COLUMN, 1/L, or the
+WHOLE; every transition is a gather or a reduce between two of these scopes. A transition between
+OWN and WHOLE is lowered flat (every rank from every rank) or in two levels, through COLUMN;
+`cheapest` counts. Invariant: engine, planner and tests read these functions. ZeRO, section 7;
+ZeRO++ (arXiv 2306.10209), section 3; MiCS (arXiv 2205.00119), section 3.
 """
 
 from __future__ import annotations
@@ -17,7 +20,15 @@ from zeroshard.core.precision import Precision
 if TYPE_CHECKING:
     from zeroshard.core.policy import Cells
 
-__all__ = ["LinkBytes", "WireBytes", "Wires", "all_gather", "cheapest", "reduce_scatter", "step_bytes"]
+__all__ = [
+    "LinkBytes",
+    "WireBytes",
+    "Wires",
+    "all_gather",
+    "cheapest",
+    "reduce_scatter",
+    "step_bytes",
+]
 
 
 @dataclass(frozen=True)
@@ -69,8 +80,17 @@ class Wires:
     average: float = 4.0
 
     @classmethod
-    def of(cls, precision: Precision, *, weight: float | None = None, grad: float | None = None, hop: float | None = None) -> Wires:
-        """Return what travels in `precision`. `weight` and `grad` are a codec's bytes per element; `hop` is fp32's unless a codec encodes it."""
+    def of(
+        cls,
+        precision: Precision,
+        *,
+        weight: float | None = None,
+        grad: float | None = None,
+        hop: float | None = None,
+    ) -> Wires:
+        """Return what travels in `precision`. `weight` and `grad` are a codec's bytes per
+        element; `hop` is fp32's unless a codec encodes it.
+        """
         return cls(
             precision.compute.itemsize if weight is None else weight,
             precision.wire.itemsize if grad is None else grad,
@@ -78,7 +98,9 @@ class Wires:
         )
 
 
-def all_gather(mesh: Mesh, source: Scope, target: Scope, whole: float, *, two_level: bool) -> LinkBytes:
+def all_gather(
+    mesh: Mesh, source: Scope, target: Scope, whole: float, *, two_level: bool
+) -> LinkBytes:
     """Return what gathering a buffer of `whole` bytes from `source` to `target` moves."""
     if mesh.num_nodes == 1:
         source = max(source, Scope.COLUMN)
@@ -92,8 +114,11 @@ def all_gather(mesh: Mesh, source: Scope, target: Scope, whole: float, *, two_le
     return LinkBytes(inside, between)
 
 
-def reduce_scatter(mesh: Mesh, target: Scope, whole: float, hop: float, *, two_level: bool) -> LinkBytes:
-    """Return what summing whole buffers (`whole` bytes; `hop` bytes where node sums travel) into `target` moves.
+def reduce_scatter(
+    mesh: Mesh, target: Scope, whole: float, hop: float, *, two_level: bool
+) -> LinkBytes:
+    """Return what summing whole buffers (`whole` bytes; `hop` bytes where node sums travel) into
+    `target` moves.
 
     COLUMN is the sum of one node's ranks only: a partial sum (P S).
     """
@@ -112,34 +137,56 @@ def cheapest(flat: LinkBytes, two_level: LinkBytes) -> bool:
 
 
 def step_bytes(
-    cells: Cells, *, numel: int, mesh: Mesh, wires: Wires, micro_batches: int = 1, no_sync: bool = False, two_level: bool | None = None
+    cells: Cells,
+    *,
+    numel: int,
+    mesh: Mesh,
+    wires: Wires,
+    micro_batches: int = 1,
+    no_sync: bool = False,
+    two_level: bool | None = None,
 ) -> WireBytes:
-    """Return the payload per rank and step of `numel` parameters that rest as `cells` says, padding excluded.
+    """Return the payload per rank and step of `numel` parameters that rest as `cells` says,
+    padding excluded.
 
-    `micro_batches` forwards and backwards before the step; `no_sync`: all but the last ran inside ``engine.no_sync()``. `two_level` None takes
-    the cheapest lowering of each transition.
+    `micro_batches` forwards and backwards before the step; `no_sync`: all but the last ran inside
+    ``engine.no_sync()``. `two_level` None takes the cheapest lowering of each transition.
     """
     weight, between, optim = cells.weight.scope, cells.between.scope, cells.optim.scope
     psi, averages = numel * wires.weight, numel * wires.average
 
     def gather(source: Scope, target: Scope, whole: float) -> LinkBytes:
-        flat, deep = (all_gather(mesh, source, target, whole, two_level=levels) for levels in (False, True))
+        flat, deep = (
+            all_gather(mesh, source, target, whole, two_level=levels) for levels in (False, True)
+        )
         return deep if (cheapest(flat, deep) if two_level is None else two_level) else flat
 
     def reduce(target: Scope) -> LinkBytes:
-        flat, deep = (reduce_scatter(mesh, target, numel * wires.grad, numel * wires.hop, two_level=levels) for levels in (False, True))
+        flat, deep = (
+            reduce_scatter(mesh, target, numel * wires.grad, numel * wires.hop, two_level=levels)
+            for levels in (False, True)
+        )
         return deep if (cheapest(flat, deep) if two_level is None else two_level) else flat
 
     gathers = (gather(weight, Scope.WHOLE, psi) + gather(between, Scope.WHOLE, psi)) * micro_batches
-    held_back = micro_batches - 1 if no_sync and cells.grad.is_partial else 0  # micro-batches whose sums over ranks wait for the last
+    # micro-batches whose sums over ranks wait for the last
+    held_back = micro_batches - 1 if no_sync and cells.grad.is_partial else 0
     inside = reduce(Scope.COLUMN) if cells.grad.local is Placement.SHARD else LinkBytes()
-    reduces = inside * held_back + _whole_sum(cells, mesh, wires, numel, reduce) * (micro_batches - held_back)
+    reduces = inside * held_back + _whole_sum(cells, mesh, wires, numel, reduce) * (
+        micro_batches - held_back
+    )
     publish = gather(Scope.OWN, optim, averages) + gather(optim, weight, psi)
     return WireBytes(gathers, reduces, publish)
 
 
-def _whole_sum(cells: Cells, mesh: Mesh, wires: Wires, numel: int, reduce: Callable[[Scope], LinkBytes]) -> LinkBytes:
-    """Return what one sum over all ranks moves: node sums that exist already take the second level only with them."""
+def _whole_sum(
+    cells: Cells, mesh: Mesh, wires: Wires, numel: int, reduce: Callable[[Scope], LinkBytes]
+) -> LinkBytes:
+    """Return what one sum over all ranks moves: node sums that exist already take the second
+    level only with them.
+    """
     if cells.grad.is_partial and cells.grad.local is Placement.SHARD:
-        return reduce_scatter(mesh, Scope.OWN, numel * wires.grad, numel * wires.hop, two_level=True)
+        return reduce_scatter(
+            mesh, Scope.OWN, numel * wires.grad, numel * wires.hop, two_level=True
+        )
     return reduce(Scope.OWN)

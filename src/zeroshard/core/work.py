@@ -1,4 +1,6 @@
-"""Something under way: the one protocol of whatever is started now and waited for later, on the wire (comm) or between tiers (tier)."""
+"""Something under way: the one protocol of whatever is started now and waited for later, on the
+wire (comm) or between tiers (tier).
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ class Work(Protocol):
     """Something under way."""
 
     def wait(self) -> None:
-        """Return when the result is valid (on accelerators: in the order of the current stream). Idempotent.
+        """Return when the result is valid (on accelerators: in the order of the current stream).
+        Idempotent.
 
-        Raises what went wrong: of a collective, StallError naming the operation's key and the ranks awaited after the transport's
-        ``stall_timeout_s``, and PeerLostError when such a rank has ended; of a copy to or from a tier, StorageError naming file and tensor.
+        Raises what went wrong: of a collective, StallError naming the operation's key and the ranks
+        awaited after the transport's ``stall_timeout_s``, and PeerLostError when such a rank has
+        ended; of a copy to or from a tier, StorageError naming file and tensor.
         """
 
     def done(self) -> bool:

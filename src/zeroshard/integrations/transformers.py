@@ -1,14 +1,18 @@
-"""Transformers' Trainer on zeroshard: ``ZeroTrainer`` instead of ``Trainer``, and nothing else changes.
+"""Transformers' Trainer on zeroshard: ``ZeroTrainer`` instead of ``Trainer``, and nothing else
+changes.
 
-    trainer = ZeroTrainer(model=model, args=arguments, train_dataset=data, zero="zero.json")      # or zero=zs.Config(stage=3), {"stage": 2}
+    trainer = ZeroTrainer(model=model, args=arguments, train_dataset=data, zero="zero.json")
+    # or zero=zs.Config(stage=3), zero={"stage": 2}
     trainer.train()
 
-The Trainer lets a subclass wrap the model (``_wrap_model``) and then leaves its preparation alone. The model is sharded in place, so
-``trainer.model`` stays the model; what the Trainer calls in the loop is a thin module around it that knows ``no_sync``, which Accelerate
-looks for in accumulation. Clipping, saving and resuming go through the engine.
+The Trainer lets a subclass wrap the model (``_wrap_model``) and then leaves its preparation alone.
+The model is sharded in place, so ``trainer.model`` stays the model; what the Trainer calls in the
+loop is a thin module around it that knows ``no_sync``, which Accelerate looks for in accumulation.
+Clipping, saving and resuming go through the engine.
 
-A Trainer checkpoint holds the whole weights in Transformers' format, and in ``zeroshard/`` a checkpoint of ours (masters, optimizer, schedule), which
-resumes on any number of ranks and any stage. Evaluation before any training runs the plain model.
+A Trainer checkpoint holds the whole weights in Transformers' format, and in ``zeroshard/`` a
+checkpoint of ours (masters, optimizer, schedule), which resumes on any number of ranks and any
+stage. Evaluation before any training runs the plain model.
 """
 
 from __future__ import annotations
@@ -28,7 +32,9 @@ _OURS = "zeroshard"  # the directory of our checkpoint within the Trainer's
 
 
 class _Wrapped(nn.Module):
-    """What the training loop calls: the sharded model, with the engine's ``no_sync``; it answers for the model's own attributes, too."""
+    """What the training loop calls: the sharded model, with the engine's ``no_sync``; it answers
+    for the model's own attributes, too.
+    """
 
     def __init__(self, model: nn.Module, engine: zs.Engine) -> None:
         super().__init__()
@@ -42,11 +48,14 @@ class _Wrapped(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)  # config, is_gradient_checkpointing, generate, ...: TRL asks for them
+            # config, is_gradient_checkpointing, generate, ...: TRL asks for them
+            return getattr(super().__getattr__("module"), name)
 
 
 class _Steps:
-    """What Accelerate asks whether the last step was skipped, in which case the Trainer leaves the learning rate as it is."""
+    """What Accelerate asks whether the last step was skipped, in which case the Trainer leaves
+    the learning rate as it is.
+    """
 
     def __init__(self, engine: zs.Engine) -> None:
         self._engine = engine
@@ -61,23 +70,31 @@ class _Steps:
 class ZeroTrainer(Trainer):
     """A Trainer that trains sharded.
 
-    `zero` says how: a ``zeroshard.Config``, a dict of its keywords, or a path to JSON of either zeroshard's or DeepSpeed's form (default: stage
-    3). Precision comes from it (fp16 only from it), or from ``args.bf16``; batch sizes and clipping that it names must be those of `args`.
-    Raises ConfigError where the two contradict each other, and for ``args.fp16``, whose GradScaler would scale a second time.
+    `zero` says how: a ``zeroshard.Config``, a dict of its keywords, or a path to JSON of either
+    zeroshard's or DeepSpeed's form (default: stage 3). Precision comes from it (fp16 only from it),
+    or from ``args.bf16``; batch sizes and clipping that it names must be those of `args`. Raises
+    ConfigError where the two contradict each other, and for ``args.fp16``, whose GradScaler would
+    scale a second time.
     """
 
-    def __init__(self, *args: Any, zero: zs.Config | dict[str, Any] | str | Path | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, zero: zs.Config | dict[str, Any] | str | Path | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.engine: zs.Engine | None = None
         self._wrapped: _Wrapped | None = None
         self._zero = _settled(zs.Config.read(zero), self.args)
 
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+    def _wrap_model(
+        self, model: nn.Module, training: bool = True, dataloader: Any = None
+    ) -> nn.Module:
         if self.engine is None:
             if not training:
                 return model
             optimizer = self.optimizer
-            assert isinstance(optimizer, torch.optim.Optimizer), "the Trainer makes the optimizer before it wraps the model"
+            assert isinstance(optimizer, torch.optim.Optimizer), (
+                "the Trainer makes the optimizer before it wraps the model"
+            )
             assert isinstance(self.model, nn.Module)
             self.engine = zs.shard(self.model, optimizer, config=self._zero, sync_from=0)
             self._wrapped = _Wrapped(self.model, self.engine)
@@ -114,7 +131,12 @@ class ZeroTrainer(Trainer):
         if self.engine is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        zs.save(Path(output_dir) / _OURS, self.engine, step=self.state.global_step, states=self._states())
+        zs.save(
+            Path(output_dir) / _OURS,
+            self.engine,
+            step=self.state.global_step,
+            states=self._states(),
+        )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self.engine is None or checkpoint is None:
@@ -127,25 +149,41 @@ class ZeroTrainer(Trainer):
 
 
 def _settled(config: zs.Config, args: Any) -> zs.Config:
-    """Return `config` with what it leaves open taken from the TrainingArguments; raise ConfigError where they contradict each other."""
+    """Return `config` with what it leaves open taken from the TrainingArguments; raise
+    ConfigError where they contradict each other.
+    """
     if args.fp16:
-        raise zs.ConfigError("args.fp16 brings a GradScaler of its own: leave it out, and say precision='fp16' in the configuration")
+        raise zs.ConfigError(
+            "args.fp16 brings a GradScaler of its own: leave it out, and say precision='fp16' in"
+            " the configuration"
+        )
     for name in ("fsdp", "deepspeed"):
         if getattr(args, name, None):
-            raise zs.ConfigError(f"args.{name} has no effect under ZeroTrainer, which shards the model itself: leave it out, and say how in zero=")
+            raise zs.ConfigError(
+                f"args.{name} has no effect under ZeroTrainer, which shards the model itself: leave"
+                " it out, and say how in zero="
+            )
     given = config.model_fields_set
     if args.bf16 and "precision" in given and config.precision != "bf16":
-        raise zs.ConfigError(f"args.bf16 is on, but the configuration says precision={config.precision!r}: make them agree, or leave one out")
+        raise zs.ConfigError(
+            f"args.bf16 is on, but the configuration says precision={config.precision!r}: make them"
+            " agree, or leave one out"
+        )
     pairs = {
         "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "train_batch_size": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        "train_batch_size": (
+            args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        ),
         "gradient_clipping": args.max_grad_norm,
     }
     for name, value in pairs.items():
         mine = getattr(config, name)
         if mine is not None and mine != value:
-            raise zs.ConfigError(f"{name}={mine} in the configuration contradicts the training arguments, which say {value}: make them agree, or use 'auto'")
+            raise zs.ConfigError(
+                f"{name}={mine} in the configuration contradicts the training arguments, which say"
+                f" {value}: make them agree, or use 'auto'"
+            )
     changes: dict[str, Any] = {"gradient_clipping": None}  # the Trainer clips
     if "precision" not in given and args.bf16:
         changes["precision"] = "bf16"

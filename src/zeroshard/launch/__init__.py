@@ -1,7 +1,8 @@
 """The command line: the ``zeroshard`` program and what it starts.
 
-Reading order: ``cli.py`` (commands and exit codes), ``options.py`` (what ``zeroshard run`` takes), ``run.py`` (the launcher, on
-``torch.distributed.run``), ``supervisor.py`` (which rank failed first), ``worker.py`` (what stands between the launcher and a script).
+Reading order: ``cli.py`` (commands and exit codes), ``options.py`` (what ``zeroshard run`` takes),
+``run.py`` (the launcher, on ``torch.distributed.run``), ``supervisor.py`` (which rank failed
+first), ``worker.py`` (what stands between the launcher and a script).
 
 Invariant: ``--help``, ``--version`` and usage errors never import torch.
 """

@@ -1,6 +1,8 @@
-"""``zeroshard checkpoint``: what is in a checkpoint, whether it is whole, and the way to other libraries' formats and back.
+"""``zeroshard checkpoint``: what is in a checkpoint, whether it is whole, and the way to other
+libraries' formats and back.
 
-``show`` reads manifests only. ``verify`` reads every byte and lists all that is wrong. ``export`` and ``import`` never change their source.
+``show`` reads manifests only. ``verify`` reads every byte and lists all that is wrong. ``export``
+and ``import`` never change their source.
 
 What it does not do: import torch before a command needs it (``show`` never does).
 """
@@ -25,12 +27,26 @@ __all__ = ["add_parser"]
 EXPORTS = ("hf", "torch", "dcp")
 IMPORTS = ("auto", "torch", "hf", "dcp", "deepspeed")
 DTYPES = ("fp32", "bf16", "fp16")
-_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS = {
+    "": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
 
 
 def add_parser(commands: Any) -> None:
-    """Add ``checkpoint`` with its subcommands to what ``ArgumentParser.add_subparsers`` returned."""
-    checkpoint = commands.add_parser("checkpoint", help="show, verify, export and import checkpoints")
+    """Add ``checkpoint`` with its subcommands to what ``ArgumentParser.add_subparsers``
+    returned.
+    """
+    checkpoint = commands.add_parser(
+        "checkpoint", help="show, verify, export and import checkpoints"
+    )
     kinds = checkpoint.add_subparsers(dest="checkpoint", metavar="WHAT", required=True)
     show = kinds.add_parser("show", help="what is in a checkpoint")
     _add_source(show, "DIR")
@@ -51,16 +67,30 @@ def _add_export(kinds: Any) -> None:
         epilog="example:\n  zeroshard checkpoint export runs/gpt exported --to hf --dtype bf16",
     )
     _add_source(export, "SRC")
-    export.add_argument("out", type=Path, metavar="OUT", help="what to write: a directory, or a file for torch; it must not be there yet")
+    export.add_argument(
+        "out",
+        type=Path,
+        metavar="OUT",
+        help="what to write: a directory, or a file for torch; it must not be there yet",
+    )
     export.add_argument(
         "--to",
         choices=EXPORTS,
         required=True,
-        help="hf: safetensors for from_pretrained; torch: one file for torch.load; dcp: a directory for torch.distributed.checkpoint",
+        help=(
+            "hf: safetensors for from_pretrained; torch: one file for torch.load; dcp: a directory"
+            " for torch.distributed.checkpoint"
+        ),
     )
-    export.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: as they were saved)")
     export.add_argument(
-        "--max-shard-size", type=_size, default=5 * 10**9, metavar="SIZE", help="with hf, of each file, like 5GB or 500MiB (default: 5GB)"
+        "--dtype", choices=DTYPES, help="of the parameters (default: as they were saved)"
+    )
+    export.add_argument(
+        "--max-shard-size",
+        type=_size,
+        default=5 * 10**9,
+        metavar="SIZE",
+        help="with hf, of each file, like 5GB or 500MiB (default: 5GB)",
     )
     export.set_defaults(handler=_export)
 
@@ -73,9 +103,25 @@ def _add_import(kinds: Any) -> None:
         epilog="example:\n  zeroshard checkpoint import deepspeed_run runs/gpt",
     )
     parser.add_argument("source", type=Path, metavar="SRC", help="a file, or a directory")
-    parser.add_argument("out", type=Path, metavar="OUT_DIR", help="the directory of checkpoints in which the step is written")
-    parser.add_argument("--from", dest="format", choices=IMPORTS, default="auto", help="what SRC is (default: auto, what it looks like)")
-    parser.add_argument("--step", type=_count, metavar="N", help="number of the step that is written (default: what SRC says, or 0)")
+    parser.add_argument(
+        "out",
+        type=Path,
+        metavar="OUT_DIR",
+        help="the directory of checkpoints in which the step is written",
+    )
+    parser.add_argument(
+        "--from",
+        dest="format",
+        choices=IMPORTS,
+        default="auto",
+        help="what SRC is (default: auto, what it looks like)",
+    )
+    parser.add_argument(
+        "--step",
+        type=_count,
+        metavar="N",
+        help="number of the step that is written (default: what SRC says, or 0)",
+    )
     parser.add_argument(
         "--buffers",
         type=lambda text: text.split(","),
@@ -84,14 +130,18 @@ def _add_import(kinds: Any) -> None:
         help="names of tensors that are buffers, where SRC does not say, like '*.inv_freq'",
     )
     parser.add_argument(
-        "--optimizer", metavar="CLASS", help="class of the optimizer, where SRC does not say (default: AdamW for Adam's states)"
+        "--optimizer",
+        metavar="CLASS",
+        help="class of the optimizer, where SRC does not say (default: AdamW for Adam's states)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler=_import)
 
 
 def _add_source(parser: argparse.ArgumentParser, name: str) -> None:
-    parser.add_argument("source", type=Path, metavar=name, help="a directory of checkpoints, or one step in it")
+    parser.add_argument(
+        "source", type=Path, metavar=name, help="a directory of checkpoints, or one step in it"
+    )
     parser.add_argument("--step", type=_count, metavar="N", help="which step (default: the newest)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -124,7 +174,9 @@ def _choose(source: Path, step: int | None) -> Path:
         raise UsageError(f"{source} is a file; a checkpoint is a directory")
     if is_step(source):
         if step is not None:
-            raise UsageError(f"{source} is one step already: --step goes with the directory above it")
+            raise UsageError(
+                f"{source} is one step already: --step goes with the directory above it"
+            )
         return source.resolve()
     steps = list_steps(source)
     if not steps:
@@ -137,7 +189,10 @@ def _choose(source: Path, step: int | None) -> Path:
 def _numbers(steps: list[int]) -> str:
     """Return at most six numbers in words."""
     if len(steps) > 6:
-        return f"{', '.join(map(str, steps[:3]))}, ... {', '.join(map(str, steps[-2:]))} ({len(steps)} in all)"
+        return (
+            f"{', '.join(map(str, steps[:3]))}, ... {', '.join(map(str, steps[-2:]))} ({len(steps)}"
+            " in all)"
+        )
     return ", ".join(map(str, steps))
 
 
@@ -148,8 +203,15 @@ def _progress(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task(what, total=num_bytes)
         yield lambda count: bar.advance(task, count)
 
@@ -189,8 +251,13 @@ def _print_summary(summary: dict[str, Any]) -> None:
         "written by": f"{summary['written_by']}, {summary['world']} rank(s), {summary['policy']}",
         "precision": summary["precision"],
         "size": f"{decimal(summary['bytes'])} in {len(summary['files'])} file(s)",
-        "parameters": f"{parameters['count']}, {parameters['elements']:,} elements ({parameters['trained']} trained, {parameters['tied']} tied)",
-        "optimizer": "none" if optimizer is None else f"{optimizer['class']}, {len(groups)} param group(s)",
+        "parameters": (
+            f"{parameters['count']}, {parameters['elements']:,} elements ({parameters['trained']}"
+            f" trained, {parameters['tied']} tied)"
+        ),
+        "optimizer": (
+            "none" if optimizer is None else f"{optimizer['class']}, {len(groups)} param group(s)"
+        ),
         "states": "; ".join(f"{name} ({how})" for name, how in summary["states"].items()),
     }
     console = Console(soft_wrap=True)
@@ -200,9 +267,13 @@ def _print_summary(summary: dict[str, Any]) -> None:
     for title, rows in (("tensors", summary["tensors"]), ("files", summary["files"])):
         table = Table(title=title, title_justify="left")
         for key in rows[0] if rows else ():
-            table.add_column(key, justify="right" if key in ("bytes", "tensors") else "left", no_wrap=True)
+            table.add_column(
+                key, justify="right" if key in ("bytes", "tensors") else "left", no_wrap=True
+            )
         for row in rows:
-            table.add_row(*(decimal(value) if key == "bytes" else str(value) for key, value in row.items()))
+            table.add_row(
+                *(decimal(value) if key == "bytes" else str(value) for key, value in row.items())
+            )
         if rows:
             console.print(table)
 
@@ -215,7 +286,10 @@ def _verify(arguments: argparse.Namespace) -> int:
     from zeroshard.checkpoint.summary import is_step
 
     if arguments.all and (arguments.step is not None or is_step(arguments.source)):
-        raise UsageError("--all means every step of a directory of checkpoints: it goes neither with --step nor with one step")
+        raise UsageError(
+            "--all means every step of a directory of checkpoints: it goes neither with --step nor"
+            " with one step"
+        )
     chosen = _choose(arguments.source, arguments.step)
     paths = list(list_steps(arguments.source).values()) if arguments.all else [chosen]
     results = [_verify_step(path) for path in paths]
@@ -229,8 +303,14 @@ def _verify(arguments: argparse.Namespace) -> int:
         return 0
     names = ", ".join(result["path"] for result in results if result["damage"])
     if all(damage["unreadable"] for damage in wrong):
-        raise OSError(f"{names}: {len(wrong)} place(s) could not be read, so nobody knows whether they are right")
-    raise CheckpointError(f"{names}: damaged in {len(wrong)} place(s); load(fallback='previous') passes over such a step")
+        raise OSError(
+            f"{names}: {len(wrong)} place(s) could not be read, so nobody knows whether they are"
+            " right"
+        )
+    raise CheckpointError(
+        f"{names}: damaged in {len(wrong)} place(s); load(fallback='previous') passes over such a"
+        " step"
+    )
 
 
 def _verify_step(path: Path) -> dict[str, Any]:
@@ -243,14 +323,22 @@ def _verify_step(path: Path) -> dict[str, Any]:
         num_bytes, num_files = 0, 0
     with _progress(f"verify {path.name}", num_bytes) as progress:
         damage = verify(path, progress)
-    return {"path": str(path), "bytes": num_bytes, "files": num_files, "damage": [asdict(one) for one in damage]}
+    return {
+        "path": str(path),
+        "bytes": num_bytes,
+        "files": num_files,
+        "damage": [asdict(one) for one in damage],
+    }
 
 
 def _print_result(result: dict[str, Any]) -> None:
     from rich.filesize import decimal
 
     if not result["damage"]:
-        print(f"{result['path']}: every byte is right ({decimal(result['bytes'])} in {result['files']} file(s))")
+        print(
+            f"{result['path']}: every byte is right ({decimal(result['bytes'])} in"
+            f" {result['files']} file(s))"
+        )
     for damage in result["damage"]:
         print(damage["what"])
 
@@ -266,11 +354,20 @@ def _export(arguments: argparse.Namespace) -> int:
     path = _choose(arguments.source, arguments.step)
     manifest = read_manifest(path)
     read = [
-        entry.num_bytes for entry in manifest.tensors if entry.kind == "value" or (arguments.to != "hf" and entry.kind.startswith("state."))
+        entry.num_bytes
+        for entry in manifest.tensors
+        if entry.kind == "value" or (arguments.to != "hf" and entry.kind.startswith("state."))
     ]
     dtype = None if arguments.dtype is None else parse_dtype(arguments.dtype)
     with _progress(f"export {path.name}", sum(read)) as progress:
-        export(path, arguments.out, arguments.to, dtype=dtype, max_shard_bytes=arguments.max_shard_size, progress=progress)
+        export(
+            path,
+            arguments.out,
+            arguments.to,
+            dtype=dtype,
+            max_shard_bytes=arguments.max_shard_size,
+            progress=progress,
+        )
     files = sorted(arguments.out.iterdir()) if arguments.out.is_dir() else [arguments.out]
     num_bytes = sum(file.stat().st_size for file in files)
     if arguments.json:
@@ -284,9 +381,15 @@ def _export(arguments: argparse.Namespace) -> int:
             }
         )
     else:
-        print(f"{arguments.out}: step {manifest.step} of {path.parent}, {num_bytes} bytes in {len(files)} file(s)")
+        print(
+            f"{arguments.out}: step {manifest.step} of {path.parent}, {num_bytes} bytes in"
+            f" {len(files)} file(s)"
+        )
         if arguments.to == "hf":
-            print("config.json is not among them, since a checkpoint does not hold it: copy the model's beside the weights for from_pretrained()")
+            print(
+                "config.json is not among them, since a checkpoint does not hold it: copy the"
+                " model's beside the weights for from_pretrained()"
+            )
     return 0
 
 
@@ -304,7 +407,11 @@ def _import(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(asdict(done) | {"path": str(done.path)})
         return 0
-    optimizer = f"with the state of {done.optimizer}" if done.optimizer else "without an optimizer's state: load it with strict=False"
+    optimizer = (
+        f"with the state of {done.optimizer}"
+        if done.optimizer
+        else "without an optimizer's state: load it with strict=False"
+    )
     print(f"{done.path}: {done.num_parameters} parameters, {done.num_bytes} bytes, {optimizer}")
     for note in done.notes:
         sys.stderr.write(f"zeroshard: {note}\n")

@@ -1,7 +1,9 @@
-"""The ``zeroshard`` program: which command runs, and how errors end (one line on stderr, the exit code of the contract).
+"""The ``zeroshard`` program: which command runs, and how errors end (one line on stderr, the
+exit code of the contract).
 
-A command is a parser with a ``handler`` default, a function from the parsed arguments to the exit code; it imports what it needs when it
-runs, so that ``--help``, ``--version`` and usage errors answer at once.
+A command is a parser with a ``handler`` default, a function from the parsed arguments to the exit
+code; it imports what it needs when it runs, so that ``--help``, ``--version`` and usage errors
+answer at once.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ EXIT_USAGE, EXIT_INTERNAL, EXIT_IO, EXIT_INTERRUPTED = 2, 70, 74, 130
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit code; ``--help``, ``--version`` and usage errors end through SystemExit."""
+    """Run the command line and return the exit code; ``--help``, ``--version`` and usage errors
+    end through SystemExit.
+    """
     arguments = sys.argv[1:] if argv is None else argv
     try:
         return _dispatch(arguments)
@@ -56,7 +60,9 @@ def _build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         epilog="example:\n  zeroshard run --nproc 2 examples/train_gpt.py",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error of ours")
+    parser.add_argument(
+        "--debug", action="store_true", help="show the traceback of an error of ours"
+    )
     parser.add_argument("--version", action="version", version=f"zeroshard {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LineParser)
     run_parser = commands.add_parser("run", help="start a script on every rank", allow_abbrev=False)

@@ -1,11 +1,13 @@
-"""What a job may leave behind: processes that a rank has started, and the launcher's directory when the launcher itself is killed.
+"""What a job may leave behind: processes that a rank has started, and the launcher's directory
+when the launcher itself is killed.
 
-Run as ``python leftovers.py DIRECTORY``, beside the launcher, with a pipe from it as stdin. The pipe closes when the launcher ends, however it
-ends; then whatever is left of the ranks' sessions is killed and the directory removed. (The ranks themselves die with the launcher, see
-``worker.py``; after an orderly end there is nothing to do.)
+Run as ``python leftovers.py DIRECTORY``, beside the launcher, with a pipe from it as stdin. The
+pipe closes when the launcher ends, however it ends; then whatever is left of the ranks' sessions is
+killed and the directory removed. (The ranks themselves die with the launcher, see ``worker.py``;
+after an orderly end there is nothing to do.)
 
-Invariant: only processes of sessions that our ranks lead are ended; a process that has made a session of its own is no longer the rank's.
-Standard library only.
+Invariant: only processes of sessions that our ranks lead are ended; a process that has made a
+session of its own is no longer the rank's. Standard library only.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class Janitor:
     def __init__(self, directory: str) -> None:
         command = [sys.executable, "-I", "-S", __file__, directory]
         null = subprocess.DEVNULL
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
+        )
 
     def close(self) -> None:
         """End it; the directory has been removed."""
@@ -37,7 +41,9 @@ class Janitor:
 
 
 def end_sessions(leaders: Iterable[int]) -> None:
-    """Kill every process in the sessions of `leaders`, process ids of ours that have ended; not the leaders."""
+    """Kill every process in the sessions of `leaders`, process ids of ours that have ended; not
+    the leaders.
+    """
     sessions = set(leaders)
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) in sessions:

@@ -1,11 +1,15 @@
-"""How the ranks of one host find each other, without anything that other hosts can reach and nothing that is unpickled.
+"""How the ranks of one host find each other, without anything that other hosts can reach and
+nothing that is unpickled.
 
-torch's own rendezvous on one host opens two TCP stores that listen on all addresses, and its agent unpickles from one of them what anybody may
-write there. Here the agent keeps its notes in its own memory. For the ranks it opens one TCP store, on loopback alone, which is what
-``init_process_group()`` looks for under MASTER_ADDR and MASTER_PORT; ``zeroshard.init_distributed()`` does not even use that, but a file in
-the launcher's private directory (``core/launched.py``).
+torch's own rendezvous on one host opens two TCP stores that listen on all addresses, and its agent
+unpickles from one of them what anybody may write there. Here the agent keeps its notes in its own
+memory. For the ranks it opens one TCP store, on loopback alone, which is what
+``init_process_group()`` looks for under MASTER_ADDR and MASTER_PORT;
+``zeroshard.init_distributed()`` does not even use that, but a file in the launcher's private
+directory (``core/launched.py``).
 
-Invariant: one agent, one group of ranks, a new store for each start of the group. Several hosts use torch's rendezvous.
+Invariant: one agent, one group of ranks, a new store for each start of the group. Several hosts use
+torch's rendezvous.
 """
 
 from __future__ import annotations
@@ -14,7 +18,12 @@ import socket
 from typing import Any
 
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
 from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 
 __all__ = ["BACKEND", "LOOPBACK", "OneHost", "register"]
@@ -24,7 +33,9 @@ LOOPBACK = "127.0.0.1"
 
 
 class OneHost(RendezvousHandler):
-    """torch's protocol between an agent and the others, where there are no others. `port` 0: a free one, a new one for each start."""
+    """torch's protocol between an agent and the others, where there are no others. `port` 0: a
+    free one, a new one for each start.
+    """
 
     def __init__(self, run_id: str, port: int) -> None:
         self._run_id = run_id
@@ -46,7 +57,9 @@ class OneHost(RendezvousHandler):
             listener.bind((LOOPBACK, self._port))
             port = listener.getsockname()[1]
             descriptor = listener.detach()  # the store's from now on
-        self._store_of_ranks = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+        self._store_of_ranks = TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+        )
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, port))
 
     def is_closed(self) -> bool:

@@ -1,7 +1,9 @@
-"""What ``zeroshard run`` takes: its own options, those of torchrun, then the script and, byte for byte, the script's arguments.
+"""What ``zeroshard run`` takes: its own options, those of torchrun, then the script and, byte
+for byte, the script's arguments.
 
-torch's own parser could do this, but importing it takes seconds and a usage error must not. So the names of torchrun's options and whether
-they take a value stand here, as data; a test compares the table with the parser of the installed torch.
+torch's own parser could do this, but importing it takes seconds and a usage error must not. So the
+names of torchrun's options and whether they take a value stand here, as data; a test compares the
+table with the parser of the installed torch.
 """
 
 from __future__ import annotations
@@ -15,7 +17,16 @@ import sys
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-__all__ = ["REFUSED", "TORCHRUN_FLAGS", "TORCHRUN_VALUES", "LineParser", "RunOptions", "UsageError", "add_run_options", "parse_run"]
+__all__ = [
+    "REFUSED",
+    "TORCHRUN_FLAGS",
+    "TORCHRUN_VALUES",
+    "LineParser",
+    "RunOptions",
+    "UsageError",
+    "add_run_options",
+    "parse_run",
+]
 
 DEFAULT_GRACE_S = 3
 
@@ -42,10 +53,14 @@ TORCHRUN_VALUES = {
     "--logs-specs": "torchrun.logs_specs entry point",
     "--numa-binding": "bind each rank near its GPU: node, socket, exclusive, core-complex",
     "--signals-to-handle": "signals to pass on to the ranks",
-    "--shutdown-timeout": f"seconds that ranks have to end after a failure, then SIGKILL (default {DEFAULT_GRACE_S})",
+    "--shutdown-timeout": (
+        f"seconds that ranks have to end after a failure, then SIGKILL (default {DEFAULT_GRACE_S})"
+    ),
 }
 TORCHRUN_FLAGS = {
-    "--standalone": "one node, a free port (the default unless a rendezvous, a master or nodes are named)",
+    "--standalone": (
+        "one node, a free port (the default unless a rendezvous, a master or nodes are named)"
+    ),
     "--module": "the script is a module's name, as in python -m",
     "--no-python": "the script is a program to be started directly",
     "--virtual-local-rank": "LOCAL_RANK is 0 everywhere and each rank sees its own GPU only",
@@ -53,12 +68,21 @@ TORCHRUN_FLAGS = {
 SHORT = {"-m": "--module", "-t": "--tee", "-r": "--redirects"}
 REFUSED = {
     "--run-path": "each rank always gets an interpreter of its own, in which the script runs",
-    "--start-method": "it only matters for functions, and scripts are always started as fresh processes",
+    "--start-method": (
+        "it only matters for functions, and scripts are always started as fresh processes"
+    ),
 }
 OWN_VALUES = ("--nproc", "--nproc-per-node", "--stall-timeout")
 OWN_FLAGS = ("--debug", "--help", "-h")
 NPROC_WORDS = ("auto", "cpu", "gpu", "xpu")
-PLACES_THE_JOB = ("--nnodes", "--node-rank", "--master-addr", "--master-port", "--rdzv-backend", "--rdzv-endpoint")
+PLACES_THE_JOB = (
+    "--nnodes",
+    "--node-rank",
+    "--master-addr",
+    "--master-port",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+)
 ONE_HOST = {  # what says nothing else than the default
     "--nnodes": ("1", "1:1"),
     "--node-rank": ("0",),
@@ -82,7 +106,9 @@ class LineParser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """A parsed ``zeroshard run`` line. ``torchrun`` are torchrun's options as they were given; ``kind`` is script, module or command."""
+    """A parsed ``zeroshard run`` line. ``torchrun`` are torchrun's options as they were given;
+    ``kind`` is script, module or command.
+    """
 
     script: str
     args: list[str] = field(default_factory=list)
@@ -92,7 +118,8 @@ class RunOptions:
     standalone: bool = True  # all ranks are on this host
     port: int = 0  # where they meet then, 0: a free one
     grace_s: float = DEFAULT_GRACE_S
-    stall_s: float | None = None  # end the job when no rank has made progress for so long; None: say it, and go on
+    # end the job when no rank has made progress for so long; None: say it, and go on
+    stall_s: float | None = None
     debug: bool = False
 
 
@@ -100,18 +127,29 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``zeroshard run`` on the parser, which also makes its ``--help``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "%(prog)s [--nproc N] [torchrun options] script.py ..."
-    parser.description = "Start one process per rank, end them all when one fails, and show the first failure last."
+    parser.description = (
+        "Start one process per rank, end them all when one fails, and show the first failure last."
+    )
     parser.epilog = EXAMPLE
     parser.add_argument(
-        "--nproc", "--nproc-per-node", metavar="N", help="ranks here: a number, auto, cpu or gpu (default: one per GPU, else 1)"
+        "--nproc",
+        "--nproc-per-node",
+        metavar="N",
+        help="ranks here: a number, auto, cpu or gpu (default: one per GPU, else 1)",
     )
     parser.add_argument(
         "--stall-timeout",
         metavar="SECONDS",
-        help="end the job, with the stacks of every rank, when no rank has made progress (a forward, a step) for so long; 0: never look "
-        "(default: show the stacks after 600 s, and go on)",
+        help=(
+            "end the job, with the stacks of every rank, when no rank has made progress (a forward,"
+            " a step) for so long; 0: never look (default: show the stacks after 600 s, and go on)"
+        ),
     )
-    parser.add_argument("--debug", action="store_true", help="show the log of torch's launcher and our own tracebacks")
+    parser.add_argument(
+        "--debug",
+        action="store_true",
+        help="show the log of torch's launcher and our own tracebacks",
+    )
     group = parser.add_argument_group("torchrun options")
     short = {long: name for name, long in SHORT.items()}
     for name, text in TORCHRUN_VALUES.items():
@@ -136,12 +174,18 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
         raise UsageError("--module and --no-python exclude each other")
     kind = "module" if given.module else "command" if given.no_python else "script"
     _check_target(kind, rest[0])
-    places = {name: getattr(given, _dest(name)) or _from_environment(name) for name in PLACES_THE_JOB}
+    places = {
+        name: getattr(given, _dest(name)) or _from_environment(name) for name in PLACES_THE_JOB
+    }
     named = [name for name, value in places.items() if value is not None]
     if given.standalone and named:
         raise UsageError(f"--standalone and {named[0]} exclude each other")
     _check_port(given)
-    one_host = all(value is None or value in ONE_HOST.get(name, ()) for name, value in places.items() if name != "--master-port")
+    one_host = all(
+        value is None or value in ONE_HOST.get(name, ())
+        for name, value in places.items()
+        if name != "--master-port"
+    )
     return RunOptions(
         script=rest[0],
         args=rest[1:],
@@ -151,18 +195,27 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
         standalone=one_host,
         port=_port(places["--master-port"]) if one_host else 0,
         grace_s=_seconds("--shutdown-timeout", given.shutdown_timeout, DEFAULT_GRACE_S),
-        stall_s=None if given.stall_timeout is None else _seconds("--stall-timeout", given.stall_timeout, 0.0),
+        stall_s=(
+            None
+            if given.stall_timeout is None
+            else _seconds("--stall-timeout", given.stall_timeout, 0.0)
+        ),
         debug=given.debug,
     )
 
 
 def _hint_at_order(options: list[tuple[str, str | None]], rest: list[str]) -> None:
-    """Say so where an option of ours stands after the script and not before it: it may be the script's own, so it is no error."""
+    """Say so where an option of ours stands after the script and not before it: it may be the
+    script's own, so it is no error.
+    """
     before = {name for name, _ in options}
     named = (token.partition("=")[0] for token in rest[1:])
     late = next((name for name in named if name in OWN_VALUES and name not in before), None)
     if late is not None:
-        sys.stderr.write(f"zeroshard run: {late} comes after {rest[0]} and goes to it; options of zeroshard run come before the script\n")
+        sys.stderr.write(
+            f"zeroshard run: {late} comes after {rest[0]} and goes to it; options of zeroshard run"
+            " come before the script\n"
+        )
 
 
 def _dest(name: str) -> str:
@@ -170,7 +223,8 @@ def _dest(name: str) -> str:
 
 
 def _from_environment(name: str) -> str | None:
-    return os.environ.get(f"PET_{_dest(name).upper()}")  # torchrun's own defaults, set by cluster operators
+    # torchrun's own defaults, set by cluster operators
+    return os.environ.get(f"PET_{_dest(name).upper()}")
 
 
 def _long(name: str) -> str:
@@ -178,7 +232,9 @@ def _long(name: str) -> str:
 
 
 def _split(argv: list[str]) -> tuple[list[tuple[str, str | None]], list[str]]:
-    """Cut the line into (option, value) pairs and everything from the script on, which nobody may touch."""
+    """Cut the line into (option, value) pairs and everything from the script on, which nobody
+    may touch.
+    """
     options: list[tuple[str, str | None]] = []
     index = 0
     while index < len(argv):
@@ -209,8 +265,14 @@ def _split(argv: list[str]) -> tuple[list[tuple[str, str | None]], list[str]]:
 def _unknown(written: str, name: str) -> str:
     if name in REFUSED:
         return f"{written} has no place here: {REFUSED[name]}"
-    near = difflib.get_close_matches(name, [*TORCHRUN_VALUES, *TORCHRUN_FLAGS, *OWN_VALUES, *OWN_FLAGS], n=1)
-    return f"unknown option {written}" + (f", did you mean {near[0]}?" if near else "") + "; the script's own options come after it"
+    near = difflib.get_close_matches(
+        name, [*TORCHRUN_VALUES, *TORCHRUN_FLAGS, *OWN_VALUES, *OWN_FLAGS], n=1
+    )
+    return (
+        f"unknown option {written}"
+        + (f", did you mean {near[0]}?" if near else "")
+        + "; the script's own options come after it"
+    )
 
 
 def _canonical(options: list[tuple[str, str | None]]) -> list[str]:
@@ -218,7 +280,14 @@ def _canonical(options: list[tuple[str, str | None]]) -> list[str]:
 
 
 def _for_torchrun(options: list[tuple[str, str | None]]) -> list[str]:
-    ours = {*OWN_VALUES, *OWN_FLAGS, "--module", "--no-python", "--shutdown-timeout", "--standalone"}
+    ours = {
+        *OWN_VALUES,
+        *OWN_FLAGS,
+        "--module",
+        "--no-python",
+        "--shutdown-timeout",
+        "--standalone",
+    }
     return _canonical([(name, value) for name, value in options if name not in ours])
 
 
@@ -226,7 +295,10 @@ def _check_nproc(nproc: str | None) -> None:
     if nproc is None or nproc in NPROC_WORDS:
         return
     if not nproc.isdecimal() or int(nproc) < 1:
-        raise UsageError(f"--nproc must be a number of at least 1, or one of {', '.join(NPROC_WORDS)}, not {nproc!r}")
+        raise UsageError(
+            f"--nproc must be a number of at least 1, or one of {', '.join(NPROC_WORDS)}, not"
+            f" {nproc!r}"
+        )
 
 
 def _seconds(name: str, text: str | None, default: float) -> float:
@@ -247,7 +319,10 @@ def _check_target(kind: str, target: str) -> None:
             raise UsageError(f"script {target!r} is not a file that can be read")
     elif kind == "module":
         top = target.partition(".")[0]
-        if importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None and top not in sys.builtin_module_names:
+        if (
+            importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None
+            and top not in sys.builtin_module_names
+        ):
             raise UsageError(f"module {target!r} not found")
 
 
@@ -261,8 +336,14 @@ def _port(text: str | None) -> int:
 
 
 def _check_port(given: argparse.Namespace) -> None:
-    """A port that the user pinned and that is taken is told now, not after the rendezvous' timeout."""
-    if given.master_port is None or given.node_rank not in (None, "0") or given.rdzv_backend not in (None, "static"):
+    """A port that the user pinned and that is taken is told now, not after the rendezvous'
+    timeout.
+    """
+    if (
+        given.master_port is None
+        or given.node_rank not in (None, "0")
+        or given.rdzv_backend not in (None, "static")
+    ):
         return
     port = _port(given.master_port)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -271,5 +352,6 @@ def _check_port(given: argparse.Namespace) -> None:
             probe.bind(("", port))
         except OSError as error:
             raise UsageError(
-                f"--master-port {given.master_port} cannot be used: {error.strerror}; leave it out to get a free one"
+                f"--master-port {given.master_port} cannot be used: {error.strerror}; leave it out"
+                " to get a free one"
             ) from None

@@ -1,6 +1,8 @@
-"""How a rank is, seen from outside: the time of its last heartbeat, and the stacks of its threads on request.
+"""How a rank is, seen from outside: the time of its last heartbeat, and the stacks of its
+threads on request.
 
-Both are files in the launcher's directory, which ``worker.py`` makes. A rank that is stopped or sits in the kernel does not answer.
+Both are files in the launcher's directory, which ``worker.py`` makes. A rank that is stopped or
+sits in the kernel does not answer.
 """
 
 from __future__ import annotations
@@ -47,8 +49,16 @@ class Pulse:
     def answer(self, begin: int) -> str:
         """Return what was written since `begin`, cut to 60 lines."""
         with contextlib.suppress(OSError):
-            lines = Path(f"{self._prefix}.stacks").read_bytes()[begin:].decode(errors="replace").splitlines()
-            return "\n".join(lines[:_NUM_LINES] + [f"... {len(lines) - _NUM_LINES} more lines"] * (len(lines) > _NUM_LINES))
+            lines = (
+                Path(f"{self._prefix}.stacks")
+                .read_bytes()[begin:]
+                .decode(errors="replace")
+                .splitlines()
+            )
+            return "\n".join(
+                lines[:_NUM_LINES]
+                + [f"... {len(lines) - _NUM_LINES} more lines"] * (len(lines) > _NUM_LINES)
+            )
         return ""
 
 

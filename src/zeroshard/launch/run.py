@@ -1,14 +1,18 @@
-"""``zeroshard run``: torch.distributed.run with a free port, sane threads, a short grace, no orphans, and the first failure shown last.
+"""``zeroshard run``: torch.distributed.run with a free port, sane threads, a short grace, no
+orphans, and the first failure shown last.
 
-The agent is torch's own, so rendezvous, restarts and logs are what torchrun users know. Around it stand three things: each rank is started
-through ``worker.py``, which makes it die with the launcher and write its failure down; a :class:`~zeroshard.launch.supervisor.Supervisor`
-watches the ranks; and the failures it found are printed when everything has ended.
+The agent is torch's own, so rendezvous, restarts and logs are what torchrun users know. Around it
+stand three things: each rank is started through ``worker.py``, which makes it die with the launcher
+and write its failure down; a :class:`~zeroshard.launch.supervisor.Supervisor` watches the ranks;
+and the failures it found are printed when everything has ended.
 
-A signal to the launcher is passed on to the ranks, which then have ``SIGNAL_GRACE_S`` seconds (or TORCH_ELASTIC_SHUTDOWN_TIMEOUT): time to save.
-Where they say what came of it by an exit code of the contract (75: saved, queue me again), that is the job's, too; else it is 128 + signal.
-A second Ctrl-C ends them at once.
+A signal to the launcher is passed on to the ranks, which then have ``SIGNAL_GRACE_S`` seconds (or
+TORCH_ELASTIC_SHUTDOWN_TIMEOUT): time to save. Where they say what came of it by an exit code of the
+contract (75: saved, queue me again), that is the job's, too; else it is 128 + signal. A second
+Ctrl-C ends them at once.
 
-On one host everything is bound to loopback, and nothing is unpickled (``one_host.py``). Several hosts use torch's rendezvous (SECURITY.md).
+On one host everything is bound to loopback, and nothing is unpickled (``one_host.py``). Several
+hosts use torch's rendezvous (SECURITY.md).
 
 What it does not do yet: hostfiles, Slurm.
 """
@@ -31,15 +35,26 @@ from typing import Any, NoReturn
 from zeroshard.launch import worker
 from zeroshard.launch.leftovers import Janitor
 from zeroshard.launch.options import RunOptions, UsageError
-from zeroshard.launch.supervisor import CONTRACT_EXIT_CODES, EXIT_PREEMPTED, EXIT_STALL, Failure, Supervisor, exit_code_of
+from zeroshard.launch.supervisor import (
+    CONTRACT_EXIT_CODES,
+    EXIT_PREEMPTED,
+    EXIT_STALL,
+    Failure,
+    Supervisor,
+    exit_code_of,
+)
 
 __all__ = ["launch", "leave"]
 
-SIGNAL_GRACE_S = 30  # what torchrun gives, and Slurm and Kubernetes give torchrun; after a failure the Supervisor's grace is what counts
+# what torchrun gives, and Slurm and Kubernetes give torchrun; after a failure the Supervisor's
+# grace is what counts
+SIGNAL_GRACE_S = 30
 
 
 def launch(options: RunOptions) -> int:
-    """Run the script on every rank and return the exit code of the job (DESIGN: 0, 1, 2, 3, 70 to 75, 128 + signal)."""
+    """Run the script on every rank and return the exit code of the job (DESIGN: 0, 1, 2, 3, 70
+    to 75, 128 + signal).
+    """
     begin = time.monotonic()
     with _private_directory() as directory:
         import torch.distributed.run as torchrun
@@ -47,15 +62,28 @@ def launch(options: RunOptions) -> int:
         if not options.debug:
             _silence_torch_launcher()
         arguments = _torchrun_arguments(torchrun, options, directory)
-        _set_environment(options, directory, num_ranks=int(arguments.nproc_per_node), restarts=arguments.max_restarts > 0)
-        supervisor = Supervisor(directory, options.grace_s, on_restart=_report_restart, on_stall=_report_stall, stall_s=options.stall_s)
+        _set_environment(
+            options,
+            directory,
+            num_ranks=int(arguments.nproc_per_node),
+            restarts=arguments.max_restarts > 0,
+        )
+        supervisor = Supervisor(
+            directory,
+            options.grace_s,
+            on_restart=_report_restart,
+            on_stall=_report_stall,
+            stall_s=options.stall_s,
+        )
         supervisor.start()
         return _run(torchrun, arguments, supervisor, begin)
 
 
 @contextmanager
 def _private_directory() -> Iterator[str]:
-    """A directory that only this user may look into, removed at the end, also where this process is killed."""
+    """A directory that only this user may look into, removed at the end, also where this process
+    is killed.
+    """
     directory = tempfile.mkdtemp(prefix="zeroshard-run-")
     janitor = Janitor(directory)
     try:
@@ -66,7 +94,9 @@ def _private_directory() -> Iterator[str]:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """End the launcher's process: the interpreter's own way out of a process that imported torch takes a second or two."""
+    """End the launcher's process: the interpreter's own way out of a process that imported torch
+    takes a second or two.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
@@ -83,7 +113,10 @@ def _run(torchrun: Any, arguments: Any, supervisor: Supervisor, begin: float) ->
         torchrun.run(arguments)
     except ChildFailedError as error:
         statuses = {failure.pid: failure.exitcode for failure in error.failures.values()}
-        agent_failures = [Failure(rank, failure.pid, time.monotonic(), failure.exitcode) for rank, failure in error.failures.items()]
+        agent_failures = [
+            Failure(rank, failure.pid, time.monotonic(), failure.exitcode)
+            for rank, failure in error.failures.items()
+        ]
     except SignalException as error:
         ended_by = signal.Signals(error.sigval)
     except KeyboardInterrupt:
@@ -111,14 +144,19 @@ def _torchrun_arguments(torchrun: Any, options: RunOptions, directory: str) -> A
         line += ["--log-dir", directory]  # torch makes a directory in any case, and leaves it
     arguments = torchrun.parse_args([*line, worker.__file__])
     try:
-        arguments.nproc_per_node = str(torchrun.determine_local_world_size(arguments.nproc_per_node))
+        arguments.nproc_per_node = str(
+            torchrun.determine_local_world_size(arguments.nproc_per_node)
+        )
         torchrun.parse_min_max_nnodes(arguments.nnodes)
     except (ValueError, RuntimeError) as error:
         raise UsageError(str(error)) from None
     if options.standalone:
         _place_on_this_host(arguments, options.port)
-    # torch replaces ${local_rank} and halves every $$ in the arguments; doubled dollars come out as they went in.
-    arguments.training_script_args = [argument.replace("$", "$$") for argument in (options.kind, options.script, *options.args)]
+    # torch replaces ${local_rank} and halves every $$ in the arguments; doubled dollars come out as
+    # they went in.
+    arguments.training_script_args = [
+        argument.replace("$", "$$") for argument in (options.kind, options.script, *options.args)
+    ]
     return arguments
 
 
@@ -127,7 +165,11 @@ def _place_on_this_host(arguments: Any, port: int) -> None:
 
     one_host.register()
     arguments.standalone, arguments.nnodes = False, "1"
-    arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id = one_host.BACKEND, f"{one_host.LOOPBACK}:{port}", secrets.token_hex(8)
+    arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id = (
+        one_host.BACKEND,
+        f"{one_host.LOOPBACK}:{port}",
+        secrets.token_hex(8),
+    )
     arguments.local_addr = arguments.local_addr or one_host.LOOPBACK
 
 
@@ -137,22 +179,30 @@ def _default_nproc() -> str:
     return str(max(torch.cuda.device_count(), 1))
 
 
-def _set_environment(options: RunOptions, directory: str, *, num_ranks: int, restarts: bool) -> None:
+def _set_environment(
+    options: RunOptions, directory: str, *, num_ranks: int, restarts: bool
+) -> None:
     """Set what the ranks inherit; what the user has set stays."""
     os.environ[worker.DIRECTORY], os.environ[worker.LAUNCHER_PID] = directory, str(os.getpid())
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(max(round(options.grace_s), SIGNAL_GRACE_S)))
+    os.environ.setdefault(
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(max(round(options.grace_s), SIGNAL_GRACE_S))
+    )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // num_ranks, 1)))
     if options.standalone:
         os.environ[worker.MEETING] = os.path.join(directory, "meeting")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    elif restarts:  # else ranks that start again find the addresses of those before them in the agent's store, and cannot connect
+    elif restarts:
+        # else ranks that start again find the addresses of those before them in the agent's store,
+        # and cannot connect
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
 def _silence_torch_launcher() -> None:
     """Its log says in forty lines, after the fact, what our report says in one block."""
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")):
+        if name.startswith(
+            ("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")
+        ):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
@@ -163,14 +213,30 @@ def _say(line: str) -> None:
 
 def _report_restart(failures: list[Failure]) -> None:
     for failure in failures[:1]:
-        _say(f"starting again after rank {failure.rank} failed: {failure.how}\n{failure.traceback or failure.message}")
+        _say(
+            f"starting again after rank {failure.rank} failed:"
+            f" {failure.how}\n{failure.traceback or failure.message}"
+        )
 
 
 def _report_stall(seconds: float, stacks: dict[int, str], ends: bool) -> None:
     """Say where every rank is, and whether the job ends for it."""
-    shown = [f"rank {rank}:\n{stack or 'shows no stacks: it is stopped, or waits in the kernel'}" for rank, stack in sorted(stacks.items())]
+    shown = [
+        f"rank {rank}:\n{stack or 'shows no stacks: it is stopped, or waits in the kernel'}"
+        for rank, stack in sorted(stacks.items())
+    ]
     what = "ended, exit code 71" if ends else "going on; --stall-timeout SECONDS ends such a job"
-    _say("\n".join([*shown, f"zeroshard run: no rank has made progress for {seconds:.0f} s, its ranks are shown above: {what}"]))
+    _say(
+        "\n".join(
+            [
+                *shown,
+                (
+                    f"zeroshard run: no rank has made progress for {seconds:.0f} s, its ranks are"
+                    f" shown above: {what}"
+                ),
+            ]
+        )
+    )
 
 
 def _report(failures: list[Failure], begin: float) -> None:
@@ -181,29 +247,42 @@ def _report(failures: list[Failure], begin: float) -> None:
             _say(f"rank {failure.rank} was here when rank {first.rank} gave up:\n{failure.stacks}")
         if not failure.silent and not (first.left and failure.traceback):
             line = textwrap.shorten(failure.message or failure.how, 160, placeholder=" ...")
-            _say(f"rank {failure.rank} failed too, {abs(failure.at - first.at):.2f} s {_before_or_after(failure, first)} the first: {line}")
+            _say(
+                f"rank {failure.rank} failed too, {abs(failure.at - first.at):.2f} s"
+                f" {_before_or_after(failure, first)} the first: {line}"
+            )
     if first.left:
         _report_leaver(first, others, begin)
         return
     if first.status == EXIT_PREEMPTED:
-        _say(f"preempted {first.at - begin:.2f} s after the start: exit code {EXIT_PREEMPTED}, please queue it again")
+        _say(
+            f"preempted {first.at - begin:.2f} s after the start: exit code {EXIT_PREEMPTED},"
+            " please queue it again"
+        )
         return
     hint = " (often the kernel, out of memory)" if first.status == -signal.SIGKILL else ""
-    block = f"rank {first.rank} failed first, {first.at - begin:.2f} s after the start: {first.how}{hint}"
+    block = (
+        f"rank {first.rank} failed first, {first.at - begin:.2f} s after the start:"
+        f" {first.how}{hint}"
+    )
     _say("\n".join(filter(None, [block, (first.traceback or first.message).rstrip()])))
 
 
 def _before_or_after(failure: Failure, first: Failure) -> str:
-    return "before" if failure.at < first.at else "after"  # the first one counts earlier than it was seen, see supervisor.py
+    # the first one counts earlier than it was seen, see supervisor.py
+    return "before" if failure.at < first.at else "after"
 
 
 def _report_leaver(first: Failure, others: list[Failure], begin: float) -> None:
-    """The script of one rank ended well while the others went on: where they waited for it, and what may be meant."""
+    """The script of one rank ended well while the others went on: where they waited for it, and
+    what may be meant.
+    """
     for failure in others:
         if failure.traceback:
             _say(f"rank {failure.rank} waited for rank {first.rank}:\n{failure.traceback.rstrip()}")
     _say(
-        f"rank {first.rank} left first, {first.at - begin:.2f} s after the start: its script ended with exit code 0 while other ranks waited for it. "
-        "Where one rank has fewer batches than another, put the loop into `with engine.join():`; make the calls that all ranks take part in, "
-        "zs.save() too, on all ranks"
+        f"rank {first.rank} left first, {first.at - begin:.2f} s after the start: its script ended"
+        " with exit code 0 while other ranks waited for it. Where one rank has fewer batches than"
+        " another, put the loop into `with engine.join():`; make the calls that all ranks take"
+        " part in, zs.save() too, on all ranks"
     )

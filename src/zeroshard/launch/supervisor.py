@@ -1,23 +1,30 @@
-"""Watch the ranks of this machine, end those that are left when one failed, and say which failed first.
+"""Watch the ranks of this machine, end those that are left when one failed, and say which failed
+first.
 
-The launcher's agent polls its children every 0.1 s, too coarse to tell a cause from its effects: a rank that is killed takes its peers
-down within milliseconds. So each rank announces itself on a FIFO, one thread sleeps on the FIFO and on a pidfd per rank, and a rank that
-raises says so, with the time, before it tears anything down.
+The launcher's agent polls its children every 0.1 s, too coarse to tell a cause from its effects: a
+rank that is killed takes its peers down within milliseconds. So each rank announces itself on a
+FIFO, one thread sleeps on the FIFO and on a pidfd per rank, and a rank that raises says so, with
+the time, before it tears anything down.
 
-Who is first ([Note: blame]): failures are ordered by time, with three corrections, since the time of a silent death is only when the
-launcher woke up for it:
+Who is first ([Note: blame]): failures are ordered by time, with three corrections, since the time
+of a silent death is only when the launcher woke up for it:
 
-- a rank killed by a signal that no peer sends counts ``SIGNAL_LEAD_S`` earlier: peers may report its broken connections sooner;
-- a rank that ended with an exit code and no word counts ``SILENT_LEAD_S`` earlier, for the same reason;
-- a rank that says itself that it failed because a peer was lost, or that we ended, counts ``CONSEQUENCE_LAG_S`` later.
+- a rank killed by a signal that no peer sends counts ``SIGNAL_LEAD_S`` earlier: peers may report
+  its broken connections sooner;
+- a rank that ended with an exit code and no word counts ``SILENT_LEAD_S`` earlier, for the same
+  reason;
+- a rank that says itself that it failed because a peer was lost, or that we ended, counts
+  ``CONSEQUENCE_LAG_S`` later.
 
-A rank whose script ends well while others wait for it is to blame before those that lost it (exit code 71). Ranks that a stall ends, and ranks of
-which none has shown a heartbeat for `stall_s` seconds, are asked for their stacks first (``pulse.py``).
+A rank whose script ends well while others wait for it is to blame before those that lost it (exit
+code 71). Ranks that a stall ends, and ranks of which none has shown a heartbeat for `stall_s`
+seconds, are asked for their stacks first (``pulse.py``).
 
-A rank that ends with exit code 75 (preempted) has not failed: its peers may still be saving, and are left to the agent's longer patience. When
-Ctrl-C comes twice, there is no patience.
+A rank that ends with exit code 75 (preempted) has not failed: its peers may still be saving, and
+are left to the agent's longer patience. When Ctrl-C comes twice, there is no patience.
 
-No torch here, and no signal that ends anything is sent before a rank has failed, the job has stalled, or Ctrl-C has come twice.
+No torch here, and no signal that ends anything is sent before a rank has failed, the job has
+stalled, or Ctrl-C has come twice.
 """
 
 from __future__ import annotations
@@ -36,7 +43,14 @@ from pathlib import Path
 from zeroshard.launch.leftovers import end_sessions
 from zeroshard.launch.pulse import Pulse, stacks_of
 
-__all__ = ["CONTRACT_EXIT_CODES", "EXIT_PREEMPTED", "Failure", "Supervisor", "blame_order", "exit_code_of"]
+__all__ = [
+    "CONTRACT_EXIT_CODES",
+    "EXIT_PREEMPTED",
+    "Failure",
+    "Supervisor",
+    "blame_order",
+    "exit_code_of",
+]
 
 SIGNAL_LEAD_S = 1.0
 SILENT_LEAD_S = 0.05
@@ -46,14 +60,17 @@ EXIT_PREEMPTED = 75
 EXIT_STALL = 71
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 CONTRACT_EXIT_CODES = frozenset({3, 70, 71, 72, 73, 74, EXIT_PREEMPTED})
-# A peer's broken connection may end in SIGABRT (a C++ thread that throws); SIGTERM and SIGINT are what launchers send.
+# A peer's broken connection may end in SIGABRT (a C++ thread that throws); SIGTERM and SIGINT are
+# what launchers send.
 ENDED_BY_LAUNCHERS = frozenset({-signal.SIGTERM, -signal.SIGKILL})
 SIGNALS_OF_A_CONSEQUENCE = frozenset({signal.SIGABRT, signal.SIGTERM, signal.SIGINT})
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed. ``status`` is the exit code, negative for a signal, None while not known; ``at`` is CLOCK_MONOTONIC seconds."""
+    """How one rank failed. ``status`` is the exit code, negative for a signal, None while not
+    known; ``at`` is CLOCK_MONOTONIC seconds.
+    """
 
     rank: int
     pid: int
@@ -101,14 +118,18 @@ def blame_order(failures: list[Failure]) -> list[Failure]:
         if not failure.silent:
             return failure.at
         if failure.status is not None and failure.status < 0:
-            return failure.at - (0.0 if -failure.status in SIGNALS_OF_A_CONSEQUENCE else SIGNAL_LEAD_S)
+            return failure.at - (
+                0.0 if -failure.status in SIGNALS_OF_A_CONSEQUENCE else SIGNAL_LEAD_S
+            )
         return failure.at - SILENT_LEAD_S
 
     return sorted(failures, key=key)
 
 
 def exit_code_of(failure: Failure) -> int:
-    """What the launcher ends with: 71 for a rank that left, 128 + signal, a code of the contract as it is, 1 for every other failure of the user's script."""
+    """What the launcher ends with: 71 for a rank that left, 128 + signal, a code of the contract
+    as it is, 1 for every other failure of the user's script.
+    """
     if failure.status is None:
         return 1
     if failure.left:
@@ -120,7 +141,9 @@ def exit_code_of(failure: Failure) -> int:
 
 @dataclass
 class _Watched:
-    """One rank of one generation (the agent may start the whole group again). ``end_by`` is when our patience with it is over."""
+    """One rank of one generation (the agent may start the whole group again). ``end_by`` is when
+    our patience with it is over.
+    """
 
     rank: int
     generation: int
@@ -142,11 +165,14 @@ class _Watched:
 
 
 class Supervisor:
-    """A thread that watches the ranks announced in ``directory``; when one fails, the rest have ``grace_s`` seconds to end.
+    """A thread that watches the ranks announced in ``directory``; when one fails, the rest have
+    ``grace_s`` seconds to end.
 
-    ``on_restart`` is called, in the thread, with the failures of a generation when the agent has started the next. When no rank has shown a
-    heartbeat for ``stall_s`` seconds, ``on_stall`` is called with the seconds, each rank's stacks and True, and the job is ended. Without
-    ``stall_s`` it is called with False after `STALL_S`, where every rank has shown one before (a script may do without an engine).
+    ``on_restart`` is called, in the thread, with the failures of a generation when the agent has
+    started the next. When no rank has shown a heartbeat for ``stall_s`` seconds, ``on_stall`` is
+    called with the seconds, each rank's stacks and True, and the job is ended. Without ``stall_s``
+    it is called with False after `STALL_S`, where every rank has shown one before (a script may do
+    without an engine).
     """
 
     def __init__(
@@ -156,7 +182,9 @@ class Supervisor:
         on_restart: Callable[[list[Failure]], None],
         *,
         stall_s: float | None = None,
-        on_stall: Callable[[float, dict[int, str], bool], None] = lambda seconds, stacks, ends: None,
+        on_stall: Callable[[float, dict[int, str], bool], None] = lambda seconds, stacks, ends: (
+            None
+        ),
     ) -> None:
         self.directory = Path(directory)
         self.grace_s = grace_s
@@ -179,7 +207,9 @@ class Supervisor:
         self._selector.register(self._fifo, selectors.EVENT_READ)
         self._signals, self._signals_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._signals, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._watch, name="zeroshard-supervisor", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, name="zeroshard-supervisor", daemon=True
+        )
 
     def start(self) -> None:
         """Begin to watch. Called in the main thread, whose signals are counted."""
@@ -187,9 +217,14 @@ class Supervisor:
         self._thread.start()
 
     def stop(self, grace_s: float = 0.5) -> None:
-        """Watch until no rank is left, at most ``grace_s`` seconds, then end those that are, and the thread."""
+        """Watch until no rank is left, at most ``grace_s`` seconds, then end those that are, and
+        the thread.
+        """
         deadline = time.monotonic() + grace_s
-        while any(watched.alive for watched in list(self._watched.values())) and time.monotonic() < deadline:
+        while (
+            any(watched.alive for watched in list(self._watched.values()))
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
         self._stopping = True
         os.write(self._fifo, b"\n")
@@ -206,7 +241,8 @@ class Supervisor:
     def failures(self, statuses: dict[int, int]) -> list[Failure]:
         """The failures of the last generation, the one to blame first; call after :meth:`stop`.
 
-        ``statuses`` are exit codes by process id as the agent knows them: it may have reaped a child before the thread looked.
+        ``statuses`` are exit codes by process id as the agent knows them: it may have reaped a
+        child before the thread looked.
         """
         return self._failures_of(self._generation, statuses)
 
@@ -214,7 +250,9 @@ class Supervisor:
         failures = []
         for watched in self._watched.values():
             status = statuses.get(watched.pid, watched.status)
-            ended = status not in (None, 0) and not (watched.left_at is not None and status in ENDED_BY_LAUNCHERS)
+            ended = status not in (None, 0) and not (
+                watched.left_at is not None and status in ENDED_BY_LAUNCHERS
+            )
             if watched.generation == generation and (ended or watched.failed_at is not None):
                 failures.append(self._describe(watched, status))
         failures = blame_order(failures)
@@ -228,14 +266,25 @@ class Supervisor:
         for watched in self._watched.values():
             at = watched.ended_at if watched.left_at is None else watched.left_at
             well = watched.left_at is not None or statuses.get(watched.pid, watched.status) == 0
-            if watched.generation == generation and watched.failed_at is None and well and at is not None:
+            if (
+                watched.generation == generation
+                and watched.failed_at is None
+                and well
+                and at is not None
+            ):
                 left.append(Failure(watched.rank, watched.pid, at, status=0))
         return sorted(left, key=lambda failure: failure.at)
 
     def _end_children(self, generation: int) -> None:
         """End what the ranks of a failed generation have started: it would outlive them."""
         if self._failures_of(generation, {}):
-            end_sessions([watched.pid for watched in self._watched.values() if watched.generation == generation])
+            end_sessions(
+                [
+                    watched.pid
+                    for watched in self._watched.values()
+                    if watched.generation == generation
+                ]
+            )
 
     def knows(self, pid: int) -> bool:
         """Whether the process announced itself."""
@@ -245,7 +294,8 @@ class Supervisor:
         said = self._said(watched.pid)
         at = watched.failed_at if watched.failed_at is not None else watched.ended_at
         if "exit_code" in said and (status is None or status < 0):
-            status = int(str(said["exit_code"]))  # it was ended by us while it was still tearing down
+            # it was ended by us while it was still tearing down
+            status = int(str(said["exit_code"]))
         return Failure(
             rank=watched.rank,
             pid=watched.pid,
@@ -253,7 +303,9 @@ class Supervisor:
             status=status,
             message=str(said.get("message", "")),
             traceback=str(said.get("traceback", "")),
-            consequence=bool(said.get("consequence", watched.ended_by_us and watched.failed_at is None)),
+            consequence=bool(
+                said.get("consequence", watched.ended_by_us and watched.failed_at is None)
+            ),
             stalled=bool(said.get("stalled", False)),
             stacks=watched.stacks,
         )
@@ -261,7 +313,9 @@ class Supervisor:
     def _said(self, pid: int) -> dict[str, object]:
         """What a rank wrote down about its failure; empty where it did not."""
         with contextlib.suppress(OSError, ValueError):
-            said: dict[str, object] = json.loads((self.directory / f"failure-{pid}.json").read_text(encoding="utf-8"))
+            said: dict[str, object] = json.loads(
+                (self.directory / f"failure-{pid}.json").read_text(encoding="utf-8")
+            )
             return said
         return {}
 
@@ -280,29 +334,54 @@ class Supervisor:
             self._look_for_a_stall()
 
     def _patience(self) -> float | None:
-        pending = [watched.end_by for watched in self._watched.values() if watched.alive and watched.end_by is not None]
+        pending = [
+            watched.end_by
+            for watched in self._watched.values()
+            if watched.alive and watched.end_by is not None
+        ]
         patience = [max(min(pending) - time.monotonic(), 0.01)] if pending else []
-        return min([*patience, *([min(self._stall_s / 4, 5.0)] if self._stall_s else [])], default=None)
+        return min(
+            [*patience, *([min(self._stall_s / 4, 5.0)] if self._stall_s else [])], default=None
+        )
 
     def _look_for_a_stall(self) -> None:
         """Tell it, once, when no rank has shown a heartbeat for too long."""
-        ranks = [watched for watched in self._watched.values() if watched.generation == self._generation and watched.alive]
-        if not self._stall_s or self.stalled or not ranks or any(watched.end_by is not None for watched in ranks):
+        ranks = [
+            watched
+            for watched in self._watched.values()
+            if watched.generation == self._generation and watched.alive
+        ]
+        if (
+            not self._stall_s
+            or self.stalled
+            or not ranks
+            or any(watched.end_by is not None for watched in ranks)
+        ):
             return
         beats = [watched.pulse.last_beat() for watched in ranks]
         last = max(beat or watched.begun_at for beat, watched in zip(beats, ranks, strict=True))
-        if time.monotonic() - last <= self._stall_s or last == self._stall_told or not (all(beats) or self._ends_a_stall):
+        if (
+            time.monotonic() - last <= self._stall_s
+            or last == self._stall_told
+            or not (all(beats) or self._ends_a_stall)
+        ):
             return
         self._stall_told = last
         self._ask_for_stacks(ranks)
-        self._on_stall(time.monotonic() - last, {watched.rank: watched.stacks for watched in ranks}, self._ends_a_stall)
+        self._on_stall(
+            time.monotonic() - last,
+            {watched.rank: watched.stacks for watched in ranks},
+            self._ends_a_stall,
+        )
         self.stalled = self._ends_a_stall
         if self.stalled:
             for watched in ranks:
                 watched.end_by = time.monotonic()
 
     def _ask_for_stacks(self, ranks: list[_Watched]) -> None:
-        for watched, stacks in zip(ranks, stacks_of([watched.pulse for watched in ranks]), strict=True):
+        for watched, stacks in zip(
+            ranks, stacks_of([watched.pulse for watched in ranks]), strict=True
+        ):
             watched.stacks = stacks
 
     def _read_events(self) -> None:
@@ -312,7 +391,12 @@ class Supervisor:
             event = json.loads(line)
             watched = self._watched.get(event["pid"])
             if "rank" in event:
-                self._add(event["rank"], event["restart_count"], event["pid"], shows=bool(event.get("shows")))
+                self._add(
+                    event["rank"],
+                    event["restart_count"],
+                    event["pid"],
+                    shows=bool(event.get("shows")),
+                )
             elif watched is not None and "left_at" in event:
                 watched.left_at = event["left_at"]
             elif watched is not None:
@@ -321,7 +405,13 @@ class Supervisor:
 
     def _note_failure(self, failed: _Watched, said: dict[str, object]) -> None:
         if said.get("stalled"):
-            self._ask_for_stacks([w for w in self._watched.values() if w.alive and w is not failed and w.generation == failed.generation])
+            self._ask_for_stacks(
+                [
+                    w
+                    for w in self._watched.values()
+                    if w.alive and w is not failed and w.generation == failed.generation
+                ]
+            )
         if said.get("exit_code") != EXIT_PREEMPTED:
             self._start_grace(failed.generation)
 
@@ -332,18 +422,24 @@ class Supervisor:
                 watched.end_by = time.monotonic()
 
     def _add(self, rank: int, restart_count: int, pid: int, *, shows: bool) -> None:
-        # A group that changed its members starts again with the same count, and then a rank comes twice.
-        again = any(watched.rank == rank and watched.generation == self._generation for watched in self._watched.values())
+        # A group that changed its members starts again with the same count, and then a rank comes
+        # twice.
+        again = any(
+            watched.rank == rank and watched.generation == self._generation
+            for watched in self._watched.values()
+        )
         if again or restart_count > self._restart_count:
             self._on_restart(self._failures_of(self._generation, {}))
             self._end_children(self._generation)
             self._generation += 1
         self._restart_count = restart_count
-        with contextlib.suppress(ProcessLookupError):  # dead and reaped already: the agent's exit code is all there is
+        # dead and reaped already: the agent's exit code is all there is
+        with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(pid)
             pulse = Pulse(self.directory, pid, pidfd, shows=shows)
             watched = _Watched(rank, self._generation, pid, pidfd, pulse, begun_at=time.monotonic())
-            self._watched = {**self._watched, pid: watched}  # other threads iterate over the old one
+            # other threads iterate over the old one
+            self._watched = {**self._watched, pid: watched}
             self._selector.register(watched.pidfd, selectors.EVENT_READ, watched)
 
     def _record_end(self, watched: _Watched) -> None:
@@ -352,7 +448,9 @@ class Supervisor:
         with contextlib.suppress(ChildProcessError):  # the agent reaped it first, see failures()
             result = os.waitid(os.P_PIDFD, watched.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if result is not None:
-                watched.status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+                watched.status = (
+                    result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+                )
         if watched.status not in (None, 0, EXIT_PREEMPTED):
             self._start_grace(watched.generation)
 
@@ -366,4 +464,5 @@ class Supervisor:
         if watched.alive:
             watched.ended_by_us = True
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(watched.pid, signal.SIGKILL)  # the agent makes each rank the leader of a group of its own
+                # the agent makes each rank the leader of a group of its own
+                os.killpg(watched.pid, signal.SIGKILL)

@@ -1,20 +1,25 @@
 """Run one rank's script as ``python script.py`` would, and tell the launcher how it went.
 
-Started by ``zeroshard run`` as ``python -u worker.py script|module|command TARGET ARGS...``, once per rank. It
+Started by ``zeroshard run`` as ``python -u worker.py script|module|command TARGET ARGS...``, once
+per rank. It
 
-1. asks the kernel to end this process when the launcher dies (also by SIGKILL): ranks never outlive their launcher;
+1. asks the kernel to end this process when the launcher dies (also by SIGKILL): ranks never outlive
+  their launcher;
 2. announces itself on the launcher's FIFO, so that the launcher can watch the process;
 3. runs the target as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``;
-4. on an uncaught exception writes rank, time and traceback to a file, announces that too, and ends with the exception's exit code;
+4. on an uncaught exception writes rank, time and traceback to a file, announces that too, and ends
+  with the exception's exit code;
 5. announces the end of a script that ends well, too: the others may still wait for this rank.
 
-Beside that it keeps a file with the time of the rank's last heartbeat (``core/launched.py``), and writes the stacks of all threads to another
-when the launcher sends `STACKS_SIGNAL`.
+Beside that it keeps a file with the time of the rank's last heartbeat (``core/launched.py``), and
+writes the stacks of all threads to another when the launcher sends `STACKS_SIGNAL`.
 
-Invariant: an end is announced *before* anything is torn down, so its time is earlier than that of every failure it causes in
-another rank. Standard library only, and no import of zeroshard: it must cost nothing and shadow nothing of the user's.
+Invariant: an end is announced *before* anything is torn down, so its time is earlier than that of
+every failure it causes in another rank. Standard library only, and no import of zeroshard: it must
+cost nothing and shadow nothing of the user's.
 
-What it does not do: catch signals, print the traceback (the launcher does, last), or touch the process group.
+What it does not do: catch signals, print the traceback (the launcher does, last), or touch the
+process group.
 """
 
 from __future__ import annotations
@@ -50,16 +55,24 @@ TIME = struct.Struct("<d")  # CLOCK_MONOTONIC; 0: no heartbeat yet
 
 
 def main(argv: list[str]) -> None:
-    """Run ``argv`` = [kind, target, *args]; returns when the target did, and ends the process when it failed."""
+    """Run ``argv`` = [kind, target, *args]; returns when the target did, and ends the process
+    when it failed.
+    """
     directory, launcher = os.environ.pop(DIRECTORY), int(os.environ.pop(LAUNCHER_PID))
     _die_with(launcher)
     _Launched.meeting = os.environ.pop(MEETING, None)
     kind, target, *args = argv
     shows = _show(directory, stacks=kind != "command")
-    hello = {"pid": os.getpid(), "rank": _env_int("RANK"), "restart_count": _env_int("TORCHELASTIC_RESTART_COUNT"), "shows": int(shows)}
+    hello = {
+        "pid": os.getpid(),
+        "rank": _env_int("RANK"),
+        "restart_count": _env_int("TORCHELASTIC_RESTART_COUNT"),
+        "shows": int(shows),
+    }
     _announce(directory, hello)
     if kind == "command":
-        os.execvp(target, [target, *args])  # keeps the process id and the wish to die with the launcher
+        # keeps the process id and the wish to die with the launcher
+        os.execvp(target, [target, *args])
     sys.modules[MODULE] = sys.modules[__name__]
     faulthandler.enable()
     try:
@@ -67,7 +80,14 @@ def main(argv: list[str]) -> None:
     except SystemExit as error:
         if error.code not in (None, 0):
             message = error.code if isinstance(error.code, str) else ""
-            _write_failure(directory, {"message": message, "traceback": "", "exit_code": error.code if isinstance(error.code, int) else 1})
+            _write_failure(
+                directory,
+                {
+                    "message": message,
+                    "traceback": "",
+                    "exit_code": error.code if isinstance(error.code, int) else 1,
+                },
+            )
         else:
             _announce(directory, {"pid": os.getpid(), "left_at": time.monotonic()})
         raise
@@ -100,7 +120,9 @@ def beat() -> None:
 
 
 def _show(directory: str, *, stacks: bool) -> bool:
-    """Make the files through which the launcher sees this rank (pulse.py); return whether it will show its stacks."""
+    """Make the files through which the launcher sees this rank (pulse.py); return whether it
+    will show its stacks.
+    """
     prefix = os.path.join(directory, f"rank-{os.getpid()}")
     try:
         with open(f"{prefix}.heart", "w+b") as file:
@@ -129,7 +151,9 @@ def _env_int(name: str) -> int:
 def _announce(directory: str, message: Mapping[str, int | float]) -> None:
     line = json.dumps(message).encode() + b"\n"  # far below PIPE_BUF, so one write is one line
     with contextlib.suppress(OSError):  # a launcher that is gone takes this process with it
-        fifo = os.open(os.path.join(directory, "events"), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fifo = os.open(
+            os.path.join(directory, "events"), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        )
         try:
             os.write(fifo, line)
         finally:
@@ -147,7 +171,8 @@ def _run_script(path: str, args: list[str]) -> None:
         __loader__=importlib.machinery.SourceFileLoader("__main__", path),
         __cached__=None,
     )
-    sys.modules["__main__"] = module  # spawned children and pickle look the script's classes up here, also at exit
+    # spawned children and pickle look the script's classes up here, also at exit
+    sys.modules["__main__"] = module
     with open(path, "rb") as file:
         code = compile(file.read(), os.path.abspath(path), "exec", dont_inherit=True)
     exec(code, module.__dict__)
@@ -162,30 +187,54 @@ def _run_module(name: str, args: list[str]) -> None:
 def _fail(directory: str, error: BaseException) -> int:
     """Write the failure down and return the exit code."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>", "<frozen importlib._bootstrap>"):
-        frames = frames.tb_next  # what stands between the interpreter and the script says nothing to the user
+    while frames is not None and frames.tb_frame.f_code.co_filename in (
+        __file__,
+        "<frozen runpy>",
+        "<frozen importlib._bootstrap>",
+    ):
+        # what stands between the interpreter and the script says nothing to the user
+        frames = frames.tb_next
     zeroshard_errors = sys.modules.get("zeroshard.errors")
     ours = zeroshard_errors is not None and isinstance(error, zeroshard_errors.ZeroshardError)
-    exit_code = int(getattr(error, "exit_code", 1)) if ours else 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    exit_code = (
+        int(getattr(error, "exit_code", 1))
+        if ours
+        else 128 + signal.SIGINT
+        if isinstance(error, KeyboardInterrupt)
+        else 1
+    )
     message = "".join(traceback.format_exception_only(type(error), error)).strip()
     text = "".join(traceback.format_exception(type(error), error, frames))
     known = _write_failure(
         directory,
-        {"message": message, "traceback": text, "exit_code": exit_code, "consequence": _lost_a_peer(error), "stalled": type(error).__name__ == "StallError"},
+        {
+            "message": message,
+            "traceback": text,
+            "exit_code": exit_code,
+            "consequence": _lost_a_peer(error),
+            "stalled": type(error).__name__ == "StallError",
+        },
     )
     if not known:
         sys.stderr.write(text)
-    elif sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith("torch."):
-        sys.excepthook(type(error), error, frames)  # the user's own; torch's only prints what the launcher will
+    elif sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith(
+        "torch."
+    ):
+        # the user's own; torch's only prints what the launcher will
+        sys.excepthook(type(error), error, frames)
     return exit_code
 
 
 def _lost_a_peer(error: BaseException) -> bool:
-    return type(error).__name__ == "PeerLostError" or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+    return type(error).__name__ == "PeerLostError" or (
+        isinstance(error, RuntimeError) and "gloo/transport" in str(error)
+    )
 
 
 def _leave(exit_code: int) -> NoReturn:
-    """End without the interpreter's teardown: after a failure it waits for threads, and backends whose peers are gone abort in it."""
+    """End without the interpreter's teardown: after a failure it waits for threads, and backends
+    whose peers are gone abort in it.
+    """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

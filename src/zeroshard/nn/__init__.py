@@ -1,9 +1,13 @@
 """Modules and their construction: what ``zs.nn`` offers.
 
-    TiledLinear, tile_linears, join_tiles                    linear layers gathered a tile at a time (tiled.py)
-    checkpoint, checkpoint_blocks, uncheckpoint_blocks       activations computed again, their inputs on another tier (checkpointing.py)
+    TiledLinear, tile_linears, join_tiles                    linear layers gathered a tile at a time
+                                                             (tiled.py)
+    checkpoint, checkpoint_blocks, uncheckpoint_blocks       activations computed again, their
+                                                             inputs on another tier
+                                                             (checkpointing.py)
 
-Deferred initialisation (deferred.py, recorder.py, hollow.py, tape.py) is offered as ``zs.deferred_init`` and ``zs.materialize``.
+Deferred initialisation (deferred.py, recorder.py, hollow.py, tape.py) is offered as
+``zs.deferred_init`` and ``zs.materialize``.
 """
 
 from __future__ import annotations
@@ -11,4 +15,11 @@ from __future__ import annotations
 from zeroshard.nn.checkpointing import checkpoint, checkpoint_blocks, uncheckpoint_blocks
 from zeroshard.nn.tiled import TiledLinear, join_tiles, tile_linears
 
-__all__ = ["TiledLinear", "checkpoint", "checkpoint_blocks", "join_tiles", "tile_linears", "uncheckpoint_blocks"]
+__all__ = [
+    "TiledLinear",
+    "checkpoint",
+    "checkpoint_blocks",
+    "join_tiles",
+    "tile_linears",
+    "uncheckpoint_blocks",
+]

@@ -1,20 +1,28 @@
-"""Activation checkpointing whose inputs rest on another tier, or in slices on the ranks that hold the same ones (ZeRO-R, section 6.1).
+"""Activation checkpointing whose inputs rest on another tier, or in slices on the ranks that
+hold the same ones (ZeRO-R, section 6.1).
 
-    checkpoint(fn, *args)        forward: run fn, keep its inputs alone          backward: run fn again from them
+    checkpoint(fn, *args)        forward: run fn, keep its inputs alone
+                                 backward: run fn again from them
 
-    tier="host", "disk"          P_a+cpu, and ZeRO-Infinity's section 5.1.2: the inputs leave the device (nn/stash.py)
-    partition=group              P_a: of each input only this rank's 1/T stays; in backward the ranks of the group gather it
+    tier="host", "disk"          P_a+cpu, and ZeRO-Infinity's section 5.1.2: the inputs leave the
+                                 device (nn/stash.py)
+    partition=group              P_a: of each input only this rank's 1/T stays; in backward the
+                                 ranks of the group gather it
 
-It is torch's checkpoint without reentry, whose inputs pass through whatever saved-tensor hooks stand around it, and whose intermediate tensors do
-not: those are packed by hooks of its own inside. So a pair of hooks of ours outside sees the inputs, all of them and nothing else.
+It is torch's checkpoint without reentry, whose inputs pass through whatever saved-tensor hooks
+stand around it, and whose intermediate tensors do not: those are packed by hooks of its own inside.
+So a pair of hooks of ours outside sees the inputs, all of them and nothing else.
 
-    forward     pack each input: [slice it,] start its copy to the tier          backward     start the reads of the call before this one,
-                                                                                              wait for our own, [gather,] run fn again
+    forward     pack each input: [slice it,] start its copy to the tier
+    backward    start the reads of the call before this one, wait for our own, [gather,]
+                run fn again
 
-Which inputs leave, and how they come back, is nn/inputs.py's. Tensors in containers other than list, tuple and dict are not seen and stay.
+Which inputs leave, and how they come back, is nn/inputs.py's. Tensors in containers other than
+list, tuple and dict are not seen and stay.
 
-Invariant: the same bits as without. Inside another checkpoint, inputs are intermediate tensors of that one, recomputed by it and not put away.
-Cost: fn twice; one copy of the inputs each way; of the call before this one the inputs on the device as well.
+Invariant: the same bits as without. Inside another checkpoint, inputs are intermediate tensors of
+that one, recomputed by it and not put away. Cost: fn twice; one copy of the inputs each way; of the
+call before this one the inputs on the device as well.
 """
 
 from __future__ import annotations
@@ -42,14 +50,22 @@ _MARK = "_zeroshard_checkpoint"  # in the instance dictionary of a block
 
 
 def checkpoint(
-    fn: Callable[..., Any], *args: Any, tier: str = "device", partition: Any = None, disk_path: str | None = None, **kwargs: Any
+    fn: Callable[..., Any],
+    *args: Any,
+    tier: str = "device",
+    partition: Any = None,
+    disk_path: str | None = None,
+    **kwargs: Any,
 ) -> Any:
-    """Return ``fn(*args, **kwargs)``, computed again in backward; until then its tensor inputs rest on `tier`: device, host or disk.
+    """Return ``fn(*args, **kwargs)``, computed again in backward; until then its tensor inputs
+    rest on `tier`: device, host or disk.
 
-    `disk_path` is a directory on a local disk. `partition` is a torch ProcessGroup whose ranks call this with equal inputs (tensor parallel ranks
-    do): each keeps a slice, and backward gathers, a collective of that group. Random generators and autocast are in backward what they were.
-    Without gradients it is a plain call. Raises ConfigError for a tier or group that does not exist and for a key-value cache among the inputs,
-    which running twice would fill twice; StorageError where the tier is full or fails.
+    `disk_path` is a directory on a local disk. `partition` is a torch ProcessGroup whose ranks call
+    this with equal inputs (tensor parallel ranks do): each keeps a slice, and backward gathers, a
+    collective of that group. Random generators and autocast are in backward what they were. Without
+    gradients it is a plain call. Raises ConfigError for a tier or group that does not exist and for
+    a key-value cache among the inputs, which running twice would fill twice; StorageError where the
+    tier is full or fails.
     """
     return _call(Rest.of(tier, partition, disk_path), fn, args, kwargs)
 
@@ -68,16 +84,28 @@ def _call(rest: Rest, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 def _is_recomputed() -> bool:
-    """Whether this is inside another checkpoint, which computes our inputs again, or computes them again just now."""
+    """Whether this is inside another checkpoint, which computes our inputs again, or computes
+    them again just now.
+    """
     around: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    inside = around is not None and getattr(around[0], "__module__", "") == torch_checkpoint.__module__
+    inside = (
+        around is not None and getattr(around[0], "__module__", "") == torch_checkpoint.__module__
+    )
     return inside or torch._C._current_graph_task_id() >= 0
 
 
 class _Runs:
-    """`fn` as a function of its tensors alone; they are added to `tensors`. The first run is given the caller's own containers."""
+    """`fn` as a function of its tensors alone; they are added to `tensors`. The first run is
+    given the caller's own containers.
+    """
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+    ) -> None:
         self._fn = fn
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._shape = _take_out((args, kwargs), tensors)
@@ -105,7 +133,8 @@ def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
         return {key: _take_out(item, tensors) for key, item in value.items()}
     if hasattr(value, "get_seq_length") and hasattr(value, "update"):
         raise ConfigError(
-            f"a checkpointed function was given a {type(value).__name__}, which would be filled twice: call the model with use_cache=False"
+            f"a checkpointed function was given a {type(value).__name__}, which would be filled"
+            " twice: call the model with use_cache=False"
         )
     return value
 
@@ -120,7 +149,7 @@ def _put_back(shape: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
     return shape
 
 
-# ---------------------------------------------------------------------------------------------------------------- a model's blocks
+# --------------------------------------------------------------------------------- a model's blocks
 
 
 @dataclass(frozen=True)
@@ -131,17 +160,26 @@ class _Checkpointed:
     inner: Callable[..., Any] | None  # a ``forward`` that the block had in its instance dictionary
 
     def __deepcopy__(self, memo: Any) -> _Checkpointed:
-        return replace(self, inner=copy.deepcopy(self.inner, memo))  # a process group cannot be copied
+        # a process group cannot be copied
+        return replace(self, inner=copy.deepcopy(self.inner, memo))
 
 
 def checkpoint_blocks(
-    model: nn.Module, *, tier: str = "device", partition: Any = None, disk_path: str | None = None, blocks: UnitSpec | None = None
+    model: nn.Module,
+    *,
+    tier: str = "device",
+    partition: Any = None,
+    disk_path: str | None = None,
+    blocks: UnitSpec | None = None,
 ) -> list[str]:
-    """Have the repeated blocks of `model` computed again in backward, as by `checkpoint`, from now on; return their names.
+    """Have the repeated blocks of `model` computed again in backward, as by `checkpoint`, from
+    now on; return their names.
 
-    `blocks` are module classes, qualified names or a callable(name, module) -> bool (default: the blocks that ``shard()`` finds by itself). It may be
-    called before or after ``shard()``; `uncheckpoint_blocks` undoes it. Compile a block's forward before, not after. A block that counts its
-    forwards (batch norm's running statistics) counts twice. Raises ConfigError, with nothing changed, where no block is found and where one is checkpointed already.
+    `blocks` are module classes, qualified names or a callable(name, module) -> bool (default: the
+    blocks that ``shard()`` finds by itself). It may be called before or after ``shard()``;
+    `uncheckpoint_blocks` undoes it. Compile a block's forward before, not after. A block that
+    counts its forwards (batch norm's running statistics) counts twice. Raises ConfigError, with
+    nothing changed, where no block is found and where one is checkpointed already.
     """
     rest = Rest.of(tier, partition, disk_path)
     found = find_blocks(model, blocks, option="blocks")
@@ -149,19 +187,27 @@ def checkpoint_blocks(
         raise ConfigError(f"{type(model).__name__} has no repeated blocks: say which with blocks=")
     for name, module in found:
         if _MARK in module.__dict__:
-            raise ConfigError(f"block {name!r} is checkpointed already: call uncheckpoint_blocks() first")
+            raise ConfigError(
+                f"block {name!r} is checkpointed already: call uncheckpoint_blocks() first"
+            )
     for _, module in found:
         module.__dict__[_MARK] = _Checkpointed(rest, module.__dict__.get("forward"))
-        module.__dict__["forward"] = MethodType(_forward, module)  # a method: copy.deepcopy() binds it to the copy
+        # a method: copy.deepcopy() binds it to the copy
+        module.__dict__["forward"] = MethodType(_forward, module)
     return [name for name, _ in found]
 
 
 def uncheckpoint_blocks(model: nn.Module) -> list[str]:
-    """Undo `checkpoint_blocks` on `model`; return the names of the blocks that were. Raises StateError where a block's forward was replaced since."""
+    """Undo `checkpoint_blocks` on `model`; return the names of the blocks that were. Raises
+    StateError where a block's forward was replaced since.
+    """
     marked = list(_marked(model))
     for name, module in marked:
         if getattr(module.__dict__.get("forward"), "__func__", None) is not _forward:
-            raise StateError(f"block {name!r} has been given another forward since checkpoint_blocks(): take that off first")
+            raise StateError(
+                f"block {name!r} has been given another forward since checkpoint_blocks(): take"
+                " that off first"
+            )
     for _, module in marked:
         before: _Checkpointed = module.__dict__.pop(_MARK)
         if before.inner is None:

@@ -1,19 +1,24 @@
-"""Deferred initialisation: build a model of any size in no memory, and fill it in later, a unit at a time, with the same bits.
+"""Deferred initialisation: build a model of any size in no memory, and fill it in later, a unit
+at a time, with the same bits.
 
     with zs.deferred_init():
         model = GPT(config)                   # its own init code runs as it is
-    engine = zs.shard(model, optimizer)       # each unit is computed, stored into the shards, and forgotten
+    engine = zs.shard(model, optimizer)       # each unit is computed, stored into the shards, and
+                                              forgotten
 
-Inside the block every operation of this thread passes through the recorder (nn/recorder.py). New tensors of 64 KiB or more become hollow
-(nn/hollow.py) and what is done to them goes on a tape (nn/tape.py). Small tensors are real, so most code that looks at values simply runs.
-A random operation is done once on a temporary, so that the generator advances exactly as it would, and again with the generator's old
-state when the tensor is filled.
+Inside the block every operation of this thread passes through the recorder (nn/recorder.py). New
+tensors of 64 KiB or more become hollow (nn/hollow.py) and what is done to them goes on a tape
+(nn/tape.py). Small tensors are real, so most code that looks at values simply runs. A random
+operation is done once on a temporary, so that the generator advances exactly as it would, and again
+with the generator's old state when the tensor is filled.
 
-Invariant: after the block the generators, and after filling every bit, are what building the model without the block gives. Memory that a
-parameter left uninitialised is zero. Cost: nothing per large parameter at rest; during the block the largest tensor; random operations
-take their time twice. At the end of the block large tensors that no parameter uses (buffers, tables) are filled.
+Invariant: after the block the generators, and after filling every bit, are what building the model
+without the block gives. Memory that a parameter left uninitialised is zero. Cost: nothing per large
+parameter at rest; during the block the largest tensor; random operations take their time twice. At
+the end of the block large tensors that no parameter uses (buffers, tables) are filled.
 
-What it does not do: follow other threads, or code that reads memory behind torch's back (C++ extensions).
+What it does not do: follow other threads, or code that reads memory behind torch's back (C++
+extensions).
 """
 
 from __future__ import annotations
@@ -29,18 +34,27 @@ from zeroshard.errors import ConfigError
 from zeroshard.nn.hollow import adopt_all, fill, fingerprint_of, record_of, settle
 from zeroshard.nn.recorder import PointerReads, Recorder
 
-__all__ = ["allocate", "deferred_init", "fingerprint_of", "is_deferred", "materialize", "refuse_inside"]
+__all__ = [
+    "allocate",
+    "deferred_init",
+    "fingerprint_of",
+    "is_deferred",
+    "materialize",
+    "refuse_inside",
+]
 
 _thread = threading.local()
 
 
 @contextmanager
 def deferred_init() -> Iterator[None]:
-    """Build modules inside this context without memory for their parameters; ``shard()`` or ``materialize()`` gives it to them.
+    """Build modules inside this context without memory for their parameters; ``shard()`` or
+    ``materialize()`` gives it to them.
 
-    Parameters are the final objects, so an optimizer may be built from them at once; reading their values before they have any raises
-    StateError. Their values, and the random generators after the block, are the same bits as without it. Takes CPU and CUDA tensors;
-    those on other devices are left alone. Nests; applies to the thread that enters it.
+    Parameters are the final objects, so an optimizer may be built from them at once; reading their
+    values before they have any raises StateError. Their values, and the random generators after the
+    block, are the same bits as without it. Takes CPU and CUDA tensors; those on other devices are
+    left alone. Nests; applies to the thread that enters it.
     """
     if _current() is not None:
         yield
@@ -58,7 +72,8 @@ def deferred_init() -> Iterator[None]:
 
 
 def materialize(*things: nn.Module | torch.Tensor) -> None:
-    """Give deferred modules and tensors their memory and values, in place; what has them already is left alone.
+    """Give deferred modules and tensors their memory and values, in place; what has them already
+    is left alone.
 
     For a deferred model that is used without ``shard()``, which does this unit by unit.
     """
@@ -69,7 +84,9 @@ def materialize(*things: nn.Module | torch.Tensor) -> None:
         elif isinstance(thing, torch.Tensor):
             tensors.append(thing)
         else:
-            raise ConfigError(f"materialize() takes modules and tensors, not {type(thing).__name__}")
+            raise ConfigError(
+                f"materialize() takes modules and tensors, not {type(thing).__name__}"
+            )
     _fill(tensors)
 
 

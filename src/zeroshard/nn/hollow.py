@@ -1,15 +1,18 @@
 """Hollow tensors: ordinary strided tensors whose storage has size 0 until it is filled.
 
-Shape, stride, dtype and device are right and every view shares the one storage, so parameters are the final objects from the start.
-Which entry of the tape (nn/tape.py) computes a storage is kept beside it, by weak reference: it goes when the storage goes.
+Shape, stride, dtype and device are right and every view shares the one storage, so parameters are
+the final objects from the start. Which entry of the tape (nn/tape.py) computes a storage is kept
+beside it, by weak reference: it goes when the storage goes.
 
-[Note: hollow tensors and torch] Torch checks for missing memory in some operations only. Measured on 2.13: ``t[0]``, ``F.linear`` raise,
-``t + 1``, ``t.mean()``, ``torch.cat`` end the process, ``t.numpy()`` and ``copy.deepcopy(t)`` return garbage. So a hollow tensor is only ever
-handled inside the recorder, which intercepts all operations; outside, every tensor object over a hollow storage is *guarded*: its class
-is a subclass of its own whose ``__torch_function__`` raises StateError naming the remedy, and which is taken off again when it is filled.
+[Note: hollow tensors and torch] Torch checks for missing memory in some operations only. Measured
+on 2.13: ``t[0]``, ``F.linear`` raise, ``t + 1``, ``t.mean()``, ``torch.cat`` end the process,
+``t.numpy()`` and ``copy.deepcopy(t)`` return garbage. So a hollow tensor is only ever handled
+inside the recorder, which intercepts all operations; outside, every tensor object over a hollow
+storage is *guarded*: its class is a subclass of its own whose ``__torch_function__`` raises
+StateError naming the remedy, and which is taken off again when it is filled.
 
-Invariant: outside the recorder no unguarded tensor object over a hollow storage exists. Cost: one walk over all live objects when a
-block ends (0.1 s for 300,000 objects).
+Invariant: outside the recorder no unguarded tensor object over a hollow storage exists. Cost: one
+walk over all live objects when a block ends (0.1 s for 300,000 objects).
 """
 
 from __future__ import annotations
@@ -67,11 +70,20 @@ def record_of(tensor: torch.Tensor) -> Record | None:
 
 def place_of(tensor: torch.Tensor, cell: Cell, *, metadata_only: bool = False) -> Place:
     """Return where `tensor` lies in `cell`."""
-    return Place(cell, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, metadata_only)
+    return Place(
+        cell,
+        tuple(tensor.shape),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+        metadata_only,
+    )
 
 
 def hollow_out(tensor: torch.Tensor, owner: object) -> tuple[Record, Place]:
-    """Take the memory of `tensor`'s storage away; as long as nobody gives the record another entry, it reads as zeros."""
+    """Take the memory of `tensor`'s storage away; as long as nobody gives the record another
+    entry, it reads as zeros.
+    """
     storage = storage_of(tensor)
     assert storage is not None, tensor.layout
     cell = Cell(storage.nbytes(), tensor.device)
@@ -83,7 +95,9 @@ def hollow_out(tensor: torch.Tensor, owner: object) -> tuple[Record, Place]:
 
 @contextmanager
 def inflated(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Give hollow storages their size inside the context (memory that is never touched), as torch checks bounds when it makes views."""
+    """Give hollow storages their size inside the context (memory that is never touched), as
+    torch checks bounds when it makes views.
+    """
     storages = _hollow_storages(storage_of(tensor) for tensor in tensors)
     try:
         for storage, record in storages.items():
@@ -95,11 +109,15 @@ def inflated(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def fill(tensors: Iterable[torch.Tensor], *, compute: bool = True) -> None:
-    """Give the hollow storages under `tensors` their memory and contents; with `compute` False only the memory."""
+    """Give the hollow storages under `tensors` their memory and contents; with `compute` False
+    only the memory.
+    """
     fill_storages((storage_of(tensor) for tensor in tensors), compute=compute)
 
 
-def fill_storages(candidates: Iterable[torch.UntypedStorage | None], *, compute: bool = True) -> None:
+def fill_storages(
+    candidates: Iterable[torch.UntypedStorage | None], *, compute: bool = True
+) -> None:
     """The same for storages. After an exception they are hollow as before."""
     storages = _hollow_storages(candidates)
     try:
@@ -117,12 +135,18 @@ def fill_storages(candidates: Iterable[torch.UntypedStorage | None], *, compute:
         del _RECORDS[storage]
 
 
-def _hollow_storages(candidates: Iterable[torch.UntypedStorage | None]) -> dict[torch.UntypedStorage, Record]:
-    return {s: _RECORDS[s] for s in candidates if s is not None and s in _RECORDS and s.nbytes() == 0}
+def _hollow_storages(
+    candidates: Iterable[torch.UntypedStorage | None],
+) -> dict[torch.UntypedStorage, Record]:
+    return {
+        s: _RECORDS[s] for s in candidates if s is not None and s in _RECORDS and s.nbytes() == 0
+    }
 
 
 def fingerprint_of(tensor: torch.Tensor) -> str | None:
-    """Return a digest of how a hollow tensor's contents will be computed, None for any other tensor."""
+    """Return a digest of how a hollow tensor's contents will be computed, None for any other
+    tensor.
+    """
     record = record_of(tensor)
     if record is None:
         return None
@@ -130,7 +154,7 @@ def fingerprint_of(tensor: torch.Tensor) -> str | None:
     return f"{fingerprint(record.entry)} {place.shape} {place.stride} {place.offset}"
 
 
-# ---------------------------------------------------------------------------------------------------------------- outside the recorder
+# ----------------------------------------------------------------------------- outside the recorder
 
 
 def adopt_all(owner: object) -> None:
@@ -142,11 +166,16 @@ def adopt_all(owner: object) -> None:
 
 
 def settle(owner: object, *, compute: bool) -> None:
-    """A recorder ends: fill what no parameter uses (buffers, tables, temporaries), put guards on the rest.
+    """A recorder ends: fill what no parameter uses (buffers, tables, temporaries), put guards on
+    the rest.
 
     With `compute` False (an exception is under way) everything is guarded.
     """
-    mine = {storage: record for storage, record in _RECORDS.items() if record.owner is owner and storage.nbytes() == 0}
+    mine = {
+        storage: record
+        for storage, record in _RECORDS.items()
+        if record.owner is owner and storage.nbytes() == 0
+    }
     if not mine:
         return
     over: dict[torch.UntypedStorage, list[torch.Tensor]] = {storage: [] for storage in mine}
@@ -154,7 +183,9 @@ def settle(owner: object, *, compute: bool) -> None:
         if issubclass(type(thing), torch.Tensor) and (storage := storage_of(thing)) in over:
             over[storage].append(thing)
     resting = {
-        storage: tensors for storage, tensors in over.items() if not compute or any(issubclass(type(t), nn.Parameter) for t in tensors)
+        storage: tensors
+        for storage, tensors in over.items()
+        if not compute or any(issubclass(type(t), nn.Parameter) for t in tensors)
     }
     for storage, tensors in resting.items():
         record = mine[storage]
@@ -168,7 +199,8 @@ def settle(owner: object, *, compute: bool) -> None:
 def _take_guards_off(record: Record) -> None:
     for reference in record.guarded:
         tensor: Any = reference()
-        if issubclass(type(tensor), _Guarded) and record_of(tensor) in (record, None):  # it may have been given other memory since
+        # it may have been given other memory since
+        if issubclass(type(tensor), _Guarded) and record_of(tensor) in (record, None):
             _unguard(tensor)
     record.guarded.clear()
 
@@ -193,11 +225,18 @@ class _Guarded:
 
     def __repr__(self, **_: Any) -> str:
         tensor: Any = self
-        return f"{type(self).__name__}(shape={tuple(tensor.shape)}, dtype={tensor.dtype}, device={str(tensor.device)!r})"
+        return (
+            f"{type(self).__name__}(shape={tuple(tensor.shape)}, dtype={tensor.dtype},"
+            f" device={str(tensor.device)!r})"
+        )
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in _ANSWERED:
             with torch._C.DisableTorchFunctionSubclass():
@@ -208,12 +247,17 @@ class _Guarded:
             _unguard(args[0])
             return func(*args)
         raise StateError(
-            f"{name_of(func)!r} needs a parameter that deferred_init() left without values: call zeroshard.shard(model) or zeroshard.materialize(model) "
-            "first, or do it inside deferred_init()"
+            f"{name_of(func)!r} needs a parameter that deferred_init() left without values: call"
+            " zeroshard.shard(model) or zeroshard.materialize(model) first, or do it inside"
+            " deferred_init()"
         )
 
 
 @cache
 def _guard_class(plain: type) -> type:
     """Return the guarded subclass of a tensor class."""
-    return type(f"Deferred{plain.__name__}", (_Guarded, plain), {"_zeroshard_plain": plain, "__module__": __name__})
+    return type(
+        f"Deferred{plain.__name__}",
+        (_Guarded, plain),
+        {"_zeroshard_plain": plain, "__module__": __name__},
+    )

@@ -1,14 +1,17 @@
-"""The inputs of a checkpointed call at rest: which of them leave, in what form, and how they come back ahead of their use.
+"""The inputs of a checkpointed call at rest: which of them leave, in what form, and how they
+come back ahead of their use.
 
     Rest       where: a tier, a group of ranks that each keep a slice, or both
     Call       the inputs of one call; knows the call before it, which backward comes to next
     Input      what torch holds in place of one input
 
-Put away are floating-point tensors of 4 KiB or more. Others stay as they are: parameters and their views, leaves that require a gradient,
-expanded tensors, and subclasses. A tensor that several calls are given is stored once, as long as nothing is written to it.
+Put away are floating-point tensors of 4 KiB or more. Others stay as they are: parameters and their
+views, leaves that require a gradient, expanded tensors, and subclasses. A tensor that several calls
+are given is stored once, as long as nothing is written to it.
 
-Invariant: what comes back has the bits, the shape and the strides of what was put away. Cost: of each input one copy on the tier (1/T of it with a
-group of T ranks); on the device, during backward, the inputs of two calls.
+Invariant: what comes back has the bits, the shape and the strides of what was put away. Cost: of
+each input one copy on the tier (1/T of it with a group of T ranks); on the device, during backward,
+the inputs of two calls.
 """
 
 from __future__ import annotations
@@ -47,9 +50,14 @@ class Rest:
         if tier not in tiers:
             raise ConfigError(f"tier={tier!r} is not a tier: use 'device', 'host' or 'disk'")
         if (tiers[tier] is Tier.DISK) != (disk_path is not None):
-            raise ConfigError("tier='disk' and disk_path=, a directory on a local disk, go together")
+            raise ConfigError(
+                "tier='disk' and disk_path=, a directory on a local disk, go together"
+            )
         if partition is not None and not isinstance(partition, dist.ProcessGroup):
-            raise ConfigError(f"partition is a {type(partition).__name__}, not a torch ProcessGroup that this rank is in")
+            raise ConfigError(
+                f"partition is a {type(partition).__name__}, not a torch ProcessGroup that this"
+                " rank is in"
+            )
         alone = partition is None or dist.get_world_size(partition) == 1
         return cls(tiers[tier], None if alone else partition, disk_path)
 
@@ -79,7 +87,9 @@ class _Here:
 
 
 class Call:
-    """One checkpointed call: its inputs at rest, and the call before it, which backward comes to next."""
+    """One checkpointed call: its inputs at rest, and the call before it, which backward comes to
+    next.
+    """
 
     def __init__(self, rest: Rest) -> None:
         self._rest = rest
@@ -98,7 +108,13 @@ class Call:
 
     def _put(self, tensor: torch.Tensor) -> _Bytes:
         rest = self._rest
-        place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor._version)
+        place = (
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            tensor._version,
+        )
         stored = _stored.setdefault(tensor.untyped_storage(), {})
         known = stored.get((rest, place), lambda: None)()
         if known is not None:
@@ -107,7 +123,11 @@ class Call:
         if rest.group is not None:
             flat = _slice_of(flat, rest.group)
         on_device = rest.tier is Tier.DEVICE
-        parcel: _Bytes = _Here(flat) if on_device else depot_for(rest.tier, tensor.device, rest.disk_path).put(flat, self)
+        parcel: _Bytes = (
+            _Here(flat)
+            if on_device
+            else depot_for(rest.tier, tensor.device, rest.disk_path).put(flat, self)
+        )
         for gone in [key for key, reference in stored.items() if reference() is None]:
             del stored[gone]
         stored[rest, place] = weakref.ref(parcel)
@@ -128,7 +148,9 @@ class Call:
 
 
 _thread = threading.local()  # .last: the last call that put something away
-_stored: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[Any, weakref.ref[_Bytes]]] = weakref.WeakKeyDictionary()
+_stored: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[Any, weakref.ref[_Bytes]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Input:
@@ -136,7 +158,9 @@ class Input:
 
     __slots__ = ("_call", "_dtype", "_group", "_is_dense", "_parcel", "_shape", "_stride")
 
-    def __init__(self, call: Call, parcel: _Bytes, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, call: Call, parcel: _Bytes, tensor: torch.Tensor, group: dist.ProcessGroup | None
+    ) -> None:
         self._call, self._parcel, self._group = call, parcel, group
         self._shape, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
         self._is_dense = memory_stride(tensor) == tensor.stride()
@@ -164,17 +188,30 @@ def unpack(packed: Any) -> torch.Tensor:
 
 def _may_leave(tensor: torch.Tensor) -> bool:
     """Whether an input is worth a copy, and one can stand for it."""
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device.type == "meta":
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor.layout is not torch.strided
+        or tensor.device.type == "meta"
+    ):
         return False  # parameters and other subclasses
-    if not tensor.is_floating_point() or tensor.nbytes < _LEAST_BYTES or tensor.is_inference() or tensor.is_neg():
+    if (
+        not tensor.is_floating_point()
+        or tensor.nbytes < _LEAST_BYTES
+        or tensor.is_inference()
+        or tensor.is_neg()
+    ):
         return False
     if (tensor.is_leaf and tensor.requires_grad) or isinstance(tensor._base, nn.Parameter):
         return False  # somebody holds them anyway
-    return all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return all(
+        stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def _slice_of(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's part of `flat` [n]: [ceil(n / T)] elements of its own, zeros beyond the end. 10 on 4 ranks: 3, 3, 3, 1 and 0 0."""
+    """Return this rank's part of `flat` [n]: [ceil(n / T)] elements of its own, zeros beyond the
+    end. 10 on 4 ranks: 3, 3, 3, 1 and 0 0.
+    """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     share = -(-flat.numel() // world)
     mine = flat[rank * share : (rank + 1) * share]

@@ -1,18 +1,24 @@
 """The recorder: what deferred_init() does to each operation of its thread.
 
     operation                                        what is done
-    new large tensors from small ones, or none       run; their memory is taken away, the operation goes on the tape
+    new large tensors from small ones, or none       run; their memory is taken away, the operation
+                                                     goes on the tape
     views of hollow tensors                          run: they share the storage, nothing is read
-    draws (``normal_``) into hollow tensors          run on a temporary, for the generator's sake, and put on the tape
-    anything else on hollow tensors                  put on the tape; torch's meta kernels tell the results' shapes
-    results that depend on values (``item``)         the values are computed from the tape and forgotten again
+    draws (``normal_``) into hollow tensors          run on a temporary, for the generator's sake,
+                                                     and put on the tape
+    anything else on hollow tensors                  put on the tape; torch's meta kernels tell the
+                                                     results' shapes
+    results that depend on values (``item``)         the values are computed from the tape and
+                                                     forgotten again
     what the tape cannot hold                        the tensors concerned are filled, and it is run
 
-The last row is the way out of every doubt (``resize_``, ``numpy()``, a large tensor from elsewhere copied in, a write into a real tensor,
-a shape that no meta kernel tells): the same bits, for more memory.
+The last row is the way out of every doubt (``resize_``, ``numpy()``, a large tensor from elsewhere
+copied in, a write into a real tensor, a shape that no meta kernel tells): the same bits, for more
+memory.
 
-Invariant: after each operation, the real tensors and the generators are what they would be, and so are hollow ones once they are filled.
-Cost: ten to a hundred microseconds per operation on hollow tensors; memory for one operation's results at a time.
+Invariant: after each operation, the real tensors and the generators are what they would be, and so
+are hollow ones once they are filled. Cost: ten to a hundred microseconds per operation on hollow
+tensors; memory for one operation's results at a time.
 """
 
 from __future__ import annotations
@@ -29,24 +35,71 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.buffer import return_freed_memory
 from zeroshard.core.storage import storage_of
-from zeroshard.nn.hollow import Record, fill, fill_storages, hollow_out, inflated, place_of, record_of
-from zeroshard.nn.tape import Cell, Constant, Entry, Place, Seeded, generator_state, leaves, map_leaves, replay
+from zeroshard.nn.hollow import (
+    Record,
+    fill,
+    fill_storages,
+    hollow_out,
+    inflated,
+    place_of,
+    record_of,
+)
+from zeroshard.nn.tape import (
+    Cell,
+    Constant,
+    Entry,
+    Place,
+    Seeded,
+    generator_state,
+    leaves,
+    map_leaves,
+    replay,
+)
 
 __all__ = ["LARGE_BYTES", "PointerReads", "Recorder"]
 
 LARGE_BYTES = 64 * 1024  # below this a tensor is real
-_MOST_PENDING_WRITES = 500  # partial writes to one tensor on the tape; a loop over its elements is cheaper done at once
+# partial writes to one tensor on the tape; a loop over its elements is cheaper done at once
+_MOST_PENDING_WRITES = 500
 _KEPT_BYTES = 32 * 2**20  # freed memory that the allocator may hold
 _DEVICES = ("cpu", "cuda")
 
-_BLANKS = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")}
-_LIKES = {f"aten::{name}" for name in ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")} | {
-    f"aten::{name}" for name in ("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full")
+_BLANKS = {
+    f"aten::{name}"
+    for name in (
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "empty_permuted",
+        "new_empty",
+        "new_empty_strided",
+    )
 }
-_DRAWS = {f"aten::{name}_" for name in ("uniform", "normal", "random", "exponential", "cauchy", "log_normal", "geometric", "bernoulli")}
+_LIKES = {
+    f"aten::{name}"
+    for name in ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
+} | {
+    f"aten::{name}"
+    for name in ("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full")
+}
+_DRAWS = {
+    f"aten::{name}_"
+    for name in (
+        "uniform",
+        "normal",
+        "random",
+        "exponential",
+        "cauchy",
+        "log_normal",
+        "geometric",
+        "bernoulli",
+    )
+}
 _OVERWRITES = _DRAWS | {"aten::zero_", "aten::fill_", "aten::copy_"}
-_EAGER = {f"aten::{name}" for name in ("resize_", "resize_as_", "_pin_memory")}  # they reach for the storage
-_VIEWS = {f"aten::{name}" for name in ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes")}  # their schema does not say so
+# they reach for the storage
+_EAGER = {f"aten::{name}" for name in ("resize_", "resize_as_", "_pin_memory")}
+# their schema does not say so
+_VIEWS = {f"aten::{name}" for name in ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes")}
 _POINTERS = {  # methods that read memory without passing through the dispatcher
     getattr(torch.Tensor, name)
     for name in (
@@ -78,11 +131,15 @@ class _Traits:
 @cache
 def _traits(func: Any) -> _Traits:
     schema = func._schema
-    written = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    written = frozenset(
+        a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    )
     shares = any(r.alias_info is not None for r in schema.returns)
     return _Traits(
         name=schema.name,
-        is_view=(shares and not written) or torch.Tag.inplace_view in func.tags or schema.name in _VIEWS,
+        is_view=(shares and not written)
+        or torch.Tag.inplace_view in func.tags
+        or schema.name in _VIEWS,
         written=written,
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
         is_composite=func._can_decompose(),
@@ -96,10 +153,22 @@ class _Call:
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        self.hollow = {id(tensor): record for tensor in self.tensors if (record := record_of(tensor)) is not None}
+        self.hollow = {
+            id(tensor): record
+            for tensor in self.tensors
+            if (record := record_of(tensor)) is not None
+        }
         self.traits = _traits(func)
-        named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-        self.written = [t for name in self.traits.written for t in leaves(named.get(name)) if isinstance(t, torch.Tensor)]
+        named = {
+            argument.name: value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+        } | kwargs
+        self.written = [
+            t
+            for name in self.traits.written
+            for t in leaves(named.get(name))
+            if isinstance(t, torch.Tensor)
+        ]
 
     @property
     def hollow_tensors(self) -> list[torch.Tensor]:
@@ -122,7 +191,9 @@ class _Call:
     def reads_large(self) -> bool:
         """Whether it reads a large tensor that is not on the tape."""
         return not self.metadata_only and any(
-            t.nbytes >= LARGE_BYTES for t in self.tensors if id(t) not in self.hollow and t.layout is torch.strided and not t.is_meta
+            t.nbytes >= LARGE_BYTES
+            for t in self.tensors
+            if id(t) not in self.hollow and t.layout is torch.strided and not t.is_meta
         )
 
     @property
@@ -132,10 +203,16 @@ class _Call:
     def states(self) -> dict[torch.device, torch.Tensor]:
         """Return the states of the default generators that it draws from."""
         given = any(isinstance(leaf, torch.Generator) for leaf in leaves((self.args, self.kwargs)))
-        return {} if given or not self.traits.is_random else {self.device: generator_state(self.device)}
+        return (
+            {}
+            if given or not self.traits.is_random
+            else {self.device: generator_state(self.device)}
+        )
 
     def run(self, stand_ins: dict[int, torch.Tensor], **options: Any) -> Any:
-        """Do it, with `stand_ins` (by id) in the place of arguments and `options` in the place of keywords."""
+        """Do it, with `stand_ins` (by id) in the place of arguments and `options` in the place
+        of keywords.
+        """
 
         def swap(leaf: Any) -> Any:
             return stand_ins.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf
@@ -165,7 +242,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._paused = before
 
-    def __torch_dispatch__(self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
@@ -176,7 +259,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fill_storages(leaf for leaf in args if isinstance(leaf, torch.UntypedStorage))
         if not call.hollow or call.metadata_only:
             return self._create(call)
-        if call.traits.name in _EAGER or any(t.is_conj() or t.is_neg() for t in call.hollow_tensors):
+        if call.traits.name in _EAGER or any(
+            t.is_conj() or t.is_neg() for t in call.hollow_tensors
+        ):
             return self._do_at_once(call)
         if call.traits.is_view or call.device.type == "meta":
             with inflated(call.hollow_tensors):
@@ -187,10 +272,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._record(call)
 
     def _create(self, call: _Call) -> Any:
-        """Run an operation on real tensors (or none); take the memory of its new large results away."""
+        """Run an operation on real tensors (or none); take the memory of its new large results
+        away.
+        """
         states, arguments = call.states(), self._describe(call) if call.traits.is_random else None
         result = call.func(*call.args, **call.kwargs)
-        if not call.written and not call.traits.is_view and not call.reads_large and not call.kwargs.get("pin_memory"):
+        if (
+            not call.written
+            and not call.traits.is_view
+            and not call.reads_large
+            and not call.kwargs.get("pin_memory")
+        ):
             fresh = [self._hollowed(leaf, call) for leaf in leaves(result)]
             if any(fresh) and call.traits.name not in _BLANKS:
                 self._note(call, arguments or self._describe(call), fresh, states)
@@ -208,11 +300,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stand_ins = self._drawn(call)
             result = None if stand_ins is None else call.run(stand_ins)
         else:
-            stand_ins = {id(t): torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in call.tensors}
+            stand_ins = {
+                id(t): torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+                for t in call.tensors
+            }
             result = self._shapes(call, stand_ins)
         if result is None or stand_ins is None:
             return self._compute(call, arguments, states)
-        originals = {id(stand_in): tensor for tensor in call.tensors if (stand_in := stand_ins.get(id(tensor))) is not None}
+        originals = {
+            id(stand_in): tensor
+            for tensor in call.tensors
+            if (stand_in := stand_ins.get(id(tensor))) is not None
+        }
         fresh: list[tuple[Record, Place] | None] = []
 
         def real(leaf: Any) -> Any:
@@ -221,7 +320,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return originals.get(id(leaf), leaf)
             hollow = leaf
             if leaf.is_meta:
-                hollow = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=call.device)
+                hollow = torch.empty_strided(
+                    leaf.shape, leaf.stride(), dtype=leaf.dtype, device=call.device
+                )
             fresh.append(hollow_out(hollow, self))
             return hollow
 
@@ -234,8 +335,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fill(call.hollow_tensors)
         return call.func(*call.args, **call.kwargs)
 
-    def _compute(self, call: _Call, arguments: tuple[Any, Any], states: dict[torch.device, torch.Tensor]) -> Any:
-        """Run an operation whose results cannot be told without values; take the memory of the large ones away again."""
+    def _compute(
+        self, call: _Call, arguments: tuple[Any, Any], states: dict[torch.device, torch.Tensor]
+    ) -> Any:
+        """Run an operation whose results cannot be told without values; take the memory of the
+        large ones away again.
+        """
         if call.written:
             return self._do_at_once(call)
         result = call.run(self._values(call))
@@ -245,12 +350,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _values(self, call: _Call) -> dict[int, torch.Tensor]:
-        """Return the values of its hollow arguments, by id. Small ones are filled, as they will be asked for again."""
+        """Return the values of its hollow arguments, by id. Small ones are filled, as they will
+        be asked for again.
+        """
         fill([t for t in call.hollow_tensors if call.hollow[id(t)].cell.num_bytes < LARGE_BYTES])
-        large = {id(t): (t, record) for t in call.hollow_tensors if (record := record_of(t)) is not None}
+        large = {
+            id(t): (t, record) for t in call.hollow_tensors if (record := record_of(t)) is not None
+        }
         memory = replay({record.cell: record.entry for _, record in large.values()}, {})
         self._freed(sum(storage.nbytes() for storage in memory.values()))
-        return {key: place_of(t, record.cell).within(memory[record.cell]) for key, (t, record) in large.items()}
+        return {
+            key: place_of(t, record.cell).within(memory[record.cell])
+            for key, (t, record) in large.items()
+        }
 
     def _drawn(self, call: _Call) -> dict[int, torch.Tensor] | None:
         """Return memory for a draw that reads no values, None where it does read some."""
@@ -262,20 +374,33 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _shapes(call: _Call, stand_ins: dict[int, torch.Tensor]) -> Any:
-        """Run it on tensors without data; None where that does not tell the results, or would change the shape of an argument."""
+        """Run it on tensors without data; None where that does not tell the results, or would
+        change the shape of an argument.
+        """
         options = {"device": torch.device("meta")} if call.kwargs.get("device") is not None else {}
         try:
             result = call.run(stand_ins, **options)
-        except Exception:  # no such kernel, a shape that depends on values, or an error that running it will raise again
+        except Exception:
+            # no such kernel, a shape that depends on values, or an error that running it will raise
+            # again
             return None
-        kept = all(stand_ins[id(t)].shape == t.shape and stand_ins[id(t)].stride() == t.stride() for t in call.tensors)
-        plain = all(leaf.layout is torch.strided for leaf in leaves(result) if isinstance(leaf, torch.Tensor))
+        kept = all(
+            stand_ins[id(t)].shape == t.shape and stand_ins[id(t)].stride() == t.stride()
+            for t in call.tensors
+        )
+        plain = all(
+            leaf.layout is torch.strided
+            for leaf in leaves(result)
+            if isinstance(leaf, torch.Tensor)
+        )
         return result if kept and plain and call.device.type in _DEVICES else None
 
     # ------------------------------------------------------------------ writing on the tape
 
     def _freed(self, num_bytes: int) -> None:
-        """Note that memory which had been written to was freed, and return it to the system from time to time."""
+        """Note that memory which had been written to was freed, and return it to the system from
+        time to time.
+        """
         self._freed_bytes += num_bytes
         if self._freed_bytes > _KEPT_BYTES:
             return_freed_memory()
@@ -283,7 +408,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _hollowed(self, leaf: Any, call: _Call) -> tuple[Record, Place] | None:
         """Take the memory of a new large tensor; None for any other."""
-        if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.device.type not in _DEVICES or leaf.is_complex():
+        if (
+            type(leaf) is not torch.Tensor
+            or leaf.layout is not torch.strided
+            or leaf.device.type not in _DEVICES
+            or leaf.is_complex()
+        ):
             return None
         storage = storage_of(leaf)
         if storage is None or storage.nbytes() < LARGE_BYTES or not storage.resizable():
@@ -297,7 +427,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether `tensor` is the whole of its storage, and no other argument reads that."""
         record = call.hollow[id(tensor)]
         others = [t for t in call.tensors if t is not tensor and call.hollow.get(id(t)) is record]
-        return not others and sum(t is tensor for t in call.tensors) == 1 and place_of(tensor, record.cell).covers_cell
+        return (
+            not others
+            and sum(t is tensor for t in call.tensors) == 1
+            and place_of(tensor, record.cell).covers_cell
+        )
 
     @staticmethod
     def _describe(call: _Call) -> tuple[Any, Any]:
@@ -326,9 +460,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """Write one entry, and let the storages that it writes lead to it."""
         args, kwargs = arguments
-        overwrites = call.traits.name in _OVERWRITES and len(call.written) == 1 and self._covers(call.written[0], call)
+        overwrites = (
+            call.traits.name in _OVERWRITES
+            and len(call.written) == 1
+            and self._covers(call.written[0], call)
+        )
         written = [call.hollow[id(tensor)] for tensor in call.written]
-        needed = [record for record in call.hollow.values() if not (overwrites and record in written) and not call.metadata_only]
+        needed = [
+            record
+            for record in call.hollow.values()
+            if not (overwrites and record in written) and not call.metadata_only
+        ]
         entry = Entry(
             call.func,
             args,
@@ -354,8 +496,15 @@ class PointerReads(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_function__(self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is torch.Tensor.__repr__ and record_of(args[0]) is not None:  # it takes all modes off
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # it takes all modes off
+        if func is torch.Tensor.__repr__ and record_of(args[0]) is not None:
             return f"tensor(deferred, shape={tuple(args[0].shape)}, dtype={args[0].dtype})"
         if func in _POINTERS and record_of(args[0]) is not None:
             with self._recorder.paused():

@@ -1,17 +1,22 @@
-"""Tensors put away on another tier between forward and backward, and brought back ahead of their use (ZeRO-R's P_a+cpu, ZeRO-Infinity's 5.1.2).
+"""Tensors put away on another tier between forward and backward, and brought back ahead of their
+use (ZeRO-R's P_a+cpu, ZeRO-Infinity's 5.1.2).
 
     put      source --Slab.write--> slab           the source is let go once the copy has landed
     ahead    arrival <--Slab.read-- slab           started before it is needed
     fetch    arrival, waited for; the source itself where it is still here
 
-A **depot** is one store with its slabs, which are used again; a **parcel** is one tensor's bytes in it, and goes with its last reference.
+A **depot** is one store with its slabs, which are used again; a **parcel** is one tensor's bytes in
+it, and goes with its last reference.
 
-Invariants. A depot never holds more bytes than were in use at once at some time, in size classes an eighth apart, so steps that repeat do not
-grow. Of the sources only those of the last `_MOST_LEAVING` + 1 calls are still here. Copies run on the engine's discipline of lanes
-(runtime/streams.py): writes on "reduce", reads on "gather", each forked from compute and joined before memory is given back or used.
-A source that was written to before its copy had landed is refused in backward: the copy may hold either.
+Invariants. A depot never holds more bytes than were in use at once at some time, in size classes an
+eighth apart, so steps that repeat do not grow. Of the sources only those of the last
+`_MOST_LEAVING` + 1 calls are still here. Copies run on the engine's discipline of lanes
+(runtime/streams.py): writes on "reduce", reads on "gather", each forked from compute and joined
+before memory is given back or used. A source that was written to before its copy had landed is
+refused in backward: the copy may hold either.
 
-Cost: a copy each way; on the device the sources that leave and what was read ahead. Depots are closed when the program ends.
+Cost: a copy each way; on the device the sources that leave and what was read ahead. Depots are
+closed when the program ends.
 """
 
 from __future__ import annotations
@@ -50,7 +55,18 @@ def size_class(num_bytes: int) -> int:
 class Parcel:
     """One tensor's bytes in a depot."""
 
-    __slots__ = ("__weakref__", "_arrival", "_arriving", "_depot", "_leaving", "_num_bytes", "_slab", "_source", "_spoiled", "_version")
+    __slots__ = (
+        "__weakref__",
+        "_arrival",
+        "_arriving",
+        "_depot",
+        "_leaving",
+        "_num_bytes",
+        "_slab",
+        "_source",
+        "_spoiled",
+        "_version",
+    )
 
     def __init__(self, depot: Depot, source: torch.Tensor) -> None:
         data = source.view(torch.uint8)
@@ -64,7 +80,9 @@ class Parcel:
         self._slab = slab = depot.take(self._num_bytes)
         depot.streams.alloc(id(self))
         try:
-            self._leaving = depot.start("reduce", lambda: slab.write(0, data.numel(), data), reads=id(self), writes=slab.key)
+            self._leaving = depot.start(
+                "reduce", lambda: slab.write(0, data.numel(), data), reads=id(self), writes=slab.key
+            )
         except BaseException:
             depot.drop(slab)
             raise
@@ -92,15 +110,20 @@ class Parcel:
         streams, slab = self._depot.streams, self._slab
         streams.alloc(id(out))
         self._arrival = out
-        self._arriving = self._depot.start("gather", lambda: slab.read(0, out.numel(), out), reads=slab.key, writes=id(out))
+        self._arriving = self._depot.start(
+            "gather", lambda: slab.read(0, out.numel(), out), reads=slab.key, writes=id(out)
+        )
 
     def fetch(self) -> torch.Tensor:
-        """Return the bytes [num_bytes] on the device, valid on compute; the next `fetch` reads them again."""
+        """Return the bytes [num_bytes] on the device, valid on compute; the next `fetch` reads
+        them again.
+        """
         spoiled = self._spoiled if self._source is None else self._source._version != self._version
         if spoiled:
             raise StateError(
-                "an input of a checkpointed function was written to in place while its copy to another tier was under way, so its numbers are "
-                "lost: write to a copy of it, or checkpoint on the device tier"
+                "an input of a checkpointed function was written to in place while its copy to"
+                " another tier was under way, so its numbers are lost: write to a copy of it, or"
+                " checkpoint on the device tier"
             )
         if self._source is not None:
             return self._source.view(torch.uint8)
@@ -114,7 +137,14 @@ class Parcel:
 
     def __del__(self) -> None:
         if hasattr(self, "_leaving"):  # else its copy never started
-            flights = [flight for flight, tensor in ((self._leaving, self._source), (self._arriving, self._arrival)) if tensor is not None]
+            flights = [
+                flight
+                for flight, tensor in (
+                    (self._leaving, self._source),
+                    (self._arriving, self._arrival),
+                )
+                if tensor is not None
+            ]
             self._depot.returned.append((self._slab, flights, (self._source, self._arrival)))
 
 
@@ -128,15 +158,19 @@ class Depot:
         self.is_closed = False
         self.used = 0  # bytes of slabs that hold a parcel
         self.most_used = 0
-        # Parcels end wherever the last reference does, in the garbage collector too: they only leave word here.
+        # Parcels end wherever the last reference does, in the garbage collector too: they only
+        # leave word here.
         self.returned: deque[tuple[Slab, list[Flight | None], object]] = deque()
         self._idle: dict[int, list[Slab]] = {}  # by size
-        self._leaving: deque[tuple[object, list[weakref.ref[Parcel]]]] = deque()  # by call, oldest first
+        # by call, oldest first
+        self._leaving: deque[tuple[object, list[weakref.ref[Parcel]]]] = deque()
         self._num_slabs = 0
         self._lock = threading.RLock()
 
     def put(self, source: torch.Tensor, call: object) -> Parcel:
-        """Start copying `source` (1-D, contiguous) away, as an input of `call`; wait for the sources of older calls."""
+        """Start copying `source` (1-D, contiguous) away, as an input of `call`; wait for the
+        sources of older calls.
+        """
         with self._lock:
             parcel = Parcel(self, source)
             if not self._leaving or self._leaving[-1][0] is not call:
@@ -154,13 +188,24 @@ class Depot:
         """Let sources go whose copies have landed."""
         with self._lock:
             while self._leaving:
-                left = [reference for reference in self._leaving[0][1] if (parcel := reference()) is not None and not parcel.landed()]
+                left = [
+                    reference
+                    for reference in self._leaving[0][1]
+                    if (parcel := reference()) is not None and not parcel.landed()
+                ]
                 if left:
                     self._leaving[0][1][:] = left
                     return
                 self._leaving.popleft()
 
-    def start(self, lane: Literal["gather", "reduce"], copy: Callable[[], Work], *, reads: object, writes: object) -> Flight:
+    def start(
+        self,
+        lane: Literal["gather", "reduce"],
+        copy: Callable[[], Work],
+        *,
+        reads: object,
+        writes: object,
+    ) -> Flight:
         """Start `copy` on `lane`, after everything that compute has been given."""
         with self._lock:
             self.streams.fork(lane)
@@ -172,7 +217,9 @@ class Depot:
             return Flight([work], self.streams, event)
 
     def take(self, num_bytes: int) -> Slab:
-        """Return a slab of at least `num_bytes` bytes. Raises StorageError where the tier is full."""
+        """Return a slab of at least `num_bytes` bytes. Raises StorageError where the tier is
+        full.
+        """
         with self._lock:
             self.collect()
             size = size_class(num_bytes)
@@ -215,7 +262,7 @@ class Depot:
         self._idle.clear()
 
 
-# ---------------------------------------------------------------------------------------------------------------- the program's depots
+# ----------------------------------------------------------------------------- the program's depots
 
 _Key = tuple[Tier, torch.device, str]
 _depots: dict[_Key, Depot] = {}
@@ -223,7 +270,8 @@ _lock = threading.Lock()
 
 
 def depot_for(tier: Tier, device: torch.device, disk_path: str | None) -> Depot:
-    """Return the program's depot on `tier` for tensors of `device`, made when it is first asked for.
+    """Return the program's depot on `tier` for tensors of `device`, made when it is first asked
+    for.
 
     Raises ConfigError when more than a few are in use, and StorageError where it cannot be made.
     """
@@ -241,7 +289,9 @@ def _make_store(tier: Tier, device: torch.device, disk_path: str | None) -> Stor
     from zeroshard.tier.disk import DiskStore  # its threads and files are for those who use it
 
     assert tier is Tier.DISK and disk_path is not None, (tier, disk_path)
-    return DiskStore(disk_path, device, run="activations", rank=dist.get_rank() if dist.is_initialized() else 0)
+    return DiskStore(
+        disk_path, device, run="activations", rank=dist.get_rank() if dist.is_initialized() else 0
+    )
 
 
 def _make_room() -> None:
@@ -253,7 +303,10 @@ def _make_room() -> None:
             _depots.pop(key).close()
     if len(_depots) >= _MOST_DEPOTS:
         places = sorted({path or tier.value for tier, _, path in _depots})
-        raise ConfigError(f"checkpointed inputs rest in {_MOST_DEPOTS} places already ({', '.join(places)}): use fewer values of disk_path")
+        raise ConfigError(
+            f"checkpointed inputs rest in {_MOST_DEPOTS} places already ({', '.join(places)}): use"
+            " fewer values of disk_path"
+        )
 
 
 @contextmanager

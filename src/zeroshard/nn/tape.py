@@ -1,19 +1,24 @@
-"""What was asked of memory that is not there, and how it is done later: the arithmetic of deferred initialisation.
+"""What was asked of memory that is not there, and how it is done later: the arithmetic of
+deferred initialisation.
 
-A *cell* stands for one storage. An *entry* is one operation that wrote into cells, with its arguments by value: small tensors copied,
-other cells by the geometry under which they were seen, the random generator's state as it was. Each entry points at the entries whose
-effect it reads, never forwards:
+A *cell* stands for one storage. An *entry* is one operation that wrote into cells, with its
+arguments by value: small tensors copied, other cells by the geometry under which they were seen,
+the random generator's state as it was. Each entry points at the entries whose effect it reads,
+never forwards:
 
     w = torch.empty(4096, 4096)      blank(w)
-    w.normal_()                      normal_(w)           overwrites all of w: the blank is forgotten
+    w.normal_()                      normal_(w)           overwrites all of w: the blank is
+                                                          forgotten
     w.mul_(0.02)                     mul_(w)   --needs--> normal_(w)
     v = w.clone()                    v: clone  --needs--> mul_(w)
     w.zero_()                        zero_(w)             w forgets what v still needs
 
-Invariant: replaying, in program order, all that an entry needs (`history`) gives the bits that the program would have computed at once.
-What nobody needs any more is freed by reference counting: there is no cycle. Cost: some hundred bytes per entry, 5 KB where it is random.
+Invariant: replaying, in program order, all that an entry needs (`history`) gives the bits that the
+program would have computed at once. What nobody needs any more is freed by reference counting:
+there is no cycle. Cost: some hundred bytes per entry, 5 KB where it is random.
 
-What it does not do: it knows neither modes nor live tensors; those are nn/hollow.py's and nn/deferred.py's.
+What it does not do: it knows neither modes nor live tensors; those are nn/hollow.py's and
+nn/deferred.py's.
 """
 
 from __future__ import annotations
@@ -27,7 +32,18 @@ from typing import Any
 import torch
 import xxhash
 
-__all__ = ["Cell", "Constant", "Entry", "Place", "Seeded", "fingerprint", "generator_state", "leaves", "map_leaves", "replay"]
+__all__ = [
+    "Cell",
+    "Constant",
+    "Entry",
+    "Place",
+    "Seeded",
+    "fingerprint",
+    "generator_state",
+    "leaves",
+    "map_leaves",
+    "replay",
+]
 
 _ORDER = itertools.count()
 
@@ -42,7 +58,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Place:
-    """One strided tensor inside a cell. With `metadata_only` the operation looks at its shape alone."""
+    """One strided tensor inside a cell. With `metadata_only` the operation looks at its shape
+    alone.
+    """
 
     cell: Cell
     shape: tuple[int, ...]
@@ -55,7 +73,9 @@ class Place:
     def covers_cell(self) -> bool:
         """Whether every byte of the cell is in this tensor, once."""
         expected = 1
-        for size, stride in sorted(zip(self.shape, self.stride, strict=True), key=lambda pair: (pair[1], pair[0])):
+        for size, stride in sorted(
+            zip(self.shape, self.stride, strict=True), key=lambda pair: (pair[1], pair[0])
+        ):
             if size != 1 and stride != expected:
                 return False
             expected *= size
@@ -63,11 +83,15 @@ class Place:
 
     def within(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return this tensor as a view of `storage`, which holds the cell's bytes."""
-        return torch.empty(0, dtype=self.dtype, device=self.cell.device).set_(storage, self.offset, self.shape, self.stride)
+        return torch.empty(0, dtype=self.dtype, device=self.cell.device).set_(
+            storage, self.offset, self.shape, self.stride
+        )
 
     def temporary(self) -> torch.Tensor:
         """Return uninitialised memory of this geometry."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.cell.device)
+        return torch.empty_strided(
+            self.shape, self.stride, dtype=self.dtype, device=self.cell.device
+        )
 
     def built(self, memory: dict[Cell, torch.UntypedStorage]) -> torch.Tensor:
         """Return this tensor inside `memory`, which grows by the cell where it was missing."""
@@ -102,21 +126,31 @@ class Seeded:
 
 @dataclass(eq=False)
 class Entry:
-    """One operation, by value. ``func`` None is memory that was allocated and read without having been written: it reads as zeros."""
+    """One operation, by value. ``func`` None is memory that was allocated and read without
+    having been written: it reads as zeros.
+    """
 
     func: Callable[..., Any] | None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    outputs: tuple[Place | None, ...] = ()  # the new tensors among its results, which are counted flat
+    # the new tensors among its results, which are counted flat
+    outputs: tuple[Place | None, ...] = ()
     needs: tuple[Entry, ...] = ()  # the entries whose effect it reads
-    generators: dict[torch.device, torch.Tensor] = field(default_factory=dict)  # states of the default generators it draws from
+    # states of the default generators it draws from
+    generators: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     default_dtype: torch.dtype = torch.float32
     order: int = field(default_factory=lambda: next(_ORDER))
 
     def cells(self) -> list[Cell]:
         """Return the cells that it reads or writes."""
-        places = [leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Place) and not leaf.metadata_only]
-        return [place.cell for place in places] + [place.cell for place in self.outputs if place is not None]
+        places = [
+            leaf
+            for leaf in leaves((self.args, self.kwargs))
+            if isinstance(leaf, Place) and not leaf.metadata_only
+        ]
+        return [place.cell for place in places] + [
+            place.cell for place in self.outputs if place is not None
+        ]
 
     def run(self, memory: dict[Cell, torch.UntypedStorage]) -> None:
         """Do it on `memory`, to which the cells of its outputs are added."""
@@ -148,7 +182,11 @@ class Entry:
 def _keep(place: Place, result: torch.Tensor, memory: dict[Cell, torch.UntypedStorage]) -> None:
     """Take over the memory of `result` where it may lie where it is; else copy it."""
     storage = result.untyped_storage()
-    same = (result.stride(), result.storage_offset(), storage.nbytes()) == (place.stride, place.offset, place.cell.num_bytes)
+    same = (result.stride(), result.storage_offset(), storage.nbytes()) == (
+        place.stride,
+        place.offset,
+        place.cell.num_bytes,
+    )
     if same and place.cell not in memory:
         memory[place.cell] = storage
     else:
@@ -188,16 +226,22 @@ def history(entries: Iterable[Entry]) -> list[Entry]:
     return [found[order] for order in sorted(found)]
 
 
-def replay(wanted: Mapping[Cell, Entry], homes: Mapping[Cell, torch.UntypedStorage]) -> dict[Cell, torch.UntypedStorage]:
+def replay(
+    wanted: Mapping[Cell, Entry], homes: Mapping[Cell, torch.UntypedStorage]
+) -> dict[Cell, torch.UntypedStorage]:
     """Compute the cells `wanted`, each as it is after its entry, and return their memory.
 
-    A cell in `homes` is computed in that storage, which has its size; others get memory of their own, and intermediate ones lose it after
-    their last use. The random generators and the default dtype are put back afterwards.
+    A cell in `homes` is computed in that storage, which has its size; others get memory of their
+    own, and intermediate ones lose it after their last use. The random generators and the default
+    dtype are put back afterwards.
     """
     entries = history(wanted.values())
     last_use = {cell: entry.order for entry in entries for cell in entry.cells()}
     memory = dict(homes)
-    with _undisturbed({device for entry in entries for device in entry.generators}), torch.no_grad():
+    with (
+        _undisturbed({device for entry in entries for device in entry.generators}),
+        torch.no_grad(),
+    ):
         for entry in entries:
             entry.run(memory)
             for cell in entry.cells():
@@ -220,7 +264,9 @@ def _undisturbed(devices: set[torch.device]) -> Iterator[None]:
 
 def generator_state(device: torch.device) -> torch.Tensor:
     """Return the state of the default generator of `device`."""
-    state: torch.Tensor = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    state: torch.Tensor = (
+        torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    )
     return state
 
 
@@ -232,14 +278,19 @@ def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 def fingerprint(entry: Entry) -> str:
-    """Return a 64-bit digest, as hexadecimal text, of all that `entry` needs: operations, arguments and generator states."""
+    """Return a 64-bit digest, as hexadecimal text, of all that `entry` needs: operations,
+    arguments and generator states.
+    """
     numbers: dict[Cell, int] = {}
     digest = xxhash.xxh3_64()
 
     def describe(leaf: Any) -> str:
         if isinstance(leaf, Place):
             number = numbers.setdefault(leaf.cell, len(numbers))
-            return f"{number} {leaf.cell.num_bytes} {leaf.shape} {leaf.stride} {leaf.offset} {leaf.dtype}"
+            return (
+                f"{number} {leaf.cell.num_bytes} {leaf.shape} {leaf.stride} {leaf.offset}"
+                f" {leaf.dtype}"
+            )
         if isinstance(leaf, Constant):
             return f"{leaf.tensor.dtype} {tuple(leaf.tensor.shape)} {_digest_of(leaf.tensor)}"
         return _digest_of(leaf.state) if isinstance(leaf, Seeded) else repr(leaf)

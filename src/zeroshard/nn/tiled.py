@@ -1,24 +1,28 @@
-"""A linear layer in tiles: one huge operator whose weights are gathered a tile at a time (ZeRO-Infinity, section 5.1.3, memory-centric tiling).
+"""A linear layer in tiles: one huge operator whose weights are gathered a tile at a time
+(ZeRO-Infinity, section 5.1.3, memory-centric tiling).
 
     y[..., o] = x W^T + b        W [out, in] is cut into out_tiles x in_tiles matrices
 
                  in_tiles = 2
               +--------+-------+
-    W    =    | 0,0    | 0,1   |  out_tiles = 3     each tile is an nn.Linear of its own; those of the first column have the bias
-              +--------+-------+
-              | 1,0    | 1,1   |                    y[rows of i] = sum over j of tile_i_j(x[columns of j])
-              +--------+-------+
-              | 2,0    | 2,1   |
+    W    =    | 0,0    | 0,1   |  out_tiles = 3     each tile is an nn.Linear of its own; those of
+              +--------+-------+                    the first column have the bias
+              | 1,0    | 1,1   |
+              +--------+-------+                    y[rows of i] = sum over j of
+              | 2,0    | 2,1   |                                   tile_i_j(x[columns of j])
               +--------+-------+
 
-Sharded at stage 3 a tile is a unit of its own (``unit_of_its_own``, read by runtime/cut.py): gathered, used and released before the next one,
-in forward and backward, and so are the buffers of its gradient.
+Sharded at stage 3 a tile is a unit of its own (``unit_of_its_own``, read by runtime/cut.py):
+gathered, used and released before the next one, in forward and backward, and so are the buffers of
+its gradient.
 
-Invariants: only one tile's weights are needed at any time; the output exists once, each tile's part is written into it and freed.
-Cost: the working memory of the layer falls by the number of tiles; as many gathers and reduces as tiles. With in_tiles > 1 the output is a sum of
-in_tiles products, each rounded to the output's dtype, so bits differ from the untiled layer's; out_tiles changes no sum.
+Invariants: only one tile's weights are needed at any time; the output exists once, each tile's part
+is written into it and freed. Cost: the working memory of the layer falls by the number of tiles; as
+many gathers and reduces as tiles. With in_tiles > 1 the output is a sum of in_tiles products, each
+rounded to the output's dtype, so bits differ from the untiled layer's; out_tiles changes no sum.
 
-What it does not do: it has no ``weight`` attribute, which would have to gather everything; code that computes with ``layer.weight`` cannot be tiled.
+What it does not do: it has no ``weight`` attribute, which would have to gather everything; code
+that computes with ``layer.weight`` cannot be tiled.
 """
 
 from __future__ import annotations
@@ -39,15 +43,28 @@ __all__ = ["LinearTile", "TiledLinear", "join_tiles", "tile_linears"]
 
 Tiles = int | tuple[int, int]  # out_tiles, or (out_tiles, in_tiles)
 
-_TILE_KEY = re.compile(r"(?P<prefix>(?:.*\.)?)tile_(?P<row>\d+)_(?P<column>\d+)\.(?P<kind>weight|bias)")
+_TILE_KEY = re.compile(
+    r"(?P<prefix>(?:.*\.)?)tile_(?P<row>\d+)_(?P<column>\d+)\.(?P<kind>weight|bias)"
+)
 
 
 class LinearTile(nn.Linear):
-    """One tile of a TiledLinear. `fan_in` is the in_features of the whole layer, which its initial values go by."""
+    """One tile of a TiledLinear. `fan_in` is the in_features of the whole layer, which its
+    initial values go by.
+    """
 
     unit_of_its_own: ClassVar[bool] = True
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, *, fan_in: int, device: Any = None, dtype: Any = None) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        *,
+        fan_in: int,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
         self.__dict__["fan_in"] = fan_in  # before nn.Linear's __init__, which draws the values
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
 
@@ -58,16 +75,28 @@ class LinearTile(nn.Linear):
             nn.init.uniform_(parameter, -bound, bound)
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+        self,
+        state_dict: Any,
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: Any,
+        unexpected: Any,
+        errors: Any,
     ) -> None:
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, [], unexpected, errors)  # what is missing, the whole layer says
+        # what is missing, the whole layer says
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, [], unexpected, errors)
 
 
 class _Put(torch.autograd.Function):
-    """Write a tile's part into its columns of the output, or add it to them; the gradient of the part is a view of the output's."""
+    """Write a tile's part into its columns of the output, or add it to them; the gradient of the
+    part is a view of the output's.
+    """
 
     @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, part: torch.Tensor, start: int, stop: int, first: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, out: torch.Tensor, part: torch.Tensor, start: int, stop: int, first: bool
+    ) -> torch.Tensor:
         ctx.start, ctx.numel = start, stop - start
         ctx.mark_dirty(out)
         place = out.narrow(-1, start, stop - start)
@@ -75,16 +104,20 @@ class _Put(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         return grad, grad.narrow(-1, ctx.start, ctx.numel), None, None, None
 
 
 class TiledLinear(nn.Module):
-    """A drop-in for nn.Linear [..., in_features] -> [..., out_features] that needs one of its out_tiles x in_tiles tiles at a time.
+    """A drop-in for nn.Linear [..., in_features] -> [..., out_features] that needs one of its
+    out_tiles x in_tiles tiles at a time.
 
-    Sizes that do not divide are cut as evenly as possible. ``state_dict()`` gives, and ``load_state_dict()`` takes, nn.Linear's ``weight`` and
-    ``bias``, copies of the tiles' parts; tiles' own names are taken as well. ``named_parameters()`` are the tiles' (``tile_3_0.weight``: row 3,
-    column 0). Raises ConfigError for more tiles than features.
+    Sizes that do not divide are cut as evenly as possible. ``state_dict()`` gives, and
+    ``load_state_dict()`` takes, nn.Linear's ``weight`` and ``bias``, copies of the tiles' parts;
+    tiles' own names are taken as well. ``named_parameters()`` are the tiles' (``tile_3_0.weight``:
+    row 3, column 0). Raises ConfigError for more tiles than features.
     """
 
     def __init__(
@@ -106,27 +139,48 @@ class TiledLinear(nn.Module):
         for row, rows in enumerate(self.out_sizes):
             for column, columns in enumerate(self.in_sizes):
                 with_bias = bias and column == 0
-                tile = LinearTile(columns, rows, with_bias, fan_in=in_features, device=device, dtype=dtype)
+                tile = LinearTile(
+                    columns, rows, with_bias, fan_in=in_features, device=device, dtype=dtype
+                )
                 self.add_module(f"tile_{row}_{column}", tile)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, out_tiles: int = 1, in_tiles: int = 1) -> TiledLinear:
-        """Return a tiled layer with the numbers, dtype, device, mode and requires_grad of `linear`; its memory is its own.
+    def from_linear(
+        cls, linear: nn.Linear, *, out_tiles: int = 1, in_tiles: int = 1
+    ) -> TiledLinear:
+        """Return a tiled layer with the numbers, dtype, device, mode and requires_grad of
+        `linear`; its memory is its own.
 
-        Takes a deferred `linear` as well (zs.deferred_init): the tiles are then deferred. Raises StateError for a sharded one.
+        Takes a deferred `linear` as well (zs.deferred_init): the tiles are then deferred. Raises
+        StateError for a sharded one.
         """
         if any(hasattr(parameter, "_zeroshard") for parameter in linear.parameters()):
-            raise StateError("a sharded layer cannot be tiled: tile it before shard(), or after engine.close()")
+            raise StateError(
+                "a sharded layer cannot be tiled: tile it before shard(), or after engine.close()"
+            )
         bias = linear.bias is not None
         tiled = cls(
-            linear.in_features, linear.out_features, bias, out_tiles=out_tiles, in_tiles=in_tiles, device="meta", dtype=linear.weight.dtype
+            linear.in_features,
+            linear.out_features,
+            bias,
+            out_tiles=out_tiles,
+            in_tiles=in_tiles,
+            device="meta",
+            dtype=linear.weight.dtype,
         )
-        with deferred_init() if any(is_deferred(p) for p in linear.parameters()) else nullcontext(), torch.no_grad():
+        with (
+            deferred_init() if any(is_deferred(p) for p in linear.parameters()) else nullcontext(),
+            torch.no_grad(),
+        ):
             for name, part in tiled._parts({"weight": linear.weight, "bias": linear.bias}):
                 tile, _, kind = name.partition(".")
                 source = linear.weight if kind == "weight" else linear.bias
                 value = torch.empty(part.shape, dtype=part.dtype, device=part.device).copy_(part)
-                setattr(tiled.get_submodule(tile), kind, nn.Parameter(value, requires_grad=source.requires_grad))
+                setattr(
+                    tiled.get_submodule(tile),
+                    kind,
+                    nn.Parameter(value, requires_grad=source.requires_grad),
+                )
         return tiled.train(linear.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -136,7 +190,8 @@ class TiledLinear(nn.Module):
         start = 0
         for row, rows in enumerate(self.out_sizes):
             for column, part_of_x in enumerate(columns):
-                # An input of its own for each tile: a frozen tile is released when the gradient of its input is there.
+                # An input of its own for each tile: a frozen tile is released when the gradient of
+                # its input is there.
                 part = self._modules[f"tile_{row}_{column}"](part_of_x.view_as(part_of_x))  # type: ignore[misc]
                 if out is None:
                     out = part.new_empty((*part.shape[:-1], self.out_features))
@@ -149,22 +204,34 @@ class TiledLinear(nn.Module):
     def extra_repr(self) -> str:
         """Return what ``print(model)`` shows of the layer."""
         tiles = f"out_tiles={len(self.out_sizes)}, in_tiles={len(self.in_sizes)}"
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}, {tiles}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features},"
+            f" bias={self.has_bias}, {tiles}"
+        )
 
-    def _parts(self, whole: Mapping[str, torch.Tensor | None]) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yield each tile's parameters by name, as views of the whole layer's ``weight`` and ``bias``."""
+    def _parts(
+        self, whole: Mapping[str, torch.Tensor | None]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        """Yield each tile's parameters by name, as views of the whole layer's ``weight`` and
+        ``bias``.
+        """
         weight, bias = whole.get("weight"), whole.get("bias")
         for row, stop in enumerate(_ends(self.out_sizes)):
             start = stop - self.out_sizes[row]
             for column, right in enumerate(_ends(self.in_sizes)):
                 if weight is not None:
-                    yield f"tile_{row}_{column}.weight", weight[start:stop, right - self.in_sizes[column] : right]
+                    yield (
+                        f"tile_{row}_{column}.weight",
+                        weight[start:stop, right - self.in_sizes[column] : right],
+                    )
             if bias is not None:
                 yield f"tile_{row}_0.bias", bias[start:stop]
 
-    # ------------------------------------------------------------------ nn.Linear's names in checkpoints
+    # ------------------------------------------------------------- nn.Linear's names in checkpoints
 
-    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+    def state_dict(
+        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
         """Return ``weight`` and ``bias`` of the whole layer, copies."""
         tiles: Any = super().state_dict(prefix=prefix, keep_vars=keep_vars)
         joined = join_tiles(tiles)
@@ -177,9 +244,18 @@ class TiledLinear(nn.Module):
         return destination
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+        self,
+        state_dict: Any,
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: Any,
+        unexpected: Any,
+        errors: Any,
     ) -> None:
-        """Cut the whole layer's numbers, where `state_dict` has them, for the tiles, which are loaded next."""
+        """Cut the whole layer's numbers, where `state_dict` has them, for the tiles, which are
+        loaded next.
+        """
         shapes = {"weight": (self.out_features, self.in_features), "bias": (self.out_features,)}
         for kind in ("weight", "bias") if self.has_bias else ("weight",):
             whole = state_dict.pop(prefix + kind, None)
@@ -189,10 +265,15 @@ class TiledLinear(nn.Module):
                 missing += [prefix + kind] if absent == parts else absent
             elif tuple(whole.shape) != shapes[kind]:
                 there, here = tuple(whole.shape), shapes[kind]
-                errors.append(f"size mismatch for {prefix}{kind}: a shape of {there} in the checkpoint, {here} in the model")
+                errors.append(
+                    f"size mismatch for {prefix}{kind}: a shape of {there} in the checkpoint,"
+                    f" {here} in the model"
+                )
             else:
                 state_dict |= {prefix + name: part for name, part in self._parts({kind: whole})}
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        super()._load_from_state_dict(
+            state_dict, prefix, metadata, strict, missing, unexpected, errors
+        )
 
     def state_names(self, kind: str) -> list[str]:
         """Return the tiles' names of `kind`, "weight" or "bias"."""
@@ -200,9 +281,13 @@ class TiledLinear(nn.Module):
 
 
 def _cut(size: int, tiles: int, side: str) -> list[int]:
-    """Return the sizes of `tiles` parts of `size`, which differ by 1 at most: 10 in 4 is 3, 3, 2, 2."""
+    """Return the sizes of `tiles` parts of `size`, which differ by 1 at most: 10 in 4 is 3, 3,
+    2, 2.
+    """
     if not 1 <= tiles <= size:
-        raise ConfigError(f"{side}_tiles={tiles} of {side}_features={size}: give from 1 to {size} tiles")
+        raise ConfigError(
+            f"{side}_tiles={tiles} of {side}_features={size}: give from 1 to {size} tiles"
+        )
     return [size // tiles + (index < size % tiles) for index in range(tiles)]
 
 
@@ -214,10 +299,11 @@ def _ends(sizes: Iterable[int]) -> Iterable[int]:
 
 
 def join_tiles(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return `state` with the tiles of each tiled layer put together under nn.Linear's names: ``up.tile_0_0.weight``, ... -> ``up.weight``.
+    """Return `state` with the tiles of each tiled layer put together under nn.Linear's names:
+    ``up.tile_0_0.weight``, ... -> ``up.weight``.
 
-    For ``engine.full_state_dict()`` of a tiled model, whose names are the tiles'. The joined tensors are copies; other entries are passed on. Raises
-    ConfigError where a tile is missing.
+    For ``engine.full_state_dict()`` of a tiled model, whose names are the tiles'. The joined
+    tensors are copies; other entries are passed on. Raises ConfigError where a tile is missing.
     """
     grids: dict[str, dict[tuple[int, int], torch.Tensor]] = {}
     out: dict[str, torch.Tensor] = {}
@@ -232,14 +318,28 @@ def join_tiles(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _join(key: str, grid: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
     rows, columns = (1 + max(place[axis] for place in grid) for axis in (0, 1))
-    absent = [f"tile_{row}_{column}" for row in range(rows) for column in range(columns) if (row, column) not in grid]
+    absent = [
+        f"tile_{row}_{column}"
+        for row in range(rows)
+        for column in range(columns)
+        if (row, column) not in grid
+    ]
     if absent:
-        raise ConfigError(f"{key} cannot be joined: {', '.join(absent)} missing; give the whole state_dict")
-    lines = [torch.cat([grid[row, column] for column in range(columns)], dim=-1) if columns > 1 else grid[row, 0] for row in range(rows)]
+        raise ConfigError(
+            f"{key} cannot be joined: {', '.join(absent)} missing; give the whole state_dict"
+        )
+    lines = [
+        (
+            torch.cat([grid[row, column] for column in range(columns)], dim=-1)
+            if columns > 1
+            else grid[row, 0]
+        )
+        for row in range(rows)
+    ]
     return torch.cat(lines)
 
 
-# ---------------------------------------------------------------------------------------------------------------- a model's layers
+# --------------------------------------------------------------------------------- a model's layers
 
 
 def tile_linears(
@@ -249,21 +349,31 @@ def tile_linears(
     out_tiles: int = 1,
     in_tiles: int = 1,
 ) -> list[str]:
-    """Replace nn.Linear layers inside `model` by tiled ones with the same numbers, in place; return their names.
+    """Replace nn.Linear layers inside `model` by tiled ones with the same numbers, in place;
+    return their names.
 
-    `which` maps names to out_tiles or (out_tiles, in_tiles); or it is a list of names, or a callable(name, linear) -> bool, and the keywords say
-    how many tiles. Call it before the optimizer is built and before ``shard()``; deferred models are taken. Raises ConfigError, with nothing
-    changed, for a name that is no plain nn.Linear, and for a layer that is more than its numbers: hooks, weights tied to another module, a
-    gradient. Raises StateError for a sharded model.
+    `which` maps names to out_tiles or (out_tiles, in_tiles); or it is a list of names, or a
+    callable(name, linear) -> bool, and the keywords say how many tiles. Call it before the
+    optimizer is built and before ``shard()``; deferred models are taken. Raises ConfigError, with
+    nothing changed, for a name that is no plain nn.Linear, and for a layer that is more than its
+    numbers: hooks, weights tied to another module, a gradient. Raises StateError for a sharded
+    model.
     """
     if any(hasattr(parameter, "_zeroshard") for parameter in model.parameters()):
-        raise StateError("tile_linears() of a sharded model: tile it before shard(), or after engine.close()")
+        raise StateError(
+            "tile_linears() of a sharded model: tile it before shard(), or after engine.close()"
+        )
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     if callable(which):
-        wanted: dict[str, Tiles] = {name: (out_tiles, in_tiles) for name, linear in linears.items() if which(name, linear)}
+        wanted: dict[str, Tiles] = {
+            name: (out_tiles, in_tiles) for name, linear in linears.items() if which(name, linear)
+        }
     elif isinstance(which, Mapping):
         if (out_tiles, in_tiles) != (1, 1):
-            raise ConfigError("tile_linears(): a mapping says how many tiles each layer gets; leave out_tiles and in_tiles out")
+            raise ConfigError(
+                "tile_linears(): a mapping says how many tiles each layer gets; leave out_tiles and"
+                " in_tiles out"
+            )
         wanted = dict(which)
     else:
         wanted = dict.fromkeys([which] if isinstance(which, str) else which, (out_tiles, in_tiles))
@@ -272,7 +382,9 @@ def tile_linears(
     tiled: dict[nn.Module, TiledLinear] = {}
     for name, tiles in wanted.items():
         rows, columns = tiles if isinstance(tiles, tuple) else (tiles, 1)
-        tiled[linears[name]] = TiledLinear.from_linear(linears[name], out_tiles=rows, in_tiles=columns)
+        tiled[linears[name]] = TiledLinear.from_linear(
+            linears[name], out_tiles=rows, in_tiles=columns
+        )
     for parent in list(model.modules()):
         for child, module in list(parent._modules.items()):
             if module in tiled:
@@ -281,27 +393,52 @@ def tile_linears(
 
 
 def _refuse(model: nn.Module, name: str) -> None:
-    """Raise ConfigError where the module called `name` is not a plain layer, which its numbers make up."""
+    """Raise ConfigError where the module called `name` is not a plain layer, which its numbers
+    make up.
+    """
     modules = dict(model.named_modules())
     if name not in modules:
-        raise ConfigError(f"tile_linears(): {name!r} is no module of {type(model).__name__}; names are those of model.named_modules()")
+        raise ConfigError(
+            f"tile_linears(): {name!r} is no module of {type(model).__name__}; names are those of"
+            " model.named_modules()"
+        )
     linear = modules[name]
     if type(linear) is not nn.Linear:
-        raise ConfigError(f"tile_linears(): {name!r} is a {type(linear).__name__}, and only plain nn.Linear layers can be tiled")
+        raise ConfigError(
+            f"tile_linears(): {name!r} is a {type(linear).__name__}, and only plain nn.Linear"
+            " layers can be tiled"
+        )
     if linear is model:
         raise ConfigError("tile_linears() of a layer itself: use TiledLinear.from_linear(layer)")
-    hooks = [key for key, value in vars(linear).items() if key.endswith("_hooks") and value] + ["forward"] * ("forward" in vars(linear))
+    hooks = [key for key, value in vars(linear).items() if key.endswith("_hooks") and value] + [
+        "forward"
+    ] * ("forward" in vars(linear))
     if hooks:
-        raise ConfigError(f"tile_linears(): {name!r} has {hooks[0].strip('_')} of its own, which would be lost: tile it first")
+        raise ConfigError(
+            f"tile_linears(): {name!r} has {hooks[0].strip('_')} of its own, which would be lost:"
+            " tile it first"
+        )
     for kind, parameter in linear.named_parameters():
         others = [
-            other for other, module in modules.items() if module is not linear and any(parameter is p for p in module._parameters.values())
+            other
+            for other, module in modules.items()
+            if module is not linear and any(parameter is p for p in module._parameters.values())
         ]
         if others:
-            raise ConfigError(f"tile_linears(): {name}.{kind} is tied to a parameter of {others[0]!r}, and tiling would untie it")
+            raise ConfigError(
+                f"tile_linears(): {name}.{kind} is tied to a parameter of {others[0]!r}, and tiling"
+                " would untie it"
+            )
         if parameter.grad is not None:
-            raise ConfigError(f"tile_linears(): {name}.{kind} has a gradient: tile before the first backward, or zero_grad() first")
-        with torch._C.DisableTorchFunctionSubclass():  # deferred parameters have no values, but hooks
+            raise ConfigError(
+                f"tile_linears(): {name}.{kind} has a gradient: tile before the first backward, or"
+                " zero_grad() first"
+            )
+        # deferred parameters have no values, but hooks
+        with torch._C.DisableTorchFunctionSubclass():
             watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
         if watched:
-            raise ConfigError(f"tile_linears(): {name}.{kind} has hooks of its own, which would be lost: tile it first")
+            raise ConfigError(
+                f"tile_linears(): {name}.{kind} has hooks of its own, which would be lost: tile it"
+                " first"
+            )

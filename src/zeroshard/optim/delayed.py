@@ -1,17 +1,22 @@
 """When the streamed step runs: at once, beside the device's own step, or one step late.
 
-    at once    optimizer.step():  [ tiles ][ device ]                        nothing rests on the device: no thread is needed
-    beside     optimizer.step():  [ device ]                                 Twin-Flow (Offload++): two parts at the same time
-                                  [ tiles  ]
-    into       optimizer.step()  forward                                     a unit's forward waits for its own tiles (Segment.settle): exact,
-    forward              [ tiles    ....  ]                                  and the first units' weights are there while the last are stepped
-    late       forward, backward t+1, step t+1 ...                           ZeRO-Offload, section 5.2: one-step delayed parameter update
-                    [ tiles of step t ]
+    at once    optimizer.step():  [ tiles ][ device ]    nothing rests on the device: no thread is
+                                                         needed
+    beside     optimizer.step():  [ device ]             Twin-Flow (Offload++): two parts at the
+                                  [ tiles  ]             same time
+    into       optimizer.step()  forward                 a unit's forward waits for its own tiles
+    forward              [ tiles    ....  ]              (Segment.settle): exact, and the first
+                                                         units' weights are there while the last are
+                                                         stepped
+    late       forward, backward t+1, step t+1 ...       ZeRO-Offload, section 5.2: one-step delayed
+                    [ tiles of step t ]                  parameter update
 
-Late means: the update that the gradients of step t ask for is in the weights from the forward t+2 on. Step t+1 first waits for it.
+Late means: the update that the gradients of step t ask for is in the weights from the forward t+2
+on. Step t+1 first waits for it.
 
-Invariant: at most one step is under way; whoever reads masters or moments joins it first, and whoever changes a gradient that it reads
-(``zero_grad(set_to_none=False)``, a backward without ``zero_grad()``) waits for it. An error inside surfaces in `join`.
+Invariant: at most one step is under way; whoever reads masters or moments joins it first, and
+whoever changes a gradient that it reads (``zero_grad(set_to_none=False)``, a backward without
+``zero_grad()``) waits for it. An error inside surfaces in `join`.
 """
 
 from __future__ import annotations
@@ -31,11 +36,21 @@ __all__ = ["StepRunner"]
 class StepRunner:
     """Runs the jobs of one engine's streamed step."""
 
-    def __init__(self, streamed: Streamed, *, beside: bool, into_forward: bool, delayed_update: int | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        streamed: Streamed,
+        *,
+        beside: bool,
+        into_forward: bool,
+        delayed_update: int | None,
+        device: torch.device,
+    ) -> None:
         self.streamed = streamed
         self._beside = beside
         self._into_forward = into_forward
-        self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
+        self._stream = (
+            None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
+        )
         self._device = device
         self._delayed_update = delayed_update
         self.num_steps = 0
@@ -49,7 +64,9 @@ class StepRunner:
         return self._delayed_update is not None and self.num_steps >= self._delayed_update
 
     def start(self, job: StepJob | None) -> None:
-        """Begin a step; the one before has been joined. None: this rank cannot take it, and only counts it as the others do."""
+        """Begin a step; the one before has been joined. None: this rank cannot take it, and only
+        counts it as the others do.
+        """
         assert self._under_way is None
         self.was_late = self.is_late
         self.num_steps += 1
@@ -77,7 +94,9 @@ class StepRunner:
     def _wait_until(self, over: threading.Event) -> None:
         over.wait()
         if self._stream is not None:
-            torch.get_device_module(self._device).current_stream(self._device).wait_stream(self._stream)
+            torch.get_device_module(self._device).current_stream(self._device).wait_stream(
+                self._stream
+            )
 
     def _run(self, job: StepJob, ready: Any, over: threading.Event) -> None:
         segments = [tile.segment for tile, _, _ in job.tiles]
@@ -94,14 +113,20 @@ class StepRunner:
             over.set()
 
     def end_of_step(self) -> None:
-        """The device's own step is over: wait for the tiles, unless they may go on into what follows."""
+        """The device's own step is over: wait for the tiles, unless they may go on into what
+        follows.
+        """
         if not (self.was_late or self._into_forward):
             self.join()
 
     @property
     def has_failed(self) -> bool:
         """Whether the step under way is over, by an exception that `join` raises."""
-        return self._under_way is not None and self._under_way.done() and self._under_way.exception() is not None
+        return (
+            self._under_way is not None
+            and self._under_way.done()
+            and self._under_way.exception() is not None
+        )
 
     @property
     def is_under_way(self) -> bool:

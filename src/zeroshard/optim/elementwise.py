@@ -1,13 +1,17 @@
-"""Which optimizers may step a parameter in pieces, and how state that is older than the sharding is cut.
+"""Which optimizers may step a parameter in pieces, and how state that is older than the sharding
+is cut.
 
-ZeRO, section 5.1, partitions the optimizer: each rank steps flat slices of parameters and sees nothing else. That is the same training
-only if the rule is *elementwise*: a new element depends on the old element, its gradient and its moments, never on the shape, the norm or
-the other elements of its parameter. Known classes are looked up; any other is probed on a few thousand numbers.
+ZeRO, section 5.1, partitions the optimizer: each rank steps flat slices of parameters and sees
+nothing else. That is the same training only if the rule is *elementwise*: a new element depends on
+the old element, its gradient and its moments, never on the shape, the norm or the other elements of
+its parameter. Known classes are looked up; any other is probed on a few thousand numbers.
 
-Invariant: the user's optimizer, its parameters, gradients, state and hooks, and torch's random number generators are as they were.
-Cost: nothing for the known classes; under a tenth of a second per distinct param group for the others.
+Invariant: the user's optimizer, its parameters, gradients, state and hooks, and torch's random
+number generators are as they were. Cost: nothing for the known classes; under a tenth of a second
+per distinct param group for the others.
 
-What it does not do: prove anything. A probe of three steps does not see a rule that looks at norms from its hundredth step on.
+What it does not do: prove anything. A probe of three steps does not see a rule that looks at norms
+from its hundredth step on.
 """
 
 from __future__ import annotations
@@ -41,30 +45,39 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 )
 
 _REFUSED: dict[type[torch.optim.Optimizer], str] = {
-    torch.optim.Adafactor: "it keeps second moments per row and column and scales by norms of whole parameters",
+    torch.optim.Adafactor: (
+        "it keeps second moments per row and column and scales by norms of whole parameters"
+    ),
     torch.optim.LBFGS: "its history and line search take dot products over all parameters",
     torch.optim.Muon: "it orthogonalises whole matrices",
-    torch.optim.SparseAdam: "it reads sparse gradients, and gradients here rest in dense flat buffers",
+    torch.optim.SparseAdam: (
+        "it reads sparse gradients, and gradients here rest in dense flat buffers"
+    ),
 }
 
 _REMEDY = "use an elementwise optimizer, for example torch.optim.AdamW"
 
-# The probe's parameter, as one matrix, one convolution kernel and one vector, and cut as a layout cuts it: on multiples of 64, unevenly
-# (so that the blocks of a blockwise rule do not happen to match), with a tail that is no multiple of anything.
+# The probe's parameter, as one matrix, one convolution kernel and one vector, and cut as a layout
+# cuts it: on multiples of 64, unevenly (so that the blocks of a blockwise rule do not happen to
+# match), with a tail that is no multiple of anything.
 _SHAPES: tuple[tuple[int, ...], ...] = ((135, 243), (5, 27, 27, 9), (32805,))
 _CUTS = ((0, 192), (192, 19264), (19264, 32805))
-_SCALES = (1.0, 0.01, 30.0)  # values and gradients of each piece: norms of pieces must differ from the norm of the whole
+# values and gradients of each piece: norms of pieces must differ from the norm of the whole
+_SCALES = (1.0, 0.01, 30.0)
 _NUM_STEPS = 3
 _MIN_LR = 1e-3  # a schedule that warms up from 0 would hide everything
 
-_SCALARS = frozenset({"eta", "mu", "mu_product", "step"})  # 0-d state of torch.optim that belongs to the whole parameter
+# 0-d state of torch.optim that belongs to the whole parameter
+_SCALARS = frozenset({"eta", "mu", "mu_product", "step"})
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError unless `optimizer` gives the same bits on pieces of a parameter as on the whole.
+    """Raise ConfigError unless `optimizer` gives the same bits on pieces of a parameter as on
+    the whole.
 
-    Classes of torch.optim are known by name. Any other class, subclasses of the known ones included, is probed with the options of each
-    param group: three steps on one parameter whole, and on its pieces by optimizers that do not see each other, as on three ranks.
+    Classes of torch.optim are known by name. Any other class, subclasses of the known ones
+    included, is probed with the options of each param group: three steps on one parameter whole,
+    and on its pieces by optimizers that do not see each other, as on three ranks.
     """
     name = type(optimizer).__qualname__
     for refused, reason in _REFUSED.items():
@@ -74,7 +87,9 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         return
     probed: list[str] = []
     for index, group in enumerate(optimizer.param_groups):
-        options = repr({key: value for key, value in group.items() if key not in ("params", "param_names")})
+        options = repr(
+            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        )
         if options not in probed:
             probed.append(options)
             _probe(optimizer, index, f"optimizer {name} (param group {index})")
@@ -89,11 +104,13 @@ def shard_state(
     stride: Sequence[int] | None = None,
     name: str = "",
 ) -> dict[str, Any]:
-    """Return the part of one parameter's optimizer state that belongs to elements ``[piece_start, piece_stop)`` of it.
+    """Return the part of one parameter's optimizer state that belongs to elements
+    ``[piece_start, piece_stop)`` of it.
 
-    Tensors of the parameter's shape are flattened in the order of the parameter's dense `stride` (default: row-major) and sliced, bf16 and
-    fp16 ones lifted to fp32 as the master is; tensors of one element, numbers and None are copied. The result shares no memory with
-    `state`. Raises ConfigError naming the key (and the parameter `name`) for anything else.
+    Tensors of the parameter's shape are flattened in the order of the parameter's dense `stride`
+    (default: row-major) and sliced, bf16 and fp16 ones lifted to fp32 as the master is; tensors of
+    one element, numbers and None are copied. The result shares no memory with `state`. Raises
+    ConfigError naming the key (and the parameter `name`) for anything else.
     """
     shape = torch.Size(param_shape)
     piece: dict[str, Any] = {}
@@ -108,10 +125,15 @@ def shard_state(
         elif value is None or isinstance(value, bool | int | float | complex):
             piece[key] = value
             continue
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        what = (
+            f"a tensor of shape {tuple(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else f"a {type(value).__name__}"
+        )
         raise ConfigError(
-            f"optimizer state {key!r} of parameter {name!r} is {what}, and only tensors of the parameter's shape {tuple(shape)}, "
-            "one-element tensors and numbers can be cut: call shard() before the first optimizer.step()"
+            f"optimizer state {key!r} of parameter {name!r} is {what}, and only tensors of the"
+            f" parameter's shape {tuple(shape)}, one-element tensors and numbers can be cut: call"
+            " shard() before the first optimizer.step()"
         )
     return piece
 
@@ -129,29 +151,47 @@ def _master_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _probe(optimizer: torch.optim.Optimizer, index: int, name: str) -> None:
-    """Raise ConfigError unless whole and pieces end with the same bits under the options of param group `index`."""
+    """Raise ConfigError unless whole and pieces end with the same bits under the options of
+    param group `index`.
+    """
     params = optimizer.param_groups[index]["params"]
     device = torch.device("cpu") if not params or params[0].is_meta else params[0].device
     values, grads = _numbers(device)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda"):
+    with torch.random.fork_rng(
+        devices=[device] if device.type == "cuda" else [], device_type="cuda"
+    ):
         try:
-            pieces = [_Run(optimizer, index, (stop - start,)).steps(values[start:stop], grads[:, start:stop]) for start, stop in _CUTS]
-            wholes = {shape: _Run(optimizer, index, shape).steps(values, grads) for shape in _SHAPES}
+            pieces = [
+                _Run(optimizer, index, (stop - start,)).steps(
+                    values[start:stop], grads[:, start:stop]
+                )
+                for start, stop in _CUTS
+            ]
+            wholes = {
+                shape: _Run(optimizer, index, shape).steps(values, grads) for shape in _SHAPES
+            }
         except Exception as error:
             raise ConfigError(
-                f"{name} is not known to be elementwise, and a trial step raised {type(error).__name__}: {error}; {_REMEDY}"
+                f"{name} is not known to be elementwise, and a trial step raised"
+                f" {type(error).__name__}: {error}; {_REMEDY}"
             ) from error
     cut = torch.cat(pieces)
     if torch.equal(cut, values):
-        raise ConfigError(f"{name} is not known to be elementwise, and a trial step changed nothing; {_REMEDY}")
+        raise ConfigError(
+            f"{name} is not known to be elementwise, and a trial step changed nothing; {_REMEDY}"
+        )
     for shape, whole in wholes.items():
         if not torch.isfinite(whole).all():
-            raise ConfigError(f"{name} is not known to be elementwise, and a trial step gave numbers that are not finite; {_REMEDY}")
+            raise ConfigError(
+                f"{name} is not known to be elementwise, and a trial step gave numbers that are not"
+                f" finite; {_REMEDY}"
+            )
         differ = int((whole.view(torch.int32) != cut.view(torch.int32)).sum())
         if differ:
             raise ConfigError(
-                f"{name} is not elementwise: in {_NUM_STEPS} trial steps {differ} of {cut.numel()} elements of a parameter of shape "
-                f"{shape} came out differently when it was stepped in pieces, as ZeRO does; {_REMEDY}"
+                f"{name} is not elementwise: in {_NUM_STEPS} trial steps {differ} of {cut.numel()}"
+                f" elements of a parameter of shape {shape} came out differently when it was"
+                f" stepped in pieces, as ZeRO does; {_REMEDY}"
             )
 
 
@@ -159,7 +199,12 @@ def _numbers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return values [numel] and gradients [steps, numel], the same every time."""
     generator = torch.Generator().manual_seed(0)
     numel = _CUTS[-1][1]
-    scale = torch.cat([torch.full((stop - start,), size) for (start, stop), size in zip(_CUTS, _SCALES, strict=True)])
+    scale = torch.cat(
+        [
+            torch.full((stop - start,), size)
+            for (start, stop), size in zip(_CUTS, _SCALES, strict=True)
+        ]
+    )
     values = torch.randn(numel, generator=generator) * scale
     grads = torch.randn(_NUM_STEPS, numel, generator=generator) * scale
     return values.to(device), grads.to(device)
@@ -168,7 +213,9 @@ def _numbers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 class _Run:
     """A copy of the user's optimizer, on one parameter of our own."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, ...]
+    ) -> None:
         group = optimizer.param_groups[index]
         model = group["params"][0] if group["params"] else None
         device = model.device if model is not None and not model.is_meta else torch.device("cpu")
@@ -177,7 +224,9 @@ class _Run:
         self.optimizer.param_groups = [_probe_group(group, self.param)]
         self.optimizer.state = defaultdict(dict)
         if model is not None and optimizer.state.get(model):
-            self.optimizer.state[self.param] = _resized_state(optimizer.state[model], model, self.param)
+            self.optimizer.state[self.param] = _resized_state(
+                optimizer.state[model], model, self.param
+            )
 
     def steps(self, values: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
         """Return `values` [numel] after a step with each of `grads` [steps, numel]."""
@@ -193,16 +242,21 @@ class _Run:
 def bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return a copy without state, groups and hooks, which reaches nothing of the user's.
 
-    By hand: copy.copy() would keep the three attributes of ``Optimizer.__getstate__`` and lose a subclass's own. Attributes are copied
-    deeply, but wherever they lead to a parameter of the user's they find a stand-in on the meta device. Instance attributes that shadow
-    methods, such as the ``step`` that every LR scheduler puts there, lead back to the user's optimizer and are left out.
+    By hand: copy.copy() would keep the three attributes of ``Optimizer.__getstate__`` and lose a
+    subclass's own. Attributes are copied deeply, but wherever they lead to a parameter of the
+    user's they find a stand-in on the meta device. Instance attributes that shadow methods, such as
+    the ``step`` that every LR scheduler puts there, lead back to the user's optimizer and are left
+    out.
     """
     cls = type(optimizer)
     clone = object.__new__(cls)
     memo: dict[int, Any] = {id(optimizer): clone}
     for group in optimizer.param_groups:
         for param in group["params"]:
-            memo[id(param)] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad)
+            memo[id(param)] = nn.Parameter(
+                torch.empty(param.shape, dtype=param.dtype, device="meta"),
+                requires_grad=param.requires_grad,
+            )
     for name, value in vars(optimizer).items():
         if name.startswith("_optimizer_") and name.endswith("_hooks"):
             vars(clone)[name] = OrderedDict()
@@ -221,11 +275,20 @@ def _probe_group(group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
     return {"params": [param], **options}
 
 
-def _resized_state(state: dict[str, Any], model: torch.Tensor, param: torch.Tensor) -> dict[str, Any]:
-    """Return state that the constructor made for `model`, for `param` instead: tensors of its shape are filled with their first value."""
+def _resized_state(
+    state: dict[str, Any], model: torch.Tensor, param: torch.Tensor
+) -> dict[str, Any]:
+    """Return state that the constructor made for `model`, for `param` instead: tensors of its
+    shape are filled with their first value.
+    """
     resized: dict[str, Any] = {}
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.shape == model.shape and value.numel() > 0 and value.dim() > 0:
+        if (
+            isinstance(value, torch.Tensor)
+            and value.shape == model.shape
+            and value.numel() > 0
+            and value.dim() > 0
+        ):
             first = value.detach().reshape(-1)[0].item()
             resized[key] = torch.full(param.shape, first, dtype=value.dtype, device=param.device)
         else:
@@ -234,6 +297,9 @@ def _resized_state(state: dict[str, Any], model: torch.Tensor, param: torch.Tens
 
 
 def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], object]:
-    """Return the class's ``step`` without torch's wrapper around it, which runs the hooks registered for all optimizers."""
+    """Return the class's ``step`` without torch's wrapper around it, which runs the hooks
+    registered for all optimizers.
+    """
     step: Any = cls.step
-    return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else step  # type: ignore[no-any-return]
+    hooked = getattr(step, "hooked", False) and hasattr(step, "__wrapped__")
+    return step.__wrapped__ if hooked else step  # type: ignore[no-any-return]

@@ -21,10 +21,14 @@ class OwnedPiece:
     parameter: nn.Parameter
     piece: Piece
     stride: tuple[int, ...]  # of the parameter in the flat buffer
-    tensor: nn.Parameter  # [piece.numel] fp32: a view of the master, or of one NaN while it rests on another tier
-    is_used: Callable[[], bool]  # whether any rank used the parameter since the gradients were cleared
-    grad: Callable[[], torch.Tensor | None]  # its slice of the averaged gradient, or None where no rank used the parameter
+    # [piece.numel] fp32: a view of the master, or of one NaN while it rests on another tier
+    tensor: nn.Parameter
+    # whether any rank used the parameter since the gradients were cleared
+    is_used: Callable[[], bool]
+    # its slice of the averaged gradient, or None where no rank used the parameter
+    grad: Callable[[], torch.Tensor | None]
     holds: Callable[[], object]  # what keeps the resting gradient alive
     on_device: bool  # where its master rests
     at_rest: Callable[[], torch.Tensor]  # its master, if on the device
-    streamed: bool = False  # stepped tile by tile (optim/streamed.py), not by the optimizer's own step
+    # stepped tile by tile (optim/streamed.py), not by the optimizer's own step
+    streamed: bool = False

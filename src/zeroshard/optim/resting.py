@@ -1,17 +1,22 @@
-"""A gradient at rest: the sum over ranks and micro-batches, from the reduce that brings it here to the step that reads it.
+"""A gradient at rest: the sum over ranks and micro-batches, from the reduce that brings it here
+to the step that reads it.
 
-Two kinds behind one surface. Where the gradient's cell says DEVICE it is a tensor, averaged and scaled in place. Elsewhere it is a shelf
-(tier/shelf.py), and what is done to it is only noted::
+Two kinds behind one surface. Where the gradient's cell says DEVICE it is a tensor, averaged and
+scaled in place. Elsewhere it is a shelf (tier/shelf.py), and what is done to it is only noted::
 
     device      sum --/ ranks, / loss scale--> average --x clip--> read by the step
-    elsewhere   sum, and the list [/ 2, x 0.3]; whoever reads a block applies the list to a copy, in the same order: the same bits
+    elsewhere   sum, and the list [/ 2, x 0.3]; whoever reads a block applies the list to a copy, in
+                the same order: the same bits
 
-so that a gradient on disk is read once by the step and written once by each reduce, however it is averaged and clipped.
+so that a gradient on disk is read once by the step and written once by each reduce, however it is
+averaged and clipped.
 
-One that could not be read or written is *lost*: it says so once (runtime/faults.py), reads as NaN from then on, and takes what comes without a word.
+One that could not be read or written is *lost*: it says so once (runtime/faults.py), reads as NaN
+from then on, and takes what comes without a word.
 
-Invariant: it is alive as long as a sealed gradient, or a reduce under way, holds it, and it is not changed before a step under way has read
-it (`Lent`). What it does not do: it knows no rank and sends nothing.
+Invariant: it is alive as long as a sealed gradient, or a reduce under way, holds it, and it is not
+changed before a step under way has read it (`Lent`). What it does not do: it knows no rank and
+sends nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +43,9 @@ _BLOCK = 1 << 20  # elements read from another tier at a time; a multiple of _CH
 
 
 class Resting(Protocol):
-    """A gradient at rest. Ranges count the elements that rest here: this rank's share, or the whole where every rank steps everything."""
+    """A gradient at rest. Ranges count the elements that rest here: this rank's share, or the
+    whole where every rank steps everything.
+    """
 
     divided_by: float  # the ranks and the loss scale, once averaged; 0 while it is a sum
 
@@ -71,7 +78,9 @@ class Resting(Protocol):
 
 
 class Lent:
-    """What a step that goes on by itself may be reading: whoever changes it calls `wait_for_reader` first."""
+    """What a step that goes on by itself may be reading: whoever changes it calls
+    `wait_for_reader` first.
+    """
 
     __slots__ = ("_wait",)
 
@@ -158,10 +167,13 @@ class TieredResting(Lent):
         self._pages = pages
         self._link = link
         self._device = device
-        self._pending: list[tuple[str, float]] = []  # what a reader does to a copy: ("div" | "mul", by)
-        self._bad = torch.zeros((), dtype=torch.float32)  # a sum of all numbers: NaN or infinite when one of them is
+        # what a reader does to a copy: ("div" | "mul", by)
+        self._pending: list[tuple[str, float]] = []
+        # a sum of all numbers: NaN or infinite when one of them is
+        self._bad = torch.zeros((), dtype=torch.float32)
         self._landing: list[tuple[Work, torch.Tensor]] = []  # copies under way, and what they read
-        self._to_add: list[tuple[Range, torch.Tensor, Work]] = []  # sums on their way to the host, to be added there
+        # sums on their way to the host, to be added there
+        self._to_add: list[tuple[Range, torch.Tensor, Work]] = []
 
     def lose(self, error: StorageError) -> None:
         """It holds no gradient any more."""
@@ -178,7 +190,9 @@ class TieredResting(Lent):
     # ------------------------------------------------------------------ what arrives
 
     def take(self, own: Range, total: torch.Tensor, *, fresh: bool) -> None:
-        """Take over `total` (the device's sum of range `own`, fp32 or the dtype of the rest); `fresh`: it is the first."""
+        """Take over `total` (the device's sum of range `own`, fp32 or the dtype of the rest);
+        `fresh`: it is the first.
+        """
         if self.lost is None:
             with self._losing():
                 self._take(own, total, fresh)
@@ -204,8 +218,11 @@ class TieredResting(Lent):
     def _add(self, own: Range, total: torch.Tensor) -> None:
         for start in range(0, total.numel(), _BLOCK):
             part = total[start : start + _BLOCK]
-            with self.shelf.borrowed(own[0] + start, own[0] + start + part.numel(), write=True) as there:
-                part = part.to(there.device)  # a block of the part that rests on the device is lent there
+            with self.shelf.borrowed(
+                own[0] + start, own[0] + start + part.numel(), write=True
+            ) as there:
+                # a block of the part that rests on the device is lent there
+                part = part.to(there.device)
                 for target, more in zip(chunks(there), chunks(part), strict=True):
                     if target.dtype is torch.float32:
                         target.add_(more)
@@ -242,14 +259,22 @@ class TieredResting(Lent):
             return
         with self._losing():
             self.settle()
-            for start, stop in _blocks(*own) if (self._pending or self.divided_by != 1.0) and self.lost is None else ():
+            for start, stop in (
+                _blocks(*own)
+                if (self._pending or self.divided_by != 1.0) and self.lost is None
+                else ()
+            ):
                 with self.shelf.borrowed(start, stop, write=True) as there:
                     self.apply_to(there)
                     there.mul_(self.divided_by)
         self._pending, self.divided_by = [], 0.0
 
-    def exchange(self, own: Range, whole: torch.Tensor, meet: Callable[[torch.Tensor], None]) -> None:
-        """Take over the other ranks' slices of the average: `meet` brings them together in `whole`, which is passing through, from `own`."""
+    def exchange(
+        self, own: Range, whole: torch.Tensor, meet: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Take over the other ranks' slices of the average: `meet` brings them together in
+        `whole`, which is passing through, from `own`.
+        """
         mine = whole[slice(*own)]
         with self._losing():
             self.settle()
@@ -287,7 +312,9 @@ class TieredResting(Lent):
 
     @contextmanager
     def block(self, start: int, stop: int) -> Iterator[torch.Tensor]:
-        """Lend a range on the host (the device part: there) with everything pending applied; read only. Raises StorageError."""
+        """Lend a range on the host (the device part: there) with everything pending applied;
+        read only. Raises StorageError.
+        """
         if self.lost is not None:
             raise self.lost
         self.settle()
@@ -349,7 +376,9 @@ class TieredResting(Lent):
 
 
 class RestingPlace:
-    """Where the resting gradients of one segment lie: makes them, and keeps the memory of another tier from one step to the next."""
+    """Where the resting gradients of one segment lie: makes them, and keeps the memory of
+    another tier from one step to the next.
+    """
 
     def __init__(
         self,
@@ -402,7 +431,11 @@ class RestingPlace:
 
     def _take_slab(self) -> Slab:
         assert self._store is not None
-        return self._idle.pop() if self._idle else self._store.slab(f"{self._key} gradient", self._numel - self._split, self._dtype)
+        return (
+            self._idle.pop()
+            if self._idle
+            else self._store.slab(f"{self._key} gradient", self._numel - self._split, self._dtype)
+        )
 
     def forget_memory(self) -> None:
         """Close what is kept for the next gradient: something may be wrong with it."""
@@ -438,11 +471,14 @@ def _finite(tensor: torch.Tensor, total: torch.Tensor) -> bool:
     """Whether all of `tensor` is finite, given the sum of its elements."""
     if bool(torch.isfinite(total)):
         return True
-    return all(bool(torch.isfinite(chunk).all()) for chunk in chunks(tensor))  # the sum itself may have overflowed
+    # the sum itself may have overflowed
+    return all(bool(torch.isfinite(chunk).all()) for chunk in chunks(tensor))
 
 
 def _squares(tensor: torch.Tensor, total: float = 0.0) -> float:
-    """Return `total` plus the sum of squares in fp64, a chunk at a time (the conversion stays in cache)."""
+    """Return `total` plus the sum of squares in fp64, a chunk at a time (the conversion stays in
+    cache).
+    """
     if tensor.device.type != "cpu":
         return total + float(torch.linalg.vector_norm(tensor, dtype=torch.float64) ** 2)
     scratch = torch.empty(min(_CHUNK, tensor.numel()), dtype=torch.float64)

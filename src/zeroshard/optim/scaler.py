@@ -1,14 +1,16 @@
 """Dynamic loss scaling for fp16: when to grow the scale and when to back off.
 
-Mixed precision training (Micikevicius et al., 2018, section 3.2): the loss is multiplied by ``scale`` so that small gradients survive
-fp16; a step whose gradients overflowed is skipped and the scale shrinks; after many good steps in a row it grows::
+Mixed precision training (Micikevicius et al., 2018, section 3.2): the loss is multiplied by
+``scale`` so that small gradients survive fp16; a step whose gradients overflowed is skipped and the
+scale shrinks; after many good steps in a row it grows::
 
     interval = 3    step      ok    ok    ok    over  ok    ok    ok
                     scale     8     8     8     16    8     8     8     16
                     streak    1     2     0     0     1     2     0
 
-Invariant: every rank calls ``update`` with the same answer, so every rank holds the same scale (the overflow must be agreed on before).
-The arithmetic is torch.amp.GradScaler's, in Python floats: powers of two stay exact, so scaling changes no bit that does not overflow.
+Invariant: every rank calls ``update`` with the same answer, so every rank holds the same scale (the
+overflow must be agreed on before). The arithmetic is torch.amp.GradScaler's, in Python floats:
+powers of two stay exact, so scaling changes no bit that does not overflow.
 
 What it does not do: look at gradients, skip steps, or talk to other ranks.
 """
@@ -26,33 +28,45 @@ __all__ = ["LossScaler"]
 
 @dataclass
 class LossScaler:
-    """The state machine. Construct it with other numbers to start or move differently; all are saved."""
+    """The state machine. Construct it with other numbers to start or move differently; all are
+    saved.
+    """
 
     scale: float = 2.0**16  # what the loss of the next step is multiplied by
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000  # good steps in a row before the scale grows
     min_scale: float = 1.0
-    max_scale: float = 2.0**32  # a loss that is constant zero would grow the scale to infinity, and there is no way back from there
+    # a loss that is constant zero would grow the scale to infinity, and there is no way back from
+    # there
+    max_scale: float = 2.0**32
     streak: int = 0  # good steps since the scale last changed
     num_skipped: int = 0  # overflows since the last good step
 
     def __post_init__(self) -> None:
         if not 0 < self.min_scale <= self.scale <= self.max_scale < math.inf:
-            raise ConfigError(f"loss scale {self.scale} must lie between min_scale={self.min_scale} > 0 and max_scale={self.max_scale}")
+            raise ConfigError(
+                f"loss scale {self.scale} must lie between min_scale={self.min_scale} > 0 and"
+                f" max_scale={self.max_scale}"
+            )
         if not (self.growth_factor > 1 > self.backoff_factor > 0) or self.growth_interval < 1:
             raise ConfigError(
-                f"a loss scale must grow and back off: growth_factor={self.growth_factor} > 1 > backoff_factor={self.backoff_factor} > 0 "
-                f"and growth_interval={self.growth_interval} >= 1"
+                f"a loss scale must grow and back off: growth_factor={self.growth_factor} > 1 >"
+                f" backoff_factor={self.backoff_factor} > 0 and"
+                f" growth_interval={self.growth_interval} >= 1"
             )
 
     @property
     def at_floor(self) -> bool:
-        """Whether the last step overflowed and the scale cannot shrink any more; twice in a row means that the training has diverged."""
+        """Whether the last step overflowed and the scale cannot shrink any more; twice in a row
+        means that the training has diverged.
+        """
         return self.num_skipped > 0 and self.scale == self.min_scale
 
     def update(self, overflow: bool) -> None:
-        """Move to the next step's scale; `overflow` says that some rank's gradients held an inf or NaN."""
+        """Move to the next step's scale; `overflow` says that some rank's gradients held an inf
+        or NaN.
+        """
         if overflow:
             self.scale = max(self.scale * self.backoff_factor, self.min_scale)
             self.streak = 0
@@ -69,7 +83,9 @@ class LossScaler:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned. Raises ConfigError, and changes nothing, when keys or numbers are not those of a scaler."""
+        """Take over what `state_dict` returned. Raises ConfigError, and changes nothing, when
+        keys or numbers are not those of a scaler.
+        """
         known = {item.name for item in fields(self)}
         if state.keys() != known:
             odd = ", ".join(repr(key) for key in sorted(map(str, state.keys() ^ known)))

@@ -1,12 +1,16 @@
-"""SealedGrad: what a parameter and its pieces carry as ``.grad`` while the gradient rests with the engine.
+"""SealedGrad: what a parameter and its pieces carry as ``.grad`` while the gradient rests with
+the engine.
 
-Between a backward and the optimizer's step the gradient of a sharded model is a set of sums in progress, one slice per rank. Code that
-reads ``param.grad`` there (``torch.nn.utils.clip_grad_norm_``, ``GradScaler.unscale_``, a logger) would get nothing, or a rank-local norm.
-A sealed gradient answers every such read with StateError naming the parameter and what to call instead.
+Between a backward and the optimizer's step the gradient of a sharded model is a set of sums in
+progress, one slice per rank. Code that reads ``param.grad`` there
+(``torch.nn.utils.clip_grad_norm_``, ``GradScaler.unscale_``, a logger) would get nothing, or a
+rank-local norm. A sealed gradient answers every such read with StateError naming the parameter and
+what to call instead.
 
-It does answer what keeps ordinary code working: ``is None`` (it is not), metadata, ``zero_()``, and being thrown away (``zero_grad()``),
-which is how the engine learns that the user dropped the gradient: the sealed object of a piece holds the resting memory alive. And what
-autograd adds to it (where a backward begins with that parameter) is kept for the engine.
+It does answer what keeps ordinary code working: ``is None`` (it is not), metadata, ``zero_()``, and
+being thrown away (``zero_grad()``), which is how the engine learns that the user dropped the
+gradient: the sealed object of a piece holds the resting memory alive. And what autograd adds to it
+(where a backward begins with that parameter) is kept for the engine.
 """
 
 from __future__ import annotations
@@ -23,26 +27,77 @@ __all__ = ["ANSWERED", "SET_DATA", "SealedGrad", "name_of"]
 _METADATA = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in (
-        *("shape", "dtype", "device", "grad_fn", "requires_grad", "is_leaf", "layout", "ndim", "is_sparse", "is_cuda", "is_cpu"),
-        *("grad", "_base", "_version", "is_meta", "is_mkldnn", "is_nested", "is_quantized", "is_sparse_csr"),  # Dynamo asks for these
+        *(
+            "shape",
+            "dtype",
+            "device",
+            "grad_fn",
+            "requires_grad",
+            "is_leaf",
+            "layout",
+            "ndim",
+            "is_sparse",
+            "is_cuda",
+            "is_cpu",
+        ),
+        # Dynamo asks for these
+        *(
+            "grad",
+            "_base",
+            "_version",
+            "is_meta",
+            "is_mkldnn",
+            "is_nested",
+            "is_quantized",
+            "is_sparse_csr",
+        ),
     )
 )
 _QUERIES = frozenset(
     getattr(torch.Tensor, name)
     for name in (
-        *("size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex", "get_device", "__hash__"),
-        *("_is_view", "is_conj", "is_contiguous", "is_inference", "is_neg", "is_shared", "storage_offset", "stride", "untyped_storage"),
+        *(
+            "size",
+            "dim",
+            "numel",
+            "nelement",
+            "ndimension",
+            "element_size",
+            "is_floating_point",
+            "is_complex",
+            "get_device",
+            "__hash__",
+        ),
+        *(
+            "_is_view",
+            "is_conj",
+            "is_contiguous",
+            "is_inference",
+            "is_neg",
+            "is_shared",
+            "storage_offset",
+            "stride",
+            "untyped_storage",
+        ),
     )
 )
 _KEEPERS = frozenset((torch.Tensor.requires_grad_, torch.Tensor.detach_))
 
-# What a parameter without numbers (released, or deferred) answers as it is: nothing of this reads them.
+# What a parameter without numbers (released, or deferred) answers as it is: nothing of this reads
+# them.
 ANSWERED = (
     _METADATA
     | _QUERIES
-    | {getattr(torch.Tensor, name).__get__ for name in ("itemsize", "nbytes", "output_nr", "name", "_post_accumulate_grad_hooks")}
+    | {
+        getattr(torch.Tensor, name).__get__
+        for name in ("itemsize", "nbytes", "output_nr", "name", "_post_accumulate_grad_hooks")
+    }
     | {getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")}
-    | {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.requires_grad_}
+    | {
+        torch.Tensor.register_hook,
+        torch.Tensor.register_post_accumulate_grad_hook,
+        torch.Tensor.requires_grad_,
+    }
 )
 SET_DATA = getattr(torch.Tensor, "data").__set__  # noqa: B009 (mypy knows no such descriptor)
 
@@ -50,7 +105,11 @@ SET_DATA = getattr(torch.Tensor, "data").__set__  # noqa: B009 (mypy knows no su
 def name_of(func: Callable[..., Any]) -> str:
     """Return the name of a torch function; that of the attribute where it reads or sets one."""
     name = getattr(func, "__name__", str(func))
-    return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name
+    return (
+        getattr(getattr(func, "__self__", None), "__name__", name)
+        if name in ("__get__", "__set__")
+        else name
+    )
 
 
 class SealedGrad(torch.Tensor):
@@ -62,8 +121,12 @@ class SealedGrad(torch.Tensor):
     _accumulated: torch.Tensor | None = None
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, name: str, holds: object, on_zero: Callable[[], None]) -> SealedGrad:
-        sealed = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+    def __new__(
+        cls, like: torch.Tensor, name: str, holds: object, on_zero: Callable[[], None]
+    ) -> SealedGrad:
+        sealed = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=like.device
+        )
         sealed._name = name
         sealed._holds = holds
         sealed._on_zero = on_zero
@@ -83,7 +146,11 @@ class SealedGrad(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in _METADATA or func in _QUERIES:
             with torch._C.DisableTorchFunctionSubclass():
@@ -103,9 +170,14 @@ class SealedGrad(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.ops.aten.add_.Tensor and torch._C._current_graph_task_id() >= 0:  # autograd, in a backward that began with it
+        # autograd, in a backward that began with it
+        if func is torch.ops.aten.add_.Tensor and torch._C._current_graph_task_id() >= 0:
             args[0]._accumulated = args[1]
             return args[0]
         raise _refusal(str(func), (args, kwargs))
@@ -128,7 +200,9 @@ def _refusal(operation: str, arguments: Any) -> StateError:
     sealed = _find(arguments)
     name = sealed._name if sealed is not None else "?"
     return StateError(
-        f"the gradient of {name!r} rests sharded and cannot be read by {operation.strip('_') or operation}: clip with "
-        f"engine.clip_grad_norm_(max_norm), read it whole with engine.full_grad(param) on every rank, scale fp16 losses with "
-        f"engine.backward(loss), and step only an optimizer that was given to zs.shard() or engine.attach()"
+        f"the gradient of {name!r} rests sharded and cannot be read by"
+        f" {operation.strip('_') or operation}: clip with engine.clip_grad_norm_(max_norm), read it"
+        " whole with engine.full_grad(param) on every rank, scale fp16 losses with"
+        " engine.backward(loss), and step only an optimizer that was given to zs.shard() or"
+        " engine.attach()"
     )

@@ -1,14 +1,16 @@
 """Re-point the user's optimizer, in place, at the 1-D pieces of the master shards.
 
-ZeRO, section 5.1: each rank updates the optimizer states of its partition alone. Every param group keeps its options, its order, its
-identity; only its ``params`` change: to this rank's pieces of the same parameters, in the same order. So any elementwise ``torch.optim``
-class, any LR scheduler and ``zero_grad()`` keep working. A rank that owns nothing of a group holds one empty piece there.
+ZeRO, section 5.1: each rank updates the optimizer states of its partition alone. Every param group
+keeps its options, its order, its identity; only its ``params`` change: to this rank's pieces of the
+same parameters, in the same order. So any elementwise ``torch.optim`` class, any LR scheduler and
+``zero_grad()`` keep working. A rank that owns nothing of a group holds one empty piece there.
 
-Pieces whose state or gradient rests on another tier are stepped by tiles beside the user's own step (optim/streamed.py), which finds them without a
-gradient and passes over them.
+Pieces whose state or gradient rests on another tier are stepped by tiles beside the user's own step
+(optim/streamed.py), which finds them without a gradient and passes over them.
 
-Invariants: a step reads real gradients only inside the step itself; before and after it every piece carries a SealedGrad. A step refuses
-any entry that is not our piece. It does not know how gradients are summed: the engine hands them over through ``StepHooks``.
+Invariants: a step reads real gradients only inside the step itself; before and after it every piece
+carries a SealedGrad. A step refuses any entry that is not our piece. It does not know how gradients
+are summed: the engine hands them over through ``StepHooks``.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from zeroshard.optim.streamed import Streamed, Tile
 
 __all__ = ["INTERRUPTED", "ShardedOptimizer", "StepHooks", "check_parameters"]
 
-INTERRUPTED = "the last optimizer.step() did not finish: call engine.reset() on every rank after an exception"
+INTERRUPTED = (
+    "the last optimizer.step() did not finish: call engine.reset() on every rank after an exception"
+)
 _STATE_KEY = "zeroshard"
 
 
@@ -40,42 +44,58 @@ class StepHooks(Protocol):
     """What the engine does around a step."""
 
     def before_step(self) -> bool:
-        """Finish the gradients; return whether the step may be taken (False: skip, the pieces get no gradient)."""
+        """Finish the gradients; return whether the step may be taken (False: skip, the pieces
+        get no gradient).
+        """
 
     def after_step(self, error: StorageError | None) -> None:
-        """Publish what the step wrote, or raise `error`, and on every rank, where a tier could not be read or written."""
+        """Publish what the step wrote, or raise `error`, and on every rank, where a tier could
+        not be read or written.
+        """
 
     def publish_late(self) -> None:
         """Publish a step that was taken one step late."""
 
     def zero_gradient(self, parameter: nn.Parameter | None) -> None:
-        """Set one parameter's resting gradient to zero; None: of a group of which nothing rests here."""
+        """Set one parameter's resting gradient to zero; None: of a group of which nothing rests
+        here.
+        """
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
-    """Raise ConfigError unless `optimizer` holds all trainable `parameters` (by qualified name) and no others; frozen ones may be in it."""
+    """Raise ConfigError unless `optimizer` holds all trainable `parameters` (by qualified name)
+    and no others; frozen ones may be in it.
+    """
     names = {id(parameter): name for name, parameter in parameters.items()}
     held: dict[int, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise ConfigError(
-                    f"optimizer param group {index} holds a parameter of shape {tuple(parameter.shape)} that is not one of this model's: "
-                    "build the optimizer from model.parameters() of the model given to shard()"
+                    f"optimizer param group {index} holds a parameter of shape"
+                    f" {tuple(parameter.shape)} that is not one of this model's: build the"
+                    " optimizer from model.parameters() of the model given to shard()"
                 )
             held[id(parameter)] = index
-    missing = [name for name, parameter in parameters.items() if parameter.requires_grad and id(parameter) not in held]
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.requires_grad and id(parameter) not in held
+    ]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise ConfigError(
-            f"parameter {missing[0]!r}{more} is trainable but not in the optimizer: add it, or set requires_grad=False before shard()"
+            f"parameter {missing[0]!r}{more} is trainable but not in the optimizer: add it, or set"
+            " requires_grad=False before shard()"
         )
 
 
 class ShardedOptimizer:
     """The tie between one optimizer and the pieces of one engine."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, hooks: StepHooks, *, rank: int, world: int) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, hooks: StepHooks, *, rank: int, world: int
+    ) -> None:
         self.optimizer = optimizer
         self.groups: list[list[OwnedPiece]] = []
         self.parameters: list[list[nn.Parameter]] = []  # per group, the model's own
@@ -95,19 +115,29 @@ class ShardedOptimizer:
         self._prepared = False
         self._broken = False  # the streamed part of the step has raised
         self._in_closure = False
-        self._held: list[object] = []  # the resting gradients, while no sealed gradient holds them: in a step
+        # the resting gradients, while no sealed gradient holds them: in a step
+        self._held: list[object] = []
         self._begin: Any = None  # when the device's own part of the step began
         self._late = False  # a late step has ended and is not in the weights yet
         self._error: StorageError | None = None
 
     def attach(
-        self, pieces: dict[int, list[OwnedPiece]], device: torch.device, *, tiles: Sequence[Tile] = (), delayed_update: int | None = None, into_forward: bool = False
+        self,
+        pieces: dict[int, list[OwnedPiece]],
+        device: torch.device,
+        *,
+        tiles: Sequence[Tile] = (),
+        delayed_update: int | None = None,
+        into_forward: bool = False,
     ) -> None:
-        """Replace every group's parameters by this rank's pieces; `pieces` maps id(parameter) to them, `tiles` hold those to be streamed.
+        """Replace every group's parameters by this rank's pieces; `pieces` maps id(parameter) to
+        them, `tiles` hold those to be streamed.
 
-        `into_forward`: tiles may be stepped while the next forward runs, whose units wait for their own.
+        `into_forward`: tiles may be stepped while the next forward runs, whose units wait for their
+        own.
 
-        Raises ConfigError for an optimizer whose step is not elementwise, and for state that cannot be cut.
+        Raises ConfigError for an optimizer whose step is not elementwise, and for state that cannot
+        be cut.
         """
         optimizer = self.optimizer
         check_elementwise(optimizer)
@@ -120,7 +150,12 @@ class ShardedOptimizer:
                 for piece in pieces.get(id(parameter), ()):
                     if state:
                         new_state[piece.tensor] = shard_state(
-                            state, tuple(parameter.shape), piece.piece.start, piece.piece.stop, stride=piece.stride, name=piece.name
+                            state,
+                            tuple(parameter.shape),
+                            piece.piece.start,
+                            piece.piece.stop,
+                            stride=piece.stride,
+                            name=piece.name,
                         )
             empty = None if owned else nn.Parameter(torch.empty(0, device=device))
             self.groups.append(owned)
@@ -129,9 +164,12 @@ class ShardedOptimizer:
         for parameter in list(optimizer.state):
             del optimizer.state[parameter]
         optimizer.state.update(new_state)
-        for group, owned, empty in zip(optimizer.param_groups, self.groups, self._empty, strict=True):
+        for group, owned, empty in zip(
+            optimizer.param_groups, self.groups, self._empty, strict=True
+        ):
             group["params"] = [piece.tensor for piece in owned] if empty is None else [empty]
-        if tiles or delayed_update is not None:  # all ranks publish late updates alike, also one that steps nothing
+        # all ranks publish late updates alike, also one that steps nothing
+        if tiles or delayed_update is not None:
             self._stream(tiles, device, delayed_update, into_forward)
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
@@ -142,17 +180,30 @@ class ShardedOptimizer:
             optimizer.register_load_state_dict_post_hook(lambda _: self.park()),
         ]
 
-    def _stream(self, tiles: Sequence[Tile], device: torch.device, delayed_update: int | None, into_forward: bool) -> None:
+    def _stream(
+        self,
+        tiles: Sequence[Tile],
+        device: torch.device,
+        delayed_update: int | None,
+        into_forward: bool,
+    ) -> None:
         self._device = device
         self.streamed = Streamed(self.optimizer, self._grouped(tiles), device)
         beside = any(not owned.streamed for owned in self.pieces())
-        self._runner = StepRunner(self.streamed, beside=beside, into_forward=into_forward, delayed_update=delayed_update, device=device)
+        self._runner = StepRunner(
+            self.streamed,
+            beside=beside,
+            into_forward=into_forward,
+            delayed_update=delayed_update,
+            device=device,
+        )
         self.streamed.park()
 
     def join(self) -> None:
         """Return when no step is under way: masters and moments may be read."""
         if self._runner is not None:
-            self._late = (self._runner.is_under_way and self._runner.was_late) or self._late  # also where it has failed: the ranks must agree
+            # also where it has failed: the ranks must agree
+            self._late = (self._runner.is_under_way and self._runner.was_late) or self._late
             self._runner.join()
 
     @property
@@ -161,7 +212,9 @@ class ShardedOptimizer:
         return self._runner is not None and self._runner.was_late
 
     def take_late(self) -> bool:
-        """Whether a late step has ended that is not in the weights yet; the caller brings it there."""
+        """Whether a late step has ended that is not in the weights yet; the caller brings it
+        there.
+        """
         late, self._late = self._late, False
         return late
 
@@ -177,11 +230,15 @@ class ShardedOptimizer:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a step has begun and not ended: an exception has ended it, or it is under way now."""
+        """Whether a step has begun and not ended: an exception has ended it, or it is under way
+        now.
+        """
         return self._prepared and not self._in_closure
 
     def abandon(self) -> None:
-        """After an exception in a step: no step is under way, and the pieces have no gradient. What the step has written stays."""
+        """After an exception in a step: no step is under way, and the pieces have no gradient.
+        What the step has written stays.
+        """
         with suppress(Exception):  # whoever has joined it before was told
             self.join()
         self._prepared = self._broken = self._in_closure = False
@@ -195,7 +252,9 @@ class ShardedOptimizer:
             self.streamed.park()
 
     def set_states(self, set_state: Callable[[OwnedPiece], None]) -> None:
-        """Call `set_state` for every piece; the state that it sets is put to rest a tile at a time."""
+        """Call `set_state` for every piece; the state that it sets is put to rest a tile at a
+        time.
+        """
         self.join()
         for owned in self.pieces():
             if not owned.streamed:
@@ -217,7 +276,9 @@ class ShardedOptimizer:
             self._runner.num_steps = value
 
     def detach(self) -> None:
-        """Give the optimizer its original parameters back, without state, and take the hooks off."""
+        """Give the optimizer its original parameters back, without state, and take the hooks
+        off.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -237,7 +298,9 @@ class ShardedOptimizer:
         for owned in self.pieces():
             for value in self.optimizer.state.get(owned.tensor, {}).values():
                 if isinstance(value, torch.Tensor) and value.numel() > 1 and value.stride() != (0,):
-                    out[Tier.DEVICE] = out.get(Tier.DEVICE, 0) + value.numel() * value.element_size()
+                    out[Tier.DEVICE] = (
+                        out.get(Tier.DEVICE, 0) + value.numel() * value.element_size()
+                    )
         return out
 
     def repoint(self) -> None:
@@ -247,13 +310,20 @@ class ShardedOptimizer:
                 owned.tensor.data = owned.at_rest()
 
     def retie(self, pieces: dict[int, list[OwnedPiece]], tiles: Sequence[Tile]) -> None:
-        """Take other pieces of the same parameters, which have their state already: what rests where has changed. No step is under way."""
+        """Take other pieces of the same parameters, which have their state already: what rests
+        where has changed. No step is under way.
+        """
         assert self.streamed is not None
-        self.groups = [[piece for parameter in originals for piece in pieces.get(id(parameter), ())] for originals in self.parameters]
+        self.groups = [
+            [piece for parameter in originals for piece in pieces.get(id(parameter), ())]
+            for originals in self.parameters
+        ]
         held = {id(owned.tensor) for owned in self.pieces()}
         for tensor in [tensor for tensor in self.optimizer.state if id(tensor) not in held]:
             del self.optimizer.state[tensor]
-        for group, owned, empty in zip(self.optimizer.param_groups, self.groups, self._empty, strict=True):
+        for group, owned, empty in zip(
+            self.optimizer.param_groups, self.groups, self._empty, strict=True
+        ):
             group["params"] = [piece.tensor for piece in owned] if empty is None else [empty]
         self.streamed.retile(self._grouped(tiles))
         self.streamed.park()
@@ -268,12 +338,16 @@ class ShardedOptimizer:
 
     @property
     def step_seconds(self) -> tuple[float, float]:
-        """What the last step took of the device's own part, and of the tiles'. Waits for the latter."""
+        """What the last step took of the device's own part, and of the tiles'. Waits for the
+        latter.
+        """
         self.join()
         return self._device_s, 0.0 if self.streamed is None else self.streamed.step_s
 
     def seal(self) -> None:
-        """Let every piece without a gradient carry a sealed one, which keeps the resting gradient alive."""
+        """Let every piece without a gradient carry a sealed one, which keeps the resting
+        gradient alive.
+        """
         for piece in self.pieces():
             if isinstance(piece.tensor.grad, SealedGrad):
                 piece.tensor.grad.hold(piece.holds())
@@ -282,7 +356,9 @@ class ShardedOptimizer:
                 piece.tensor.grad = SealedGrad(piece.tensor, piece.name, piece.holds(), zero)
         for empty in self._empty:
             if empty is not None and empty.grad is None:
-                empty.grad = SealedGrad(empty, "(no piece of this group on this rank)", None, self._zeroing(None))
+                empty.grad = SealedGrad(
+                    empty, "(no piece of this group on this rank)", None, self._zeroing(None)
+                )
         self.sealed = True
 
     def clear(self) -> None:
@@ -307,7 +383,9 @@ class ShardedOptimizer:
         return zero
 
     def dropped(self) -> list[nn.Parameter]:
-        """Return the model's parameters whose gradient the user has cleared on the optimizer's side since `seal`."""
+        """Return the model's parameters whose gradient the user has cleared on the optimizer's
+        side since `seal`.
+        """
         if not self.sealed:
             return []
         out: list[nn.Parameter] = []
@@ -319,11 +397,14 @@ class ShardedOptimizer:
                 out += [piece.parameter for piece in owned if piece.tensor.grad is None]
         return out
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         self._check_entries()
         if self._broken:
             raise StateError(INTERRUPTED)
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
+        # args[0] is the optimizer itself
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._prepare()
             return None
@@ -342,21 +423,28 @@ class ShardedOptimizer:
         return (args[0], closed, *args[2:]), rest
 
     def _check_entries(self) -> None:
-        for index, (group, owned, empty) in enumerate(zip(self.optimizer.param_groups, self.groups, self._empty, strict=False)):
+        for index, (group, owned, empty) in enumerate(
+            zip(self.optimizer.param_groups, self.groups, self._empty, strict=False)
+        ):
             expected = [piece.tensor for piece in owned] if empty is None else [empty]
-            if len(group["params"]) != len(expected) or any(a is not b for a, b in zip(group["params"], expected, strict=True)):
+            if len(group["params"]) != len(expected) or any(
+                a is not b for a, b in zip(group["params"], expected, strict=True)
+            ):
                 raise StateError(
-                    f"optimizer param group {index} no longer holds the pieces that shard() put there: parameters cannot be added to or "
-                    "taken from a sharded optimizer; call engine.close(), change the groups and shard() again"
+                    f"optimizer param group {index} no longer holds the pieces that shard() put"
+                    " there: parameters cannot be added to or taken from a sharded optimizer; call"
+                    " engine.close(), change the groups and shard() again"
                 )
         if len(self.optimizer.param_groups) != len(self.groups):
             raise StateError(
-                f"the optimizer has {len(self.optimizer.param_groups)} param groups but was sharded with {len(self.groups)}: add_param_group() "
-                "on a sharded optimizer is not supported; call engine.close(), add the group and shard() again"
+                f"the optimizer has {len(self.optimizer.param_groups)} param groups but was sharded"
+                f" with {len(self.groups)}: add_param_group() on a sharded optimizer is not"
+                " supported; call engine.close(), add the group and shard() again"
             )
 
     def _prepare(self) -> None:
-        """Unseal: hand the averaged gradients to the pieces, or None to all of them when the step is to be skipped.
+        """Unseal: hand the averaged gradients to the pieces, or None to all of them when the
+        step is to be skipped.
 
         Once per step: a subclass whose ``step`` calls its parent's runs torch's hooks for both.
         """
@@ -393,7 +481,9 @@ class ShardedOptimizer:
         return float(begin.elapsed_time(end)) / 1e3
 
     def _start_streamed(self, take: bool) -> None:
-        """Start the streamed step; the one before ends first. What goes wrong is told after the step, when all ranks can be told."""
+        """Start the streamed step; the one before ends first. What goes wrong is told after the
+        step, when all ranks can be told.
+        """
         if self.streamed is None or self._runner is None:
             return
         try:
@@ -410,7 +500,9 @@ class ShardedOptimizer:
         except StorageError as error:
             self._error = error
 
-    def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _after(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if not self._prepared:  # the closure was never called: nothing was stepped
             return
         self._prepared = False
@@ -436,13 +528,17 @@ class ShardedOptimizer:
             self._may_show = False
 
     def _refuse_state(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.is_part and self.taken and not self._may_show:  # before: nothing to lose, and Accelerate takes the state out and puts it back
+        # before: nothing to lose, and Accelerate takes the state out and puts it back
+        if self.is_part and self.taken and not self._may_show:
             raise StateError(
-                "optimizer.state_dict(): the optimizer's state is sharded, and this rank's part alone would lose the rest. Save and load with "
-                "zeroshard.save() and zeroshard.load(), or keep every rank's own engine.optimizer_part()"
+                "optimizer.state_dict(): the optimizer's state is sharded, and this rank's part"
+                " alone would lose the rest. Save and load with zeroshard.save() and"
+                " zeroshard.load(), or keep every rank's own engine.optimizer_part()"
             )
 
-    def _label_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def _label_state(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> dict[str, Any]:
         if self.streamed is not None:
             self._fill_state(state["state"])
         state[_STATE_KEY] = self._label()
@@ -451,7 +547,15 @@ class ShardedOptimizer:
     def _label(self) -> dict[str, Any]:
         """Return what the state of this rank belongs to."""
         names = [
-            [{"name": p.name, "start": p.piece.start, "stop": p.piece.stop, "shape": list(p.parameter.shape)} for p in owned]
+            [
+                {
+                    "name": p.name,
+                    "start": p.piece.start,
+                    "stop": p.piece.stop,
+                    "shape": list(p.parameter.shape),
+                }
+                for p in owned
+            ]
             for owned in self.groups
         ]
         return {"rank": self._rank, "world": self._world, "pieces": names}
@@ -468,19 +572,31 @@ class ShardedOptimizer:
             with self.streamed.bound(tile, write=False) as (_, opened):
                 for (_, owned, _), state in zip(tile.pieces, opened, strict=True):
                     if state:
-                        packed[numbers[id(owned.tensor)]] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+                        packed[numbers[id(owned.tensor)]] = {
+                            k: v.clone() if isinstance(v, torch.Tensor) else v
+                            for k, v in state.items()
+                        }
 
-    def _check_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+    def _check_state(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> dict[str, Any] | None:
         label = state.get(_STATE_KEY)
         if label is None:
             raise StateError(
-                "this optimizer state was not saved from a sharded optimizer: give it to the optimizer before shard(), which cuts it, "
-                "or save and load with zeroshard's checkpoints"
+                "this optimizer state was not saved from a sharded optimizer: give it to the"
+                " optimizer before shard(), which cuts it, or save and load with zeroshard's"
+                " checkpoints"
             )
         mine = self._label()
         for what in ("rank", "world", "pieces"):
             if label[what] != mine[what]:
-                shown = f"{label[what]} against {mine[what]}" if what != "pieces" else "names or ranges differ"
-                raise StateError(f"this optimizer state belongs to another {what} ({shown}): each rank loads the state that it saved")
+                shown = (
+                    f"{label[what]} against {mine[what]}"
+                    if what != "pieces"
+                    else "names or ranges differ"
+                )
+                raise StateError(
+                    f"this optimizer state belongs to another {what} ({shown}): each rank loads the"
+                    " state that it saved"
+                )
         return {key: value for key, value in state.items() if key != _STATE_KEY}
-

@@ -1,19 +1,25 @@
 """The step where the state rests: read | step | write, a tile at a time.
 
-ZeRO-Offload, section 5 (the optimizer runs on the host), and ZeRO-Infinity, section 5.2.2 (its state streams from NVMe through a bounded buffer).
-A *tile* is a range of one segment's optimizer state; the pieces of parameters in it are stepped together by the user's own optimizer
-(optim/shadow.py). On the host a tile is stepped where it lies. On disk tiles pass through a ring of buffers::
+ZeRO-Offload, section 5 (the optimizer runs on the host), and ZeRO-Infinity, section 5.2.2 (its
+state streams from NVMe through a bounded buffer). A *tile* is a range of one segment's optimizer
+state; the pieces of parameters in it are stepped together by the user's own optimizer
+(optim/shadow.py). On the host a tile is stepped where it lies. On disk tiles pass through a ring of
+buffers::
 
     tile     0      1      2      3
     read    ====   ====   ====   ====            two tiles ahead
     step           ====   ====   ====
-    write                 ====   ====   ====     into the same buffer, which is read into again when the write is over
+    write                 ====   ====   ====     into the same buffer, which is read into again when
+                                                 the write is over
 
-Tiles go from the start of the model to its end, as the next forward needs them, and each sends its weights back as soon as it is stepped.
+Tiles go from the start of the model to its end, as the next forward needs them, and each sends its
+weights back as soon as it is stepped.
 
-Invariants. A piece off the device, and its moments, are one NaN expanded to their shape wherever the user sees them: real numbers are lent.
-Every element is stepped once, with the bits that it would have on the device. Cost: the state once each way over its link or disk, and
-``ring * (2 + moments)`` tiles of memory. What it does not do: it does not know ranks; what must be agreed between them is agreed before.
+Invariants. A piece off the device, and its moments, are one NaN expanded to their shape wherever
+the user sees them: real numbers are lent. Every element is stepped once, with the bits that it
+would have on the device. Cost: the state once each way over its link or disk, and
+``ring * (2 + moments)`` tiles of memory. What it does not do: it does not know ranks; what must be
+agreed between them is agreed before.
 """
 
 from __future__ import annotations
@@ -50,17 +56,22 @@ _AHEAD = 2
 
 @dataclass
 class SteppedSegment:
-    """What the streamed step knows of one segment. Ranges count the elements that this rank steps of it."""
+    """What the streamed step knows of one segment. Ranges count the elements that this rank
+    steps of it.
+    """
 
     key: str
     split: int  # the first elements, whose optimizer state rests on the device
     master: Shelf
-    store: Store | None  # where the state of the others rests; None: all on the device, and the gradients elsewhere
+    # where the state of the others rests; None: all on the device, and the gradients elsewhere
+    store: Store | None
     gradient: Callable[[], Resting | None]
-    bring: Callable[[int, int, torch.Tensor, bool], list[Work]]  # start casting stepped masters into the weights; do they stay meanwhile?
+    # start casting stepped masters into the weights; do they stay meanwhile?
+    bring: Callable[[int, int, torch.Tensor, bool], list[Work]]
     can_bring_from_rest: Callable[[int, int], bool]  # whether that needs no cast
     bring_from_rest: Callable[[int, int], list[Work]]  # the same from where the master rests
-    slabs: dict[str, Slab] = field(default_factory=dict)  # the optimizer's state of elements [split, numel), by key
+    # the optimizer's state of elements [split, numel), by key
+    slabs: dict[str, Slab] = field(default_factory=dict)
     stepped: threading.Event = field(default_factory=threading.Event)  # no step of it is under way
 
     def __post_init__(self) -> None:
@@ -69,12 +80,15 @@ class SteppedSegment:
 
 @dataclass
 class Tile:
-    """Elements [start, stop) of what this rank steps of one segment, and the pieces of parameters in it."""
+    """Elements [start, stop) of what this rank steps of one segment, and the pieces of
+    parameters in it.
+    """
 
     segment: SteppedSegment
     start: int
     stop: int
-    pieces: list[tuple[int, OwnedPiece, int]] = field(default_factory=list)  # index of the param group, piece, where it begins in the tile
+    # index of the param group, piece, where it begins in the tile
+    pieces: list[tuple[int, OwnedPiece, int]] = field(default_factory=list)
 
     @property
     def numel(self) -> int:
@@ -93,7 +107,8 @@ class Tile:
 class StepJob:
     """One step to take: settled when it is made, so that it may be taken later."""
 
-    tiles: deque[tuple[Tile, Resting, list[bool]]]  # with the gradient, and which pieces are stepped
+    # with the gradient, and which pieces are stepped
+    tiles: deque[tuple[Tile, Resting, list[bool]]]
     host: Shadow
     device: Shadow
     late: bool = False  # the weights are brought up to date by whoever joins it
@@ -115,7 +130,9 @@ class StateAtRest:
 class Streamed:
     """The tiles of one engine, in the order in which they are stepped."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, tiles: Sequence[Tile], device: torch.device) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, tiles: Sequence[Tile], device: torch.device
+    ) -> None:
         self.tiles: list[Tile] = []
         self.trimmer = Trimmer(None)  # set by the engine
         self.step_s = 0.0  # how long the last step of the tiles took
@@ -131,7 +148,9 @@ class Streamed:
     def retile(self, tiles: Sequence[Tile]) -> None:
         """Take other tiles; state that rests is that of segments, which keep it."""
         self.tiles = list(tiles)
-        self._places = {id(owned): (tile, low) for tile in self.tiles for _, owned, low in tile.pieces}
+        self._places = {
+            id(owned): (tile, low) for tile in self.tiles for _, owned, low in tile.pieces
+        }
         for tile in self.tiles:
             for _, owned, _ in tile.pieces:
                 owned.streamed = True
@@ -152,14 +171,18 @@ class Streamed:
         """Whether any piece of the tile has state `key` at rest."""
         for _, owned, _ in tile.pieces:
             value = self._state(owned).get(key)
-            if isinstance(value, torch.Tensor) and value is self._stand_ins.get((owned.piece.numel, value.dtype)):
+            if isinstance(value, torch.Tensor) and value is self._stand_ins.get(
+                (owned.piece.numel, value.dtype)
+            ):
                 return True
         return False
 
-    # ------------------------------------------------------------------ real numbers, for as long as they are needed
+    # ------------------------------------------------- real numbers, for as long as they are needed
 
     def _open(self, tile: Tile, states: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
-        """Return the state of every piece of a tile with real numbers in it, out of `states` (each [tile.numel])."""
+        """Return the state of every piece of a tile with real numbers in it, out of `states`
+        (each [tile.numel]).
+        """
         out = []
         for _, owned, low in tile.pieces:
             state = dict(self._state(owned))
@@ -170,9 +193,15 @@ class Streamed:
         return out
 
     def _park(
-        self, tile: Tile, opened: Sequence[dict[str, Any]], states: dict[str, torch.Tensor], make: Callable[[str, torch.dtype], torch.Tensor]
+        self,
+        tile: Tile,
+        opened: Sequence[dict[str, Any]],
+        states: dict[str, torch.Tensor],
+        make: Callable[[str, torch.dtype], torch.Tensor],
     ) -> None:
-        """Collect the `opened` state of a tile in `states` (`make` makes room for a new key), and give the optimizer stand-ins."""
+        """Collect the `opened` state of a tile in `states` (`make` makes room for a new key),
+        and give the optimizer stand-ins.
+        """
         for (_, owned, low), state in zip(tile.pieces, opened, strict=True):
             numel = owned.piece.numel
             for key, value in state.items():
@@ -188,8 +217,12 @@ class Streamed:
                 self._optimizer.state[owned.tensor] = state
 
     @contextmanager
-    def bound(self, tile: Tile, *, write: bool) -> Iterator[tuple[torch.Tensor, list[dict[str, Any]]]]:
-        """Lend the masters of a tile off the device, and the state of its pieces. With `write`, what is changed or added there rests afterwards."""
+    def bound(
+        self, tile: Tile, *, write: bool
+    ) -> Iterator[tuple[torch.Tensor, list[dict[str, Any]]]]:
+        """Lend the masters of a tile off the device, and the state of its pieces. With `write`,
+        what is changed or added there rests afterwards.
+        """
         segment = tile.segment
         added: dict[str, torch.Tensor] = {}
 
@@ -198,7 +231,9 @@ class Streamed:
             return added[key]
 
         with ExitStack() as stack:
-            master = stack.enter_context(segment.master.borrowed(tile.start, tile.stop, write=write))
+            master = stack.enter_context(
+                segment.master.borrowed(tile.start, tile.stop, write=write)
+            )
             states = {
                 key: stack.enter_context(slab.borrowed(*tile.slab_range, write=write))
                 for key, slab in segment.slabs.items()
@@ -209,13 +244,17 @@ class Streamed:
             if write:
                 self._park(tile, opened, states, make)
         for key, numbers in added.items():
-            with self._slab_of(segment, key, numbers.dtype).borrowed(*tile.slab_range, write=True) as room:
+            with self._slab_of(segment, key, numbers.dtype).borrowed(
+                *tile.slab_range, write=True
+            ) as room:
                 room.copy_(numbers)
 
     def _slab_of(self, segment: SteppedSegment, key: str, dtype: torch.dtype) -> Slab:
         if key not in segment.slabs:
             assert segment.store is not None, segment.key
-            segment.slabs[key] = segment.store.slab(f"{segment.key} {key}", segment.master.numel - segment.split, dtype)
+            segment.slabs[key] = segment.store.slab(
+                f"{segment.key} {key}", segment.master.numel - segment.split, dtype
+            )
         return segment.slabs[key]
 
     def at_rest(self, owned: OwnedPiece) -> dict[str, StateAtRest]:
@@ -244,7 +283,9 @@ class Streamed:
                 tile.segment.slabs = {}
 
     def park(self) -> None:
-        """Put to rest what stands in the optimizer as real numbers: state from before the sharding, or loaded."""
+        """Put to rest what stands in the optimizer as real numbers: state from before the
+        sharding, or loaded.
+        """
         for tile in self.tiles:
             self.park_tile(tile)
 
@@ -272,13 +313,22 @@ class Streamed:
             used = [owned.is_used() for _, owned, _ in tile.pieces]
             if any(used):
                 resting = tile.segment.gradient()
-                assert resting is not None, f"the gradient of {tile.segment.key} is used and not held"
+                assert resting is not None, (
+                    f"the gradient of {tile.segment.key} is used and not held"
+                )
                 tiles.append((tile, resting, used))
         away = self._device.type != "cpu"
-        return StepJob(tiles, Shadow(self._optimizer, off_device=away), Shadow(self._optimizer, off_device=False), late)
+        return StepJob(
+            tiles,
+            Shadow(self._optimizer, off_device=away),
+            Shadow(self._optimizer, off_device=False),
+            late,
+        )
 
     def run(self, job: StepJob) -> None:
-        """Take a step. Raises StorageError: some tiles are then stepped and others not; no buffer is in use any more."""
+        """Take a step. Raises StorageError: some tiles are then stepped and others not; no
+        buffer is in use any more.
+        """
         begin = time.perf_counter()
         try:
             self._run(job)
@@ -294,7 +344,11 @@ class Streamed:
         loaded: deque[_Passing | None] = deque()
         while job.tiles:
             for following, gradient, _ in itertools.islice(job.tiles, len(loaded), _AHEAD + 1):
-                passes = not following.on_device and following.segment.store is not None and following.segment.store.tier is Tier.DISK
+                passes = (
+                    not following.on_device
+                    and following.segment.store is not None
+                    and following.segment.store.tier is Tier.DISK
+                )
                 loaded.append(self._load(following, gradient, next(ring)) if passes else None)
             tile, resting, used = job.tiles.popleft()
             passing = loaded.popleft()
@@ -318,7 +372,9 @@ class Streamed:
         if tile.on_device:
             opened = [self._optimizer.state[owned.tensor] for _, owned, _ in tile.pieces]
             with segment.master.borrowed(tile.start, tile.stop, write=True) as master:
-                self._step(job.device, tile, used, master, opened, resting.fetch(tile.start, tile.stop))
+                self._step(
+                    job.device, tile, used, master, opened, resting.fetch(tile.start, tile.stop)
+                )
                 if not job.late:
                     self._sent = segment.bring(tile.start, tile.stop, master, True)
             return
@@ -331,11 +387,15 @@ class Streamed:
             self._sent = segment.bring_from_rest(tile.start, tile.stop)
 
     def _load(self, tile: Tile, resting: Resting, buffers: _Buffers) -> _Passing:
-        """Start reading a tile that rests on disk into one set of the ring, when what was written from there is written."""
+        """Start reading a tile that rests on disk into one set of the ring, when what was
+        written from there is written.
+        """
         buffers.settle()
         segment = tile.segment
         assert segment.store is not None
-        passing = _Passing(tile, resting, buffers, buffers.tensor("master", tile.numel, segment.master.dtype))
+        passing = _Passing(
+            tile, resting, buffers, buffers.tensor("master", tile.numel, segment.master.dtype)
+        )
         works = buffers.works = segment.master.read(tile.start, tile.stop, passing.master)
         for key, slab in segment.slabs.items():
             passing.states[key] = buffers.tensor(key, tile.numel, slab.dtype)
@@ -359,17 +419,29 @@ class Streamed:
             elif isinstance(passing.resting, TieredResting):
                 passing.resting.apply_to(grad)
             self._step(job.host, tile, used, passing.master, opened, grad)
-        self._park(tile, opened, passing.states, lambda key, dtype: buffers.tensor(key, tile.numel, dtype))
+        self._park(
+            tile, opened, passing.states, lambda key, dtype: buffers.tensor(key, tile.numel, dtype)
+        )
         works = buffers.works = segment.master.write(tile.start, tile.stop, passing.master)
         for key, numbers in passing.states.items():
-            works.append(self._slab_of(segment, key, numbers.dtype).write(*tile.slab_range, numbers))
+            works.append(
+                self._slab_of(segment, key, numbers.dtype).write(*tile.slab_range, numbers)
+            )
         if not job.late:
             works += segment.bring(tile.start, tile.stop, passing.master, True)
 
     def _step(
-        self, shadow: Shadow, tile: Tile, used: list[bool], master: torch.Tensor, opened: list[dict[str, Any]], grad: torch.Tensor
+        self,
+        shadow: Shadow,
+        tile: Tile,
+        used: list[bool],
+        master: torch.Tensor,
+        opened: list[dict[str, Any]],
+        grad: torch.Tensor,
     ) -> None:
-        """Step the pieces of a tile, on parameters of the moment: the optimizer's own are the user's to look at meanwhile."""
+        """Step the pieces of a tile, on parameters of the moment: the optimizer's own are the
+        user's to look at meanwhile.
+        """
         members: dict[int, list[nn.Parameter]] = {}
         states: dict[torch.Tensor, dict[str, Any]] = {}
         stepped: list[nn.Parameter | None] = []
@@ -398,7 +470,9 @@ class Streamed:
 
 
 class _Buffers:
-    """One set of the ring: a buffer per state, and what is being read into them or written from them."""
+    """One set of the ring: a buffer per state, and what is being read into them or written from
+    them.
+    """
 
     def __init__(self, *, pinned: bool) -> None:
         self.works: list[Work] = []
@@ -406,7 +480,9 @@ class _Buffers:
         self._memory: dict[str, Memory] = {}
 
     def tensor(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory [numel] for state `name` that disks read and write directly: in pages of 4 KiB a step took 2.8 times as long."""
+        """Return memory [numel] for state `name` that disks read and write directly: in pages of
+        4 KiB a step took 2.8 times as long.
+        """
         num_bytes = numel * dtype.itemsize
         held = self._memory.get(name)
         if held is None or held.num_bytes < num_bytes:

@@ -1,13 +1,16 @@
 """Empty the device between phases: every state to the host and back, bit for bit.
 
-    engine.offload_states()     weights, masters, moments, gradients --> host memory; nothing of them is left on the device
+    engine.offload_states()     weights, masters, moments, gradients --> host memory; nothing of
+                                them is left on the device
     ... another model generates, evaluates, trains ...
     engine.reload_states()      back to where they were, the same bits
 
-Whoever needs a state in between gets a StateError that says so. Views stay views: weights and masters come back into the storages that they left,
-so that what refers to them (peers' mappings, views of a flat buffer) is right again; pieces, moments and gradients stand as one NaN meanwhile.
+Whoever needs a state in between gets a StateError that says so. Views stay views: weights and
+masters come back into the storages that they left, so that what refers to them (peers' mappings,
+views of a flat buffer) is right again; pieces, moments and gradients stand as one NaN meanwhile.
 
-Cost: the bytes at rest on the device, once each way, and as many on the host meanwhile. What rests on another tier already is not touched.
+Cost: the bytes at rest on the device, once each way, and as many on the host meanwhile. What rests
+on another tier already is not touched.
 """
 
 from __future__ import annotations
@@ -35,12 +38,19 @@ _PAGE = mmap.PAGESIZE
 class Sleep:
     """The states of one engine while they are off the device."""
 
-    def __init__(self, weights: Weights, sharded: ShardedOptimizer | None, transport: Transport, device: torch.device) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        sharded: ShardedOptimizer | None,
+        transport: Transport,
+        device: torch.device,
+    ) -> None:
         self._weights = weights
         self._sharded = sharded
         self._transport = transport
         self._store = HostStore(device)
-        self._memory: list[tuple[torch.Tensor, int, Slab]] = []  # of our own: a view, the bytes of its storage, what it held
+        # of our own: a view, the bytes of its storage, what it held
+        self._memory: list[tuple[torch.Tensor, int, Slab]] = []
         self._tensors: list[tuple[torch.Tensor, Slab]] = []  # the user's to see: pieces' moments
         self._resting: list[tuple[DeviceResting, Slab]] = []
 
@@ -50,7 +60,9 @@ class Sleep:
         return self._store.account.live
 
     def begin(self) -> None:
-        """Bring everything to the host. Collective: peers may read our memory until all have come here."""
+        """Bring everything to the host. Collective: peers may read our memory until all have
+        come here.
+        """
         for unit in self._weights.units:
             _settle(unit, self._weights)
         self._transport.begin_write()
@@ -62,9 +74,15 @@ class Sleep:
                 for value in self._sharded.optimizer.state.get(owned.tensor, {}).values():
                     if isinstance(value, torch.Tensor) and value.dim() and value.stride() != (0,):
                         self._tensors.append((value, self._copy_out(f"{owned.name} state", value)))
-                        value.data = stand_in((1,), value.dtype).to(value.device).expand(value.shape)
+                        value.data = (
+                            stand_in((1,), value.dtype).to(value.device).expand(value.shape)
+                        )
                 if owned.on_device:
-                    owned.tensor.data = stand_in((1,), owned.tensor.dtype).to(owned.tensor.device).expand(owned.tensor.shape)
+                    owned.tensor.data = (
+                        stand_in((1,), owned.tensor.dtype)
+                        .to(owned.tensor.device)
+                        .expand(owned.tensor.shape)
+                    )
         for unit in self._weights.units:
             for segment in unit.segments:
                 for tensor in _own_memory(segment):
@@ -110,8 +128,14 @@ class Sleep:
     def _put_gradient(self, segment: Segment) -> None:
         resting = None if segment.grad is None else segment.grad.resting()
         if isinstance(resting, DeviceResting):
-            self._resting.append((resting, self._copy_out(f"{segment.key} gradient", resting.tensor)))
-            resting.tensor = stand_in((1,), resting.tensor.dtype).to(resting.tensor.device).expand(resting.tensor.shape)
+            self._resting.append(
+                (resting, self._copy_out(f"{segment.key} gradient", resting.tensor))
+            )
+            resting.tensor = (
+                stand_in((1,), resting.tensor.dtype)
+                .to(resting.tensor.device)
+                .expand(resting.tensor.shape)
+            )
 
 
 def _settle(unit: Unit, weights: Weights) -> None:
@@ -130,7 +154,9 @@ def _own_memory(segment: Segment) -> Sequence[torch.Tensor]:
     flat, found = segment.flat, []
     if flat.window is not None:
         whole = flat.window.full is not None and flat.window.full.untyped_storage().resizable()
-        found.append(flat.window.full if whole and flat.window.full is not None else flat.rest.whole)
+        found.append(
+            flat.window.full if whole and flat.window.full is not None else flat.rest.whole
+        )
     elif flat.coded_rest is not None:
         found.append(flat.coded_rest.encoded)
     elif flat.rest.tensor is not None:
@@ -142,10 +168,16 @@ def _own_memory(segment: Segment) -> Sequence[torch.Tensor]:
 
 
 def _give_back_pages(tensor: torch.Tensor) -> None:
-    """Let the system have the whole pages of a tensor that cannot be resized, a mapping: they read as zeros until they are written."""
+    """Let the system have the whole pages of a tensor that cannot be resized, a mapping: they
+    read as zeros until they are written.
+    """
     start = -(-tensor.data_ptr() // _PAGE) * _PAGE
     stop = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // _PAGE * _PAGE
     libc = ctypes.CDLL(None, use_errno=True)
     if stop > start:
-        advice = (getattr(mmap, "MADV_REMOVE", 9), mmap.MADV_DONTNEED)  # of a shared mapping, of a private one
-        any(libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), how) == 0 for how in advice)
+        # of a shared mapping, of a private one
+        advice = (getattr(mmap, "MADV_REMOVE", 9), mmap.MADV_DONTNEED)
+        any(
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), how) == 0
+            for how in advice
+        )

@@ -1,15 +1,20 @@
-"""What happens while autograd runs: which gradients came, when a unit is complete, when the backward is over.
+"""What happens while autograd runs: which gradients came, when a unit is complete, when the
+backward is over.
 
-A unit's gradients are handed over (``GradientPath.reduce``) when every trainable parameter has one, or when the backward of the unit's
-inputs is done and autograd will bring no more of them (a module that ran in part), or else at the end of the pass (one that did not run).
+A unit's gradients are handed over (``GradientPath.reduce``) when every trainable parameter has one,
+or when the backward of the unit's inputs is done and autograd will bring no more of them (a module
+that ran in part), or else at the end of the pass (one that did not run).
 
-[Note: nested backwards] Reentrant checkpointing runs a backward inside a backward. Each autograd graph task that touches us is pushed on a
-stack and popped by its final callback; only the outermost one ends the pass. A parameter may get a gradient in each task, so a unit that is
-still to be recomputed, or that also ran outside the checkpoint, waits for those.
+[Note: nested backwards] Reentrant checkpointing runs a backward inside a backward. Each autograd
+graph task that touches us is pushed on a stack and popped by its final callback; only the outermost
+one ends the pass. A parameter may get a gradient in each task, so a unit that is still to be
+recomputed, or that also ran outside the checkpoint, waits for those.
 
-Invariant: outside ``no_sync`` every trainable segment is reduced exactly once per backward, on every rank, however often its unit ran there:
-reduces meet by number, and a rank on which it did not run contributes zeros. A gradient that comes after its unit was handed over stays in
-the segment's buffer and goes with the next reduce; the ranks agree about what is left before a step (finalize.py).
+Invariant: outside ``no_sync`` every trainable segment is reduced exactly once per backward, on
+every rank, however often its unit ran there: reduces meet by number, and a rank on which it did not
+run contributes zeros. A gradient that comes after its unit was handed over stays in the segment's
+buffer and goes with the next reduce; the ranks agree about what is left before a step
+(finalize.py).
 """
 
 from __future__ import annotations
@@ -40,11 +45,20 @@ _IN_FLIGHT = 2
 class Backward:
     """One engine's gradients, from the first hook of a backward to the optimizer's step."""
 
-    def __init__(self, weights: Weights, *, streams: Lanes, meter: Meter, digest: Digest, transport: Transport) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        *,
+        streams: Lanes,
+        meter: Meter,
+        digest: Digest,
+        transport: Transport,
+    ) -> None:
         self.sync = True  # False inside no_sync()
         self.has_gradient = False  # since the last drop of everything
         self.changed = False  # since the last finalize
-        self.scaled: bool | None = None  # whether the loss of these gradients was scaled; None: no backward yet
+        # whether the loss of these gradients was scaled; None: no backward yet
+        self.scaled: bool | None = None
         self.scaling = False  # inside engine.backward()
         self.optimizer: ShardedOptimizer | None = None
         self.decisions = Decisions()
@@ -54,24 +68,37 @@ class Backward:
         self._digest = digest
         self._transport = transport
         self._streams = streams
-        self.traced_steps = 0  # steps still to come whose forwards are watched for weights that their backward reads while they are released
+        # steps still to come whose forwards are watched for weights that their backward reads while
+        # they are released
+        self.traced_steps = 0
         self.read_released: str | None = None  # the first parameter that was
         self._tasks: list[int] = []
         self._retains = False  # the graph of this backward may be walked again
         self._nested = False  # a backward has run inside this one
-        self._outer: set[int] = set()  # parameters, by id, that get a gradient outside of reentrant checkpoints, too, and have none of it yet
-        self._entered: dict[int, list[Unit]] = {}  # by graph task: units at whose outputs a gradient has arrived
-        self._finished: dict[int, Unit] = {}  # whose gradients have all come; released when the backward goes on to another unit
+        # parameters, by id, that get a gradient outside of reentrant checkpoints, too, and have
+        # none of it yet
+        self._outer: set[int] = set()
+        # by graph task: units at whose outputs a gradient has arrived
+        self._entered: dict[int, list[Unit]] = {}
+        # whose gradients have all come; released when the backward goes on to another unit
+        self._finished: dict[int, Unit] = {}
         self._flights: dict[str, GradientPath] = {}  # reduces under way, oldest first
         self._landing: list[GradientPath] = []  # whose sums go to another tier, oldest first
         self._reduced: set[int] = set()  # units handed over in this backward
-        self._brings = False  # gradients have come in this backward: one by torch.autograd.grad brings none
+        # gradients have come in this backward: one by torch.autograd.grad brings none
+        self._brings = False
         self._seals: dict[int, SealedGrad] = {}
         self._trainable = [unit for unit in weights.units if unit.trainable]
         self._all_paths = [path for unit in self._trainable for path in self._paths(unit)]
-        self._trained = {id(parameter) for unit in self._trainable for segment in unit.trainable for parameter in segment.parameters}
+        self._trained = {
+            id(parameter)
+            for unit in self._trainable
+            for segment in unit.trainable
+            for parameter in segment.parameters
+        }
         sharded = any(unit.cells.weight.is_sharded for unit in weights.units)
-        self._waits_for_room = weights.ordered and (sharded or not transport.keyed)  # the ranks run units in the same order
+        # the ranks run units in the same order
+        self._waits_for_room = weights.ordered and (sharded or not transport.keyed)
         weights.make_room = self.make_room
 
     # ------------------------------------------------------------------ hooks
@@ -93,13 +120,22 @@ class Backward:
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._leave(task))
 
     def _note_outer(self) -> None:
-        """Note which parameters of units that are still to be recomputed the outermost backward brings a gradient itself: nested ones cannot ask."""
+        """Note which parameters of units that are still to be recomputed the outermost backward
+        brings a gradient itself: nested ones cannot ask.
+        """
         for unit in self._trainable:
             if unit.recomputations > 0:
-                self._outer.update(id(p) for segment in unit.trainable for p in segment.parameters if _gets_gradient(p))
+                self._outer.update(
+                    id(p)
+                    for segment in unit.trainable
+                    for p in segment.parameters
+                    if _gets_gradient(p)
+                )
 
     def tell(self, what: str, argument: Any = None) -> None:
-        """Inside join(): tell the other ranks what comes, a forward, a backward, a clip or a step."""
+        """Inside join(): tell the other ranks what comes, a forward, a backward, a clip or a
+        step.
+        """
         if self.announce is not None:
             self.announce(what, argument)
 
@@ -108,7 +144,9 @@ class Backward:
         return bool(self._tasks)
 
     def before_unit(self, unit: Unit, epoch: int) -> None:
-        """A gradient arrives at `unit`'s outputs: its weights are needed as they were in the forward under `epoch`."""
+        """A gradient arrives at `unit`'s outputs: its weights are needed as they were in the
+        forward under `epoch`.
+        """
         self.enter()
         self._weights.check_epoch(unit, epoch)
         unit.in_backward = True
@@ -120,10 +158,12 @@ class Backward:
             self._weights.need(unit, "backward")
 
     def _release_finished(self, follows: Unit) -> None:
-        """The backward has come to unit `follows`: release the others whose gradients have all come.
+        """The backward has come to unit `follows`: release the others whose gradients have all
+        come.
 
-        Not when they come: autograd hands a gradient over before it runs the other nodes of the module, which may read ``weight.detach()``.
-        It runs the nodes that were made last first, so all nodes of a unit have run when it comes to another unit, but for units around others.
+        Not when they come: autograd hands a gradient over before it runs the other nodes of the
+        module, which may read ``weight.detach()``. It runs the nodes that were made last first, so
+        all nodes of a unit have run when it comes to another unit, but for units around others.
         """
         self._finished.pop(follows.index, None)
         for unit in list(self._finished.values()):
@@ -131,33 +171,43 @@ class Backward:
                 self._weights.after_backward(self._finished.pop(unit.index))
 
     def after_inputs(self, unit: Unit, *, before_others: bool = False) -> None:
-        """The gradients of `unit`'s inputs are there: whatever did not get one by now gets none in this backward.
+        """The gradients of `unit`'s inputs are there: whatever did not get one by now gets none
+        in this backward.
 
         `before_others`: other nodes of the unit may still have to run.
         """
         if unit.in_backward and self._tasks:
             if unit.arrived:
                 self._hand_over_complete(unit)
-            if before_others or unit.forwards:  # an earlier forward's output may be this one's input: its backward needs the weights now
+            # an earlier forward's output may be this one's input: its backward needs the weights
+            # now
+            if before_others or unit.forwards:
                 self._finished[unit.index] = unit
                 return
             self._finished.pop(unit.index, None)
             self._weights.after_backward(unit)
 
     def take(self, place: tuple[int, int], index: int, parameter: torch.Tensor) -> None:
-        """Autograd has finished the gradient of parameter `index` in the segment at `place` (unit, segment)."""
+        """Autograd has finished the gradient of parameter `index` in the segment at `place`
+        (unit, segment).
+        """
         grad = parameter.grad
         if isinstance(grad, SealedGrad):  # no hook came before this one
             grad = grad.accumulated()
         else:
-            parameter.grad = None  # before the pass begins: it was None before autograd came, which tells what the user has cleared
+            # before the pass begins: it was None before autograd came, which tells what the user
+            # has cleared
+            parameter.grad = None
         self.enter()
         parameter.grad = None
         unit = self._weights.units[place[0]]
         segment = unit.segments[place[1]]
         assert grad is not None, segment.names[index]
         if grad.layout is not torch.strided:
-            raise ConfigError(f"parameter {segment.names[index]!r} has a sparse gradient, which cannot be sharded: use sparse=False")
+            raise ConfigError(
+                f"parameter {segment.names[index]!r} has a sparse gradient, which cannot be"
+                " sharded: use sparse=False"
+            )
         assert segment.grad is not None, segment.key
         with torch.no_grad():
             segment.grad.add(index, grad, sync=self.sync, make_room=self.make_room)
@@ -180,8 +230,9 @@ class Backward:
     def make_room(self, num_bytes: int) -> None:
         """Wait for reduces under way, oldest first, until `num_bytes` fit the budget.
 
-        Where ranks may run their units in different order, the transport bounds the gradient buffers by its own pool: to wait for a sum could
-        be to wait for ever, each rank with the part that the other lacks still to come.
+        Where ranks may run their units in different order, the transport bounds the gradient
+        buffers by its own pool: to wait for a sum could be to wait for ever, each rank with the
+        part that the other lacks still to come.
         """
         budget = self._weights.budget_bytes
         if not budget or self._meter.live + num_bytes <= budget or not self._waits_for_room:
@@ -193,13 +244,17 @@ class Backward:
                 return
 
     def finish(self) -> None:
-        """Wait for every reduce under way, in the order in which they were started: the last wait then covers the ones before it."""
+        """Wait for every reduce under way, in the order in which they were started: the last
+        wait then covers the ones before it.
+        """
         for path in self._flights.values():
             path.finish()
         self._flights.clear()
 
     def gather_averages(self) -> None:
-        """Bring whole averages together where every rank steps everything: all at once, one fork and one wait for all."""
+        """Bring whole averages together where every rank steps everything: all at once, one fork
+        and one wait for all.
+        """
         paths = [path for path in self.paths() if path.gathers_averages]
         if paths:
             self._streams.fork("reduce")
@@ -211,7 +266,10 @@ class Backward:
     def _begin(self) -> None:
         self.collect_dropped()
         if self.scaled is not None and self.has_gradient and self.scaled != self.scaling:
-            raise StateError("fp16: this backward's loss is scaled otherwise than an earlier one's: call engine.backward(loss) for all")
+            raise StateError(
+                "fp16: this backward's loss is scaled otherwise than an earlier one's: call"
+                " engine.backward(loss) for all"
+            )
         self.tell("backward", {"sync": self.sync, "scaled": self.scaling})
         self.scaled = self.scaling
         self.decisions.micro_batches += self.decisions.micro_batches != UNKNOWN
@@ -221,7 +279,8 @@ class Backward:
         self._brings = self._nested = self._retains = False
         self._outer.clear()
         self._weights.begin("backward")
-        with torch._C.DisableTorchFunctionSubclass():  # released parameters are asked for what they answer anyway
+        # released parameters are asked for what they answer anyway
+        with torch._C.DisableTorchFunctionSubclass():
             for unit in self._trainable:
                 unit.arrived.clear()
                 unit.pending = 0
@@ -236,13 +295,17 @@ class Backward:
             self._hand_over(unit)
 
     def _may_get_more(self, unit: Unit) -> bool:
-        if unit.recomputations > 0 or (len(self._tasks) > 1 and unit.forwards > 0):  # see [Note: nested backwards]
+        # see [Note: nested backwards]
+        if unit.recomputations > 0 or (len(self._tasks) > 1 and unit.forwards > 0):
             return True
         if unit.pending <= 0 and not self._nested:
             return False
         task = torch._C._current_graph_task_id()
         parameters = [parameter for segment in unit.trainable for parameter in segment.parameters]
-        return any(id(p) in self._outer or (unit.arrived.get(id(p)) != task and _gets_gradient(p)) for p in parameters)
+        return any(
+            id(p) in self._outer or (unit.arrived.get(id(p)) != task and _gets_gradient(p))
+            for p in parameters
+        )
 
     def _hand_over(self, unit: Unit) -> None:
         unit.pending = 0
@@ -253,7 +316,8 @@ class Backward:
                 continue
             self._reduce(unit, segment, sync=self.sync)
         self._transport.progress()
-        if self._weights.ordered:  # what is over decides what is prefetched: the same on every rank, whatever the timing
+        # what is over decides what is prefetched: the same on every rank, whatever the timing
+        if self._weights.ordered:
             self._land_oldest()
         else:
             for path in self.paths():
@@ -261,9 +325,11 @@ class Backward:
         self._bound_landing()
 
     def _land_oldest(self) -> None:
-        """Of sums that rest on another tier, leave two under way: the others would wait on the device for the end of the pass.
+        """Of sums that rest on another tier, leave two under way: the others would wait on the
+        device for the end of the pass.
 
-        Where ranks may run their units in different order (see `make_room`), those stay whose other parts have not come.
+        Where ranks may run their units in different order (see `make_room`), those stay whose other
+        parts have not come.
         """
         waiting = [path for path in self._flights.values() if path.tiered]
         for path in waiting[:-_IN_FLIGHT]:
@@ -273,7 +339,9 @@ class Backward:
             del self._flights[path.key]
 
     def _bound_landing(self) -> None:
-        """Of sums on their way to another tier, leave two: each is held on the device until it is there. A matter of this rank alone."""
+        """Of sums on their way to another tier, leave two: each is held on the device until it
+        is there. A matter of this rank alone.
+        """
         self._landing = [path for path in self._landing if path.in_flight or path.is_landing]
         landing = [path for path in self._landing if not path.in_flight]
         for path in landing[:-_IN_FLIGHT]:
@@ -283,7 +351,9 @@ class Backward:
         path = segment.grad
         assert path is not None
         layout = segment.flat.layout
-        self._digest.fold("reduce", unit.name, dtype_name(path.precision.wire), layout.numel, ordered=False)
+        self._digest.fold(
+            "reduce", unit.name, dtype_name(path.precision.wire), layout.numel, ordered=False
+        )
         if self._weights.trace is not None:
             self._weights.trace("reduce", unit.name)
         if path.sums_nodes and not sync:
@@ -297,12 +367,15 @@ class Backward:
         self._reduced.add(unit.index)
 
     def shadow(self, *, sync: bool, scaled: bool) -> None:
-        """Take part in a backward of the other ranks, without one of our own: gather what they gather, contribute zeros."""
+        """Take part in a backward of the other ranks, without one of our own: gather what they
+        gather, contribute zeros.
+        """
         before, self.sync, self.scaling = (self.sync, self.scaling), sync, scaled
         self._begin()
         self._brings = True
         for unit in self._weights.shadow("backward"):
-            self._hand_over(unit)  # at once, as they do: they may wait for our part before they gather on
+            # at once, as they do: they may wait for our part before they gather on
+            self._hand_over(unit)
         self._end()
         self.sync, self.scaling = before
 
@@ -335,7 +408,9 @@ class Backward:
         return any(path.has_local or path.has_node_sum for path in self._all_paths)
 
     def flush(self) -> None:
-        """Reduce everything once more: some rank `has_unreduced` gradients (every backward was inside ``no_sync``, or some came late)."""
+        """Reduce everything once more: some rank `has_unreduced` gradients (every backward was
+        inside ``no_sync``, or some came late).
+        """
         self._brings = True
         for unit in reversed(self._trainable):
             for segment in unit.trainable:
@@ -358,19 +433,24 @@ class Backward:
                     assert path is not None
                     for index, parameter in enumerate(segment.parameters):
                         if path.used[index]:
-                            parameter.grad = self._seal_of(segment, index, parameter, path.resting() if holds else None)
+                            parameter.grad = self._seal_of(
+                                segment, index, parameter, path.resting() if holds else None
+                            )
         if self.optimizer is not None:
             self.optimizer.seal()
             for path in self._all_paths:
                 if path.flat.stepped[0] < path.flat.stepped[1]:
                     path.let_go()
 
-    def _seal_of(self, segment: Segment, index: int, parameter: torch.Tensor, holds: object) -> SealedGrad:
+    def _seal_of(
+        self, segment: Segment, index: int, parameter: torch.Tensor, holds: object
+    ) -> SealedGrad:
         sealed = self._seals.get(id(parameter))
         if sealed is None or sealed.dtype is not parameter.dtype:
             path = segment.grad
             assert path is not None
-            weak, backward = weakref.ref(path), weakref.ref(self)  # see [Note: weak hooks] in hooks.py
+            # see [Note: weak hooks] in hooks.py
+            weak, backward = weakref.ref(path), weakref.ref(self)
 
             def zero() -> None:
                 alive, owner = weak(), backward()
@@ -384,7 +464,9 @@ class Backward:
         return sealed
 
     def collect_dropped(self) -> None:
-        """Forget the gradients that the user has cleared, on the model's side or the optimizer's."""
+        """Forget the gradients that the user has cleared, on the model's side or the
+        optimizer's.
+        """
         if not self.has_gradient or self._tasks:
             return
         cleared = {id(p) for p in self.optimizer.dropped()} if self.optimizer is not None else set()
@@ -405,17 +487,21 @@ class Backward:
                     for index in gone:
                         segment.parameters[index].grad = None
                         gone_names.append(segment.names[index])
-                others = self.changed and path.resting() is not None  # gradients of parameters unused here; a step agrees about what is used
+                # gradients of parameters unused here; a step agrees about what is used
+                others = self.changed and path.resting() is not None
                 anything = anything or any(path.used) or others
         if not anything:
             same_on_all = everything or not self.changed or cleared >= self._trained
             self.forget()
             self.decisions.micro_batches = 0 if same_on_all else UNKNOWN
-        elif gone_names and not self.changed:  # before a step the ranks need not have used the same parameters
+        elif gone_names and not self.changed:
+            # before a step the ranks need not have used the same parameters
             self.decisions.note("gradients cleared by zero_grad()", ", ".join(gone_names))
 
     def zeroed(self) -> None:
-        """Note that the user sets gradients to zero. Before the first step the ranks need not have used the same parameters."""
+        """Note that the user sets gradients to zero. Before the first step the ranks need not
+        have used the same parameters.
+        """
         if not self.changed:
             self.decisions.note_once("zero_grad(set_to_none=False)", "called")
 
@@ -451,7 +537,9 @@ class Backward:
 
 
 def _gets_gradient(parameter: torch.Tensor) -> bool:
-    """Whether the graph task that is running accumulates a gradient in `parameter`, or has done so."""
+    """Whether the graph task that is running accumulates a gradient in `parameter`, or has done
+    so.
+    """
     if not parameter.requires_grad:
         return False
     with torch._C.DisableTorchFunctionSubclass():
@@ -460,5 +548,7 @@ def _gets_gradient(parameter: torch.Tensor) -> bool:
 
 
 def retains_graph() -> bool:
-    """Whether the backward that is running keeps its graph (``retain_graph=True`` or ``create_graph=True``)."""
+    """Whether the backward that is running keeps its graph (``retain_graph=True`` or
+    ``create_graph=True``).
+    """
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())

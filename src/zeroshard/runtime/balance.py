@@ -1,14 +1,18 @@
-"""``fraction="auto"``: the share of the optimizer on the host at which host and device finish a step together (Offload++, Twin-Flow).
+"""``fraction="auto"``: the share of the optimizer on the host at which host and device finish a
+step together (Offload++, Twin-Flow).
 
-It starts from what a short probe says of the link and of both memories, and from the memory that the device has left; then every step is measured,
-and the cut between the two parts (core/split.py) moves to where both would have taken the same time::
+It starts from what a short probe says of the link and of both memories, and from the memory that
+the device has left; then every step is measured, and the cut between the two parts (core/split.py)
+moves to where both would have taken the same time::
 
     step        1      2      3      4      5 ...
     device    ======  ====   ====
-    host      ==      ====   ====                 the cut stays once a move would be less than two hundredths
+    host      ==      ====   ====                 the cut stays once a move would be less than two
+                                                  hundredths
 
-Moving the cut re-cuts pieces, masters and moments where they lie, and changes no bit. Each rank decides by itself: what rests where is its own affair.
-Cost: what crosses over is copied once; nothing once the cut stays.
+Moving the cut re-cuts pieces, masters and moments where they lie, and changes no bit. Each rank
+decides by itself: what rests where is its own affair. Cost: what crosses over is copied once;
+nothing once the cut stays.
 """
 
 from __future__ import annotations
@@ -32,7 +36,10 @@ _ADAM_BYTES = 28  # that a step of one element moves through memory: four number
 _SETTLED = 0.02
 _MOVES = 3  # at most: what is measured is never the same twice
 _PATIENCE = 3  # measurements that one move takes
-CHOSE = "offload.fraction='auto' chose %.3f: the device's part of the step takes %.1f ms, the host's %.1f ms"
+CHOSE = (
+    "offload.fraction='auto' chose %.3f: the device's part of the step takes %.1f ms, the host's"
+    " %.1f ms"
+)
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:
@@ -48,14 +55,21 @@ def _seconds(action: Callable[[], object], device: torch.device) -> float:
 
 
 def first_fraction(device: torch.device, link: Link, *, least: float) -> float:
-    """Return where to begin: from the bandwidths of the link and of both memories, at least `least`."""
+    """Return where to begin: from the bandwidths of the link and of both memories, at least
+    `least`.
+    """
     near = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
     host = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, pin_memory=device.type != "cpu")
     device_s = _seconds(lambda: near.add_(1), device) / _PROBE_BYTES * _ADAM_BYTES / 2
     host_s = _seconds(lambda: host.add_(1), torch.device("cpu")) / _PROBE_BYTES * _ADAM_BYTES / 2
 
     def copy_s(num_bytes: int) -> float:
-        return _seconds(lambda: link.copy(near[:num_bytes], host[:num_bytes], "to_device").wait(), device) / num_bytes
+        return (
+            _seconds(
+                lambda: link.copy(near[:num_bytes], host[:num_bytes], "to_device").wait(), device
+            )
+            / num_bytes
+        )
 
     link_s = copy_s(_PROBE_BYTES // 64)
     if link_s * _PROBE_BYTES < 64e-3:

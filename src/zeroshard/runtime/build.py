@@ -1,11 +1,16 @@
-"""From a model and a policy to units at rest: lay out, take the weights in, let go of the originals.
+"""From a model and a policy to units at rest: lay out, take the weights in, let go of the
+originals.
 
-One unit after another, so that beyond the shards at most one unit exists twice (deferred parameters get their values here). Segments hold parameters of one
-dtype and one trainability (LoRA's frozen base and its adapters are two segments of one unit). Collective: windows are made on every rank in unit order.
+One unit after another, so that beyond the shards at most one unit exists twice (deferred parameters
+get their values here). Segments hold parameters of one dtype and one trainability (LoRA's frozen
+base and its adapters are two segments of one unit). Collective: windows are made on every rank in
+unit order.
 
-[Note: dtypes] A model in one floating dtype computes in the precision's, but for batch norms: their running statistics are fp32 and torch's
-kernels want the weights alike (FSDP leaves them out, too). A model given in several floating dtypes is taken as it is: fp32 norms in a bf16
-model, or fp32 adapters on a bf16 base, were meant. How fp32 buffers and inputs meet half-precision weights: casts.py.
+[Note: dtypes] A model in one floating dtype computes in the precision's, but for batch norms: their
+running statistics are fp32 and torch's kernels want the weights alike (FSDP leaves them out, too).
+A model given in several floating dtypes is taken as it is: fp32 norms in a bf16 model, or fp32
+adapters on a bf16 base, were meant. How fp32 buffers and inputs meet half-precision weights:
+casts.py.
 """
 
 from __future__ import annotations
@@ -47,7 +52,14 @@ class Dtypes:
 
     def widest(self, precision: Precision) -> int:
         """Return the bytes of the widest gradient element on the wire."""
-        return max((precision.at(dtype).wire.itemsize for dtype in set(self.of.values()) if dtype.is_floating_point), default=1)
+        return max(
+            (
+                precision.at(dtype).wire.itemsize
+                for dtype in set(self.of.values())
+                if dtype.is_floating_point
+            ),
+            default=1,
+        )
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,8 @@ class Context:
     broadcast_buffers: bool = False
     clip_norm: float | None = None  # what a step clips to where the user has not clipped
     codecs: Codecs = field(default_factory=Codecs)
-    prepare: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None  # gives a segment's parameters their initial values
+    # gives a segment's parameters their initial values
+    prepare: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None
     tiering: Tiering = field(default_factory=Tiering)
 
 
@@ -104,7 +117,9 @@ class _SegmentPlan:
 
 @dataclass(frozen=True)
 class Splits:
-    """How many of the first elements of each of a segment's states rest on the device of this rank."""
+    """How many of the first elements of each of a segment's states rest on the device of this
+    rank.
+    """
 
     weight: int
     grad: int
@@ -112,10 +127,15 @@ class Splits:
 
 
 def compute_dtypes(model: nn.Module, precision: Precision) -> Dtypes:
-    """Return the dtypes in which the parameters of `model` compute; those that are not floating-point in their own."""
+    """Return the dtypes in which the parameters of `model` compute; those that are not
+    floating-point in their own.
+    """
     given = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     as_given = len(given) > 1
-    of = {id(p): precision.compute if p.is_floating_point() and not as_given else p.dtype for p in model.parameters()}
+    of = {
+        id(p): precision.compute if p.is_floating_point() and not as_given else p.dtype
+        for p in model.parameters()
+    }
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             of |= {id(parameter): parameter.dtype for parameter in module.parameters(recurse=False)}
@@ -125,14 +145,31 @@ def compute_dtypes(model: nn.Module, precision: Precision) -> Dtypes:
 def build_units(plans: Sequence[UnitPlan], context: Context) -> list[Unit]:
     """Take every planned unit's parameters over; afterwards they rest as the policy says."""
     planned = [_plan_segments(plan, context) for plan in plans]
-    splits = dict(zip((p.key for group in planned for p in group), _split([p for group in planned for p in group], context.tiering), strict=True))
+    splits = dict(
+        zip(
+            (p.key for group in planned for p in group),
+            _split([p for group in planned for p in group], context.tiering),
+            strict=True,
+        )
+    )
     reserved = _reserve([p for group in planned for p in group], splits, context)
     units = []
     for index, (plan, group) in enumerate(zip(plans, planned, strict=True)):
         cells = context.policy.cells(plan.name)
-        segments = [_build_segment(segment, splits[segment.key], reserved, context) for segment in group]
-        modules = {id(module) for _, module in plan.roots} or {id(module) for _, module in plan.owners}
-        unit = Unit(index, plan.name, segments, cells, spans_one_module=len(modules) == 1, strict=context.strict)
+        segments = [
+            _build_segment(segment, splits[segment.key], reserved, context) for segment in group
+        ]
+        modules = {id(module) for _, module in plan.roots} or {
+            id(module) for _, module in plan.owners
+        }
+        unit = Unit(
+            index,
+            plan.name,
+            segments,
+            cells,
+            spans_one_module=len(modules) == 1,
+            strict=context.strict,
+        )
         if cells.weight.is_sharded:
             unit.state = UnitState.RESTING
         for segment in segments:
@@ -146,24 +183,48 @@ def build_units(plans: Sequence[UnitPlan], context: Context) -> list[Unit]:
 def _plan_segments(plan: UnitPlan, context: Context) -> list[_SegmentPlan]:
     groups: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
     for name, parameter in plan.parameters.items():
-        groups.setdefault((context.dtypes.of[id(parameter)], parameter.requires_grad), {})[name] = parameter
+        groups.setdefault((context.dtypes.of[id(parameter)], parameter.requires_grad), {})[name] = (
+            parameter
+        )
     out = []
     for (dtype, trainable), members in groups.items():
         key = f"{plan.name}:{dtype_name(dtype)}{'' if trainable else ':frozen'}"
         shapes = [(name, tuple(p.shape)) for name, p in members.items()]
-        layout = Layout.build(shapes, context.transport.size, align=context.codecs.align, mesh=context.mesh)
-        out.append(_SegmentPlan(key, plan.name, members, dtype, trainable, context.policy.cells(plan.name), layout, context.transport.rank))
+        layout = Layout.build(
+            shapes, context.transport.size, align=context.codecs.align, mesh=context.mesh
+        )
+        out.append(
+            _SegmentPlan(
+                key,
+                plan.name,
+                members,
+                dtype,
+                trainable,
+                context.policy.cells(plan.name),
+                layout,
+                context.transport.rank,
+            )
+        )
     return out
 
 
 def _split(plans: Sequence[_SegmentPlan], tiering: Tiering) -> list[Splits]:
     """Return where each segment's states are cut between the device and other tiers."""
-    weights = tiering.splits("weight", [p.cells.weight.tier for p in plans], [p.num_weights for p in plans])
+    weights = tiering.splits(
+        "weight", [p.cells.weight.tier for p in plans], [p.num_weights for p in plans]
+    )
     trained = [p for p in plans if p.trainable]
-    grads = tiering.splits("grad", [p.cells.grad.tier for p in trained], [p.num_stepped for p in trained])
-    optims = tiering.splits("optimizer", [p.cells.optim.tier for p in trained], [p.num_stepped for p in trained])
+    grads = tiering.splits(
+        "grad", [p.cells.grad.tier for p in trained], [p.num_stepped for p in trained]
+    )
+    optims = tiering.splits(
+        "optimizer", [p.cells.optim.tier for p in trained], [p.num_stepped for p in trained]
+    )
     stepped = {p.key: (grad, optim) for p, grad, optim in zip(trained, grads, optims, strict=True)}
-    return [Splits(weight, *stepped.get(p.key, (0, 0))) for p, weight in zip(plans, weights, strict=True)]
+    return [
+        Splits(weight, *stepped.get(p.key, (0, 0)))
+        for p, weight in zip(plans, weights, strict=True)
+    ]
 
 
 class _Reserved:
@@ -175,14 +236,24 @@ class _Reserved:
 
     def slab(self, key: str, numel: int, dtype: torch.dtype) -> Slab:
         slab = self._slabs.pop(key)
-        assert slab.numel == numel and slab.dtype is dtype, (key, numel, dtype, slab.numel, slab.dtype)
+        assert slab.numel == numel and slab.dtype is dtype, (
+            key,
+            numel,
+            dtype,
+            slab.numel,
+            slab.dtype,
+        )
         return slab
 
     def close(self) -> None: ...
 
 
-def _reserve(plans: Sequence[_SegmentPlan], splits: Mapping[str, Splits], context: Context) -> dict[Tier, _Reserved]:
-    """Make the slabs of all weights and masters before anything is touched: a shortage on one rank is then a StorageError on every one."""
+def _reserve(
+    plans: Sequence[_SegmentPlan], splits: Mapping[str, Splits], context: Context
+) -> dict[Tier, _Reserved]:
+    """Make the slabs of all weights and masters before anything is touched: a shortage on one
+    rank is then a StorageError on every one.
+    """
     made: dict[Tier, dict[str, Slab]] = {tier: {} for tier in context.tiering.stores}
     with context.faults.noted():
         for plan in plans:
@@ -192,22 +263,40 @@ def _reserve(plans: Sequence[_SegmentPlan], splits: Mapping[str, Splits], contex
     return {tier: _Reserved(context.tiering.stores[tier], slabs) for tier, slabs in made.items()}
 
 
-def _slabs_of(plan: _SegmentPlan, splits: Splits, context: Context) -> list[tuple[str, int, torch.dtype, Tier]]:
-    """Return key, elements, dtype and tier of the slabs that the weights and the master of a segment need."""
+def _slabs_of(
+    plan: _SegmentPlan, splits: Splits, context: Context
+) -> list[tuple[str, int, torch.dtype, Tier]]:
+    """Return key, elements, dtype and tier of the slabs that the weights and the master of a
+    segment need.
+    """
     share, cells, master = plan.num_weights, plan.cells, context.precision.master
     out = []
     weight_away = cells.weight.tier is not Tier.DEVICE and splits.weight < share
     if weight_away:
         out.append((f"{plan.key} weights", share - splits.weight, plan.dtype, cells.weight.tier))
-    if plan.trainable and context.trains and cells.optim.tier is not Tier.DEVICE and splits.optim < plan.num_stepped:
+    if (
+        plan.trainable
+        and context.trains
+        and cells.optim.tier is not Tier.DEVICE
+        and splits.optim < plan.num_stepped
+    ):
         apart = context.tiering.delayed_update is not None
-        is_weight = weight_away and not apart and (plan.dtype, splits.weight, cells.weight.tier) == (master, splits.optim, cells.optim.tier)
+        is_weight = (
+            weight_away
+            and not apart
+            and (plan.dtype, splits.weight, cells.weight.tier)
+            == (master, splits.optim, cells.optim.tier)
+        )
         if not is_weight:
-            out.append((f"{plan.key} master", plan.num_stepped - splits.optim, master, cells.optim.tier))
+            out.append(
+                (f"{plan.key} master", plan.num_stepped - splits.optim, master, cells.optim.tier)
+            )
     return out
 
 
-def _build_segment(plan: _SegmentPlan, splits: Splits, reserved: Mapping[Tier, Store], context: Context) -> Segment:
+def _build_segment(
+    plan: _SegmentPlan, splits: Splits, reserved: Mapping[Tier, Store], context: Context
+) -> Segment:
     cells, layout = plan.cells, plan.layout
     parameters = list(plan.members.values())
     flat = FlatBuffer(
@@ -246,8 +335,12 @@ def _codec_of(plan: _SegmentPlan, context: Context) -> Codec | None:
     return codecs.frozen if codecs.frozen is not None and not plan.trainable else codecs.weight
 
 
-def make_master(segment: Segment, cells: Cells, context: Context, stores: Mapping[Tier, Store] | None = None) -> None:
-    """Give a trained segment its master, without its numbers where it is not the weights themselves. `stores`: those of the context."""
+def make_master(
+    segment: Segment, cells: Cells, context: Context, stores: Mapping[Tier, Store] | None = None
+) -> None:
+    """Give a trained segment its master, without its numbers where it is not the weights
+    themselves. `stores`: those of the context.
+    """
     segment.make_master(
         dtype=context.precision.master,
         pages=context.pages,
@@ -257,20 +350,37 @@ def make_master(segment: Segment, cells: Cells, context: Context, stores: Mappin
     )
 
 
-def _rest_of_weights(plan: _SegmentPlan, splits: Splits, reserved: Mapping[Tier, Store], context: Context) -> Shelf | None:
+def _rest_of_weights(
+    plan: _SegmentPlan, splits: Splits, reserved: Mapping[Tier, Store], context: Context
+) -> Shelf | None:
     """Return where this rank's weights rest, None for the device."""
     tier, share = plan.cells.weight.tier, plan.num_weights
     codec = _codec_of(plan, context)
-    if codec is not None and not plan.trainable and context.codecs.frozen is not None and tier is Tier.DEVICE:
+    if (
+        codec is not None
+        and not plan.trainable
+        and context.codecs.frozen is not None
+        and tier is Tier.DEVICE
+    ):
         return Shelf(None, CodedSlab(plan.key, share, plan.dtype, codec, context.device))
     store = reserved.get(tier)
     if store is None or splits.weight == share:
         return None
-    near = torch.zeros(splits.weight, dtype=plan.dtype, device=context.device) if splits.weight else None
-    return Shelf(near, store.slab(f"{plan.key} weights", share - splits.weight, plan.dtype), link=context.tiering.link)
+    near = (
+        torch.zeros(splits.weight, dtype=plan.dtype, device=context.device)
+        if splits.weight
+        else None
+    )
+    return Shelf(
+        near,
+        store.slab(f"{plan.key} weights", share - splits.weight, plan.dtype),
+        link=context.tiering.link,
+    )
 
 
-def _gradient_path(plan: _SegmentPlan, splits: Splits, flat: FlatBuffer, context: Context) -> GradientPath:
+def _gradient_path(
+    plan: _SegmentPlan, splits: Splits, flat: FlatBuffer, context: Context
+) -> GradientPath:
     precision, tiering, cell = context.precision.at(plan.dtype), context.tiering, plan.cells.grad
     store = tiering.store(cell.tier)
     place = RestingPlace(
@@ -286,11 +396,14 @@ def _gradient_path(plan: _SegmentPlan, splits: Splits, flat: FlatBuffer, context
     )
 
     def partial() -> Shelf:
-        """Return memory for a sum that no reduce between nodes has taken yet: of the whole segment, or (of one node's ranks) of a column."""
+        """Return memory for a sum that no reduce between nodes has taken yet: of the whole
+        segment, or (of one node's ranks) of a column.
+        """
         scope = plan.layout.scope(cell)
         start, stop = plan.layout.span(plan.rank, scope)
         numel = stop - start
-        if store is None or scope is Scope.COLUMN:  # a sum of a node's ranks: the transport adds to it
+        # a sum of a node's ranks: the transport adds to it
+        if store is None or scope is Scope.COLUMN:
             return Shelf(context.pages.empty(numel, precision.accumulate, context.device))
         return Shelf(None, store.slab(f"{plan.key} partial gradient", numel, precision.accumulate))
 

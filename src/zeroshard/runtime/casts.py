@@ -1,16 +1,22 @@
-"""Mixed precision meets tensors that are not in the compute dtype: buffers in fp32, masks and positions that a forward makes.
+"""Mixed precision meets tensors that are not in the compute dtype: buffers in fp32, masks and
+positions that a forward makes.
 
     inputs of the model                    cast to the compute dtype
-    inputs of torch.nn's own layers        cast, where the layer's weights are in the compute dtype: torch would raise there
-    buffers                                kept: rotary frequencies and position tables lose their meaning in bf16
-    everything else                        as torch promotes it (fp32 + bf16 is fp32), until it reaches such a layer
+    inputs of torch.nn's own layers        cast, where the layer's weights are in the compute dtype:
+                                           torch would raise there
+    buffers                                kept: rotary frequencies and position tables lose their
+                                           meaning in bf16
+    everything else                        as torch promotes it (fp32 + bf16 is fp32), until it
+                                           reaches such a layer
 
-So a table in an fp32 buffer that is added to activations keeps the residual stream in fp32, and each layer reads it in bf16. FSDP2 casts at
-the inputs of its units (``MixedPrecisionPolicy.cast_forward_inputs``); here the numbers must not depend on how a model is cut into units.
-Other modules are left alone, because many compute in fp32 on purpose (a router, an RMSNorm); an error of theirs over dtypes gets a note
-that names the buffers (`explain`).
+So a table in an fp32 buffer that is added to activations keeps the residual stream in fp32, and
+each layer reads it in bf16. FSDP2 casts at the inputs of its units
+(``MixedPrecisionPolicy.cast_forward_inputs``); here the numbers must not depend on how a model is
+cut into units. Other modules are left alone, because many compute in fp32 on purpose (a router, an
+RMSNorm); an error of theirs over dtypes gets a note that names the buffers (`explain`).
 
-Inside ``torch.autocast`` nothing is cast but the inputs of the model: autocast does so itself. Cost: half a microsecond per layer.
+Inside ``torch.autocast`` nothing is cast but the inputs of the model: autocast does so itself.
+Cost: half a microsecond per layer.
 """
 
 from __future__ import annotations
@@ -50,27 +56,38 @@ _LAYERS: tuple[type[nn.Module], ...] = (
     nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer,
 )
-_FORWARDS = frozenset(layer.forward for layer in _LAYERS)  # a subclass with a forward of its own may compute in fp32 on purpose
+# a subclass with a forward of its own may compute in fp32 on purpose
+_FORWARDS = frozenset(layer.forward for layer in _LAYERS)
 _ABOUT_DTYPES = re.compile(r"dtype|scalar type|same type|Input type")
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return `value` with the floating-point tensors in it in `dtype`; containers of other kinds are left as they are."""
+    """Return `value` with the floating-point tensors in it in `dtype`; containers of other kinds
+    are left as they are.
+    """
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
         return {key: cast(item, dtype) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(cast(item, dtype) for item in value)
-    return value.to(dtype) if isinstance(value, PackedSequence) and value.data.is_floating_point() else value
+    return (
+        value.to(dtype)
+        if isinstance(value, PackedSequence) and value.data.is_floating_point()
+        else value
+    )
 
 
 def casting_hooks(model: nn.Module, dtype: torch.dtype) -> dict[nn.Module, Callable[..., Any]]:
-    """Return, for each layer of `model` that takes one dtype only, a forward pre-hook (with kwargs) that lets it take any."""
+    """Return, for each layer of `model` that takes one dtype only, a forward pre-hook (with
+    kwargs) that lets it take any.
+    """
     device_type = next(model.parameters()).device.type
 
     def takes_one(module: nn.Module) -> bool:
-        dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+        dtypes = {
+            parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()
+        }
         return type(module).forward in _FORWARDS and dtypes == {dtype}
 
     def is_other(value: Any) -> bool:
@@ -81,14 +98,24 @@ def casting_hooks(model: nn.Module, dtype: torch.dtype) -> dict[nn.Module, Calla
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not any(map(is_other, args)) and not (kwargs and any(map(is_other, kwargs.values()))):
             return None
-        return None if torch.is_autocast_enabled(device_type) else (cast(args, dtype), cast(kwargs, dtype))
+        return (
+            None
+            if torch.is_autocast_enabled(device_type)
+            else (cast(args, dtype), cast(kwargs, dtype))
+        )
 
     return {module: before for module in model.modules() if takes_one(module)}
 
 
 def explain(error: BaseException | None, model: nn.Module, dtype: torch.dtype) -> None:
-    """Add a note to an error of torch's about dtypes: which buffers of `model` are not in the compute dtype `dtype`, and what to do."""
-    if not isinstance(error, RuntimeError) or not _ABOUT_DTYPES.search(str(error)) or hasattr(error, "__notes__"):
+    """Add a note to an error of torch's about dtypes: which buffers of `model` are not in the
+    compute dtype `dtype`, and what to do.
+    """
+    if (
+        not isinstance(error, RuntimeError)
+        or not _ABOUT_DTYPES.search(str(error))
+        or hasattr(error, "__notes__")
+    ):
         return
     names = [
         f"{prefix}.{name}" if prefix else name
@@ -98,8 +125,13 @@ def explain(error: BaseException | None, model: nn.Module, dtype: torch.dtype) -
         if buffer is not None and buffer.is_floating_point() and buffer.dtype is not dtype
     ]
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    source = f"buffer {names[0]!r}{more} is not, and neither is a result of it" if names else "a tensor that the model makes is not"
+    source = (
+        f"buffer {names[0]!r}{more} is not, and neither is a result of it"
+        if names
+        else "a tensor that the model makes is not"
+    )
     error.add_note(
-        f"zeroshard: precision={dtype_name(dtype)!r}: weights and the inputs of torch.nn's layers are in {dtype_name(dtype)}, but {source}: cast it "
-        "where it is used, like self.table.to(x.dtype)"
+        f"zeroshard: precision={dtype_name(dtype)!r}: weights and the inputs of torch.nn's layers"
+        f" are in {dtype_name(dtype)}, but {source}: cast it where it is used, like"
+        " self.table.to(x.dtype)"
     )

@@ -1,12 +1,15 @@
 """Cut a module tree into units: groups of parameters that are gathered together.
 
-Automatic units are the repeated blocks (siblings of one class and one set of parameter shapes, as in a ModuleList of layers), and what is
-left over (embeddings, final norms, heads), packed in definition order. A module whose class says ``unit_of_its_own = True`` (a tile of a
-linear layer, nn/tiled.py) is a unit by itself wherever it stands, automatic cut or chosen one, unless the module that holds it was chosen.
+Automatic units are the repeated blocks (siblings of one class and one set of parameter shapes, as
+in a ModuleList of layers), and what is left over (embeddings, final norms, heads), packed in
+definition order. A module whose class says ``unit_of_its_own = True`` (a tile of a linear layer,
+nn/tiled.py) is a unit by itself wherever it stands, automatic cut or chosen one, unless the module
+that holds it was chosen.
 
-Invariants: every parameter is in exactly one unit, a tied one where it is met first; no unit is larger than max(one repeated block without
-such modules, the largest single parameter, 1/8 of the model where there are none); the cut depends on the module tree alone, so that it is
-the same on every rank.
+Invariants: every parameter is in exactly one unit, a tied one where it is met first; no unit is
+larger than max(one repeated block without such modules, the largest single parameter, 1/8 of the
+model where there are none); the cut depends on the module tree alone, so that it is the same on
+every rank.
 
 What it does not do: it touches no parameter and installs nothing; it reads names, classes, shapes.
 """
@@ -21,7 +24,14 @@ from torch import nn
 
 from zeroshard.errors import ConfigError
 
-__all__ = ["UnitPlan", "UnitSpec", "cut_units", "describe_units", "find_blocks", "named_parameters_once"]
+__all__ = [
+    "UnitPlan",
+    "UnitSpec",
+    "cut_units",
+    "describe_units",
+    "find_blocks",
+    "named_parameters_once",
+]
 
 UnitSpec = Callable[[str, nn.Module], bool] | Sequence[str | type[nn.Module]]
 
@@ -31,9 +41,12 @@ class UnitPlan:
     """One unit to be: its parameters, and the modules whose forward needs them."""
 
     name: str
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # qualified name -> parameter, in definition order
-    roots: list[tuple[str, nn.Module]] = field(default_factory=list)  # modules whose forward spans the unit
-    owners: list[tuple[str, nn.Module]] = field(default_factory=list)  # modules that hold the parameters themselves
+    # qualified name -> parameter, in definition order
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    # modules whose forward spans the unit
+    roots: list[tuple[str, nn.Module]] = field(default_factory=list)
+    # modules that hold the parameters themselves
+    owners: list[tuple[str, nn.Module]] = field(default_factory=list)
 
     @property
     def numel(self) -> int:
@@ -46,17 +59,25 @@ def named_parameters_once(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def cut_units(model: nn.Module, units: UnitSpec | None = None) -> list[UnitPlan]:
-    """Return the units of `model` in definition order; `units` are module classes, qualified names or a callable(name, module) -> bool.
+    """Return the units of `model` in definition order; `units` are module classes, qualified
+    names or a callable(name, module) -> bool.
 
-    Raises ConfigError when a name or class in `units` matches nothing, or a chosen module holds no parameter of its own.
+    Raises ConfigError when a name or class in `units` matches nothing, or a chosen module holds no
+    parameter of its own.
     """
     parameters = named_parameters_once(model)
     chosen = find_blocks(model, units)
     taken = set() if units is None else {name for name, _ in chosen}
     apart = [
-        (name, module) for name, module in model.named_modules() if name and _is_apart(module) and name.rpartition(".")[0] not in taken
+        (name, module)
+        for name, module in model.named_modules()
+        if name and _is_apart(module) and name.rpartition(".")[0] not in taken
     ]
-    chosen = list(dict(_innermost_first(apart) + (chosen if units is None else _innermost_first(chosen))).items())
+    chosen = list(
+        dict(
+            _innermost_first(apart) + (chosen if units is None else _innermost_first(chosen))
+        ).items()
+    )
     names = {id(parameter): name for name, parameter in parameters.items()}
     unassigned = dict.fromkeys(parameters)  # ordered set
     blocks: dict[str, UnitPlan] = {}
@@ -72,29 +93,44 @@ def cut_units(model: nn.Module, units: UnitSpec | None = None) -> list[UnitPlan]
     limit = max(
         [plan.numel for plan in blocks.values()]
         + [parameter.numel() for parameter in parameters.values()]
-        + ([] if apart else [sum(parameter.numel() for parameter in parameters.values()) // 8])  # else it would undo the tiling
+        # else it would undo the tiling
+        + ([] if apart else [sum(parameter.numel() for parameter in parameters.values()) // 8])
     )
     plans = _in_order(parameters, blocks, unassigned, limit)
     _find_owners(model, plans)
     return plans
 
 
-def find_blocks(model: nn.Module, blocks: UnitSpec | None = None, *, option: str = "units") -> list[tuple[str, nn.Module]]:
-    """Return the repeated blocks of `model`, or those that `blocks` chooses (classes, qualified names or a callable(name, module) -> bool).
+def find_blocks(
+    model: nn.Module, blocks: UnitSpec | None = None, *, option: str = "units"
+) -> list[tuple[str, nn.Module]]:
+    """Return the repeated blocks of `model`, or those that `blocks` chooses (classes, qualified
+    names or a callable(name, module) -> bool).
 
-    Raises ConfigError, naming `option`, when a name or class in `blocks` matches nothing, or a chosen module holds no parameter.
+    Raises ConfigError, naming `option`, when a name or class in `blocks` matches nothing, or a
+    chosen module holds no parameter.
     """
     return _repeated_blocks(model) if blocks is None else _chosen_blocks(model, blocks, option)
 
 
 def describe_units(plans: Iterable[UnitPlan]) -> str:
     """Return the cut as a table in plain text: unit, number of parameters, elements."""
-    rows = [f"{plan.name:<40} {len(plan.parameters):>5} parameters {plan.numel:>14,} elements" for plan in plans]
+    rows = [
+        f"{plan.name:<40} {len(plan.parameters):>5} parameters {plan.numel:>14,} elements"
+        for plan in plans
+    ]
     return "\n".join(rows)
 
 
-def _in_order(parameters: dict[str, nn.Parameter], blocks: dict[str, UnitPlan], unassigned: dict[str, None], limit: int) -> list[UnitPlan]:
-    """Merge blocks and packed leftovers into one list, in definition order of their first parameters."""
+def _in_order(
+    parameters: dict[str, nn.Parameter],
+    blocks: dict[str, UnitPlan],
+    unassigned: dict[str, None],
+    limit: int,
+) -> list[UnitPlan]:
+    """Merge blocks and packed leftovers into one list, in definition order of their first
+    parameters.
+    """
     block_of = {name: plan for plan in blocks.values() for name in plan.parameters}
     plans: list[UnitPlan] = []
     seen: set[int] = set()
@@ -128,8 +164,14 @@ def _is_apart(module: nn.Module) -> bool:
 
 
 def _inner(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the children that hold parameters; a module that is cut into units of their own counts as a leaf."""
-    return [(name, child) for name, child in module.named_children() if _has_parameters(child) and not _is_apart(child)]
+    """Return the children that hold parameters; a module that is cut into units of their own
+    counts as a leaf.
+    """
+    return [
+        (name, child)
+        for name, child in module.named_children()
+        if _has_parameters(child) and not _is_apart(child)
+    ]
 
 
 def _size(module: nn.Module) -> int:
@@ -139,7 +181,9 @@ def _size(module: nn.Module) -> int:
 
 
 def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Find siblings of one class and shape; with submodules if any such exist, else leaf modules (a plain stack of layers)."""
+    """Find siblings of one class and shape; with submodules if any such exist, else leaf modules
+    (a plain stack of layers).
+    """
     total = _size(model)
     for with_children in (True, False):
         found: list[tuple[str, nn.Module]] = []
@@ -149,8 +193,16 @@ def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return []
 
 
-def _search(module: nn.Module, prefix: str, with_children: bool, limit: int, found: list[tuple[str, nn.Module]]) -> bool:
-    """Collect the outermost repeated blocks below `module` that are small enough or hold no smaller ones; return whether there were any."""
+def _search(
+    module: nn.Module,
+    prefix: str,
+    with_children: bool,
+    limit: int,
+    found: list[tuple[str, nn.Module]],
+) -> bool:
+    """Collect the outermost repeated blocks below `module` that are small enough or hold no
+    smaller ones; return whether there were any.
+    """
     children = _inner(module)
     eligible = [child for _, child in children if _has_submodules(child) or not with_children]
     counts = Counter(_signature(child) for child in eligible)
@@ -178,7 +230,9 @@ def _has_submodules(module: nn.Module) -> bool:
 
 
 def _worth_descending(block: nn.Module, inner: list[tuple[str, nn.Module]]) -> bool:
-    """Whether the repeated blocks inside a large repeated block hold most of it (a stage of layers, not a layer with two heads)."""
+    """Whether the repeated blocks inside a large repeated block hold most of it (a stage of
+    layers, not a layer with two heads).
+    """
     return 2 * sum(_size(module) for _, module in inner) > _size(block) and len(inner) > 3
 
 
@@ -187,9 +241,14 @@ def _chosen_blocks(model: nn.Module, units: UnitSpec, option: str) -> list[tuple
     if callable(units) and not isinstance(units, type):
         picked = [name for name, module in modules.items() if units(name, module)]
         if not picked:
-            raise ConfigError(f"{option}: the callable chose no module of {type(model).__name__}; it is given (name, module) of each")
+            raise ConfigError(
+                f"{option}: the callable chose no module of {type(model).__name__}; it is given"
+                " (name, module) of each"
+            )
     else:
-        wanted: Sequence[str | type[nn.Module]] = [units] if isinstance(units, (str, type)) else units
+        wanted: Sequence[str | type[nn.Module]] = (
+            [units] if isinstance(units, (str, type)) else units
+        )
         picked = []
         for want in wanted:
             if isinstance(want, str):
@@ -199,24 +258,32 @@ def _chosen_blocks(model: nn.Module, units: UnitSpec, option: str) -> list[tuple
             if not hits:
                 label = want if isinstance(want, str) else want.__name__
                 raise ConfigError(
-                    f"{option}: {label!r} matches no module of {type(model).__name__}; names are those of model.named_modules()"
+                    f"{option}: {label!r} matches no module of {type(model).__name__}; names are"
+                    " those of model.named_modules()"
                 )
             picked += hits
     chosen = [(name, modules[name]) for name in dict.fromkeys(picked)]
     for name, module in chosen:
         if not _has_parameters(module):
-            raise ConfigError(f"{option}: module {name!r} ({type(module).__name__}) holds no parameters: choose one that does")
+            raise ConfigError(
+                f"{option}: module {name!r} ({type(module).__name__}) holds no parameters: choose"
+                " one that does"
+            )
     return chosen
 
 
 def _innermost_first(modules: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """A unit inside another takes its parameters first: innermost blocks are assigned before the ones around them."""
+    """A unit inside another takes its parameters first: innermost blocks are assigned before the
+    ones around them.
+    """
     return sorted(modules, key=lambda item: -item[0].count(".") if item[0] else 1)
 
 
 def _find_owners(model: nn.Module, plans: list[UnitPlan]) -> None:
     plan_of = {id(parameter): plan for plan in plans for parameter in plan.parameters.values()}
     for name, module in model.named_modules():
-        owned = {id(plan_of[id(p)]): plan_of[id(p)] for p in module._parameters.values() if p is not None}
+        owned = {
+            id(plan_of[id(p)]): plan_of[id(p)] for p in module._parameters.values() if p is not None
+        }
         for plan in owned.values():
             plan.owners.append((name, module))

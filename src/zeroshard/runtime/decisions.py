@@ -1,11 +1,14 @@
-"""Decisions that every rank makes by itself and that must be the same: options of param groups, the clip value, zero_grad(), micro-batches.
+"""Decisions that every rank makes by itself and that must be the same: options of param groups,
+the clip value, zero_grad(), micro-batches.
 
-No collective depends on them, so a rank that decides otherwise disturbs nobody: it steps its part of one model with a learning rate of its own (a
-scheduler fed with each rank's own loss does so). One number stands for all decisions since the last comparison, and travels with the exchange that
-every step needs anyway. Where it differs, the ranks send the decisions themselves, and the error names the first one with each rank's value.
+No collective depends on them, so a rank that decides otherwise disturbs nobody: it steps its part
+of one model with a learning rate of its own (a scheduler fed with each rank's own loss does so).
+One number stands for all decisions since the last comparison, and travels with the exchange that
+every step needs anyway. Where it differs, the ranks send the decisions themselves, and the error
+names the first one with each rank's value.
 
-Invariant: a decision that was made after a step's comparison is part of the next one. Cost: a look at every option of every group per step; options are
-encoded again only where one has changed.
+Invariant: a decision that was made after a step's comparison is part of the next one. Cost: a look
+at every option of every group per step; options are encoded again only where one has changed.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from zeroshard.core.digest import holders
 
 __all__ = ["UNKNOWN", "Decisions", "first_disagreement"]
 
-UNKNOWN = (1 << 32) - 1  # micro-batches of a rank that cannot tell whether all gradients were cleared
+# micro-batches of a rank that cannot tell whether all gradients were cleared
+UNKNOWN = (1 << 32) - 1
 _NOT_OURS = ("params", "param_names")
 
 
@@ -51,7 +55,9 @@ class Decisions:
         if self._options_digest() and self._options is not self._compared:
             for name, value in self._options.items():
                 if self._compared.get(name) != value:
-                    self._noted[f"{name}, changed after the gradients of step {step} were averaged"] = value
+                    self._noted[
+                        f"{name}, changed after the gradients of step {step} were averaged"
+                    ] = value
 
     def digest(self) -> int:
         """Return 64 bits that stand for all decisions but the number of micro-batches."""
@@ -79,7 +85,10 @@ class Decisions:
         if self.optimizer is None:
             return 0
         groups = self.optimizer.param_groups
-        seen = [[_look(value) for key, value in group.items() if key not in _NOT_OURS] for group in groups]
+        seen = [
+            [_look(value) for key, value in group.items() if key not in _NOT_OURS]
+            for group in groups
+        ]
         if seen != self._seen or not self._digest:
             self._seen = seen
             self._options = {
@@ -88,7 +97,9 @@ class Decisions:
                 for key, value in group.items()
                 if key not in _NOT_OURS
             }
-            self._digest = _digest_of("\n".join(f"{name} = {value}" for name, value in self._options.items()))
+            self._digest = _digest_of(
+                "\n".join(f"{name} = {value}" for name, value in self._options.items())
+            )
         return self._digest
 
 

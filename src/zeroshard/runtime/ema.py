@@ -1,11 +1,14 @@
 """A moving average of the weights, sharded as the optimizer's state is.
 
-    average = decay * average + (1 - decay) * master        after each step, on this rank's pieces alone: nothing is sent
+    average = decay * average + (1 - decay) * master        after each step, on this rank's pieces
+                                                            alone: nothing is sent
 
-Evaluation with the average swaps it with the masters and publishes, as a step does; leaving the context swaps back, so that training goes on
-with the same bits. Polyak averaging as in torch's ``swa_utils.AveragedModel``, to which the numbers are equal.
+Evaluation with the average swaps it with the masters and publishes, as a step does; leaving the
+context swaps back, so that training goes on with the same bits. Polyak averaging as in torch's
+``swa_utils.AveragedModel``, to which the numbers are equal.
 
-Invariant: inside ``swapped()`` no step is taken. Cost: one copy of the masters at rest (``bytes``); a swap is a publish.
+Invariant: inside ``swapped()`` no step is taken. Cost: one copy of the masters at rest (``bytes``);
+a swap is a publish.
 """
 
 from __future__ import annotations
@@ -26,14 +29,19 @@ _CHUNK = 1 << 17  # elements swapped at a time
 class EMA:
     """The exponential moving average of an engine's trained parameters, from their values now on.
 
-    `decay` in [0, 1). Raises ConfigError for another, and for an engine without an optimizer (nothing changes there).
+    `decay` in [0, 1). Raises ConfigError for another, and for an engine without an optimizer
+    (nothing changes there).
     """
 
     def __init__(self, engine: Engine, decay: float = 0.999) -> None:
         if not 0.0 <= decay < 1.0:
-            raise ConfigError(f"decay={decay} is not in [0, 1): 0.999 keeps 99.9% of the average at each update")
+            raise ConfigError(
+                f"decay={decay} is not in [0, 1): 0.999 keeps 99.9% of the average at each update"
+            )
         if engine.optimizer is None:
-            raise ConfigError("EMA needs an engine with an optimizer: give it to shard() or engine.attach()")
+            raise ConfigError(
+                "EMA needs an engine with an optimizer: give it to shard() or engine.attach()"
+            )
         self.decay = decay
         self._engine = engine
         self.averages = [master.clone() for master in engine.masters()]
@@ -45,17 +53,23 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the average towards the weights; call it after ``optimizer.step()``. Nothing is sent."""
+        """Move the average towards the weights; call it after ``optimizer.step()``. Nothing is
+        sent.
+        """
         torch._foreach_lerp_(self.averages, self._engine.masters(), 1.0 - self.decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Compute with the average instead of the weights: evaluation, ``engine.full_state_dict()``. Collective, at both ends.
+        """Compute with the average instead of the weights: evaluation,
+        ``engine.full_state_dict()``. Collective, at both ends.
 
-        ``optimizer.step()`` inside raises StateError; so does the backward of a forward that ran outside.
+        ``optimizer.step()`` inside raises StateError; so does the backward of a forward that ran
+        outside.
         """
         self._swap()
-        self._engine.refuse_steps = "the weights are swapped for their average: step outside EMA.swapped()"
+        self._engine.refuse_steps = (
+            "the weights are swapped for their average: step outside EMA.swapped()"
+        )
         try:
             yield
         finally:
@@ -65,7 +79,9 @@ class EMA:
     def _swap(self) -> None:
         with torch.no_grad(), self._engine.rewriting():
             for average, master in zip(self.averages, self._engine.masters(), strict=True):
-                for here, there in zip(torch.split(average, _CHUNK), torch.split(master, _CHUNK), strict=True):
+                for here, there in zip(
+                    torch.split(average, _CHUNK), torch.split(master, _CHUNK), strict=True
+                ):
                     saved = here.clone()
                     here.copy_(there)
                     there.copy_(saved)

@@ -2,12 +2,13 @@
 
 It holds the parts together and answers the user; the parts do the work:
 
-    hooks.py --> weights.py   (gather, prefetch, release units)       --> unit.py --> buffer.py --> comm/
-             --> backward.py  (gradients, units complete, seals)      --> gradients.py
-    optimizer.step() --> finalize.py (average, agree, clip)           --> rest.py (publish)
-    whole.py: parameters and gradients gathered for the user          join.py: ranks without data
+    hooks.py --> weights.py   (gather, prefetch, release units)  --> unit.py --> buffer.py --> comm/
+             --> backward.py  (gradients, units complete, seals) --> gradients.py
+    optimizer.step() --> finalize.py (average, agree, clip)      --> rest.py (publish)
+    whole.py: parameters and gradients gathered for the user     join.py: ranks without data
 
-The loop of the design, without overlap: gather, forward, release, gather, backward, release, reduce, accumulate, finalize, step, publish.
+The loop of the design, without overlap: gather, forward, release, gather, backward, release,
+reduce, accumulate, finalize, step, publish.
 """
 
 from __future__ import annotations
@@ -58,9 +59,18 @@ _DELAYED = "delayed_steps"
 
 
 class Engine:
-    """A sharded model and its optimizer. Made by :func:`zeroshard.shard`; every method is called on every rank."""
+    """A sharded model and its optimizer. Made by :func:`zeroshard.shard`; every method is called
+    on every rank.
+    """
 
-    def __init__(self, module: nn.Module, plans: Sequence[UnitPlan], context: Context, *, prefetch_bytes: int | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        plans: Sequence[UnitPlan],
+        context: Context,
+        *,
+        prefetch_bytes: int | None,
+    ) -> None:
         self.module = module
         self._context = context
         self._digest = Digest()
@@ -75,23 +85,44 @@ class Engine:
         if context.device.type == "cpu":
             self._weights.trimmer = context.tiering.trimmer()
         self._backward = Backward(
-            self._weights, streams=context.streams, meter=context.meter, digest=self._digest, transport=context.transport
+            self._weights,
+            streams=context.streams,
+            meter=context.meter,
+            digest=self._digest,
+            transport=context.transport,
         )
         self._scaler = LossScaler() if context.precision.needs_loss_scaling else None
         self._faults = context.faults
-        self._finalizer = Finalizer(self._backward, context.transport, self._digest, self._scaler, self._faults)
-        inputs = None if context.dtypes.as_given or context.precision.weight_is_master else context.precision.compute
+        self._finalizer = Finalizer(
+            self._backward, context.transport, self._digest, self._scaler, self._faults
+        )
+        inputs = (
+            None
+            if context.dtypes.as_given or context.precision.weight_is_master
+            else context.precision.compute
+        )
         self._hooks = Hooks(module, plans, self._weights, self._backward, input_dtype=inputs)
         self._hooks.check = self._check_forward
-        if context.tiering.stores and (context.policy.weights_leave_the_device or context.transport.size == 1):
-            self._hooks.agree = self._agree_on_faults  # elsewhere ranks may run forwards that the others do not
-        self._whole = Whole(module, self._weights, self._hooks, self._finalizer, context.transport, self._faults)
+        if context.tiering.stores and (
+            context.policy.weights_leave_the_device or context.transport.size == 1
+        ):
+            # elsewhere ranks may run forwards that the others do not
+            self._hooks.agree = self._agree_on_faults
+        self._whole = Whole(
+            module, self._weights, self._hooks, self._finalizer, context.transport, self._faults
+        )
         self._whole.join_step = self._join_step
-        self._rest = Rest(self._weights, transport=context.transport, streams=context.streams, faults=self._faults)
-        self._recovery = Recovery(self._weights, self._rest, self._faults, self._digest, context.transport)
+        self._rest = Rest(
+            self._weights, transport=context.transport, streams=context.streams, faults=self._faults
+        )
+        self._recovery = Recovery(
+            self._weights, self._rest, self._faults, self._digest, context.transport
+        )
         if context.broadcast_buffers:
             self._hooks.broadcast = context.transport.broadcast
-        self._watch = Watch(module, (p for unit in self._weights.units for s in unit.segments for p in s.parameters))
+        self._watch = Watch(
+            module, (p for unit in self._weights.units for s in unit.segments for p in s.parameters)
+        )
         self._sharded: ShardedOptimizer | None = None
         self._owned: dict[str, tuple[list[OwnedPiece], list[Tile]]] = {}  # by segment
         self._balance: Balance | None = None
@@ -127,25 +158,34 @@ class Engine:
     @property
     def units(self) -> dict[str, int]:
         """Elements of each unit, in order."""
-        return {unit.name: sum(slot.numel for s in unit.segments for slot in s.flat.layout.slots) for unit in self._weights.units}
+        return {
+            unit.name: sum(slot.numel for s in unit.segments for slot in s.flat.layout.slots)
+            for unit in self._weights.units
+        }
 
     def __repr__(self) -> str:
         transport = self._context.transport
         return (
-            f"Engine({type(self.module).__name__}, policy={self.policy.name}, {self._context.precision.describe()}, units={len(self.units)}, "
-            f"rank {transport.rank} of {transport.size} over {transport.name})"
+            f"Engine({type(self.module).__name__}, policy={self.policy.name},"
+            f" {self._context.precision.describe()}, units={len(self.units)}, rank {transport.rank}"
+            f" of {transport.size} over {transport.name})"
         )
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Shard `optimizer`, built from ``model.parameters()``, in place.
 
-        After ``shard(model)`` without one, bf16 and fp16 masters start from the weights as they are in that precision; give the optimizer
-        to ``shard()`` to keep the fp32 numbers. Raises ConfigError for parameters of another model, missing ones, or a step that is not
-        elementwise; StorageError on every rank where one has no room for masters and moments on their tier.
+        After ``shard(model)`` without one, bf16 and fp16 masters start from the weights as they are
+        in that precision; give the optimizer to ``shard()`` to keep the fp32 numbers. Raises
+        ConfigError for parameters of another model, missing ones, or a step that is not
+        elementwise; StorageError on every rank where one has no room for masters and moments on
+        their tier.
         """
         self._check_open()
         if self._sharded is not None:
-            raise ConfigError("an optimizer is attached already: one engine has one optimizer; use param groups, or shard a second model")
+            raise ConfigError(
+                "an optimizer is attached already: one engine has one optimizer; use param groups,"
+                " or shard a second model"
+            )
         check_parameters(optimizer, named_parameters_once(self.module))
         with self._faults.noted(lost=True):
             for unit in self._weights.units:
@@ -160,7 +200,9 @@ class Engine:
         pieces, tiles = self._pieces_and_tiles()
         transport = self._context.transport
         sharded = ShardedOptimizer(optimizer, self, rank=transport.rank, world=transport.size)
-        sharded.is_part = transport.size > 1 and any(unit.cells.optim.is_sharded for unit in self._weights.units)
+        sharded.is_part = transport.size > 1 and any(
+            unit.cells.optim.is_sharded for unit in self._weights.units
+        )
         with self._faults.noted(lost=True):
             sharded.attach(
                 pieces,
@@ -181,12 +223,16 @@ class Engine:
             sharded.streamed.trimmer = self._context.tiering.trimmer()
         if self._context.tiering.automatic and sharded.streamed is not None:
             sharded.streamed.timed = True
-            self._balance = Balance(self._context.tiering.fractions["optimizer"], self._context.tiering.least)
+            self._balance = Balance(
+                self._context.tiering.fractions["optimizer"], self._context.tiering.least
+            )
 
     def optimizer_part(self) -> dict[str, Any]:
-        """Return this rank's part of the optimizer's ``state_dict()``, for ``load_state_dict()`` on the same rank of as many ranks.
+        """Return this rank's part of the optimizer's ``state_dict()``, for ``load_state_dict()``
+        on the same rank of as many ranks.
 
-        It is no checkpoint by itself: `zeroshard.save` writes one, which loads on any number of ranks.
+        It is no checkpoint by itself: `zeroshard.save` writes one, which loads on any number of
+        ranks.
         """
         self._check_open()
         if self._sharded is None:
@@ -194,7 +240,9 @@ class Engine:
         return self._sharded.part()
 
     def _pieces_and_tiles(self) -> tuple[dict[int, list[OwnedPiece]], list[Tile]]:
-        """Return the pieces that this rank steps by id of their parameter, and the tiles that hold those off the device."""
+        """Return the pieces that this rank steps by id of their parameter, and the tiles that
+        hold those off the device.
+        """
         pieces: dict[int, list[OwnedPiece]] = {}
         tiles: list[Tile] = []
         for owned, streamed in self._owned.values():
@@ -205,11 +253,15 @@ class Engine:
 
     @property
     def offload_fraction(self) -> float | None:
-        """The share of the optimizer's state off the device that ``fraction="auto"`` has come to; None where it is not automatic."""
+        """The share of the optimizer's state off the device that ``fraction="auto"`` has come
+        to; None where it is not automatic.
+        """
         return None if self._balance is None else self._balance.fraction
 
     def _rebalance(self) -> None:
-        """Move the cut between device and host to where the last steps say that both finish together."""
+        """Move the cut between device and host to where the last steps say that both finish
+        together.
+        """
         sharded, balance = self._sharded, self._balance
         if sharded is None or balance is None or balance.settled:
             return
@@ -221,14 +273,20 @@ class Engine:
         for (unit, segment), split in zip(trained, splits(numels, fraction), strict=True):
             if split != segment.split:
                 before, _ = self._owned[segment.key]
-                self._owned[segment.key] = recut(segment, split, unit.cells, self._context, sharded, before)
+                self._owned[segment.key] = recut(
+                    segment, split, unit.cells, self._context, sharded, before
+                )
         sharded.retie(*self._pieces_and_tiles())
 
     @property
     def _may_step_into_forward(self) -> bool:
-        """Whether weights may still be on their way when a forward begins: not where a peer reads this rank's memory as it is."""
+        """Whether weights may still be on their way when a forward begins: not where a peer
+        reads this rank's memory as it is.
+        """
         context = self._context
-        return context.tiering.link.overlaps and (context.transport.size == 1 or context.device.type != "cpu")
+        return context.tiering.link.overlaps and (
+            context.transport.size == 1 or context.device.type != "cpu"
+        )
 
     # ------------------------------------------------------------------ a step
 
@@ -243,7 +301,9 @@ class Engine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Say that more micro-batches follow before the step: gradients rest where the policy's cell says meanwhile."""
+        """Say that more micro-batches follow before the step: gradients rest where the policy's
+        cell says meanwhile.
+        """
         before, self._backward.sync = self._backward.sync, False
         try:
             yield
@@ -252,29 +312,37 @@ class Engine:
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Train on uneven numbers of batches: in this context a rank whose loop has ended shadows the others until theirs has ended.
+        """Train on uneven numbers of batches: in this context a rank whose loop has ended
+        shadows the others until theirs has ended.
 
-        Inside, all ranks with data must do the same: forwards of the module, backwards, ``clip_grad_norm_``, steps (with ``zero_grad()``
-        after each), and nothing else that is collective. Gradients are divided by the number of all ranks. Needs an optimizer. A learning rate
-        scheduler that is stepped in the loop falls behind on a rank whose loop has ended: step it after the context, or load its state from a
-        rank with the most batches. Collective; raises PlanMismatch where ranks with data do different things.
+        Inside, all ranks with data must do the same: forwards of the module, backwards,
+        ``clip_grad_norm_``, steps (with ``zero_grad()`` after each), and nothing else that is
+        collective. Gradients are divided by the number of all ranks. Needs an optimizer. A learning
+        rate scheduler that is stepped in the loop falls behind on a rank whose loop has ended: step
+        it after the context, or load its state from a rank with the most batches. Collective;
+        raises PlanMismatch where ranks with data do different things.
         """
         self._check_open()
         if self._sharded is None:
             raise ConfigError("join() needs an optimizer: give it to shard() or engine.attach()")
-        with Join(self._hooks, self._backward, self._finalizer, self._sharded, self._context.transport).joined():
+        with Join(
+            self._hooks, self._backward, self._finalizer, self._sharded, self._context.transport
+        ).joined():
             yield
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients so that their 2-norm over all ranks is at most `max_norm`.
 
-        Returns the norm before, a 0-d fp32 tensor, the same number on every rank and in every row. Raises StateError without a gradient.
+        Returns the norm before, a 0-d fp32 tensor, the same number on every rank and in every row.
+        Raises StateError without a gradient.
         """
         self._check_open()
         return self._finalizer.clip(float(max_norm))
 
     def before_step(self) -> bool:
-        """Called by the optimizer's step hook: agree on the gradients, wait until every rank is done reading the weights."""
+        """Called by the optimizer's step hook: agree on the gradients, wait until every rank is
+        done reading the weights.
+        """
         self._faults.check()
         if self.refuse_steps is not None:
             raise StateError(self.refuse_steps)
@@ -292,7 +360,9 @@ class Engine:
         return result.finite
 
     def after_step(self, error: StorageError | None = None) -> None:
-        """Called by the optimizer's step hook: publish what was stepped; an `error` on any rank is raised on all."""
+        """Called by the optimizer's step hook: publish what was stepped; an `error` on any rank
+        is raised on all.
+        """
         if self._sharded is not None and self._sharded.is_late:
             self._weights.invalidate()
         else:
@@ -304,21 +374,29 @@ class Engine:
         self._recovery.in_step = False
 
     def _agree_on_faults(self) -> None:
-        """At the end of a forward: tell the ranks what has gone wrong, in a step too that goes on while this forward runs."""
+        """At the end of a forward: tell the ranks what has gone wrong, in a step too that goes
+        on while this forward runs.
+        """
         failure = None if self._sharded is None else self._sharded.failure()
         self._faults.agree(failure, lost=True)
 
     def publish_late(self) -> None:
-        """Called by the optimizer's step hook: a step that was taken one step late goes into the weights."""
+        """Called by the optimizer's step hook: a step that was taken one step late goes into the
+        weights.
+        """
         self._rest.publish(everything=True)
 
     def agree(self, report: Mapping[str, str], error: ZeroshardError | None) -> None:
-        """Raise on every rank where one has an `error` or another `report`, which would otherwise be a hang on the others. Collective."""
+        """Raise on every rank where one has an `error` or another `report`, which would
+        otherwise be a hang on the others. Collective.
+        """
         self._check_open()
         compare(self._context.transport, report, call="zs.load_pretrained()", error=error)
 
     def zero_gradient(self, parameter: nn.Parameter | None) -> None:
-        """Called through a sealed gradient's ``zero_()``; None: of a group of which nothing rests here."""
+        """Called through a sealed gradient's ``zero_()``; None: of a group of which nothing
+        rests here.
+        """
         self._backward.zeroed()
         if parameter is None:
             return
@@ -326,15 +404,18 @@ class Engine:
         assert segment.grad is not None
         segment.grad.zero(index)
 
-    # ------------------------------------------------------------------ parameters and gradients, whole and at rest
+    # -------------------------------------------------- parameters and gradients, whole and at rest
 
     def gathered(
-        self, params: Iterable[nn.Parameter] | nn.Parameter | None = None, *, writeback: bool = False
+        self,
+        params: Iterable[nn.Parameter] | nn.Parameter | None = None,
+        *,
+        writeback: bool = False,
     ) -> AbstractContextManager[None]:
         """Return a context that holds full parameters (default: all) readable inside, collectively.
 
-        With `writeback`, edits inside are kept: those of rank 0, or the same on every rank; others raise StateError at the end. Edits
-        without it are lost and raise where they are seen.
+        With `writeback`, edits inside are kept: those of rank 0, or the same on every rank; others
+        raise StateError at the end. Edits without it are lost and raise where they are seen.
         """
         self._check_open()
         self._before_reading()
@@ -343,25 +424,33 @@ class Engine:
         return self._whole.gathered(params, writeback=writeback)
 
     def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, torch.Tensor]:
-        """Return the model's whole ``state_dict()`` on CPU, streamed a unit at a time; empty on other ranks unless `rank0_only` is False."""
+        """Return the model's whole ``state_dict()`` on CPU, streamed a unit at a time; empty on
+        other ranks unless `rank0_only` is False.
+        """
         self._check_open()
         self._before_reading()
         return self._whole.full_state_dict(rank0_only=rank0_only)
 
     def _before_reading(self) -> None:
-        """Refuse to show what is lost. Raises StorageError where that is heard of only now, of a step that went on by itself."""
+        """Refuse to show what is lost. Raises StorageError where that is heard of only now, of a
+        step that went on by itself.
+        """
         self._faults.check(passes=False)
         if self._may_step_into_forward and self._context.tiering.stores:
             self._join_step()
             self._faults.agree()
 
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return the averaged gradient of `param` [its shape] on every rank, or None where no rank used it. Collective."""
+        """Return the averaged gradient of `param` [its shape] on every rank, or None where no
+        rank used it. Collective.
+        """
         self._check_open()
         return self._whole.full_grad(param)
 
     def rewriting(self) -> AbstractContextManager[None]:
-        """Return a context in which `masters` and `resting_pieces` may be written; then the weights follow, as after a step. Collective."""
+        """Return a context in which `masters` and `resting_pieces` may be written; then the
+        weights follow, as after a step. Collective.
+        """
         self._check_open()
         self._join_step()
         return self._rest.rewriting()
@@ -371,13 +460,16 @@ class Engine:
         self._faults.overwritten(parameters)
 
     def masters(self) -> list[torch.Tensor]:
-        """Return this rank's part of the fp32 masters of all trained parameters, flat, a tensor per segment in unit order."""
+        """Return this rank's part of the fp32 masters of all trained parameters, flat, a tensor
+        per segment in unit order.
+        """
         return self._rest.masters()
 
     def resting_pieces(self, *, share: bool = False) -> Iterator[RestingPiece]:
         """Yield what rests here of every parameter: the master where there is one, else the weight.
 
-        With `share`, of what rests on every rank only this rank's share: all ranks' pieces together are then every element once.
+        With `share`, of what rests on every rank only this rank's share: all ranks' pieces together
+        are then every element once.
         """
         self._join_step()
         return self._rest.pieces(share=share)
@@ -392,7 +484,8 @@ class Engine:
         return {} if streamed is None or not owned.streamed else streamed.at_rest(owned)
 
     def set_states(self, set_state: Callable[[OwnedPiece], None]) -> None:
-        """Call `set_state` for everything that the optimizer steps here, and put the state that it sets to rest where it belongs, a tile at a time.
+        """Call `set_state` for everything that the optimizer steps here, and put the state that
+        it sets to rest where it belongs, a tile at a time.
 
         Collective; raises StorageError on every rank.
         """
@@ -435,11 +528,15 @@ class Engine:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a tier has failed in the middle of a write, on any rank, so that only a load of everything helps."""
+        """Whether a tier has failed in the middle of a write, on any rank, so that only a load
+        of everything helps.
+        """
         return self._faults.is_lost
 
     def parameter_layouts(self) -> dict[int, tuple[tuple[int, ...], bool]]:
-        """Return, by id of each parameter, the stride in which it lies here, and whether it is trained."""
+        """Return, by id of each parameter, the stride in which it lies here, and whether it is
+        trained.
+        """
         segments = [segment for unit in self._weights.units for segment in unit.segments]
         return {
             id(parameter): (stride, segment.grad is not None)
@@ -458,12 +555,16 @@ class Engine:
         return [] if self._sharded is None else [list(group) for group in self._sharded.parameters]
 
     def exchange(self, payload: bytes, call: str = "engine.exchange()") -> list[bytes]:
-        """Return every rank's `payload`, in rank order. Collective; PlanMismatch, on every rank, where other ranks are in another `call`."""
+        """Return every rank's `payload`, in rank order. Collective; PlanMismatch, on every rank,
+        where other ranks are in another `call`.
+        """
         self._check_open()
         return self._context.transport.exchange(payload, call)
 
     def check_peers(self, what: str) -> None:
-        """Raise PeerLostError, saying that it was during `what`, where another rank is known to have ended."""
+        """Raise PeerLostError, saying that it was during `what`, where another rank is known to
+        have ended.
+        """
         self._context.transport.check_peers(what)
 
     @property
@@ -482,14 +583,18 @@ class Engine:
         return self._context.precision
 
     def scaler_state(self) -> dict[str, float]:
-        """Return the fp16 loss scaler's state, empty in other precisions, and how many steps `delayed_update` has counted."""
+        """Return the fp16 loss scaler's state, empty in other precisions, and how many steps
+        `delayed_update` has counted.
+        """
         state = {} if self._scaler is None else self._scaler.state_dict()
         if self._sharded is not None and self._context.tiering.delayed_update is not None:
             state[_DELAYED] = self._sharded.num_steps
         return state
 
     def begin_load(self) -> None:
-        """Called before a load: no step is under way, and whether what rests is lost is known on every rank. Collective."""
+        """Called before a load: no step is under way, and whether what rests is lost is known on
+        every rank. Collective.
+        """
         self._weights.check_awake()
         self._end_step()
         with suppress(StorageError):
@@ -508,7 +613,9 @@ class Engine:
             LossScaler().load_state_dict(numbers)
 
     def restored(self, scaler: Mapping[str, float]) -> None:
-        """Called when another state has been loaded: gradients are dropped, and `scaler` is taken over in fp16."""
+        """Called when another state has been loaded: gradients are dropped, and `scaler` is
+        taken over in fp16.
+        """
         self._backward.abandon()
         self._finalizer.abandon()
         numbers = dict(scaler)
@@ -520,10 +627,11 @@ class Engine:
 
     @contextmanager
     def repairing(self, *, everything: bool) -> Iterator[None]:
-        """Write what rests inside, by `rewriting` and `set_states`; `everything` of it: what was lost is whole again then.
+        """Write what rests inside, by `rewriting` and `set_states`; `everything` of it: what was
+        lost is whole again then.
 
-        What rests on other tiers gets memory of its own again if something has failed: the file that was there may be cut off or damaged.
-        Collective; raises StorageError on every rank.
+        What rests on other tiers gets memory of its own again if something has failed: the file
+        that was there may be cut off or damaged. Collective; raises StorageError on every rank.
         """
         if everything and self._faults.is_suspect:
             with self._faults.noted(lost=True):
@@ -545,9 +653,13 @@ class Engine:
     # ------------------------------------------------------------------ reports
 
     def memory(self) -> MemoryReport:
-        """Return the bytes of this rank at rest by state, in use beyond that now, and the peak of the latter."""
+        """Return the bytes of this rank at rest by state, in use beyond that now, and the peak
+        of the latter.
+        """
         self._backward.collect_dropped()
-        return memory_report(self._weights.units, self._sharded, self._context.meter, self._context.tiering)
+        return memory_report(
+            self._weights.units, self._sharded, self._context.meter, self._context.tiering
+        )
 
     def traffic(self) -> TrafficReport:
         """Return the payload bytes and calls per collective since `reset_traffic`."""
@@ -570,13 +682,20 @@ class Engine:
     def offload_states(self) -> int:
         """Bring every state that rests on the device to the host; return the bytes. Collective.
 
-        Until `reload_states`, whatever needs a state raises StateError. Raises StateError inside a backward or ``gathered()``.
+        Until `reload_states`, whatever needs a state raises StateError. Raises StateError inside a
+        backward or ``gathered()``.
         """
         self._check_open()
         if self._sleep is not None:
             return self._sleep.num_bytes
-        if self._backward.running or self._weights.running or any(unit.depth for unit in self._weights.units):
-            raise StateError("offload_states() inside a forward, a backward or gathered(): call it between steps")
+        if (
+            self._backward.running
+            or self._weights.running
+            or any(unit.depth for unit in self._weights.units)
+        ):
+            raise StateError(
+                "offload_states() inside a forward, a backward or gathered(): call it between steps"
+            )
         self._backward.finish()
         self._join_step()
         self._weights.end_pass()
@@ -596,10 +715,12 @@ class Engine:
     # ------------------------------------------------------------------ recovery and the end
 
     def reset(self) -> None:
-        """After an exception in forward, backward or step, on every rank: units at rest, no gradient, ready for the next forward.
+        """After an exception in forward, backward or step, on every rank: units at rest, no
+        gradient, ready for the next forward.
 
-        A step that ended by an exception goes no further: parameters may have taken part of it. Where ranks have finished different numbers of
-        steps, forwards and steps are refused until zs.load(). Collective.
+        A step that ended by an exception goes no further: parameters may have taken part of it.
+        Where ranks have finished different numbers of steps, forwards and steps are refused until
+        zs.load(). Collective.
         """
         self._check_open()
         self._end_step()
@@ -617,10 +738,12 @@ class Engine:
                 self._sharded.join()
 
     def close(self) -> None:
-        """Give back a plain module, in the dtypes it came with (trained parameters with their masters' numbers), and a plain optimizer.
+        """Give back a plain module, in the dtypes it came with (trained parameters with their
+        masters' numbers), and a plain optimizer.
 
-        The optimizer's state is dropped. Collective. What a failed tier has lost is given back as it is, NaN where it cannot be read: that is
-        logged where it is known, and else a StorageError on every rank once everything has been given back.
+        The optimizer's state is dropped. Collective. What a failed tier has lost is given back as
+        it is, NaN where it cannot be read: that is logged where it is known, and else a
+        StorageError on every rank once everything has been given back.
         """
         if self._closed:
             return
@@ -664,4 +787,7 @@ class Engine:
         if self._weights.refusal is not None:
             raise StateError(self._weights.refusal)
         if self._closed:
-            raise StateError("this engine is closed: the module is plain again; call zeroshard.shard() for a new one")
+            raise StateError(
+                "this engine is closed: the module is plain again; call zeroshard.shard() for a"
+                " new one"
+            )

@@ -1,17 +1,23 @@
 """Errors of one rank's disk or host memory, raised on every rank.
 
-A read that fails on one rank must not end its forward there: the others would wait in their next collective. So it is noted, the pass goes on with
-NaNs, and all ranks are told where they meet anyway::
+A read that fails on one rank must not end its forward there: the others would wait in their next
+collective. So it is noted, the pass goes on with NaNs, and all ranks are told where they meet
+anyway::
 
-    what fails                     goes on with    told                                    until then refused: forwards and steps
-    a read of weights              NaN             at the end of the forward, or the step  engine.reset()
-    a read or write of a gradient  NaN             at the next forward, or the step        engine.reset(); no master was written
-    a write of state (a step, ...) nothing         at the end of the step, load, writeback zs.load(): what rests is *lost*, half old and half new
+    what fails                     goes on with  told at                     refused until
+    a read of weights              NaN           end of the forward, or step engine.reset()
+    a read or write of a gradient  NaN           next forward, or step       engine.reset()
+    a write of state (a step, ...) nothing       end of the step, load, ...  zs.load()
 
-Also here: parameters of a deferred model that the ranks have built with different values. Only files can give them values that are the same.
+Refused are forwards and steps. After a failed gradient no master has been written; after a failed
+write of state what rests is *lost*, half old and half new.
 
-Invariant: nothing computed from a failed read reaches a master: the step asks first. Cost: one small exchange per forward where weights leave the
-device, and three per step where any state does. What it does not do: retry, or look after errors that are no StorageError.
+Also here: parameters of a deferred model that the ranks have built with different values. Only
+files can give them values that are the same.
+
+Invariant: nothing computed from a failed read reaches a master: the step asks first. Cost: one
+small exchange per forward where weights leave the device, and three per step where any state does.
+What it does not do: retry, or look after errors that are no StorageError.
 """
 
 from __future__ import annotations
@@ -24,20 +30,27 @@ from zeroshard.errors import PlanMismatch, StateError, StorageError
 
 __all__ = ["Faults"]
 
-_RESET = "call engine.reset() on every rank, which drops the gradients, and go on with the next batch"
+_RESET = (
+    "call engine.reset() on every rank, which drops the gradients, and go on with the next batch"
+)
 _UNTOUCHED = "shard() has failed on every rank, and the model is as it was"
 _ANEW = "shard() has failed on every rank: build the model and the optimizer anew"
 _LOAD = "what rests is half old and half new: load a checkpoint with zs.load()"
 
 
 class Faults:
-    """What has gone wrong on this rank and has not been told, and what is refused since all ranks were told."""
+    """What has gone wrong on this rank and has not been told, and what is refused since all
+    ranks were told.
+    """
 
     def __init__(self, transport: Transport, *, active: bool = True) -> None:
         self.refusal: str | None = None  # why forwards and steps are refused, on every rank
-        self.differing: dict[int, str] = {}  # by id of each parameter whose values differ between ranks: how; the same keys on every rank
+        # by id of each parameter whose values differ between ranks: how; the same keys on every
+        # rank
+        self.differing: dict[int, str] = {}
         self.in_shard = False  # there is no engine yet
-        self.is_lost = False  # on some rank what rests is not whole: told, and so known on every rank
+        # on some rank what rests is not whole: told, and so known on every rank
+        self.is_lost = False
         self.is_suspect = False  # something has failed since the last repair: files may be damaged
         self._since = "a tier failed"
         self._transport = transport
@@ -68,14 +81,19 @@ class Faults:
         return f"{self._error}; {_LOAD}" if self._error is not None and self._loses else None
 
     def agree(self, error: StorageError | None = None, *, lost: bool = False) -> None:
-        """Raise StorageError on every rank where one has an error: its own, or the first of the others'. Collective."""
+        """Raise StorageError on every rank where one has an error: its own, or the first of the
+        others'. Collective.
+        """
         if not self._active:
             return
         if error is not None:
             self.note(error, lost=lost)
         own, loses = self._error, self._loses
         self._error, self._loses = None, False
-        answers = self._transport.exchange(b"" if own is None else (b"!" if loses else b"?") + str(own).encode(), "the exchange of tier errors")
+        answers = self._transport.exchange(
+            b"" if own is None else (b"!" if loses else b"?") + str(own).encode(),
+            "the exchange of tier errors",
+        )
         told = {rank: answer[1:].decode() for rank, answer in enumerate(answers) if answer}
         if not told:
             return
@@ -90,9 +108,11 @@ class Faults:
         raise StorageError(self.refusal if own is None else f"{own}; {remedy}")
 
     def check(self, *, passes: bool = True) -> None:
-        """Raise StateError, the same on every rank, where forwards and steps are refused (`passes` off: only where what rests is lost).
+        """Raise StateError, the same on every rank, where forwards and steps are refused
+        (`passes` off: only where what rests is lost).
 
-        Raises PlanMismatch where the ranks have built different values and nothing has overwritten them.
+        Raises PlanMismatch where the ranks have built different values and nothing has overwritten
+        them.
         """
         if self.differing:
             raise PlanMismatch(next(iter(self.differing.values())))
@@ -100,7 +120,9 @@ class Faults:
             raise StateError(f"refused since {self._since}: {self.refusal}")
 
     def lose(self, since: str, reason: str) -> None:
-        """What rests is not whole `since` something, as every rank knows: only a load of everything helps."""
+        """What rests is not whole `since` something, as every rank knows: only a load of
+        everything helps.
+        """
         if not self.is_lost:
             self._since, self.refusal, self.is_lost = since, f"{reason}; {_LOAD}", True
 
@@ -118,6 +140,11 @@ class Faults:
 
     def repaired(self) -> None:
         """Everything that rests has been written anew."""
-        self.refusal, self.is_lost, self.is_suspect, self._since = None, False, False, "a tier failed"
+        self.refusal, self.is_lost, self.is_suspect, self._since = (
+            None,
+            False,
+            False,
+            "a tier failed",
+        )
         self.differing.clear()
         self._error, self._loses = None, False

@@ -1,17 +1,19 @@
-"""From resting sums to averaged gradients, agreed between the ranks: what stands between the last backward and the optimizer's step.
+"""From resting sums to averaged gradients, agreed between the ranks: what stands between the
+last backward and the optimizer's step.
 
     wait for the reduces . divide . gather the averages (rows that step everything everywhere)
     . exchange once: digest, decisions (decisions.py), used parameters, overflow
 
-and all of it again after one more reduce where any rank says that gradients rest there which none has taken: every backward ran inside
-``no_sync``, or a gradient came after its unit was handed over.
+and all of it again after one more reduce where any rank says that gradients rest there which none
+has taken: every backward ran inside ``no_sync``, or a gradient came after its unit was handed over.
 
-ZeRO, section 5.2, leaves the norm to a reduction over partitions; here every rank sends the fp64 sums of squares of its pieces and all add
-them in rank order, so that the result is the same number on every rank and in every row. Division by the number of ranks comes after the
-sum. A step with a number that is not finite is skipped on every rank, its masters and moments untouched.
+ZeRO, section 5.2, leaves the norm to a reduction over partitions; here every rank sends the fp64
+sums of squares of its pieces and all add them in rank order, so that the result is the same number
+on every rank and in every row. Division by the number of ranks comes after the sum. A step with a
+number that is not finite is skipped on every rank, its masters and moments untouched.
 
-Invariant: idempotent until the next backward. Cost: one small exchange per step, one more for a norm, one more after steps whose backwards
-all ran inside ``no_sync``.
+Invariant: idempotent until the next backward. Cost: one small exchange per step, one more for a
+norm, one more after steps whose backwards all ran inside ``no_sync``.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ __all__ = ["Finalized", "Finalizer"]
 
 _log = logging.getLogger("zeroshard")
 _HEAD = struct.Struct("<QQI?")  # digest, digest of the decisions, micro-batches, unreduced
-_TRACED_STEPS = 20  # after one that had to be skipped: what is computed rarely (a penalty every 16 steps) is to come again
+# after one that had to be skipped: what is computed rarely (a penalty every 16 steps) is to come
+# again
+_TRACED_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,14 @@ class Finalizer:
     """Turns resting sums into averaged gradients, once per step."""
 
     def __init__(
-        self, backward: Backward, transport: Transport, digest: Digest, scaler: LossScaler | None, faults: Faults, *, bad_steps: int = 3
+        self,
+        backward: Backward,
+        transport: Transport,
+        digest: Digest,
+        scaler: LossScaler | None,
+        faults: Faults,
+        *,
+        bad_steps: int = 3,
     ) -> None:
         self.skipped = 0  # steps skipped since the beginning
         self.clipped = False  # since the last step
@@ -98,8 +109,9 @@ class Finalizer:
         """Return with every resting gradient averaged and agreed upon.
 
         Raises StorageError where a rank could not read or write one.
-        Raises StateError when no rank has a gradient, PlanMismatch when the ranks did different things, and StateError naming a parameter
-        after three steps in a row without finite gradients (with fp16: once its scale can fall no further), earlier where a released
+        Raises StateError when no rank has a gradient, PlanMismatch when the ranks did different
+        things, and StateError naming a parameter after three steps in a row without finite
+        gradients (with fp16: once its scale can fall no further), earlier where a released
         parameter was read.
         """
         backward = self._backward
@@ -116,9 +128,11 @@ class Finalizer:
         return self._result
 
     def _average_and_compare(self) -> list[_Answer]:
-        """Average what has been reduced; return what every rank says about it. Raises PlanMismatch when the ranks did different things.
+        """Average what has been reduced; return what every rank says about it. Raises
+        PlanMismatch when the ranks did different things.
 
-        A rank that has `unreduced` gradients knows that there will be a second time, and leaves its sums as they are.
+        A rank that has `unreduced` gradients knows that there will be a second time, and leaves its
+        sums as they are.
         """
         backward, bad = self._backward, ""
         unreduced = backward.has_unreduced
@@ -137,9 +151,13 @@ class Finalizer:
         used = [flag for path in self._backward.paths() for flag in path.used]
         bits = sum(1 << index for index, flag in enumerate(used) if flag)
         decisions = self._backward.decisions
-        mine = _Answer(self._digest.value(), decisions.digest(), decisions.micro_batches, bits, unreduced, bad)
+        mine = _Answer(
+            self._digest.value(), decisions.digest(), decisions.micro_batches, bits, unreduced, bad
+        )
         width = (len(used) + 7) // 8
-        payloads = self._transport.exchange(mine.pack(width), "optimizer.step() or clip_grad_norm_()")
+        payloads = self._transport.exchange(
+            mine.pack(width), "optimizer.step() or clip_grad_norm_()"
+        )
         answers = [_Answer.unpack(payload, width) for payload in payloads]
         known = {answer.micro_batches for answer in answers} - {UNKNOWN}
         if len({(answer.digest, answer.decisions) for answer in answers}) > 1 or len(known) > 1:
@@ -151,52 +169,76 @@ class Finalizer:
         if self._scaler is None or not self._backward.has_gradient:
             return 1.0
         if not self._backward.scaled:
-            raise StateError("precision 'fp16' needs a scaled loss: call engine.backward(loss) instead of loss.backward()")
+            raise StateError(
+                "precision 'fp16' needs a scaled loss: call engine.backward(loss) instead of"
+                " loss.backward()"
+            )
         return self._scaler.scale
 
     def _unite(self, answers: Sequence[_Answer]) -> bool:
-        """Unite the used parameters, and return whether every rank's gradients are finite. Raises StateError when no rank has a gradient."""
+        """Unite the used parameters, and return whether every rank's gradients are finite.
+        Raises StateError when no rank has a gradient.
+        """
         united = 0
         for answer in answers:
             united |= answer.used
         if not united:
-            raise StateError("optimizer.step() without a gradient on any rank: call loss.backward() first (and zero_grad() before it, not after)")
+            raise StateError(
+                "optimizer.step() without a gradient on any rank: call loss.backward() first (and"
+                " zero_grad() before it, not after)"
+            )
         position = 0
         for path in self._backward.paths():
             for index in range(len(path.used)):
                 path.used[index] = bool(united >> position & 1)
                 position += 1
         if united != answers[self._transport.rank].used:
-            self._backward.seal()  # those that only other ranks used: None there would say that the user cleared them
+            # those that only other ranks used: None there would say that the user cleared them
+            self._backward.seal()
         culprits = [answer.bad for answer in answers if answer.bad]
         self._count_bad(culprits)
         return not culprits
 
     def _refuse(self) -> None:
-        """Send what the digests stand for, and raise PlanMismatch about the first difference. Collective."""
+        """Send what the digests stand for, and raise PlanMismatch about the first difference.
+        Collective.
+        """
         step, decisions = self._digest.step, self._backward.decisions
         mine = [step, decisions.micro_batches, decisions.items(), self._digest.log()]
-        answers = [json.loads(answer) for answer in self._transport.exchange(json.dumps(mine).encode(), "the comparison of steps")]
+        answers = [
+            json.loads(answer)
+            for answer in self._transport.exchange(
+                json.dumps(mine).encode(), "the comparison of steps"
+            )
+        ]
         steps, micro_batches, decided, logs = zip(*answers, strict=True)
         if len(set(steps)) > 1:  # a fault let some ranks step and others not
             shown = holders([f"step {step}" for step in steps])
-            raise PlanMismatch(f"the ranks are in different steps ({shown}): some have taken a step that others have not; load a checkpoint")
-        if len(set(micro_batches) - {UNKNOWN}) > 1:
-            shown = holders(["unknown" if count == UNKNOWN else str(count) for count in micro_batches])
             raise PlanMismatch(
-                f"the ranks have run different numbers of backwards since zero_grad() in step {step} ({shown}): accumulate as many micro-batches "
-                "and call zero_grad() at the same places on every rank, or use engine.join() where data is uneven"
+                f"the ranks are in different steps ({shown}): some have taken a step that others"
+                " have not; load a checkpoint"
+            )
+        if len(set(micro_batches) - {UNKNOWN}) > 1:
+            shown = holders(
+                ["unknown" if count == UNKNOWN else str(count) for count in micro_batches]
+            )
+            raise PlanMismatch(
+                "the ranks have run different numbers of backwards since zero_grad() in step"
+                f" {step} ({shown}): accumulate as many micro-batches and call zero_grad() at the"
+                " same places on every rank, or use engine.join() where data is uneven"
             )
         differs = first_disagreement(decided)
         if differs is not None:
             raise PlanMismatch(
-                f"{differs[0]} differs between ranks in step {step} ({differs[1]}): set it alike on every rank; a scheduler or condition that "
-                "looks at the loss needs the same loss on every rank (average it first)"
+                f"{differs[0]} differs between ranks in step {step} ({differs[1]}): set it alike on"
+                " every rank; a scheduler or condition that looks at the loss needs the same loss"
+                " on every rank (average it first)"
             )
         position, entries = first_difference(logs)
         raise PlanMismatch(
-            f"the ranks did different things in step {step}; the first difference is number {position}: {holders(entries)}. Units "
-            "must run on every rank in the same order, as often, and in the same no_sync() contexts"
+            f"the ranks did different things in step {step}; the first difference is number"
+            f" {position}: {holders(entries)}. Units must run on every rank in the same order, as"
+            " often, and in the same no_sync() contexts"
         )
 
     def _count_bad(self, culprits: Sequence[str]) -> None:
@@ -213,42 +255,65 @@ class Finalizer:
             return
         if released:
             raise StateError(
-                f"{self._bad_in_a_row} steps in a row had gradients that are not finite, first in parameter {name!r}, because a backward reads "
-                f"parameter {released!r} while it is released: a result of its module leaves it unseen; let its forward() return that result"
+                f"{self._bad_in_a_row} steps in a row had gradients that are not finite, first in"
+                f" parameter {name!r}, because a backward reads parameter {released!r} while it is"
+                " released: a result of its module leaves it unseen; let its forward() return that"
+                " result"
             )
         if self._transport.rank == 0:
-            _log.warning("step %d skipped: the gradient of %s is not finite", self._digest.step, name)
+            _log.warning(
+                "step %d skipped: the gradient of %s is not finite", self._digest.step, name
+            )
         if self._bad_in_a_row >= self._bad_steps:
             raise StateError(
-                f"{self._bad_in_a_row} steps in a row had gradients that are not finite, first in parameter {name!r}: lower the learning "
-                "rate, clip with engine.clip_grad_norm_(), or look for a division by zero in the model"
+                f"{self._bad_in_a_row} steps in a row had gradients that are not finite, first in"
+                f" parameter {name!r}: lower the learning rate, clip with engine.clip_grad_norm_(),"
+                " or look for a division by zero in the model"
             )
 
     def _name_bad(self) -> tuple[str, str]:
-        """Return the first parameter whose averaged gradient is not finite on any rank, and the first that was used while it was released.
+        """Return the first parameter whose averaged gradient is not finite on any rank, and the
+        first that was used while it was released.
 
         Either may be empty. Collective; only after a bad step.
         """
         bad = next(filter(None, (path.first_bad() for path in self._backward.paths())), "")
         own = f"{bad}\n{self._backward.read_released or ''}".encode()
-        answers = [answer.decode().split("\n") for answer in self._transport.exchange(own, "the search for a gradient that is not finite")]
-        return next((name for name, _ in answers if name), ""), next((name for _, name in answers if name), "")
+        answers = [
+            answer.decode().split("\n")
+            for answer in self._transport.exchange(
+                own, "the search for a gradient that is not finite"
+            )
+        ]
+        return next((name for name, _ in answers if name), ""), next(
+            (name for _, name in answers if name), ""
+        )
 
     def norm(self) -> torch.Tensor:
-        """Return the 2-norm of the averaged gradient over all parameters, 0-d fp32, the same number on every rank."""
+        """Return the 2-norm of the averaged gradient over all parameters, 0-d fp32, the same
+        number on every rank.
+        """
         self.finalize()
         local = [path.squares() for path in self._backward.paths()]
         self._faults.agree()
         rank, size = self._transport.rank, self._transport.size
         if local and len(local[0]) == size and size > 1:
-            sums = [sum(values[other] for values in local) for other in range(size)]  # every rank holds all sums
+            # every rank holds all sums
+            sums = [sum(values[other] for values in local) for other in range(size)]
         else:
             own = sum((values[rank] for values in local), 0.0)
-            sums = [struct.unpack("<d", answer)[0] for answer in self._transport.exchange(struct.pack("<d", own), "the norm of the gradient")]
+            sums = [
+                struct.unpack("<d", answer)[0]
+                for answer in self._transport.exchange(
+                    struct.pack("<d", own), "the norm of the gradient"
+                )
+            ]
         return torch.tensor(sum(sums), dtype=torch.float64).sqrt().to(torch.float32)
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Scale the averaged gradient so that its norm is at most `max_norm`; return the norm before, as torch's clip does."""
+        """Scale the averaged gradient so that its norm is at most `max_norm`; return the norm
+        before, as torch's clip does.
+        """
         self._backward.tell("clip", max_norm)
         self._backward.decisions.note("max_norm of clip_grad_norm_()", repr(max_norm))
         total = self.norm()

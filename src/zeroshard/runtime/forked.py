@@ -1,11 +1,15 @@
-"""A forked child of a rank is no rank: it holds copies of the rank's sockets and of its shared memory, and every use of them corrupts the job.
+"""A forked child of a rank is no rank: it holds copies of the rank's sockets and of its shared
+memory, and every use of them corrupts the job.
 
-A data loader's workers are such children, and whatever a program starts with ``os.fork()`` or ``multiprocessing`` in its "fork" mode. In the
-child every use of a sharded module, of its optimizer and of its engine raises StateError; the parents do not notice.
+A data loader's workers are such children, and whatever a program starts with ``os.fork()`` or
+``multiprocessing`` in its "fork" mode. In the child every use of a sharded module, of its optimizer
+and of its engine raises StateError; the parents do not notice.
 
-The engines of a forked child are kept alive until it ends: destroying them would wait for threads that a fork does not copy.
+The engines of a forked child are kept alive until it ends: destroying them would wait for threads
+that a fork does not copy.
 
-Cost: nothing in the parents; one callback per fork. What it does not do: look after an engine of one process, which has no peers.
+Cost: nothing in the parents; one callback per fork. What it does not do: look after an engine of
+one process, which has no peers.
 """
 
 from __future__ import annotations
@@ -37,8 +41,9 @@ def _in_child() -> None:
     for engine in list(_ENGINES):
         _KEPT.append(engine)
         engine.refuse(
-            f"process {os.getpid()} was forked off a rank and cannot use its sharded module, optimizer or engine: use them in process "
-            f"{os.getppid()}, and give a child numbers instead (engine.full_state_dict())"
+            f"process {os.getpid()} was forked off a rank and cannot use its sharded module,"
+            f" optimizer or engine: use them in process {os.getppid()}, and give a child numbers"
+            " instead (engine.full_state_dict())"
         )
 
 

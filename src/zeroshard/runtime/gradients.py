@@ -1,13 +1,18 @@
-"""The way of a gradient: from autograd into the segment's buffer, over the wire, into the resting gradient.
+"""The way of a gradient: from autograd into the segment's buffer, over the wire, into the
+resting gradient.
 
-    param.grad --copy--> buffer (wire dtype) --reduce--> resting (+=)             cells.grad sharded, or outside no_sync
-    param.grad --add---> partial (accumulate dtype) ... --cast--> buffer --reduce--> resting     cells.grad partial, inside no_sync
+    cells.grad sharded, or outside no_sync:
+        param.grad --copy--> buffer (wire dtype) --reduce--> resting (+=)
+    cells.grad partial, inside no_sync:
+        param.grad --add---> partial (accumulate dtype) ... --cast--> buffer --reduce--> resting
 
-The resting gradient is a *sum* over ranks and micro-batches until ``average`` divides it, once, after the sum. Invariants: the bytes of a
-buffer are handed to the transport whole (parameters without a gradient and padding are zeros); the reduces of one segment complete in
-order. Cost: one copy of each gradient, and ``numel * wire (N-1)/N`` bytes on the wire per reduce.
+The resting gradient is a *sum* over ranks and micro-batches until ``average`` divides it, once,
+after the sum. Invariants: the bytes of a buffer are handed to the transport whole (parameters
+without a gradient and padding are zeros); the reduces of one segment complete in order. Cost: one
+copy of each gradient, and ``numel * wire (N-1)/N`` bytes on the wire per reduce.
 
-What it does not do: it does not know when a backward ends or who reads the result (runtime/engine.py), nor what a module is.
+What it does not do: it does not know when a backward ends or who reads the result
+(runtime/engine.py), nor what a module is.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from zeroshard.optim.resting import DeviceResting, Resting, RestingPlace, Tiered
 from zeroshard.tier.shelf import Shelf
 
 __all__ = ["GradientPath"]
+
 
 class GradientPath:
     """The gradients of one trainable segment."""
@@ -77,13 +83,18 @@ class GradientPath:
         self._round = 0  # buffers borrowed so far: names them apart
         self._held: Resting | None = None
         self._resting: weakref.ref[Resting] | None = None
-        self._sum: torch.Tensor | None = None  # where a reduce under way leaves our slice, if the gradient rests elsewhere
-        self._direct = transport.size == 1 and precision.wire is precision.accumulate  # nothing to sum: the buffer is the resting gradient
+        # where a reduce under way leaves our slice, if the gradient rests elsewhere
+        self._sum: torch.Tensor | None = None
+        # nothing to sum: the buffer is the resting gradient
+        self._direct = transport.size == 1 and precision.wire is precision.accumulate
         (low, high), (first, _) = flat.own_span, flat.stepped
         self._own = (low - first, high - first)
-        self.members = flat.layout.members(transport.rank, flat.layout.scope(cells.optim))  # ranks whose sums come here
-        scope = flat.layout.scope(cells.grad) if cells.grad.is_partial else None  # OWN: one node's sum is the sum of all ranks
-        self.sums_micro_batches = scope is Scope.WHOLE  # inside no_sync they are added here, before the ranks
+        # ranks whose sums come here
+        self.members = flat.layout.members(transport.rank, flat.layout.scope(cells.optim))
+        # OWN: one node's sum is the sum of all ranks
+        scope = flat.layout.scope(cells.grad) if cells.grad.is_partial else None
+        # inside no_sync they are added here, before the ranks
+        self.sums_micro_batches = scope is Scope.WHOLE
         self.sums_nodes = scope is Scope.COLUMN
 
     @property
@@ -142,8 +153,12 @@ class GradientPath:
     def in_flight(self) -> bool:
         return self._flight is not None
 
-    def add(self, index: int, grad: torch.Tensor, *, sync: bool, make_room: Callable[[int], None]) -> None:
-        """Take in the gradient of parameter `index`; `make_room(num_bytes)` is called before a buffer is borrowed."""
+    def add(
+        self, index: int, grad: torch.Tensor, *, sync: bool, make_room: Callable[[int], None]
+    ) -> None:
+        """Take in the gradient of parameter `index`; `make_room(num_bytes)` is called before a
+        buffer is borrowed.
+        """
         self.used[index] = True
         if self.sums_micro_batches and (self._has_partial or not sync):
             self._add_partial(index, grad)
@@ -160,12 +175,17 @@ class GradientPath:
     def _borrow(self, make_room: Callable[[int], None]) -> None:
         flat = self.flat
         if self._direct and not self.tiered and self.resting() is None:
-            self._buffer, self._in_place = GradBuffer(self._open_resting()[0].fetch(*self._own)), True
+            self._buffer, self._in_place = (
+                GradBuffer(self._open_resting()[0].fetch(*self._own)),
+                True,
+            )
             self._views = flat.views_of(self._buffer.data)
             return
         make_room(self.buffer_bytes)
         if self._codec is None:
-            self._buffer = self._transport.grad_buffer(self.key, flat.layout.numel, self.precision.wire, flat.full.device)
+            self._buffer = self._transport.grad_buffer(
+                self.key, flat.layout.numel, self.precision.wire, flat.full.device
+            )
         else:
             self._buffer = GradBuffer(self._place.scratch(flat.layout.numel, self.precision.wire))
         self._meter.add(self.buffer_bytes)
@@ -197,7 +217,11 @@ class GradientPath:
     def _close_partial(self) -> None:
         if self._partial is not None and self._partial.slab is not None:
             self._partial.slab.close()
-        self._partial, self._partial_seen, self._partial_lost = None, [False] * len(self.used), False
+        self._partial, self._partial_seen, self._partial_lost = (
+            None,
+            [False] * len(self.used),
+            False,
+        )
 
     @property
     def has_local(self) -> bool:
@@ -206,7 +230,9 @@ class GradientPath:
 
     @property
     def has_node_sum(self) -> bool:
-        """Whether a sum over this node's ranks is here that no reduce between nodes has taken yet."""
+        """Whether a sum over this node's ranks is here that no reduce between nodes has taken
+        yet.
+        """
         return self.sums_nodes and self._has_partial
 
     @property
@@ -214,7 +240,8 @@ class GradientPath:
         return self._partial is not None or self._partial_lost
 
     def reduce(self, *, make_room: Callable[[int], None], with_earlier: bool = True) -> None:
-        """Hand what is here to the transport (nothing here: contribute zeros); the sum is added to the resting gradient.
+        """Hand what is here to the transport (nothing here: contribute zeros); the sum is added
+        to the resting gradient.
 
         Without `with_earlier`, sums of earlier micro-batches stay here for the next reduce.
         """
@@ -256,18 +283,24 @@ class GradientPath:
             held, self._partial = self._partial.whole, None
             self._streams.read(f"{self.key}.partial")
             self._flight_frees.append(f"{self.key}.partial")
-        return mesh_of(self._transport).reduce(self.key, buffer, self.flat.layout.ranges, out, partial=held, **options)
+        return mesh_of(self._transport).reduce(
+            self.key, buffer, self.flat.layout.ranges, out, partial=held, **options
+        )
 
     def _wire(self, accumulate: bool) -> dict[str, Any]:
         dtype = self.precision.wire if self._codec is None else torch.uint8
         return {"wire_dtype": dtype, "accumulate": accumulate, "codec": self._codec}
 
     def _encoded(self) -> GradBuffer | None:
-        """Return the transport's buffer with what is to be sent, encoded where gradients travel so."""
+        """Return the transport's buffer with what is to be sent, encoded where gradients travel
+        so.
+        """
         codec, buffer = self._codec, self._buffer
         if codec is None or buffer is None:
             return buffer
-        coded = self._transport.grad_buffer(self.key, codec.encoded_bytes(buffer.data.numel()), torch.uint8, buffer.data.device)
+        coded = self._transport.grad_buffer(
+            self.key, codec.encoded_bytes(buffer.data.numel()), torch.uint8, buffer.data.device
+        )
         if self.residual is None:
             codec.encode(buffer.data, coded.data)
         else:
@@ -275,7 +308,9 @@ class GradientPath:
         return coded
 
     def reduce_inside(self) -> None:
-        """Hand what is here to the other ranks of this node; their sum waits here for the reduce that goes on between nodes."""
+        """Hand what is here to the other ranks of this node; their sum waits here for the reduce
+        that goes on between nodes.
+        """
         self.finish()
         self._zero_unseen()
         accumulate = self._partial is not None
@@ -288,7 +323,11 @@ class GradientPath:
                 self._streams.read(self._buffer_name)
             self._streams.write(f"{self.key}.partial")
             work = mesh_of(self._transport).reduce_inside(
-                self.key, self._encoded(), self.flat.layout.ranges, self._partial.whole, **self._wire(accumulate)
+                self.key,
+                self._encoded(),
+                self.flat.layout.ranges,
+                self._partial.whole,
+                **self._wire(accumulate),
             )
             if self.flat.full.device.type != "cpu":
                 work.wait()  # enqueues
@@ -314,7 +353,9 @@ class GradientPath:
         self._seen[index] = True
 
     def _room_for_sum(self, resting: Resting, fresh: bool) -> tuple[torch.Tensor, bool]:
-        """Return where the reduce leaves our slice of the sum, and whether it adds to what is there."""
+        """Return where the reduce leaves our slice of the sum, and whether it adds to what is
+        there.
+        """
         if isinstance(resting, DeviceResting):
             return resting.fetch(*self._own), not fresh
         numel = self._own[1] - self._own[0]
@@ -348,7 +389,9 @@ class GradientPath:
         self._streams.write(self._buffer_name)
 
     def _open_resting(self) -> tuple[Resting, bool]:
-        """Return the resting gradient, held by us until `seal`, and whether it was made just now."""
+        """Return the resting gradient, held by us until `seal`, and whether it was made just
+        now.
+        """
         resting = self.resting()
         if resting is not None:
             self._held = resting
@@ -359,7 +402,9 @@ class GradientPath:
         return self._held, True
 
     def finish(self, *, block: bool = True) -> None:
-        """Wait for the reduce under way (or only take note that it is over); its buffer is free again."""
+        """Wait for the reduce under way (or only take note that it is over); its buffer is free
+        again.
+        """
         if self._flight is None or not (block or self._flight.done()):
             return
         self._flight.wait()
@@ -378,7 +423,9 @@ class GradientPath:
         return self.sums_are_shared and self.resting() is not None
 
     def gather_averages(self) -> Work:
-        """Start bringing the other ranks' averaged slices here, where `gathers_averages`. The caller forks, waits and joins."""
+        """Start bringing the other ranks' averaged slices here, where `gathers_averages`. The
+        caller forks, waits and joins.
+        """
         resting = self.resting()
         assert resting is not None and self._flight is None, self.key
         if isinstance(resting, TieredResting):
@@ -407,7 +454,11 @@ class GradientPath:
 
     def resting(self) -> Resting | None:
         """Return the resting gradient, if one is alive."""
-        return self._held if self._held is not None else (self._resting() if self._resting is not None else None)
+        return (
+            self._held
+            if self._held is not None
+            else (self._resting() if self._resting is not None else None)
+        )
 
     def let_go(self) -> None:
         """Stop holding the resting gradient: its sealed gradients do."""
@@ -432,7 +483,9 @@ class GradientPath:
                 resting.zero(start, stop)
 
     def zero(self, index: int) -> None:
-        """Set the gradient of parameter `index` to zero, keeping it (``zero_grad(set_to_none=False)``)."""
+        """Set the gradient of parameter `index` to zero, keeping it
+        (``zero_grad(set_to_none=False)``).
+        """
         self.finish()
         self._zero_partial({index})
         resting = self.resting()
@@ -446,14 +499,23 @@ class GradientPath:
         span = self.flat.layout.span(self._transport.rank, self.flat.layout.scope(self.cells.grad))
         for piece in self.flat.layout.pieces_in(span):
             if piece.index in indices and (self.sums_nodes or self._partial_seen[piece.index]):
-                with self._losing_partial(), self._partial.borrowed(piece.shard_start, piece.shard_stop, write=True) as part:
+                with (
+                    self._losing_partial(),
+                    self._partial.borrowed(piece.shard_start, piece.shard_stop, write=True) as part,
+                ):
                     part.zero_()
 
     def _owned_spans(self, indices: set[int]) -> list[tuple[int, int]]:
-        return [(p.shard_start, p.shard_stop) for p in self.flat.layout.pieces_in(self.flat.stepped) if p.index in indices]
+        return [
+            (p.shard_start, p.shard_stop)
+            for p in self.flat.layout.pieces_in(self.flat.stepped)
+            if p.index in indices
+        ]
 
     def average(self, loss_scale: float) -> bool:
-        """Divide our slice of the sum by the number of ranks and by `loss_scale` (a power of two); return whether all of it is finite."""
+        """Divide our slice of the sum by the number of ranks and by `loss_scale` (a power of
+        two); return whether all of it is finite.
+        """
         resting = self.resting()
         if resting is None:
             return True
@@ -471,7 +533,9 @@ class GradientPath:
         return None
 
     def squares(self) -> dict[int, float]:
-        """Return, for every rank whose averages are here, the sum of squares of its own in fp64; not of gradients that were cleared elsewhere."""
+        """Return, for every rank whose averages are here, the sum of squares of its own in fp64;
+        not of gradients that were cleared elsewhere.
+        """
         resting = self.resting()
         layout, out = self.flat.layout, {}
         for rank in self.members:
@@ -500,7 +564,9 @@ class GradientPath:
         self._place.forget_memory()
 
     def abandon(self) -> None:
-        """After an exception: no gradient at all. The transport has forgotten what was under way."""
+        """After an exception: no gradient at all. The transport has forgotten what was under
+        way.
+        """
         self.forget_residual()
         if self._buffer is not None and not self._in_place:
             if self._codec is None:

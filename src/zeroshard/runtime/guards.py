@@ -1,11 +1,14 @@
-"""What must not be done to a sharded module, refused by entries in its instance dictionary that hide the class's method of that name.
+"""What must not be done to a sharded module, refused by entries in its instance dictionary that
+hide the class's method of that name.
 
     to, half, cpu, ...   refused where they would change a parameter (buffers follow)
     deepcopy, pickle     refused: a copy would hold released parameters
     compile              refused: it would compile the hooks that gather weights
-    DDP, DataParallel    refused around the model: they would average gradients twice, or copy released parameters
+    DDP, DataParallel    refused around the model: they would average gradients twice, or copy
+                         released parameters
 
-Invariant: the entries say that the module is sharded (``OWNED``) and go with the engine's ``close()``. Cost: none.
+Invariant: the entries say that the module is sharded (``OWNED``) and go with the engine's
+``close()``. Cost: none.
 """
 
 from __future__ import annotations
@@ -24,9 +27,14 @@ OWNED = "_zeroshard_engine"  # in the instance dictionary of a model that an eng
 
 
 def guard(model: nn.Module) -> list[Any]:
-    """Mark `model` as sharded and refuse what must not be done to it and its submodules; return handles with ``remove()``."""
+    """Mark `model` as sharded and refuse what must not be done to it and its submodules; return
+    handles with ``remove()``.
+    """
     wrap = _Unwrappable(type(model).__name__)
-    handles = [_Attribute(model, OWNED, True), _Attribute(model, "_ddp_params_and_buffers_to_ignore", wrap)]
+    handles = [
+        _Attribute(model, OWNED, True),
+        _Attribute(model, "_ddp_params_and_buffers_to_ignore", wrap),
+    ]
     handles.append(_Attribute(model, "_replicate_for_data_parallel", wrap.refuse))
     for prefix, module in model.named_modules():
         if next(module.parameters(), None) is None:
@@ -40,7 +48,9 @@ def guard(model: nn.Module) -> list[Any]:
 
 
 class _Attribute:
-    """An entry in a module's instance dictionary, which hides the class's method of that name until it is removed."""
+    """An entry in a module's instance dictionary, which hides the class's method of that name
+    until it is removed.
+    """
 
     def __init__(self, module: nn.Module, name: str, value: Any) -> None:
         self._module, self._name = module, name
@@ -51,15 +61,17 @@ class _Attribute:
 
 
 class _Unwrappable:
-    """Raises where DistributedDataParallel or DataParallel look at the model that they are to wrap."""
+    """Raises where DistributedDataParallel or DataParallel look at the model that they are to
+    wrap.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def refuse(self) -> Any:
         raise StateError(
-            f"{self._name} is sharded and cannot be wrapped in DistributedDataParallel or DataParallel: the engine averages its gradients already; "
-            "use the model as it is"
+            f"{self._name} is sharded and cannot be wrapped in DistributedDataParallel or"
+            " DataParallel: the engine averages its gradients already; use the model as it is"
         )
 
     def __iter__(self) -> Any:
@@ -69,8 +81,8 @@ class _Unwrappable:
 def _refusing_copies(name: str) -> Callable[[Any], Any]:
     def refuse(memo_or_protocol: Any) -> Any:
         raise StateError(
-            f"{name} is sharded and cannot be copied or pickled: build a new module and give it engine.full_state_dict(), save with "
-            "zeroshard.save(), or call engine.close() first"
+            f"{name} is sharded and cannot be copied or pickled: build a new module and give it"
+            " engine.full_state_dict(), save with zeroshard.save(), or call engine.close() first"
         )
 
     return refuse
@@ -85,19 +97,23 @@ def _refusing_compile(name: str) -> Callable[..., Any]:
 
 def compiled_whole(what: str) -> StateError:
     return StateError(
-        f"{what} would compile the hooks that gather weights: compile what they surround, module.forward = torch.compile(module.forward), "
-        "for each block"
+        f"{what} would compile the hooks that gather weights: compile what they surround,"
+        " module.forward = torch.compile(module.forward), for each block"
     )
 
 
 def is_traced() -> bool:
-    """Whether a torch.compile around this call has left it to Python (a frame that it cannot trace), and goes on with the next frame."""
+    """Whether a torch.compile around this call has left it to Python (a frame that it cannot
+    trace), and goes on with the next frame.
+    """
     current = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
     return current is not None and current() is not None
 
 
 def _refusing_changes(module: nn.Module, prefix: str) -> Callable[..., nn.Module]:
-    """Return what stands in for ``module._apply``, through which to(), half(), cpu() and the like go: it changes buffers alone."""
+    """Return what stands in for ``module._apply``, through which to(), half(), cpu() and the
+    like go: it changes buffers alone.
+    """
 
     def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         for name, parameter in module.named_parameters(prefix=prefix, recurse=recurse):
@@ -105,8 +121,9 @@ def _refusing_changes(module: nn.Module, prefix: str) -> Callable[..., nn.Module
                 here = parameter.data
             if fn(here) is not here:
                 raise StateError(
-                    f"parameter {name!r} is sharded: its dtype, device and memory format cannot be changed. Move or convert the model before "
-                    "shard() (precision= chooses the compute dtype), or call engine.close() first"
+                    f"parameter {name!r} is sharded: its dtype, device and memory format cannot be"
+                    " changed. Move or convert the model before shard() (precision= chooses the"
+                    " compute dtype), or call engine.close() first"
                 )
         for part in module.modules() if recurse else (module,):
             for key, buffer in part._buffers.items():

@@ -1,12 +1,17 @@
-"""Everything that is hung on the user's modules and tensors, in one file, and taken off again by ``remove``.
+"""Everything that is hung on the user's modules and tensors, in one file, and taken off again by
+``remove``.
 
-    module.forward  pre: gather the unit(s) whose parameters it needs      post: hook the outputs, release
-    output tensor   grad: gather for backward                              input tensors  grad: the unit's backward is over
-    parameter       after its gradient is accumulated: take it             used while released: gather it, or refuse (released.py)
+    module.forward  pre: gather the unit(s) whose parameters it needs
+                    post: hook the outputs, release
+    output tensor   grad: gather for backward
+    input tensors   grad: the unit's backward is over
+    parameter       after its gradient is accumulated: take it; used while released: gather it, or
+                    refuse (released.py)
     module          state_dict: refuse released weights; load_state_dict: gather, then write back
 
-Each module that holds parameters itself is hooked, and each module that spans a unit. So a submodule called directly gathers its unit,
-and a gradient that enters a unit by a side door (an auxiliary loss on an inner output) still finds the weights there.
+Each module that holds parameters itself is hooked, and each module that spans a unit. So a
+submodule called directly gathers its unit, and a gradient that enters a unit by a side door (an
+auxiliary loss on an inner output) still finds the weights there.
 
 Nothing of torch is patched. The hooks hold the engine's parts, the user's tensors hold nothing.
 """
@@ -42,7 +47,9 @@ _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)  # what every module has
 
 
 class _Tie:
-    """What a parameter knows of its engine (released.py); it is an attribute of the parameter until it is removed."""
+    """What a parameter knows of its engine (released.py); it is an attribute of the parameter
+    until it is removed.
+    """
 
     def __init__(self, hooks: Hooks, unit: Unit, parameter: nn.Parameter, name: str) -> None:
         self.name = name
@@ -54,7 +61,10 @@ class _Tie:
     def gather(self, operation: str) -> None:
         hooks, unit = self._hooks(), self._unit()
         if hooks is None or unit is None:
-            raise StateError(f"parameter {self.name!r} was sharded by an engine that is gone: keep the engine as long as the model")
+            raise StateError(
+                f"parameter {self.name!r} was sharded by an engine that is gone: keep the engine as"
+                " long as the model"
+            )
         hooks.use(unit, self.name, operation)
 
     def watch(self, result: Any) -> None:
@@ -76,12 +86,15 @@ class _Tie:
 
 
 class _Bare:
-    """Takes the hooks of inner modules out of the way of a forward that needs none of them: they cost a token of a small model a tenth of its time.
+    """Takes the hooks of inner modules out of the way of a forward that needs none of them: they
+    cost a token of a small model a tenth of its time.
 
     A module where somebody else has a hook, too, keeps them all; `casts` are ours and stay.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], casts: Mapping[nn.Module, RemovableHandle]) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], casts: Mapping[nn.Module, RemovableHandle]
+    ) -> None:
         self._modules = list(modules)
         self._casts = casts
         self._hidden: list[tuple[dict[str, Any], Any, Any]] = []
@@ -98,7 +111,10 @@ class _Bare:
             if len(before) == 1 + len(stays) and len(after) == 1:
                 here = module.__dict__  # not through nn.Module's own, slow __setattr__
                 self._hidden.append((here, before, after))
-                here["_forward_pre_hooks"], here["_forward_hooks"] = OrderedDict(stays), OrderedDict()
+                here["_forward_pre_hooks"], here["_forward_hooks"] = (
+                    OrderedDict(stays),
+                    OrderedDict(),
+                )
 
     def leave(self) -> None:
         self._depth = max(0, self._depth - 1)
@@ -111,22 +127,44 @@ class _Bare:
 class Hooks:
     """The hooks of one engine."""
 
-    def __init__(self, model: nn.Module, plans: Sequence[UnitPlan], weights: Weights, backward: Backward, *, input_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plans: Sequence[UnitPlan],
+        weights: Weights,
+        backward: Backward,
+        *,
+        input_dtype: torch.dtype | None,
+    ) -> None:
         self.model = model
         self.may_save = False  # inside gathered(): state_dict() gives full tensors
-        self.write_back: Callable[[Unit, list[torch.Tensor]], None] | None = None  # set by the engine: store what load_state_dict wrote
-        self.broadcast: Callable[[torch.Tensor], None] | None = None  # set by the engine: give rank 0's buffers to every rank
-        self.check: Callable[[], None] = lambda: None  # set by the engine: refuse a forward after a tier has failed
-        self.agree: Callable[[], None] | None = None  # set by the engine: raise on every rank what a tier has failed with on one
+        # set by the engine: store what load_state_dict wrote
+        self.write_back: Callable[[Unit, list[torch.Tensor]], None] | None = None
+        # set by the engine: give rank 0's buffers to every rank
+        self.broadcast: Callable[[torch.Tensor], None] | None = None
+        # set by the engine: refuse a forward after a tier has failed
+        self.check: Callable[[], None] = lambda: None
+        # set by the engine: raise on every rank what a tier has failed with on one
+        self.agree: Callable[[], None] | None = None
         self._weights = weights
         self._backward = backward
         self._input_dtype = input_dtype
         self._beat = heartbeat()
-        self._trace: torch.autograd.graph.saved_tensors_hooks | None = None  # while a forward is watched, after steps that were not finite
+        # while a forward is watched, after steps that were not finite
+        self._trace: torch.autograd.graph.saved_tensors_hooks | None = None
         self._handles: list[Any] = []
-        self._loads: dict[int, list[Any]] = {}  # load_state_dict under way: per unit its context, its copies, modules still to load
-        spans = [(module, unit) for plan, unit in zip(plans, weights.units, strict=True) for _, module in plan.roots]
-        owners = [(module, unit) for plan, unit in zip(plans, weights.units, strict=True) for _, module in plan.owners]
+        # load_state_dict under way: per unit its context, its copies, modules still to load
+        self._loads: dict[int, list[Any]] = {}
+        spans = [
+            (module, unit)
+            for plan, unit in zip(plans, weights.units, strict=True)
+            for _, module in plan.roots
+        ]
+        owners = [
+            (module, unit)
+            for plan, unit in zip(plans, weights.units, strict=True)
+            for _, module in plan.owners
+        ]
         needed: dict[int, tuple[nn.Module, list[Unit]]] = {}
         for module, unit in spans + owners:
             units = needed.setdefault(id(module), (module, []))[1]
@@ -134,16 +172,29 @@ class Hooks:
                 units.append(unit)
         self._handles += guard(model)
         for module, units in needed.values():
-            ends = [unit for unit in units if any(module is root and unit is owner for root, owner in spans)]
-            inside = [unit for part in module.modules() if part is not module and id(part) in needed for unit in needed[id(part)][1]]
+            ends = [
+                unit
+                for unit in units
+                if any(module is root and unit is owner for root, owner in spans)
+            ]
+            inside = [
+                unit
+                for part in module.modules()
+                if part is not module and id(part) in needed
+                for unit in needed[id(part)][1]
+            ]
             for unit in units:
                 unit.holds_others = unit.holds_others or any(other is not unit for other in inside)
             self._install_module(module, units, ends)
         layers = {} if input_dtype is None else casting_hooks(model, input_dtype)
-        casts = {layer: layer.register_forward_pre_hook(hook, with_kwargs=True) for layer, hook in layers.items()}
+        casts = {
+            layer: layer.register_forward_pre_hook(hook, with_kwargs=True)
+            for layer, hook in layers.items()
+        }
         self._handles += casts.values()
         self._bare = _Bare([module for module, _ in needed.values() if module is not model], casts)
-        self._install_root(model)  # after the modules: its pre-hook then comes before theirs, its post-hook after
+        # after the modules: its pre-hook then comes before theirs, its post-hook after
+        self._install_root(model)
         for module, units in needed.values():
             self._install_state(module, units)
         for unit in weights.units:
@@ -167,7 +218,10 @@ class Hooks:
             self._bare.enter(self._weights.nothing_to_do)
             if torch._C._current_graph_task_id() < 0:
                 if self._backward.running:
-                    raise StateError("the last backward did not finish: call engine.reset() on every rank after an exception")
+                    raise StateError(
+                        "the last backward did not finish: call engine.reset() on every rank after"
+                        " an exception"
+                    )
                 self.check()
                 self._check_frozen()
                 self._backward.tell("forward")
@@ -181,7 +235,11 @@ class Hooks:
                 if self.broadcast is not None:
                     for buffer in model.buffers():
                         self.broadcast(buffer)
-            return None if self._input_dtype is None else (cast(args, self._input_dtype), cast(kwargs, self._input_dtype))
+            return (
+                None
+                if self._input_dtype is None
+                else (cast(args, self._input_dtype), cast(kwargs, self._input_dtype))
+            )
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if self._input_dtype is not None:
@@ -197,13 +255,21 @@ class Hooks:
                 self._weights.evaluates = False
             self._bare.leave()
 
-        self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        self._handles.append(
+            model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        )
+
         def agree(module: nn.Module, args: Any, output: Any) -> None:
-            if self.agree is not None and torch._C._current_graph_task_id() < 0 and not self._weights.nothing_to_do:
+            if (
+                self.agree is not None
+                and torch._C._current_graph_task_id() < 0
+                and not self._weights.nothing_to_do
+            ):
                 self.agree()
 
         self._handles.append(model.register_forward_hook(after, always_call=True))
-        self._handles.append(model.register_forward_hook(agree))  # not after an exception: the other ranks may not be here
+        # not after an exception: the other ranks may not be here
+        self._handles.append(model.register_forward_hook(agree))
 
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Unit | None, str]:
         """Note of which unit a tensor is that autograd saves, and of which parameter."""
@@ -222,7 +288,9 @@ class Hooks:
         return torch.full_like(tensor, float("nan"))
 
     def shadow_forward(self) -> None:
-        """Take part in a forward of the other ranks, without one of our own: what their gathers need of us."""
+        """Take part in a forward of the other ranks, without one of our own: what their gathers
+        need of us.
+        """
         for _ in self._weights.shadow("forward"):
             pass
         if self.broadcast is not None:
@@ -240,17 +308,23 @@ class Hooks:
                     for name, parameter in zip(segment.names, segment.parameters, strict=True):
                         if parameter.requires_grad:
                             raise ConfigError(
-                                f"parameter {name!r} was frozen when the model was sharded and requires a gradient now: set requires_grad "
-                                "before shard(), or close() the engine and shard() again"
+                                f"parameter {name!r} was frozen when the model was sharded and"
+                                " requires a gradient now: set requires_grad before shard(), or"
+                                " close() the engine and shard() again"
                             )
 
     # ------------------------------------------------------------------ one module
 
     def _install_module(self, module: nn.Module, units: list[Unit], ends: list[Unit]) -> None:
         weights = self._weights
-        apart = bool(getattr(type(module), "unit_of_its_own", False))  # a tile: recomputed one at a time, too
-        reads_parameters = bool(module._parameters) and not type(module).__module__.startswith("torch.nn.")  # by code that is not torch's
-        begun: list[int] = []  # of forwards under way, the number of the first autograd node that they can make
+        # a tile: recomputed one at a time, too
+        apart = bool(getattr(type(module), "unit_of_its_own", False))
+        # by code that is not torch's
+        reads_parameters = bool(module._parameters) and not type(module).__module__.startswith(
+            "torch.nn."
+        )
+        # of forwards under way, the number of the first autograd node that they can make
+        begun: list[int] = []
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if weights.nothing_to_do or torch.compiler.is_compiling():
@@ -274,7 +348,15 @@ class Hooks:
             if output is not None and torch.is_grad_enabled() and not in_transform():
                 self.watch_outputs(units, output)
                 if reads_parameters:
-                    elsewhere = (args, kwargs, [value for name, value in vars(module).items() if name not in _OWN_ATTRIBUTES])
+                    elsewhere = (
+                        args,
+                        kwargs,
+                        [
+                            value
+                            for name, value in vars(module).items()
+                            if name not in _OWN_ATTRIBUTES
+                        ],
+                    )
                     self.watch_outputs(units, elsewhere, since=first)
             in_backward = torch._C._current_graph_task_id() >= 0
             for unit in units:
@@ -288,11 +370,17 @@ class Hooks:
                 self.hold_parameters(output)
             weights.leave()
 
-        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-        self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        self._handles.append(
+            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        )
+        self._handles.append(
+            module.register_forward_hook(after, with_kwargs=True, always_call=True)
+        )
 
     def watch_outputs(self, units: Sequence[Unit], output: Any, *, since: int = 0) -> None:
-        """Have `units` gathered when a gradient arrives at a tensor of `output` that autograd has made `since`; leave views their memory."""
+        """Have `units` gathered when a gradient arrives at a tensor of `output` that autograd
+        has made `since`; leave views their memory.
+        """
         epoch, backward = self._weights.epoch, self._backward
         may_be_views = [unit for unit in units if unit.gives_memory_back]
 
@@ -303,20 +391,30 @@ class Hooks:
         for tensor in tensors_within(output):
             for unit in may_be_views:
                 unit.leave_views(tensor)
-            node = tensor.grad_fn  # held: torch 2.13 crashes in register_hook on a view whose base was written to, otherwise
-            if node is not None and (not since or node._sequence_nr() >= since):  # a leaf needs no weights, and would keep the hook
+            # held: torch 2.13 crashes in register_hook on a view whose base was written to,
+            # otherwise
+            node = tensor.grad_fn
+            # a leaf needs no weights, and would keep the hook
+            if node is not None and (not since or node._sequence_nr() >= since):
                 tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
             del node
 
     def _watch_inputs(self, units: list[Unit], args: Any, kwargs: Any) -> None:
-        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad and not isinstance(tensor, nn.Parameter)]
+        inputs = [
+            tensor
+            for tensor in tensors_in((args, kwargs))
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter)
+        ]
         if not inputs:
             return
         backward = self._backward
-        on_leaves: list[Any] = []  # hooks that would stay for ever; autograd hands gradients of leaves over before it runs the other nodes
+        # hooks that would stay for ever; autograd hands gradients of leaves over before it runs the
+        # other nodes
+        on_leaves: list[Any] = []
         num_inputs = len(inputs)
         waiting: dict[int, int] = {}  # graph task -> inputs still without a gradient
-        counts = torch._C._current_graph_task_id() < 0 or is_recomputed()  # else nothing comes here: the first forward's hooks run
+        # else nothing comes here: the first forward's hooks run
+        counts = torch._C._current_graph_task_id() < 0 or is_recomputed()
         for unit in units:
             unit.forwards += counts
 
@@ -327,14 +425,16 @@ class Hooks:
             waiting[task] = waiting.get(task, num_inputs) - 1
             if not waiting[task]:
                 del waiting[task]
-                done = counts and not retains_graph()  # else this graph's backward may follow once more
+                # else this graph's backward may follow once more
+                done = counts and not retains_graph()
                 for unit in units:
                     unit.forwards = max(0, unit.forwards - done)
                     backward.after_inputs(unit, before_others=bool(on_leaves))
                 for hook in on_leaves:
                     hook.remove()
 
-        for tensor in inputs:  # not torch's multi-grad hook, whose closure holds the graph that holds it
+        # not torch's multi-grad hook, whose closure holds the graph that holds it
+        for tensor in inputs:
             hook = tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
             if tensor.grad_fn is None:
                 on_leaves.append(hook)
@@ -348,22 +448,36 @@ class Hooks:
                 release_class(parameter)
 
     def use(self, unit: Unit, name: str, operation: str) -> None:
-        """A released parameter is about to be read outside the modules that hold it: bring its unit here, or refuse."""
+        """A released parameter is about to be read outside the modules that hold it: bring its
+        unit here, or refuse.
+        """
         in_backward = torch._C._current_graph_task_id() >= 0
         phase: Phase = "backward" if in_backward else "forward"
         if not unit.cells.weight.is_sharded:
             self._weights.need(unit, phase)  # on its way to every rank already
             return
-        training = torch.is_grad_enabled() and operation != ".data"  # .data is how code looks, or writes
+        # .data is how code looks, or writes
+        training = torch.is_grad_enabled() and operation != ".data"
         if not (in_backward or self._weights.running or training):
-            late = "" if self._backward.optimizer is not None else "; an optimizer made after shard() needs engine.attach(optimizer)"
-            raise StateError(
-                f"parameter {name!r} rests sharded and cannot be read here ({operation}): read it inside engine.gathered(), on every rank{late}"
+            late = (
+                ""
+                if self._backward.optimizer is not None
+                else "; an optimizer made after shard() needs engine.attach(optimizer)"
             )
-        self._weights.hold(unit, phase, Until.BACKWARD_ENDS if in_backward or torch.is_grad_enabled() else Until.FORWARD_ENDS)
+            raise StateError(
+                f"parameter {name!r} rests sharded and cannot be read here ({operation}): read it"
+                f" inside engine.gathered(), on every rank{late}"
+            )
+        self._weights.hold(
+            unit,
+            phase,
+            Until.BACKWARD_ENDS if in_backward or torch.is_grad_enabled() else Until.FORWARD_ENDS,
+        )
 
     def hold_parameters(self, output: Any) -> None:
-        """Keep the units of parameters in `output`, which has left the model, until the next step: they may be used anywhere, on one rank alone."""
+        """Keep the units of parameters in `output`, which has left the model, until the next
+        step: they may be used anywhere, on one rank alone.
+        """
         for tensor in tensors_within(output):
             if isinstance(tensor, nn.Parameter) and hasattr(tensor, "_zeroshard"):
                 tensor._zeroshard.hold()
@@ -374,7 +488,8 @@ class Hooks:
             self._weights.hold(unit, "forward", Until.STEP)
 
     def _install_parameters(self, unit: Unit, segment: Segment) -> None:
-        backward = weakref.ref(self._backward)  # [Note: weak hooks] what hangs on a tensor is invisible to the garbage collector
+        # [Note: weak hooks] what hangs on a tensor is invisible to the garbage collector
+        backward = weakref.ref(self._backward)
         place = (unit.index, unit.segments.index(segment))
 
         def hook_for(index: int) -> Callable[[torch.Tensor], None]:
@@ -403,14 +518,18 @@ class Hooks:
                     self._weights.need(unit, "forward")  # its publish may be under way
                 elif not (self.may_save and unit.state is UnitState.FULL):
                     raise StateError(
-                        f"state_dict() of {prefix or 'the model'!r}: unit {unit.name!r} rests sharded, its parameters are not here. Use "
-                        "engine.full_state_dict() on every rank, or call state_dict() inside engine.gathered()"
+                        f"state_dict() of {prefix or 'the model'!r}: unit {unit.name!r} rests"
+                        " sharded, its parameters are not here. Use engine.full_state_dict() on"
+                        " every rank, or call state_dict() inside engine.gathered()"
                     )
 
-        def before_load(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *args: Any) -> None:
+        def before_load(
+            module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *args: Any
+        ) -> None:
             if metadata.get("assign_to_params_buffers"):
                 raise StateError(
-                    "load_state_dict(assign=True) would replace parameters that are sharded: leave assign out, the numbers are copied"
+                    "load_state_dict(assign=True) would replace parameters that are sharded: leave"
+                    " assign out, the numbers are copied"
                 )
             for unit in units:
                 if unit.index not in self._loads:

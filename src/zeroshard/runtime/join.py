@@ -1,15 +1,19 @@
-"""Uneven numbers of batches: a rank whose data has ended shadows the others until theirs has ended too.
+"""Uneven numbers of batches: a rank whose data has ended shadows the others until theirs has
+ended too.
 
-As torch's ``Join`` does for DDP, with one difference: a rank here owns a part of the optimizer, so it cannot sit out the steps. Before
-every forward, backward, clip and step the ranks tell each other what comes; a rank without data answers "ended" and does its share of it::
+As torch's ``Join`` does for DDP, with one difference: a rank here owns a part of the optimizer, so
+it cannot sit out the steps. Before every forward, backward, clip and step the ranks tell each other
+what comes; a rank without data answers "ended" and does its share of it::
 
-    rank 0   F  forward    B  backward    S  step   F  forward      B  backward       S  step        ended
-    rank 1   F  forward    B  backward    S  step   ended: gathers  ended: zeros      ended: steps   ended
+    rank 0   F forward   B backward   S step   F forward        B backward     S step         ended
+    rank 1   F forward   B backward   S step   ended: gathers   ended: zeros   ended: steps   ended
 
-The gradient is divided by all ranks, those without data included (DDP's ``divide_by_initial_world_size``). A shadowed clip or step takes
-the options of the param groups (lr, betas, ...) from the lowest rank with data, whose scheduler is the one that goes on.
+The gradient is divided by all ranks, those without data included (DDP's
+``divide_by_initial_world_size``). A shadowed clip or step takes the options of the param groups
+(lr, betas, ...) from the lowest rank with data, whose scheduler is the one that goes on.
 
-Invariant: the ranks with data do the same things in the same order, else PlanMismatch on every rank. Cost: one small exchange per event.
+Invariant: the ranks with data do the same things in the same order, else PlanMismatch on every
+rank. Cost: one small exchange per event.
 """
 
 from __future__ import annotations
@@ -37,7 +41,14 @@ _ENDED = "ended"
 class Join:
     """One use of ``engine.join()``."""
 
-    def __init__(self, hooks: Hooks, backward: Backward, finalizer: Finalizer, optimizer: ShardedOptimizer, transport: Transport) -> None:
+    def __init__(
+        self,
+        hooks: Hooks,
+        backward: Backward,
+        finalizer: Finalizer,
+        optimizer: ShardedOptimizer,
+        transport: Transport,
+    ) -> None:
         self._hooks = hooks
         self._backward = backward
         self._finalizer = finalizer
@@ -60,16 +71,27 @@ class Join:
         options = None
         if what in ("clip", "step"):  # where the ranks compare them
             groups = self._optimizer.optimizer.param_groups
-            options = [{key: _plain(value) for key, value in group.items() if _is_plain(_plain(value))} for group in groups]
+            options = [
+                {key: _plain(value) for key, value in group.items() if _is_plain(_plain(value))}
+                for group in groups
+            ]
         self._meet([what, argument, options])
 
     def _meet(self, event: list[Any]) -> tuple[str, Any, Any] | None:
-        """Tell the others; return what the lowest rank with data does next, None when no rank has any."""
-        events = [json.loads(answer) for answer in self._transport.exchange(json.dumps(event).encode(), "engine.join()")]
+        """Tell the others; return what the lowest rank with data does next, None when no rank
+        has any.
+        """
+        events = [
+            json.loads(answer)
+            for answer in self._transport.exchange(json.dumps(event).encode(), "engine.join()")
+        ]
         going_on = [other for other in events if other != [_ENDED]]
         names = [other[0] for other in events]
         if len(set(names) - {_ENDED}) > 1:
-            raise PlanMismatch(f"in engine.join() the ranks with data must do the same in the same order; {holders(names)}")
+            raise PlanMismatch(
+                "in engine.join() the ranks with data must do the same in the same order;"
+                f" {holders(names)}"
+            )
         return tuple(going_on[0]) if going_on else None
 
     def _shadow(self, what: str, argument: Any, options: list[dict[str, Any]] | None) -> None:

@@ -1,10 +1,12 @@
-"""What this rank's optimizer holds of one segment: pieces of parameters, and the tiles in which those off the device are stepped.
+"""What this rank's optimizer holds of one segment: pieces of parameters, and the tiles in which
+those off the device are stepped.
 
     share of this rank   |  piece a  |  piece b   |  piece c .....|..... piece c ....|
                          |<--- resident: on the device ---->|<- tile ->|<- tile ->|<-|
 
-Resident pieces are stepped by the user's own ``optimizer.step()``; the others in tiles (optim/streamed.py): because their state rests on another
-tier, or because their gradient does. A cut between tiles falls on a multiple of the layout's align, so it changes no bit.
+Resident pieces are stepped by the user's own ``optimizer.step()``; the others in tiles
+(optim/streamed.py): because their state rests on another tier, or because their gradient does. A
+cut between tiles falls on a multiple of the layout's align, so it changes no bit.
 """
 
 from __future__ import annotations
@@ -26,16 +28,23 @@ from zeroshard.tier.blank import stand_in
 
 __all__ = ["own"]
 
-_TENSORS = {Tier.DISK: 16, Tier.HOST: 4, Tier.DEVICE: 4}  # that a tile may need beside it: on disk four sets of master, gradient and two moments
+# that a tile may need beside it: on disk four sets of master, gradient and two moments
+_TENSORS = {Tier.DISK: 16, Tier.HOST: 4, Tier.DEVICE: 4}
 _ALIGN = 1024  # elements: a tile of fp32 begins on a page
 
 
 def own(segment: Segment, cells: Cells, context: Context) -> tuple[list[OwnedPiece], list[Tile]]:
-    """Return the pieces of `segment` that this rank steps, and the tiles that hold those to be streamed."""
+    """Return the pieces of `segment` that this rank steps, and the tiles that hold those to be
+    streamed.
+    """
     path, master = segment.grad, segment.master
     assert path is not None and master is not None
     base = segment.flat.stepped[0]
-    share = max(context.tiering.staging_bytes // (_TENSORS[cells.optim.tier] * 4), _ALIGN) // _ALIGN * _ALIGN
+    share = (
+        max(context.tiering.staging_bytes // (_TENSORS[cells.optim.tier] * 4), _ALIGN)
+        // _ALIGN
+        * _ALIGN
+    )
     near = tiles(0, segment.split, share) if path.tiered else []
     stepped = SteppedSegment(
         segment.key,
@@ -51,7 +60,10 @@ def own(segment: Segment, cells: Cells, context: Context) -> tuple[list[OwnedPie
     owned: list[OwnedPiece] = []
     streamed: list[Tile] = []
     if not near and segment.split:
-        owned += [_piece(segment, _placed(piece, 0)) for piece in segment.flat.layout.pieces_in((base, base + segment.split))]
+        owned += [
+            _piece(segment, _placed(piece, 0))
+            for piece in segment.flat.layout.pieces_in((base, base + segment.split))
+        ]
     for start, stop in [*near, *tiles(segment.split, master.numel, share)]:
         tile = Tile(stepped, start, stop)
         for piece in segment.flat.layout.pieces_in((base + start, base + stop)):
@@ -90,4 +102,15 @@ def _piece(segment: Segment, piece: Piece) -> OwnedPiece:
 
     tensor = nn.Parameter(at_rest() if on_device else stand_in((piece.numel,), master.dtype))
     parameter, stride = segment.parameters[piece.index], segment.flat.strides[piece.index]
-    return OwnedPiece(piece.name, parameter, piece, stride, tensor, is_used, grad, path.resting, on_device, at_rest)
+    return OwnedPiece(
+        piece.name,
+        parameter,
+        piece,
+        stride,
+        tensor,
+        is_used,
+        grad,
+        path.resting,
+        on_device,
+        at_rest,
+    )

@@ -1,13 +1,18 @@
-"""After an exception inside ``optimizer.step()``: do the ranks still train one model, and are the weights those of the masters?
+"""After an exception inside ``optimizer.step()``: do the ranks still train one model, and are
+the weights those of the masters?
 
-A step may end anywhere: before the optimizer has written anything, between two parameters, or when some ranks have finished it and others have not.
-No copy of the numbers before is kept. So the ranks tell each other how many steps each has finished, and whether one was cut off::
+A step may end anywhere: before the optimizer has written anything, between two parameters, or when
+some ranks have finished it and others have not. No copy of the numbers before is kept. So the ranks
+tell each other how many steps each has finished, and whether one was cut off::
 
     all have finished as many, none was cut off     nothing to do
-    all have finished as many, some were cut off    the step goes no further: the weights follow the masters as they are (plain PyTorch does the same)
+    all have finished as many, some were cut off    the step goes no further: the weights follow the
+                                                    masters as they are (plain PyTorch does the
+                                                    same)
     some have finished more than others             what rests is lost: a load of everything helps
 
-Copies that every rank holds (masters and moments of ddp, columns of mics) are compared: where they differ, what rests is lost, too.
+Copies that every rank holds (masters and moments of ddp, columns of mics) are compared: where they
+differ, what rests is lost, too.
 
 Cost: one small exchange per reset and load. What it does not do: undo a step.
 """
@@ -36,8 +41,11 @@ _SINCE = "an optimizer.step() ended by an exception"
 class Recovery:
     """What one engine does after a step that ended by an exception."""
 
-    def __init__(self, weights: Weights, rest: Rest, faults: Faults, digest: Digest, transport: Transport) -> None:
-        self.in_step = False  # between the optimizer's hooks: masters may be written and are not published
+    def __init__(
+        self, weights: Weights, rest: Rest, faults: Faults, digest: Digest, transport: Transport
+    ) -> None:
+        # between the optimizer's hooks: masters may be written and are not published
+        self.in_step = False
         self._weights = weights
         self._rest = rest
         self._faults = faults
@@ -45,19 +53,28 @@ class Recovery:
         self._transport = transport
 
     def meet(self, optimizer: ShardedOptimizer | None, call: str) -> bool:
-        """Bring the ranks to the same step and the weights to the masters; return whether a step was cut off on any rank. Collective."""
+        """Bring the ranks to the same step and the weights to the masters; return whether a step
+        was cut off on any rank. Collective.
+        """
         taken = 0 if optimizer is None else optimizer.taken
         cut_off, self.in_step = self.in_step, False
         mine = [self._digest.step, taken, cut_off]
-        steps, finished, cuts = zip(*map(json.loads, self._transport.exchange(json.dumps(mine).encode(), call)), strict=True)
+        steps, finished, cuts = zip(
+            *map(json.loads, self._transport.exchange(json.dumps(mine).encode(), call)), strict=True
+        )
         self._digest.advance(max(steps))
         if optimizer is None or not (any(cuts) or len(set(finished)) > 1):
             return False
         optimizer.abandon()
         optimizer.taken = max(finished)
         if len(set(finished)) > 1:
-            self._faults.lose(_SINCE, f"the ranks have finished different numbers of steps ({holders([str(count) for count in finished])})")
-        elif not self._faults.is_lost:  # else masters may be unreadable, and only a load of everything helps
+            self._faults.lose(
+                _SINCE,
+                "the ranks have finished different numbers of steps"
+                f" ({holders([str(count) for count in finished])})",
+            )
+        elif not self._faults.is_lost:
+            # else masters may be unreadable, and only a load of everything helps
             self._follow(optimizer, [rank for rank, cut in enumerate(cuts) if cut])
         return True
 
@@ -66,15 +83,25 @@ class Recovery:
             pass
         if self._transport.rank == 0:
             _log.warning(
-                "optimizer.step() ended by an exception on rank(s) %s: parameters may have taken part of that step, as in plain PyTorch; "
-                "training goes on from there, and zs.load() goes back to a whole step",
+                "optimizer.step() ended by an exception on rank(s) %s: parameters may have taken"
+                " part of that step, as in plain PyTorch; training goes on from there, and"
+                " zs.load() goes back to a whole step",
                 ranks,
             )
-        if self._transport.size == 1 or not self._weights.units or self._weights.units[0].cells.optim.scope is Scope.OWN:
+        if (
+            self._transport.size == 1
+            or not self._weights.units
+            or self._weights.units[0].cells.optim.scope is Scope.OWN
+        ):
             return
         try:
             compare_replicas(self._weights.units, optimizer, self._transport)
         except PlanMismatch as error:
-            self._faults.lose(_SINCE, f"the ranks have taken different parts of the step: {str(error).split('. ')[0]}")
+            self._faults.lose(
+                _SINCE,
+                f"the ranks have taken different parts of the step: {str(error).split('. ')[0]}",
+            )
         if optimizer.streamed is not None:  # what rests elsewhere is not compared
-            self._faults.lose(_SINCE, "some ranks may have taken other parts of the step than others")
+            self._faults.lose(
+                _SINCE, "some ranks may have taken other parts of the step than others"
+            )

@@ -1,10 +1,12 @@
-"""Move the cut between what of the optimizer rests on the device and what on another tier, while training.
+"""Move the cut between what of the optimizer rests on the device and what on another tier, while
+training.
 
-    before   |  device          |  host         |        masters and moments between the two cuts cross over; pieces are cut anew there
-    after    |  device      |  host             |
+    before   |  device          |  host         |        masters and moments between the two cuts
+    after    |  device      |  host             |        cross over; pieces are cut anew there
 
-Invariant: no number changes; cuts fall on multiples of the layout's align, so no later step changes a bit either. Cost: one segment's state is held
-once more while it crosses; segments on which the cut does not fall are not touched.
+Invariant: no number changes; cuts fall on multiples of the layout's align, so no later step changes
+a bit either. Cost: one segment's state is held once more while it crosses; segments on which the
+cut does not fall are not touched.
 """
 
 from __future__ import annotations
@@ -28,9 +30,16 @@ _TILE = 1 << 20
 
 
 def recut(
-    segment: Segment, split: int, cells: Cells, context: Context, sharded: ShardedOptimizer, before: list[OwnedPiece]
+    segment: Segment,
+    split: int,
+    cells: Cells,
+    context: Context,
+    sharded: ShardedOptimizer,
+    before: list[OwnedPiece],
 ) -> tuple[list[OwnedPiece], list[Tile]]:
-    """Cut a segment's optimizer state at `split`; return its new pieces and tiles, whose state stands in the optimizer as real numbers."""
+    """Cut a segment's optimizer state at `split`; return its new pieces and tiles, whose state
+    stands in the optimizer as real numbers.
+    """
     segment.settle()
     states = _states(sharded, before)
     old = segment.master
@@ -44,7 +53,10 @@ def recut(
     with torch.no_grad():
         for start in range(0, master.numel, _TILE):
             stop = min(start + _TILE, master.numel)
-            with old.borrowed(start, stop, write=False) as source, master.borrowed(start, stop, write=True) as target:
+            with (
+                old.borrowed(start, stop, write=False) as source,
+                master.borrowed(start, stop, write=True) as target,
+            ):
                 target.copy_(source)
     if old.slab is not None and old.slab is not master.slab:
         old.slab.close()
@@ -58,12 +70,18 @@ def recut(
     return owned, tiles
 
 
-def _states(sharded: ShardedOptimizer, pieces: list[OwnedPiece]) -> dict[int, list[tuple[int, int, dict[str, Any]]]]:
+def _states(
+    sharded: ShardedOptimizer, pieces: list[OwnedPiece]
+) -> dict[int, list[tuple[int, int, dict[str, Any]]]]:
     """Return copies of the state of `pieces` by parameter of the segment: (start, stop, state)."""
     out: dict[int, list[tuple[int, int, dict[str, Any]]]] = {}
     for owned in pieces:
         state = dict(sharded.optimizer.state.get(owned.tensor, {}))
-        away = {} if sharded.streamed is None or not owned.streamed else sharded.streamed.at_rest(owned)
+        away = (
+            {}
+            if sharded.streamed is None or not owned.streamed
+            else sharded.streamed.at_rest(owned)
+        )
         for key, rest in away.items():
             with rest.borrowed() as numbers:
                 state[key] = numbers.clone()
@@ -79,7 +97,12 @@ def _cut(parts: list[tuple[int, int, dict[str, Any]]], owned: OwnedPiece) -> dic
     out: dict[str, Any] = {}
     for key, value in mine[0][2].items():
         if isinstance(value, torch.Tensor) and value.dim() == 1:
-            parted = [state[key][max(owned.piece.start - low, 0) : owned.piece.stop - low].to(owned.tensor.device) for low, _, state in mine]
+            parted = [
+                state[key][max(owned.piece.start - low, 0) : owned.piece.stop - low].to(
+                    owned.tensor.device
+                )
+                for low, _, state in mine
+            ]
             out[key] = torch.cat(parted)
         else:
             out[key] = value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,22 +1,31 @@
-"""A parameter answers for itself while its unit rests: it is gathered when it is used, or the use is refused by name.
+"""A parameter answers for itself while its unit rests: it is gathered when it is used, or the
+use is refused by name.
 
-A module's own forward finds its weights gathered by the hooks. What is used elsewhere (``F.linear(x, model.embed.weight)``, a penalty over
-``model.parameters()``, a method called instead of ``forward``) meets the released parameter, whose numbers are NaN. Therefore a parameter
-changes class with its memory::
+A module's own forward finds its weights gathered by the hooks. What is used elsewhere
+(``F.linear(x, model.embed.weight)``, a penalty over ``model.parameters()``, a method called instead
+of ``forward``) meets the released parameter, whose numbers are NaN. Therefore a parameter changes
+class with its memory::
 
-    attach   class: what it was (nn.Parameter)      data: its view of the gathered buffer      torch's own speed, nothing intercepted
-    detach   class: ReleasedParameter               data: its NaN                              every torch function comes here first
+    attach   class: what it was (nn.Parameter)    data: its view of the gathered buffer
+             torch's own speed, nothing intercepted
+    detach   class: ReleasedParameter             data: its NaN
+             every torch function comes here first
 
 metadata (shape, grad, hooks, ...)  answered as it is
 a write (``zero_``, ``out=``)       StateError: it would be lost
-a use in a forward or backward, or with gradients enabled   the unit is gathered and stays until that pass (with gradients: its backward)
-                                                            is over; a collective like any gather, so every rank must do the same
-any other use                       StateError with the remedy: code that only looks is often run on one rank alone
+a use in a forward or backward, or with gradients enabled   the unit is gathered and stays until
+                                                            that pass (with gradients: its backward)
+                                                            is over; a collective like any gather,
+                                                            so every rank must do the same
+any other use                       StateError with the remedy: code that only looks is often run on
+                                    one rank alone
 
-Rows that rest replicated have their weights under way to every rank already: there any use waits for them.
+Rows that rest replicated have their weights under way to every rank already: there any use waits
+for them.
 
-Invariant: no function of torch reads the NaN of a released parameter. Not seen are reads in C++ that dispatch nothing (TorchScript): NaN is
-what they get. Cost: none while gathered; 2 microseconds per attribute that is read while released.
+Invariant: no function of torch reads the NaN of a released parameter. Not seen are reads in C++
+that dispatch nothing (TorchScript): NaN is what they get. Cost: none while gathered; 2 microseconds
+per attribute that is read while released.
 """
 
 from __future__ import annotations
@@ -43,7 +52,9 @@ class Tie(Protocol):
     name: str
 
     def gather(self, operation: str) -> None:
-        """Bring the parameter's unit here for a use of it by `operation`; StateError where that may not be done."""
+        """Bring the parameter's unit here for a use of it by `operation`; StateError where that
+        may not be done.
+        """
 
     def watch(self, result: Any) -> None:
         """Note that `result` was computed from the parameter."""
@@ -56,27 +67,38 @@ class ReleasedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ANSWERED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if any(issubclass(kind, SealedGrad) for kind in types):
-            return NotImplemented  # a step with gradients that are not to be read: the more telling refusal
-        released = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, ReleasedParameter)]
+            # a step with gradients that are not to be read: the more telling refusal
+            return NotImplemented
+        released = [
+            tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, ReleasedParameter)
+        ]
         if func is torch.Tensor.__repr__ or func is torch.Tensor.__format__:
             return _describe(released[0])
         operation = _name_of(func)
         for parameter in _written(func, operation, args, kwargs):
             raise StateError(
-                f"parameter {parameter._zeroshard.name!r} was written to while it was released, and the write is lost: edit it inside "
-                "engine.gathered(writeback=True) (a model that rescales its own weights: around the evaluation and one forward after model.train())"
+                f"parameter {parameter._zeroshard.name!r} was written to while it was released, and"
+                " the write is lost: edit it inside engine.gathered(writeback=True) (a model that"
+                " rescales its own weights: around the evaluation and one forward after"
+                " model.train())"
             )
         ties = {id(parameter): parameter._zeroshard for parameter in released}
         for tie in ties.values():
             tie.gather(operation)
-        assert not any(isinstance(parameter, ReleasedParameter) for parameter in released), operation
+        assert not any(isinstance(parameter, ReleasedParameter) for parameter in released), (
+            operation
+        )
         result = func(*args, **kwargs)
         for tie in ties.values():
             tie.watch(result)
@@ -84,7 +106,9 @@ class ReleasedParameter(nn.Parameter):
 
 
 def release_class(parameter: nn.Parameter) -> None:
-    """Make `parameter` answer as a released one, where it is tied to an engine and its class allows."""
+    """Make `parameter` answer as a released one, where it is tied to an engine and its class
+    allows.
+    """
     if type(parameter) is nn.Parameter and hasattr(parameter, "_zeroshard"):
         parameter.__class__ = ReleasedParameter
 
@@ -98,17 +122,28 @@ def restore_class(parameter: nn.Parameter) -> None:
 def _describe(parameter: nn.Parameter) -> str:
     tie: Tie = parameter._zeroshard  # type: ignore[attr-defined]
     shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
-    return f"ReleasedParameter({tie.name}, shape={shape}, dtype={dtype}: rests sharded, read it inside engine.gathered())"
+    return (
+        f"ReleasedParameter({tie.name}, shape={shape}, dtype={dtype}: rests sharded, read it inside"
+        " engine.gathered())"
+    )
 
 
 def _name_of(func: Callable[..., Any]) -> str:
-    """Return what to call `func` in a message: ``x.data`` comes as the ``__get__`` of a descriptor."""
+    """Return what to call `func` in a message: ``x.data`` comes as the ``__get__`` of a
+    descriptor.
+    """
     is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
     return f".{name_of(func)}" if is_attribute else name_of(func)
 
 
-def _written(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[ReleasedParameter]:
+def _written(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterable[ReleasedParameter]:
     """Return the released parameters that `func` would write to."""
-    in_place = func in _WRITES or (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
+    in_place = (
+        func in _WRITES
+        or (name.endswith("_") and not name.endswith("__"))
+        or (name.startswith("__i") and name.endswith("__"))
+    )
     targets = [args[0] if args and in_place else (), kwargs.get("out", ())]
     return [tensor for tensor in tensors_in(targets) if isinstance(tensor, ReleasedParameter)]

@@ -1,9 +1,11 @@
 """Compare replicated state across ranks: what every rank holds must be the same bits on every rank.
 
-A flipped bit in a replicated weight or moment makes that rank's gradients differ from then on, silently (FAULTS: silent corruption). Every
-`verify_every` steps the ranks exchange one 64-bit digest per unit and state and compare. Sharded state has no second copy and is not covered.
+A flipped bit in a replicated weight or moment makes that rank's gradients differ from then on,
+silently (FAULTS: silent corruption). Every `verify_every` steps the ranks exchange one 64-bit
+digest per unit and state and compare. Sharded state has no second copy and is not covered.
 
-Cost: one read of the replicated state (xxh3, about memory speed) and 8 bytes per unit and state on the wire, every `verify_every` steps.
+Cost: one read of the replicated state (xxh3, about memory speed) and 8 bytes per unit and state on
+the wire, every `verify_every` steps.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from zeroshard.runtime.unit import Unit, UnitState
 __all__ = ["compare_replicas", "digest_of"]
 
 _CALL = "the comparison of replicas (verify_every)"
-_REMEDY = "They must hold the same bits: memory was corrupted or written to on one rank; go back to the last checkpoint"
+_REMEDY = (
+    "They must hold the same bits: memory was corrupted or written to on one rank; go back to the"
+    " last checkpoint"
+)
 
 
 def digest_of(*tensors: torch.Tensor) -> str:
@@ -37,22 +42,32 @@ def digest_of(*tensors: torch.Tensor) -> str:
     return state.hexdigest()
 
 
-def compare_replicas(units: Sequence[Unit], optimizer: ShardedOptimizer | None, transport: Transport) -> None:
-    """Raise PlanMismatch, on every rank, naming the first unit whose replicated weights or optimizer state differ; collective."""
+def compare_replicas(
+    units: Sequence[Unit], optimizer: ShardedOptimizer | None, transport: Transport
+) -> None:
+    """Raise PlanMismatch, on every rank, naming the first unit whose replicated weights or
+    optimizer state differ; collective.
+    """
     named: dict[str, str] = {}
     for unit in units:
         if not unit.cells.weight.is_sharded:
             if unit.state is UnitState.GATHERING:  # published, and not used since on this rank
                 unit.finish_gather()
-            named[f"weights of unit {unit.name}"] = digest_of(*(segment.flat.full for segment in unit.segments))
+            named[f"weights of unit {unit.name}"] = digest_of(
+                *(segment.flat.full for segment in unit.segments)
+            )
     if optimizer is not None and units and not units[0].cells.optim.is_sharded:
         named |= _state_digests(optimizer)
     _compare_columns(units, optimizer, transport)
     compare(transport, named, call=_CALL, remedy=_REMEDY)
 
 
-def _compare_columns(units: Sequence[Unit], optimizer: ShardedOptimizer | None, transport: Transport) -> None:
-    """Compare what only the ranks of one column hold alike (mics: weights and optimizer state, hfsdp: weights)."""
+def _compare_columns(
+    units: Sequence[Unit], optimizer: ShardedOptimizer | None, transport: Transport
+) -> None:
+    """Compare what only the ranks of one column hold alike (mics: weights and optimizer state,
+    hfsdp: weights).
+    """
     named: dict[str, str] = {}
     mesh = None
     for unit in units:
@@ -65,12 +80,17 @@ def _compare_columns(units: Sequence[Unit], optimizer: ShardedOptimizer | None, 
         return
     if optimizer is not None and units[0].cells.optim.scope is Scope.COLUMN:
         named |= _state_digests(optimizer)
-    answers = [json.loads(answer) for answer in transport.exchange(json.dumps(named).encode(), _CALL)]
+    answers = [
+        json.loads(answer) for answer in transport.exchange(json.dumps(named).encode(), _CALL)
+    ]
     for column in (mesh.column(local) for local in range(mesh.node_size)):
         for name, digest in answers[column[0]].items():
             others = [rank for rank in column if answers[rank].get(name) != digest]
             if others:
-                raise PlanMismatch(f"{name} differ between rank {column[0]} and rank(s) {others}, which hold the same. {_REMEDY}")
+                raise PlanMismatch(
+                    f"{name} differ between rank {column[0]} and rank(s) {others}, which hold the"
+                    f" same. {_REMEDY}"
+                )
 
 
 def _state_digests(optimizer: ShardedOptimizer) -> dict[str, str]:

@@ -16,13 +16,17 @@ __all__ = ["MemoryReport", "TrafficReport", "memory_report"]
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of this rank, by state and tier, at rest now; what is gathered or in buffers now; and the peak of the latter."""
+    """Bytes of this rank, by state and tier, at rest now; what is gathered or in buffers now;
+    and the peak of the latter.
+    """
 
     at_rest: dict[str, int]  # "weight", "master", "grad", "optimizer"
     temporary: int  # gathered weights and gradient buffers in use now
     peak: int  # the most that `temporary` ever was
-    tiers: dict[str, dict[str, int]] = field(default_factory=dict)  # state -> tier -> bytes at rest now
-    tier_peaks: dict[str, int] = field(default_factory=dict)  # "host", "disk" -> the most bytes that ever rested there
+    # state -> tier -> bytes at rest now
+    tiers: dict[str, dict[str, int]] = field(default_factory=dict)
+    # "host", "disk" -> the most bytes that ever rested there
+    tier_peaks: dict[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -37,7 +41,8 @@ class TrafficReport:
     bytes: dict[str, int]  # per collective
     calls: dict[str, int]  # per collective
     links: dict[str, int]  # bytes per link class
-    between_nodes: dict[str, int]  # per collective: of these bytes, those that came from other nodes (`comm.node_size`)
+    # per collective: of these bytes, those that came from other nodes (`comm.node_size`)
+    between_nodes: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -45,9 +50,13 @@ class TrafficReport:
         return sum(self.bytes.values())
 
 
-def memory_report(units: Sequence[Unit], optimizer: ShardedOptimizer | None, meter: Meter, tiering: Tiering) -> MemoryReport:
+def memory_report(
+    units: Sequence[Unit], optimizer: ShardedOptimizer | None, meter: Meter, tiering: Tiering
+) -> MemoryReport:
     """Count what rests on this rank."""
-    tiers: dict[str, dict[str, int]] = {state: {} for state in ("weight", "master", "grad", "residual", "optimizer")}
+    tiers: dict[str, dict[str, int]] = {
+        state: {} for state in ("weight", "master", "grad", "residual", "optimizer")
+    }
 
     def add(state: str, by_tier: dict[Tier, int]) -> None:
         for tier, num_bytes in by_tier.items():
@@ -63,10 +72,20 @@ def memory_report(units: Sequence[Unit], optimizer: ShardedOptimizer | None, met
                 add("master", {Tier.DEVICE: -segment.aliased * master.dtype.itemsize})
             if segment.grad is not None:
                 add("grad", segment.grad.bytes_by_tier())
-                add("residual", {Tier.DEVICE: 0 if segment.grad.residual is None else segment.grad.residual.num_bytes})
+                add(
+                    "residual",
+                    {
+                        Tier.DEVICE: 0
+                        if segment.grad.residual is None
+                        else segment.grad.residual.num_bytes
+                    },
+                )
     if optimizer is not None:
         add("optimizer", optimizer.state_bytes())
-    tiers = {state: {tier: num_bytes for tier, num_bytes in by_tier.items() if num_bytes} for state, by_tier in tiers.items()}
+    tiers = {
+        state: {tier: num_bytes for tier, num_bytes in by_tier.items() if num_bytes}
+        for state, by_tier in tiers.items()
+    }
     peaks = {tier.value: store.account.peak for tier, store in tiering.stores.items()}
     at_rest = {state: sum(by_tier.values()) for state, by_tier in tiers.items()}
     return MemoryReport(at_rest, meter.live, meter.peak, tiers, peaks)

@@ -1,10 +1,13 @@
-"""What rests on this rank, for those who write it outside a step: averages, loaded weights, the step's own publish.
+"""What rests on this rank, for those who write it outside a step: averages, loaded weights, the
+step's own publish.
 
     with rest.rewriting():          every rank is done reading the weights
         ... write masters() or pieces() ...
-                                    the weights follow the masters, and every rank may read them again
+                                    the weights follow the masters, and every rank may read them
+                                    again
 
-Invariant: what rests is written only between ``before_writing()`` and ``publish()``. Cost: that of a step's publish.
+Invariant: what rests is written only between ``before_writing()`` and ``publish()``. Cost: that of
+a step's publish.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ __all__ = ["Rest", "RestingPiece"]
 
 @dataclass(frozen=True)
 class RestingPiece:
-    """Elements ``start`` to ``stop`` of one parameter, in the order in which its memory holds them, at rest on this rank, on whatever tier."""
+    """Elements ``start`` to ``stop`` of one parameter, in the order in which its memory holds
+    them, at rest on this rank, on whatever tier.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -38,7 +43,8 @@ class RestingPiece:
     stop: int
     shelf: Shelf
     place: slice  # in the shelf
-    master: tuple[int, slice] | None  # which of `Engine.masters()` it lies in, and where; None for a frozen parameter's weight
+    # which of `Engine.masters()` it lies in, and where; None for a frozen parameter's weight
+    master: tuple[int, slice] | None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -50,7 +56,9 @@ class RestingPiece:
         return self.shelf.borrowed(self.place.start, self.place.stop, write=write)
 
     def write(self, numbers: torch.Tensor) -> None:
-        """Write `numbers` [stop - start], of any dtype, here; only inside ``Engine.rewriting()``. What was there is not read."""
+        """Write `numbers` [stop - start], of any dtype, here; only inside
+        ``Engine.rewriting()``. What was there is not read.
+        """
         if self.shelf.on_device:
             self.tensor.copy_(numbers)
             return
@@ -62,7 +70,9 @@ class RestingPiece:
 class Rest:
     """The masters and weights at rest of one engine."""
 
-    def __init__(self, weights: Weights, *, transport: Transport, streams: Lanes, faults: Faults) -> None:
+    def __init__(
+        self, weights: Weights, *, transport: Transport, streams: Lanes, faults: Faults
+    ) -> None:
         self._weights = weights
         self._faults = faults
         self._transport = transport
@@ -78,7 +88,8 @@ class Rest:
         self._transport.begin_write()
 
     def publish(self, *, frozen: bool = False, everything: bool = True) -> None:
-        """The masters (and `frozen` weights) have been written: cast them into the weights and let every rank read those.
+        """The masters (and `frozen` weights) have been written: cast them into the weights and
+        let every rank read those.
 
         A step has brought what rests on another tier by itself: `everything` False.
         """
@@ -88,12 +99,15 @@ class Rest:
                     self._streams.write(segment.flat.rest_name)
                     segment.publish(everything=everything)
                     if self._transport.size > 1 or not unit.cells.optim.is_sharded:
-                        segment.settle()  # a peer may wait for it before this rank comes to this unit; or the weights are in use as they are
+                        # a peer may wait for it before this rank comes to this unit; or the weights
+                        # are in use as they are
+                        segment.settle()
         self._weights.invalidate()
 
     @contextmanager
     def rewriting(self) -> Iterator[None]:
-        """Write to `masters` and `pieces` inside; then the weights follow, as after a step. Collective.
+        """Write to `masters` and `pieces` inside; then the weights follow, as after a step.
+        Collective.
 
         A StorageError inside ends the body, and is raised on every rank after what is collective.
         """
@@ -108,19 +122,29 @@ class Rest:
         self._faults.agree()
 
     def masters(self) -> list[torch.Tensor]:
-        """Return this rank's part of the fp32 masters of all trained parameters, flat, a tensor per segment in unit order.
+        """Return this rank's part of the fp32 masters of all trained parameters, flat, a tensor
+        per segment in unit order.
 
         Raises ConfigError where masters rest on another tier.
         """
-        shelves = [segment.master for unit in self._weights.units for segment in unit.trainable if segment.master is not None]
+        shelves = [
+            segment.master
+            for unit in self._weights.units
+            for segment in unit.trainable
+            if segment.master is not None
+        ]
         if not all(shelf.on_device for shelf in shelves):
-            raise ConfigError("the masters rest on another tier and are not to be had as tensors (zs.EMA needs them): leave offload.optimizer on the device")
+            raise ConfigError(
+                "the masters rest on another tier and are not to be had as tensors (zs.EMA needs"
+                " them): leave offload.optimizer on the device"
+            )
         return [shelf.whole for shelf in shelves]
 
     def pieces(self, *, share: bool) -> Iterator[RestingPiece]:
         """Yield what rests here of every parameter: the master where there is one, else the weight.
 
-        With `share`, of what rests on every rank only this rank's share: all ranks' pieces together are then every element once.
+        With `share`, of what rests on every rank only this rank's share: all ranks' pieces together
+        are then every element once.
         """
         number = -1
         for unit in self._weights.units:
@@ -128,8 +152,15 @@ class Rest:
                 layout, has_master = segment.flat.layout, segment.master is not None
                 number += has_master
                 flat = segment.flat
-                target, held = (flat.rest, flat.rest_span) if segment.master is None else (segment.master, flat.stepped)
-                by_peers = segment.master is None and not (flat.replicated and flat.stepped == flat.rest_span)  # the rest comes from them
+                target, held = (
+                    (flat.rest, flat.rest_span)
+                    if segment.master is None
+                    else (segment.master, flat.stepped)
+                )
+                # the rest comes from them
+                by_peers = segment.master is None and not (
+                    flat.replicated and flat.stepped == flat.rest_span
+                )
                 mine = flat.own_span if share or by_peers else held
                 base = mine[0] - held[0]
                 for piece in layout.pieces_in(mine):

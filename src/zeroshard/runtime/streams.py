@@ -1,17 +1,20 @@
-"""Stream and event work, behind one small protocol, so that it can be checked without an accelerator.
+"""Stream and event work, behind one small protocol, so that it can be checked without an
+accelerator.
 
-Three lanes: ``compute`` (the user's current stream), ``gather`` and ``reduce``. The engine follows one discipline, FSDP2's without
-``record_stream``: a buffer is allocated and freed in the compute lane's order; another lane that uses it first waits for compute
-(``fork``), and compute waits for the lane's event before it touches or frees the buffer (``join``).
+Three lanes: ``compute`` (the user's current stream), ``gather`` and ``reduce``. The engine follows
+one discipline, FSDP2's without ``record_stream``: a buffer is allocated and freed in the compute
+lane's order; another lane that uses it first waits for compute (``fork``), and compute waits for
+the lane's event before it touches or frees the buffer (``join``).
 
     compute:  alloc(full) . fork ............... join . read(full) ... free(full)
     gather:                  \\_ write(full) _ mark _/
 
-Invariant: any two accesses of one buffer, one of which writes (allocation and freeing count as writes), are ordered by a chain of program
-order and events. CheckingStreams proves it with vector clocks on CPU; NoStreams does nothing; AcceleratorStreams enqueues for real.
+Invariant: any two accesses of one buffer, one of which writes (allocation and freeing count as
+writes), are ordered by a chain of program order and events. CheckingStreams proves it with vector
+clocks on CPU; NoStreams does nothing; AcceleratorStreams enqueues for real.
 
-What it does not do: it never makes the host wait, and it knows nothing of what collectives do on streams of their own (a transport's
-``Work.wait()`` orders those with the lane it is called on).
+What it does not do: it never makes the host wait, and it knows nothing of what collectives do on
+streams of their own (a transport's ``Work.wait()`` orders those with the lane it is called on).
 """
 
 from __future__ import annotations
@@ -25,7 +28,17 @@ import torch
 
 from zeroshard.errors import ConfigError
 
-__all__ = ["LANES", "AcceleratorStreams", "CheckingStreams", "Event", "Lane", "NoStreams", "StreamRace", "Streams", "make_streams"]
+__all__ = [
+    "LANES",
+    "AcceleratorStreams",
+    "CheckingStreams",
+    "Event",
+    "Lane",
+    "NoStreams",
+    "StreamRace",
+    "Streams",
+    "make_streams",
+]
 
 Lane = Literal["compute", "gather", "reduce"]
 Event = Any  # opaque to the engine
@@ -34,13 +47,17 @@ LANES: tuple[Lane, ...] = get_args(Lane)
 
 
 class Streams(Protocol):
-    """What the engine may say about streams. `buffer` is any hashable name of one piece of memory."""
+    """What the engine may say about streams. `buffer` is any hashable name of one piece of
+    memory.
+    """
 
     def fork(self, lane: Lane) -> None:
         """Let `lane` wait for everything enqueued on compute so far."""
 
     def on(self, lane: Lane) -> AbstractContextManager[None]:
-        """Enqueue what the body does (and what it reports) on `lane`; outside, everything is on compute."""
+        """Enqueue what the body does (and what it reports) on `lane`; outside, everything is on
+        compute.
+        """
 
     def mark(self, lane: Lane) -> Event:
         """Return an event that comes after everything enqueued on `lane` so far."""
@@ -62,19 +79,24 @@ class Streams(Protocol):
 
 
 def make_streams(device: torch.device | str) -> Streams:
-    """Return what `device` needs: real streams on CUDA, nothing on the CPU. Raises ConfigError for any other device type."""
+    """Return what `device` needs: real streams on CUDA, nothing on the CPU. Raises ConfigError
+    for any other device type.
+    """
     device = torch.device(device)
     if device.type == "cpu":
         return NoStreams()
     if device.type == "cuda":
         return AcceleratorStreams(device)
-    raise ConfigError(f"device {str(device)!r}: its streams are not supported; use a cpu or cuda device")
+    raise ConfigError(
+        f"device {str(device)!r}: its streams are not supported; use a cpu or cuda device"
+    )
 
 
 class NoStreams:
     """One lane, in program order: nothing to wait for and nothing to check. Events are None."""
 
-    _here: AbstractContextManager[None] = nullcontext()  # may be entered any number of times at once
+    # may be entered any number of times at once
+    _here: AbstractContextManager[None] = nullcontext()
 
     def fork(self, lane: Lane) -> None: ...
 
@@ -96,10 +118,12 @@ class NoStreams:
 
 
 class AcceleratorStreams:
-    """CUDA streams: one of ours for each lane but compute, which is whatever stream the user has made current.
+    """CUDA streams: one of ours for each lane but compute, which is whatever stream the user has
+    made current.
 
-    Autograd runs the backward of a node on the stream of its forward, in a thread of its own; compute is therefore asked for at each
-    call, never remembered from construction. Work enqueued by other user streams is the user's to order, as with any PyTorch module.
+    Autograd runs the backward of a node on the stream of its forward, in a thread of its own;
+    compute is therefore asked for at each call, never remembered from construction. Work enqueued
+    by other user streams is the user's to order, as with any PyTorch module.
     """
 
     device: torch.device
@@ -108,7 +132,8 @@ class AcceleratorStreams:
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        # High priority: a gather that starts late delays the compute that waits for it, the reverse costs little.
+        # High priority: a gather that starts late delays the compute that waits for it, the reverse
+        # costs little.
         self._lanes = {
             lane: torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
             for lane in LANES
@@ -120,7 +145,8 @@ class AcceleratorStreams:
         if lane != "compute":
             return self._lanes[lane]
         current = torch.cuda.current_stream(self.device)
-        if self._user is not None and current in self._lanes.values():  # called from inside on(lane)
+        # called from inside on(lane)
+        if self._user is not None and current in self._lanes.values():
             return self._user
         return current
 
@@ -180,7 +206,9 @@ class _Access:
 
 @dataclass
 class _History:
-    """What later accesses of one buffer must come after. One read per lane is enough: earlier ones precede it in program order."""
+    """What later accesses of one buffer must come after. One read per lane is enough: earlier
+    ones precede it in program order.
+    """
 
     write: _Access | None = None  # the last alloc, write or free
     reads: dict[Lane, _Access] = field(default_factory=dict)  # since then
@@ -188,14 +216,17 @@ class _History:
 
 
 class CheckingStreams:
-    """Vector clocks over what the engine reports: proves the module's invariant for the run it has seen, on any device.
+    """Vector clocks over what the engine reports: proves the module's invariant for the run it
+    has seen, on any device.
 
-    Each lane's clock says how many accesses of every lane it is known to come after; fork, mark and join copy clocks as events do. An
-    access by a lane whose clock does not cover the conflicting one before it is a StreamRace. Memory returns to the lane that allocated
-    it (that is how caching allocators reuse it), so a free must be ordered before that lane's next allocation too.
+    Each lane's clock says how many accesses of every lane it is known to come after; fork, mark and
+    join copy clocks as events do. An access by a lane whose clock does not cover the conflicting
+    one before it is a StreamRace. Memory returns to the lane that allocated it (that is how caching
+    allocators reuse it), so a free must be ordered before that lane's next allocation too.
 
-    `drop` leaves out one synchronisation operation: forks and joins are counted together from 0 in the order of their calls, and a run
-    with ``drop=k`` that raises shows that the k-th is needed. With `collect`, races are appended to ``races`` instead of raised.
+    `drop` leaves out one synchronisation operation: forks and joins are counted together from 0 in
+    the order of their calls, and a run with ``drop=k`` that raises shows that the k-th is needed.
+    With `collect`, races are appended to ``races`` instead of raised.
 
     For one thread at a time; it keeps one small record per buffer name, for ever.
     """
@@ -257,7 +288,9 @@ class CheckingStreams:
             mine = self._clocks[waiter]
             mine.update({lane: max(mine[lane], clock[lane]) for lane in LANES})
 
-    def _access(self, operation: Literal["alloc", "free", "read", "write"], buffer: Hashable) -> None:
+    def _access(
+        self, operation: Literal["alloc", "free", "read", "write"], buffer: Hashable
+    ) -> None:
         lane, clock = self._lane, self._clocks[self._lane]
         clock[lane] += 1
         self.num_accesses += 1
@@ -288,7 +321,14 @@ class CheckingStreams:
         assert history.home is not None
         for used in (history.write, *history.reads.values()):
             if used is not None and not used.before(self._clocks[history.home]):
-                self._report(StreamRace(buffer, used, access, f"gives memory back to lane {history.home}, which is not ordered after"))
+                self._report(
+                    StreamRace(
+                        buffer,
+                        used,
+                        access,
+                        f"gives memory back to lane {history.home}, which is not ordered after",
+                    )
+                )
 
     def _report(self, race: StreamRace) -> None:
         if not self.collect:

@@ -1,7 +1,8 @@
 """The stores of one engine, and what share of each state rests there.
 
-ZeRO-Offload (section 4), ZeRO-Infinity (section 5) and Offload++ are rows of the policy table whose cells carry another tier than DEVICE; this is
-the memory behind those cells. A fraction below 1 leaves the first elements of a state on the device (core/split.py).
+ZeRO-Offload (section 4), ZeRO-Infinity (section 5) and Offload++ are rows of the policy table whose
+cells carry another tier than DEVICE; this is the memory behind those cells. A fraction below 1
+leaves the first elements of a state on the device (core/split.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Tiering:
     """Where states rest beyond the device: nowhere, by default."""
 
     stores: Mapping[Tier, Store] = field(default_factory=dict)
-    fractions: Mapping[str, float] = field(default_factory=dict)  # of "weight", "grad", "optimizer"; 1.0 where nothing is said
+    # of "weight", "grad", "optimizer"; 1.0 where nothing is said
+    fractions: Mapping[str, float] = field(default_factory=dict)
     link: Link = field(default_factory=Direct)
     staging_bytes: int = 64 << 20  # of the streamed step
     automatic: bool = False  # the optimizer's fraction follows what is measured
@@ -33,7 +35,9 @@ class Tiering:
     delayed_update: int | None = None  # steps before updates are applied one step late; None: never
 
     def trimmer(self) -> Trimmer:
-        """Return what keeps the allocator from holding on to temporaries: where state rests on disk, memory is what is short."""
+        """Return what keeps the allocator from holding on to temporaries: where state rests on
+        disk, memory is what is short.
+        """
         return Trimmer(self.staging_bytes if Tier.DISK in self.stores else None)
 
     def store(self, tier: Tier) -> Store | None:
@@ -41,10 +45,14 @@ class Tiering:
         return None if tier is Tier.DEVICE else self.stores[tier]
 
     def splits(self, state: str, tiers: Sequence[Tier], numels: Sequence[int]) -> list[int]:
-        """Return, per segment of `numels` elements on this rank, how many of `state` rest on the device, given the tiers of their cells."""
+        """Return, per segment of `numels` elements on this rank, how many of `state` rest on the
+        device, given the tiers of their cells.
+        """
         away = [index for index, tier in enumerate(tiers) if tier is not Tier.DEVICE]
         out = list(numels)
-        for index, split in zip(away, splits([numels[i] for i in away], self.fractions.get(state, 1.0)), strict=True):
+        for index, split in zip(
+            away, splits([numels[i] for i in away], self.fractions.get(state, 1.0)), strict=True
+        ):
             out[index] = split
         return out
 

@@ -12,11 +12,26 @@ from torch import nn
 __all__ = ["tensors_in", "tensors_within"]
 
 _MOST_OBJECTS = 1000  # that `tensors_within` looks into: an object may lead to all there is
-_ATOMS = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, torch.Size, nn.Module)
+_ATOMS = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    type,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    nn.Module,
+)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in `value`: a tensor, or nested lists, tuples, dicts (Transformers' outputs among them), dataclasses."""
+    """Yield every tensor in `value`: a tensor, or nested lists, tuples, dicts (Transformers'
+    outputs among them), dataclasses.
+    """
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -31,7 +46,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def tensors_within(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor that `tensors_in` finds, and those in attributes of objects of any class (torch's distributions), in sets and closures.
+    """Yield every tensor that `tensors_in` finds, and those in attributes of objects of any
+    class (torch's distributions), in sets and closures.
 
     Modules are not looked into. Each object is visited once, and not more than a thousand of them.
     """
@@ -58,7 +74,11 @@ def _parts_of(value: Any) -> list[Any]:
     parts = list(getattr(value, "__dict__", {}).values())
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
-        parts += [getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots) if not name.startswith("__")]
+        parts += [
+            getattr(value, name, None)
+            for name in ((slots,) if isinstance(slots, str) else slots)
+            if not name.startswith("__")
+        ]
     return parts
 
 

@@ -1,17 +1,19 @@
 """A unit: parameters that are gathered together, and the states they go through.
 
-Its parameters lie in one flat segment per (dtype, trainable). While the unit rests, ``param.data`` of each is a one-element NaN expanded to
-the parameter's shape: shape, dtype and device stay right, reading gives NaN instead of stale numbers, most in-place writes raise.
+Its parameters lie in one flat segment per (dtype, trainable). While the unit rests, ``param.data``
+of each is a one-element NaN expanded to the parameter's shape: shape, dtype and device stay right,
+reading gives NaN instead of stale numbers, most in-place writes raise.
 
     RESTING --start--> GATHERING --finish--> FULL --release--> RESTING
 
-Invariant: any other transition raises StateError naming the unit. Cost: a gather moves the weights once; pointing the parameters at
-their views costs no copy.
+Invariant: any other transition raises StateError naming the unit. Cost: a gather moves the weights
+once; pointing the parameters at their views costs no copy.
 
-[Note: writes to released parameters] ``zero_``, ``fill_``, element assignment and writes to one-element parameters do not raise on an
-expanded tensor. Release therefore records ``param._version``; a changed version at the next gather raises StateError naming the parameter.
-Writes through ``.data`` do not count versions: strict mode compares the scalar itself, and so is done always for dtypes without a NaN.
-``param.data = tensor`` is seen by its address.
+[Note: writes to released parameters] ``zero_``, ``fill_``, element assignment and writes to
+one-element parameters do not raise on an expanded tensor. Release therefore records
+``param._version``; a changed version at the next gather raises StateError naming the parameter.
+Writes through ``.data`` do not count versions: strict mode compares the scalar itself, and so is
+done always for dtypes without a NaN. ``param.data = tensor`` is seen by its address.
 """
 
 from __future__ import annotations
@@ -60,9 +62,13 @@ _TRANSITIONS = {
 
 
 def memory_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the stride `tensor` keeps in a flat buffer: its own where it is dense (channels_last), else contiguous."""
+    """Return the stride `tensor` keeps in a flat buffer: its own where it is dense
+    (channels_last), else contiguous.
+    """
     expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+    for size, stride in sorted(
+        zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])
+    ):
         if size != 1 and stride != expected:
             return torch.empty(tensor.shape, device="meta").stride()
         expected *= size
@@ -70,7 +76,9 @@ def memory_stride(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def flatten(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`'s elements [numel] in the order in which a flat buffer holds them; a view where it is dense."""
+    """Return `tensor`'s elements [numel] in the order in which a flat buffer holds them; a view
+    where it is dense.
+    """
     if memory_stride(tensor) == tensor.stride():
         return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return tensor.reshape(-1)
@@ -79,7 +87,9 @@ def flatten(tensor: torch.Tensor) -> torch.Tensor:
 class Segment:
     """The parameters of one unit that share dtype and trainability."""
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], flat: FlatBuffer, rank: int) -> None:
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[nn.Parameter], flat: FlatBuffer, rank: int
+    ) -> None:
         self.names = tuple(names)
         self.parameters = tuple(parameters)
         self.given = tuple(parameter.dtype for parameter in parameters)  # before shard()
@@ -89,12 +99,19 @@ class Segment:
         self.master: Shelf | None = None  # what the optimizer steps
         self.weight = flat.weight  # the weights that follow from it
         self.split = 0  # how many elements of the master rest on the device
-        self.aliased = 0  # how many elements of the master, from its start, are those weights themselves
+        # how many elements of the master, from its start, are those weights themselves
+        self.aliased = 0
         self.lags = False  # whether the weights may be a step behind the master
         self.step: threading.Event | None = None  # set while no step on another tier is under way
-        self.uploads: list[tuple[Work, object]] = []  # weights on their way back from a step on another tier, and what they are copied from
-        self._poison = [torch.full((), poison_value(flat.dtype), dtype=flat.dtype, device=p.device) for p in parameters]
-        self._released = [poison.expand(p.shape) for poison, p in zip(self._poison, parameters, strict=True)]
+        # weights on their way back from a step on another tier, and what they are copied from
+        self.uploads: list[tuple[Work, object]] = []
+        self._poison = [
+            torch.full((), poison_value(flat.dtype), dtype=flat.dtype, device=p.device)
+            for p in parameters
+        ]
+        self._released = [
+            poison.expand(p.shape) for poison, p in zip(self._poison, parameters, strict=True)
+        ]
         self.versions: list[int] = [p._version for p in parameters]
         self.detached = False
 
@@ -112,37 +129,63 @@ class Segment:
         """The pieces that this rank's optimizer steps."""
         return self.flat.layout.pieces_in(self.flat.stepped)
 
-    def make_master(self, *, dtype: torch.dtype, pages: PagePool, store: Store | None, link: Link, apart: bool = False) -> None:
-        """Take the weights as master where they have its dtype and lie where it rests; else allocate one, zeros on the device, undefined elsewhere.
+    def make_master(
+        self,
+        *,
+        dtype: torch.dtype,
+        pages: PagePool,
+        store: Store | None,
+        link: Link,
+        apart: bool = False,
+    ) -> None:
+        """Take the weights as master where they have its dtype and lie where it rests; else
+        allocate one, zeros on the device, undefined elsewhere.
 
-        The first `split` elements rest on the device, the others in `store`. `apart`: never the weights themselves, which are to lag behind.
+        The first `split` elements rest on the device, the others in `store`. `apart`: never the
+        weights themselves, which are to lag behind.
         """
         flat, split = self.flat, self.split
         self.lags = apart
         weight = self.weight
         alike = flat.dtype is dtype and not apart
         there = None if weight.slab is None else weight.slab.tier
-        if alike and weight.split == split and there is (None if store is None or split == weight.numel else store.tier):
+        if (
+            alike
+            and weight.split == split
+            and there is (None if store is None or split == weight.numel else store.tier)
+        ):
             self.master, self.aliased = weight, weight.numel
             return
-        slab = None if store is None or split == weight.numel else store.slab(f"{self.key} master", weight.numel - split, dtype)
+        slab = (
+            None
+            if store is None or split == weight.numel
+            else store.slab(f"{self.key} master", weight.numel - split, dtype)
+        )
         shares_device_part = alike and weight.tensor is not None and weight.split >= split
         if shares_device_part:
             assert weight.tensor is not None
             near, self.aliased = weight.tensor[:split], split
         else:
-            near, self.aliased = pages.empty(split, dtype, flat.full.device).zero_(), 0  # padding is published, too
+            # padding is published, too
+            near, self.aliased = pages.empty(split, dtype, flat.full.device).zero_(), 0
         self.master = Shelf(near, slab, link=link)
 
     def fill_master(self) -> None:
         """Take the master's numbers from the weights."""
         assert self.master is not None
         for start, stop in tiles(self.aliased, self.master.numel, _TILE):
-            with self.weight.borrowed(start, stop, write=False) as weight, self.master.borrowed(start, stop, write=True) as master:
+            with (
+                self.weight.borrowed(start, stop, write=False) as weight,
+                self.master.borrowed(start, stop, write=True) as master,
+            ):
                 master.copy_(weight)
 
-    def store(self, values: Sequence[torch.Tensor], *, masters: Sequence[bool] | None = None) -> None:
-        """Write `values` (one per parameter, any float dtype) into the weights at rest and the master; `masters`: which of them into the master."""
+    def store(
+        self, values: Sequence[torch.Tensor], *, masters: Sequence[bool] | None = None
+    ) -> None:
+        """Write `values` (one per parameter, any float dtype) into the weights at rest and the
+        master; `masters`: which of them into the master.
+        """
         with torch.no_grad():
             if self.flat.replicated:
                 for view, value in zip(self.flat.views, values, strict=True):
@@ -150,13 +193,18 @@ class Segment:
             else:
                 _fill(self.flat.rest, self.flat.layout.pieces_in(self.flat.rest_span), values)
             if self.master is not None and not self.master_is_weight:
-                pieces = self.stepped_pieces if masters is None else [piece for piece in self.stepped_pieces if masters[piece.index]]
+                pieces = (
+                    self.stepped_pieces
+                    if masters is None
+                    else [piece for piece in self.stepped_pieces if masters[piece.index]]
+                )
                 _fill(self.master, pieces, values, keeps=len(pieces) < len(self.stepped_pieces))
 
     def publish(self, *, everything: bool = True) -> None:
         """Cast the master into the weights at rest and let the peers read them.
 
-        A step leaves out (`everything` False) what was stepped in tiles: each has brought its weights itself, or still will.
+        A step leaves out (`everything` False) what was stepped in tiles: each has brought its
+        weights itself, or still will.
         """
         master = self.master
         if master is not None and not self.master_is_weight:
@@ -174,7 +222,9 @@ class Segment:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Note that weights could not be written, instead of raising it: the peers wait for what follows."""
+        """Note that weights could not be written, instead of raising it: the peers wait for what
+        follows.
+        """
         try:
             yield
         except StorageError as error:
@@ -194,7 +244,9 @@ class Segment:
             work.wait()
 
     def bring(self, start: int, stop: int, master: torch.Tensor, stays: bool) -> list[Work]:
-        """Start casting stepped masters (do they stay as they are meanwhile?) into the weights; `settle` waits for it."""
+        """Start casting stepped masters (do they stay as they are meanwhile?) into the weights;
+        `settle` waits for it.
+        """
         if stop <= self.aliased:
             return []
         source = master.to(self.flat.dtype, copy=not stays)
@@ -202,7 +254,9 @@ class Segment:
 
     def can_bring_from_rest(self, start: int, stop: int) -> bool:
         """Whether stepped masters may go into the weights as they are, from where they rest."""
-        return self.master_is_weight or (self.flat.dtype is self.weight.dtype is self._master.dtype and stop <= self.weight.split)
+        return self.master_is_weight or (
+            self.flat.dtype is self.weight.dtype is self._master.dtype and stop <= self.weight.split
+        )
 
     def bring_from_rest(self, start: int, stop: int) -> list[Work]:
         """Start copying stepped masters into the weights from where they rest."""
@@ -233,8 +287,14 @@ class Segment:
         self.flat.publish()
 
     def renew(self, store_of: Callable[[Tier], Store | None]) -> None:
-        """Let what rests here on other tiers rest in memory of its own again, its contents undefined. Raises StorageError."""
-        for shelf in [self.weight] if self._master_or_weight is self.weight else [self.weight, self._master_or_weight]:
+        """Let what rests here on other tiers rest in memory of its own again, its contents
+        undefined. Raises StorageError.
+        """
+        for shelf in (
+            [self.weight]
+            if self._master_or_weight is self.weight
+            else [self.weight, self._master_or_weight]
+        ):
             store = None if shelf.slab is None else store_of(shelf.slab.tier)
             if store is not None:
                 shelf.renew(store)
@@ -267,7 +327,9 @@ class Segment:
             poison.fill_(poison_value(self.flat.dtype))
 
     def repointed(self) -> str | None:
-        """Return the name of a parameter whose ``data`` has been given other memory since attach or detach, if any."""
+        """Return the name of a parameter whose ``data`` has been given other memory since attach
+        or detach, if any.
+        """
         there = self._released if self.detached else self.flat.views
         with torch._C.DisableTorchFunctionSubclass():
             for name, parameter, tensor in zip(self.names, self.parameters, there, strict=True):
@@ -276,9 +338,13 @@ class Segment:
         return None
 
     def written(self, *, scalar: bool = False) -> str | None:
-        """Return the name of a parameter that was written since attach or detach, if any; `scalar`: through ``.data`` too, at rest."""
+        """Return the name of a parameter that was written since attach or detach, if any;
+        `scalar`: through ``.data`` too, at rest.
+        """
         with torch._C.DisableTorchFunctionSubclass():
-            for name, parameter, version in zip(self.names, self.parameters, self.versions, strict=True):
+            for name, parameter, version in zip(
+                self.names, self.parameters, self.versions, strict=True
+            ):
                 if parameter._version != version:
                     return name
         if scalar:
@@ -290,11 +356,17 @@ class Segment:
         return None
 
 
-def _fill(shelf: Shelf, pieces: Sequence[Piece], values: Sequence[torch.Tensor], *, keeps: bool = False) -> None:
-    """Write the `pieces` of `values` into a state at rest, a tile at a time where that is another tier; `keeps` what lies beside them."""
+def _fill(
+    shelf: Shelf, pieces: Sequence[Piece], values: Sequence[torch.Tensor], *, keeps: bool = False
+) -> None:
+    """Write the `pieces` of `values` into a state at rest, a tile at a time where that is
+    another tier; `keeps` what lies beside them.
+    """
     if shelf.on_device:
         for piece in pieces:
-            shelf.whole[piece.shard_start : piece.shard_stop].copy_(flatten(values[piece.index])[piece.start : piece.stop])
+            shelf.whole[piece.shard_start : piece.shard_stop].copy_(
+                flatten(values[piece.index])[piece.start : piece.stop]
+            )
         return
     for start, stop in tiles(0, shelf.numel, _TILE):
         target = torch.zeros(stop - start, dtype=shelf.dtype)
@@ -305,7 +377,9 @@ def _fill(shelf: Shelf, pieces: Sequence[Piece], values: Sequence[torch.Tensor],
             low, high = max(piece.shard_start, start), min(piece.shard_stop, stop)
             if low < high:
                 first = piece.start - piece.shard_start
-                target[low - start : high - start].copy_(flatten(values[piece.index])[first + low : first + high])
+                target[low - start : high - start].copy_(
+                    flatten(values[piece.index])[first + low : first + high]
+                )
         for work in shelf.write(start, stop, target):
             getattr(work, "synchronize", work.wait)()
 
@@ -314,7 +388,14 @@ class Unit:
     """Parameters that are gathered together."""
 
     def __init__(
-        self, index: int, name: str, segments: Sequence[Segment], cells: Cells, *, spans_one_module: bool, strict: bool = False
+        self,
+        index: int,
+        name: str,
+        segments: Sequence[Segment],
+        cells: Cells,
+        *,
+        spans_one_module: bool,
+        strict: bool = False,
     ) -> None:
         self.index = index
         self.name = name
@@ -323,13 +404,17 @@ class Unit:
         self.state = UnitState.FULL
         self.depth = 0  # forwards of its modules under way
         self.spans_one_module = spans_one_module  # one module's forward is all that needs it
-        self.holds_others = False  # other units' modules lie inside its own, so that its backward goes on around theirs
+        # other units' modules lie inside its own, so that its backward goes on around theirs
+        self.holds_others = False
         self.dozing = False
         self.in_backward = False
-        self.arrived: dict[int, int] = {}  # parameters whose gradient has come in this backward, by id, and the last graph task that brought it
+        # parameters whose gradient has come in this backward, by id, and the last graph task that
+        # brought it
+        self.arrived: dict[int, int] = {}
         self.pending = 0  # trainable parameters whose gradient has not come in this backward
         self.forwards = 0  # of its module, whose backward is not over
-        self.recomputations = 0  # forwards of its modules to come in a backward: they ran inside reentrant checkpoints
+        # forwards of its modules to come in a backward: they ran inside reentrant checkpoints
+        self.recomputations = 0
         self._flight: Flight | None = None
         self._strict = strict
 
@@ -349,7 +434,9 @@ class Unit:
     @property
     def nominal_bytes(self) -> int:
         """Bytes of all of this unit's weights, wherever they are."""
-        return sum(segment.flat.layout.numel * segment.flat.dtype.itemsize for segment in self.segments)
+        return sum(
+            segment.flat.layout.numel * segment.flat.dtype.itemsize for segment in self.segments
+        )
 
     @cached_property
     def trainable(self) -> list[Segment]:
@@ -357,21 +444,29 @@ class Unit:
 
     @cached_property
     def has_frozen(self) -> bool:
-        """Whether the backward of this unit may need weights after its last trainable gradient has come."""
+        """Whether the backward of this unit may need weights after its last trainable gradient
+        has come.
+        """
         return any(segment.grad is None for segment in self.segments)
 
     def _move(self, state: UnitState) -> None:
         if (self.state, state) not in _TRANSITIONS:
-            raise StateError(f"unit {self.name!r} cannot go from {self.state.value} to {state.value}")
+            raise StateError(
+                f"unit {self.name!r} cannot go from {self.state.value} to {state.value}"
+            )
         self.state = state
 
     @property
     def is_coded(self) -> bool:
-        """Whether its weights travel encoded, so that what is computed with is not quite what rests."""
+        """Whether its weights travel encoded, so that what is computed with is not quite what
+        rests.
+        """
         return any(segment.flat.codec is not None for segment in self.segments)
 
     def start_gather(self, streams: Lanes, *, fork: bool = True, exact: bool = False) -> None:
-        """Start bringing the weights together (`fork`: see buffer.gather), `exact`: as they rest, without a codec."""
+        """Start bringing the weights together (`fork`: see buffer.gather), `exact`: as they
+        rest, without a codec.
+        """
         for segment in self.segments:
             segment.flat.exact = exact
             if not segment.flat.is_local:
@@ -400,12 +495,16 @@ class Unit:
             segment.attach()
 
     def release(self, *, for_backward: bool | None = False) -> None:
-        """Give the gathered memory back (replicated rows keep theirs, and only unpoint the parameters); see FlatBuffer.release."""
+        """Give the gathered memory back (replicated rows keep theirs, and only unpoint the
+        parameters); see FlatBuffer.release.
+        """
         self._move(UnitState.RESTING)
         self.dozing = False
         name = None
         for segment in self.segments:
-            keeps_writes = segment.flat.replicated and (segment.master is None or segment.master_is_weight)
+            keeps_writes = segment.flat.replicated and (
+                segment.master is None or segment.master_is_weight
+            )
             name = name or segment.repointed() or (None if keeps_writes else segment.written())
             segment.detach()
             segment.flat.release(for_backward=for_backward)
@@ -413,8 +512,11 @@ class Unit:
             raise _lost(name, "while it was gathered for computing")
 
     def leave_views(self, tensor: torch.Tensor) -> None:
-        """Where `tensor` is a view of the gathered weights, let it keep their memory; see [Note: views that leave] in buffer.py."""
-        if self.gives_memory_back and not isinstance(tensor, nn.Parameter):  # those are guarded themselves
+        """Where `tensor` is a view of the gathered weights, let it keep their memory; see
+        [Note: views that leave] in buffer.py.
+        """
+        # those are guarded themselves
+        if self.gives_memory_back and not isinstance(tensor, nn.Parameter):
             address = tensor.data_ptr()
             for segment in self.segments:
                 segment.flat.leave(address)
@@ -429,7 +531,9 @@ class Unit:
         return None
 
     def doze(self) -> None:
-        """Let the parameters of a FULL unit that no module is using answer as released ones: another use of them must be noticed."""
+        """Let the parameters of a FULL unit that no module is using answer as released ones:
+        another use of them must be noticed.
+        """
         self.dozing = True
         for segment in self.segments:
             for parameter in segment.parameters:
@@ -443,13 +547,17 @@ class Unit:
                 restore_class(parameter)
 
     def check_memory(self) -> None:
-        """Raise StateError where ``param.data`` of a FULL unit leads elsewhere: no step would change such a parameter."""
+        """Raise StateError where ``param.data`` of a FULL unit leads elsewhere: no step would
+        change such a parameter.
+        """
         name = next(filter(None, (segment.repointed() for segment in self.segments)), None)
         if name is not None:
             raise _lost(name, "(its .data leads elsewhere)")
 
     def abandon(self) -> None:
-        """After an exception: back to rest from whatever state. The transport has abandoned its part of flights under way."""
+        """After an exception: back to rest from whatever state. The transport has abandoned its
+        part of flights under way.
+        """
         rests = self.state is UnitState.RESTING
         if self._flight is not None:
             self._flight.abandon()  # a tier may still be reading into memory that is about to go
@@ -473,11 +581,15 @@ class Unit:
 
     @contextmanager
     def writable(self) -> Iterator[list[torch.Tensor]]:
-        """Point the parameters of a FULL unit at private copies that may be edited; yields the copies, one flat tensor per segment."""
+        """Point the parameters of a FULL unit at private copies that may be edited; yields the
+        copies, one flat tensor per segment.
+        """
         assert self.state is UnitState.FULL, self
         copies = [segment.flat.full.clone() for segment in self.segments]
         for segment, copy in zip(self.segments, copies, strict=True):
-            for parameter, view in zip(segment.parameters, segment.flat.views_of(copy), strict=True):
+            for parameter, view in zip(
+                segment.parameters, segment.flat.views_of(copy), strict=True
+            ):
                 parameter.data = view
         try:
             yield copies
@@ -487,4 +599,7 @@ class Unit:
 
 
 def _lost(name: str, when: str) -> StateError:
-    return StateError(f"parameter {name!r} was written to {when}, and the write is lost: edit it inside engine.gathered(writeback=True)")
+    return StateError(
+        f"parameter {name!r} was written to {when}, and the write is lost: edit it inside"
+        " engine.gathered(writeback=True)"
+    )

@@ -1,11 +1,16 @@
-"""Whether the model still is the one that was sharded: parameters that came or went since would silently not be trained.
+"""Whether the model still is the one that was sharded: parameters that came or went since would
+silently not be trained.
 
-    model.blocks.append(Block())            a new parameter: no unit gathers it, no rank averages its gradient, no optimizer steps it
-    model.head = nn.Linear(8, 8)            the same, and the sharded head is stepped without ever being used
+    model.blocks.append(Block())            a new parameter: no unit gathers it, no rank averages
+                                            its gradient, no optimizer steps it
+    model.head = nn.Linear(8, 8)            the same, and the sharded head is stepped without ever
+                                            being used
 
-A step refuses both by name. Frozen parameters that came later (adapters for inference, say) are left alone.
+A step refuses both by name. Frozen parameters that came later (adapters for inference, say) are
+left alone.
 
-Cost: per step the identities of all modules and parameters are compared as one list: 10 microseconds for 300 of them.
+Cost: per step the identities of all modules and parameters are compared as one list: 10
+microseconds for 300 of them.
 """
 
 from __future__ import annotations
@@ -20,7 +25,10 @@ from zeroshard.errors import StateError
 
 __all__ = ["Watch"]
 
-_REMEDY = "change the model before shard(), or call engine.close(), change it, build the optimizer again and shard() again"
+_REMEDY = (
+    "change the model before shard(), or call engine.close(), change it, build the optimizer again"
+    " and shard() again"
+)
 
 
 class Watch:
@@ -33,21 +41,36 @@ class Watch:
         self._remember()
 
     def check(self) -> None:
-        """Raise StateError where a trained parameter was added, or one of ours is no longer in the model."""
-        if list(map(id, chain.from_iterable(entries.values() for entries in self._tables))) == self._ids:
+        """Raise StateError where a trained parameter was added, or one of ours is no longer in
+        the model.
+        """
+        if (
+            list(map(id, chain.from_iterable(entries.values() for entries in self._tables)))
+            == self._ids
+        ):
             return
-        there = {id(parameter): (name, parameter.requires_grad) for name, parameter in self._model.named_parameters()}
+        there = {
+            id(parameter): (name, parameter.requires_grad)
+            for name, parameter in self._model.named_parameters()
+        }
         for key, (name, trained) in there.items():
             if trained and key not in self._sharded:
-                raise StateError(f"parameter {name!r} came into the model after shard() and is not trained: {_REMEDY}")
+                raise StateError(
+                    f"parameter {name!r} came into the model after shard() and is not trained:"
+                    f" {_REMEDY}"
+                )
         for key in self._sharded:
             if key not in there:
-                raise StateError(f"parameter {self._names[key]!r} was taken out of the model after shard(): {_REMEDY}")
+                raise StateError(
+                    f"parameter {self._names[key]!r} was taken out of the model after shard():"
+                    f" {_REMEDY}"
+                )
         self._remember()
 
     def _remember(self) -> None:
         self._tables: list[dict[str, Any]] = []
         for module in self._model.modules():
             self._tables += [module._modules, module._parameters]
-        self._held = [*chain.from_iterable(entries.values() for entries in self._tables)]  # so that no other object takes their ids
+        # so that no other object takes their ids
+        self._held = [*chain.from_iterable(entries.values() for entries in self._tables)]
         self._ids = list(map(id, self._held))

@@ -1,13 +1,16 @@
 """When units are gathered, prefetched and released.
 
-The policy's cells decide: sharded ``between`` releases a unit after its forward, sharded ``weight`` after its backward, and a step makes
-replicated weights stale (their gather is the publish, started at once and waited for by the next forward).
+The policy's cells decide: sharded ``between`` releases a unit after its forward, sharded ``weight``
+after its backward, and a step makes replicated weights stale (their gather is the publish, started
+at once and waited for by the next forward).
 
-    need(unit): make room . start (unless prefetched) . finish . record . prefetch what ran after it last time
+    need(unit): make room . start (unless prefetched) . finish . record . prefetch what ran after it
+    last time
 
-Invariants: gathered weights beyond rest and gradient buffers never exceed ``budget_bytes`` = 2 x the largest unit + prefetch_bytes, unless
-one pass needs more at the same time; every decision depends on what the ranks share (order and sizes), never on timing, so that two-sided
-collectives meet. Cost: one dictionary look-up per unit that is there already.
+Invariants: gathered weights beyond rest and gradient buffers never exceed ``budget_bytes`` = 2 x
+the largest unit + prefetch_bytes, unless one pass needs more at the same time; every decision
+depends on what the ranks share (order and sizes), never on timing, so that two-sided collectives
+meet. Cost: one dictionary look-up per unit that is there already.
 """
 
 from __future__ import annotations
@@ -37,19 +40,30 @@ class Until(IntEnum):
 
     FORWARD_ENDS = 0
     BACKWARD_ENDS = 1  # as many of them as forwards
-    STEP = 2  # or a load, a writeback, reset(): a graph may refer to the weights that no hook announces
+    # or a load, a writeback, reset(): a graph may refer to the weights that no hook announces
+    STEP = 2
 
 
 class Weights:
     """The gathered weights of all units."""
 
     def __init__(
-        self, units: Sequence[Unit], *, streams: Lanes, meter: Meter, digest: Digest, prefetch_bytes: int | None, ordered: bool
+        self,
+        units: Sequence[Unit],
+        *,
+        streams: Lanes,
+        meter: Meter,
+        digest: Digest,
+        prefetch_bytes: int | None,
+        ordered: bool,
     ) -> None:
         self.units = tuple(units)
-        self.epoch = 0  # steps, writebacks and loads so far: what a forward's weights are valid under
-        self.trace: Callable[[str, str], None] | None = None  # tests look at the order of events through this
-        self.make_room: Callable[[int], None] = lambda num_bytes: None  # the gradient side waits for its reduces
+        # steps, writebacks and loads so far: what a forward's weights are valid under
+        self.epoch = 0
+        # tests look at the order of events through this
+        self.trace: Callable[[str, str], None] | None = None
+        # the gradient side waits for its reduces
+        self.make_room: Callable[[int], None] = lambda num_bytes: None
         self.trimmer = Trimmer(None)  # set by the engine
         largest = max((unit.nominal_bytes for unit in units), default=0)
         self.prefetch_bytes = largest if prefetch_bytes is None else prefetch_bytes
@@ -57,7 +71,8 @@ class Weights:
         self._streams = streams
         self._meter = meter
         self._digest = digest
-        self.ordered = ordered or any(unit.is_coded for unit in units)  # gathers need every rank: all gather the same units in the same order
+        # gathers need every rank: all gather the same units in the same order
+        self.ordered = ordered or any(unit.is_coded for unit in units)
         self._order: Order[int] = Order()
         self._sizes = {unit.index: unit.full_bytes for unit in units}
         self._idle: Unit | None = None  # forward over, kept until another unit is needed
@@ -69,7 +84,9 @@ class Weights:
         self.evaluates = False  # the forward of the model under way runs without gradients
         self.running = 0  # forwards under way, of the model or of any module that needs a unit
         self._held: dict[int, tuple[Unit, Until]] = {}  # used outside their modules
-        self._open = 0  # forwards with gradients since the last step, less backwards: graphs that may still need what is held
+        # forwards with gradients since the last step, less backwards: graphs that may still need
+        # what is held
+        self._open = 0
 
     @property
     def nothing_to_do(self) -> bool:
@@ -135,7 +152,8 @@ class Weights:
             self._make_room(unit, phase)
             self.start(unit)
         self._prefetched.pop(unit.index, None)
-        with temporarily_clear_interpreter_stack() if in_transform() else nullcontext():  # our copies are not the transform's to follow
+        # our copies are not the transform's to follow
+        with temporarily_clear_interpreter_stack() if in_transform() else nullcontext():
             unit.finish_gather()
         for segment in unit.segments:
             self._streams.read(segment.key)
@@ -145,9 +163,12 @@ class Weights:
         for other in self._prefetched.values():
             other.push()
         if unit.full_bytes:
-            if self.ordered:  # prefetched in one order and run in another: the ranks' next gathers will differ
+            # prefetched in one order and run in another: the ranks' next gathers will differ
+            if self.ordered:
                 first = unit.segments[0].flat
-                self._digest.fold(phase, unit.name, dtype_name(first.dtype), first.layout.numel, ordered=True)
+                self._digest.fold(
+                    phase, unit.name, dtype_name(first.dtype), first.layout.numel, ordered=True
+                )
             self._prefetch(unit, phase)
 
     def start(self, unit: Unit, *, fork: bool = True) -> None:
@@ -155,13 +176,17 @@ class Weights:
         for segment in unit.segments:
             flat = segment.flat
             if self.ordered and not flat.is_local:
-                self._digest.fold("gather", unit.name, dtype_name(flat.dtype), flat.layout.numel, ordered=True)
+                self._digest.fold(
+                    "gather", unit.name, dtype_name(flat.dtype), flat.layout.numel, ordered=True
+                )
         if self.trace is not None:
             self.trace("gather", unit.name)
         unit.start_gather(self._streams, fork=fork, exact=self.exact > 0)
 
     def _make_room(self, unit: Unit, phase: Phase) -> None:
-        """Let go of what was prefetched for another order, then wait for reduces, until `unit` fits the budget."""
+        """Let go of what was prefetched for another order, then wait for reduces, until `unit`
+        fits the budget.
+        """
         excess = self._meter.live + unit.full_bytes - self.budget_bytes
         upcoming = self._order.upcoming(phase, unit.index)
         for index in to_evict(self._prefetched, upcoming, sizes=self._sizes, excess_bytes=excess):
@@ -174,14 +199,18 @@ class Weights:
         if allowed <= 0:
             return
         live = {other.index for other in self.units if other.state is not UnitState.RESTING}
-        for index in self._order.predict(phase, unit.index, sizes=self._sizes, live_bytes=0, budget_bytes=allowed, live=live):
+        for index in self._order.predict(
+            phase, unit.index, sizes=self._sizes, live_bytes=0, budget_bytes=allowed, live=live
+        ):
             other = self.units[index]
             if other.full_bytes:
                 self._prefetched[index] = other
                 self.start(other)
 
     def show_exact(self, units: Sequence[Unit]) -> None:
-        """Until `exact` is counted down again, gather what rests; encoded weights of `units` that are here go."""
+        """Until `exact` is counted down again, gather what rests; encoded weights of `units`
+        that are here go.
+        """
         self.exact += 1
         for unit in units:
             if unit.is_coded and unit.depth == 0 and not unit.in_backward:
@@ -198,8 +227,11 @@ class Weights:
         self.release(unit, for_backward=None)
 
     def after_forward(self, unit: Unit) -> None:
-        """`unit`'s module has run: release it now if nothing else of it can follow, else when another unit is needed."""
-        kept = not unit.cells.between.is_sharded and torch.is_grad_enabled()  # for a backward that may follow
+        """`unit`'s module has run: release it now if nothing else of it can follow, else when
+        another unit is needed.
+        """
+        # for a backward that may follow
+        kept = not unit.cells.between.is_sharded and torch.is_grad_enabled()
         if not unit.cells.weight.is_sharded or unit.state is not UnitState.FULL:
             return
         if kept:
@@ -228,12 +260,21 @@ class Weights:
         self.trimmer.passed(unit.full_bytes)
 
     def release_unused(self, unit: Unit) -> None:
-        """Release a unit that rests sharded, where neither a forward, a backward nor the user has it in use."""
-        if unit.cells.weight.is_sharded and unit.state is UnitState.FULL and unit.depth == 0 and not unit.in_backward:
+        """Release a unit that rests sharded, where neither a forward, a backward nor the user
+        has it in use.
+        """
+        if (
+            unit.cells.weight.is_sharded
+            and unit.state is UnitState.FULL
+            and unit.depth == 0
+            and not unit.in_backward
+        ):
             self.release(unit)
 
     def end_pass(self) -> None:
-        """A forward or backward of the whole model is over: nothing stays that was only expected or idle."""
+        """A forward or backward of the whole model is over: nothing stays that was only expected
+        or idle.
+        """
         self.release_idle()
         for unit in list(self._prefetched.values()):
             self.discard(unit)
@@ -248,22 +289,33 @@ class Weights:
         if self.refusal is not None:
             raise StateError(self.refusal)
         if self.asleep:
-            raise StateError("the states are off the device: call engine.reload_states() on every rank first")
+            raise StateError(
+                "the states are off the device: call engine.reload_states() on every rank first"
+            )
 
     def check_epoch(self, unit: Unit, epoch: int) -> None:
-        """Raise StateError when the weights have changed since the forward that ran under `epoch`."""
+        """Raise StateError when the weights have changed since the forward that ran under
+        `epoch`.
+        """
         if epoch != self.epoch:
             raise StateError(
-                f"backward through unit {unit.name!r} of a forward that ran before the last optimizer.step(), load or writeback: "
-                "its weights have changed since; run the forward again (or step after the backward)"
+                f"backward through unit {unit.name!r} of a forward that ran before the last"
+                " optimizer.step(), load or writeback: its weights have changed since; run the"
+                " forward again (or step after the backward)"
             )
 
     def invalidate(self) -> None:
-        """A step, writeback or load has written the shards: replicated copies are stale, and their publish starts."""
+        """A step, writeback or load has written the shards: replicated copies are stale, and
+        their publish starts.
+        """
         self.epoch += 1
         self._open = 0
         self.let_go(Until.STEP)
-        stale = [unit for unit in self.units if unit.cells.optim.is_sharded and not unit.cells.weight.is_sharded]
+        stale = [
+            unit
+            for unit in self.units
+            if unit.cells.optim.is_sharded and not unit.cells.weight.is_sharded
+        ]
         for unit in self.units:
             unit.forget_forwards()
             for segment in unit.segments:
@@ -277,13 +329,19 @@ class Weights:
                 fork = False
 
     def shadow(self, phase: Phase) -> Iterator[Unit]:
-        """Take part in the gathers of a pass that only other ranks run; yields each unit while it is gathered.
+        """Take part in the gathers of a pass that only other ranks run; yields each unit while
+        it is gathered.
 
-        The order is that of the last pass (before any: of definition). One-sided transports need nothing of us and yield nothing.
+        The order is that of the last pass (before any: of definition). One-sided transports need
+        nothing of us and yield nothing.
         """
         self.begin(phase)
         if self.ordered:
-            in_order = [unit.index for unit in self.units] if phase == "forward" else [unit.index for unit in reversed(self.units)]
+            in_order = (
+                [unit.index for unit in self.units]
+                if phase == "forward"
+                else [unit.index for unit in reversed(self.units)]
+            )
             for index in self._order.trace(phase) or in_order:
                 unit = self.units[index]
                 self.need(unit, phase)
@@ -292,7 +350,9 @@ class Weights:
         self.end_pass()
 
     def abandon(self) -> None:
-        """After an exception: every unit back at rest, and no expectation, since the ranks may have come to different places."""
+        """After an exception: every unit back at rest, and no expectation, since the ranks may
+        have come to different places.
+        """
         self._order = Order()
         self._idle = None
         self._prefetched.clear()
@@ -305,14 +365,21 @@ class Weights:
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func is at work (vmap, grad, jvp, ...): gradients inside are its own, and no pass of ours."""
+    """Whether a transform of torch.func is at work (vmap, grad, jvp, ...): gradients inside are
+    its own, and no pass of ours.
+    """
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _refuse_transforms(unit: Unit) -> None:
-    """Raise StateError where a gather would run inside a transform of torch.func, which cannot follow memory that comes and goes."""
-    if unit.cells.weight.is_sharded and (in_transform() or torch.autograd.forward_ad._current_level >= 0):
+    """Raise StateError where a gather would run inside a transform of torch.func, which cannot
+    follow memory that comes and goes.
+    """
+    if unit.cells.weight.is_sharded and (
+        in_transform() or torch.autograd.forward_ad._current_level >= 0
+    ):
         raise StateError(
-            f"unit {unit.name!r} would be gathered inside a transform (torch.vmap, torch.func.grad, jvp, forward-mode AD), which cannot follow "
-            "memory that is released: run the transform inside engine.gathered(), on every rank"
+            f"unit {unit.name!r} would be gathered inside a transform (torch.vmap, torch.func.grad,"
+            " jvp, forward-mode AD), which cannot follow memory that is released: run the"
+            " transform inside engine.gathered(), on every rank"
         )

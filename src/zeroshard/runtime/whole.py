@@ -1,8 +1,10 @@
 """Whole parameters, outside a pass: read, edited, loaded, saved, and their gradients.
 
-All of it is collective and goes a unit at a time where it can: a ``full_state_dict`` never holds more than one unit gathered.
+All of it is collective and goes a unit at a time where it can: a ``full_state_dict`` never holds
+more than one unit gathered.
 
-Invariant: edits reach the weights at rest and the masters of every rank, or raise; they are never lost in silence.
+Invariant: edits reach the weights at rest and the masters of every rank, or raise; they are never
+lost in silence.
 """
 
 from __future__ import annotations
@@ -32,7 +34,13 @@ class Whole:
     """The whole parameters of one engine."""
 
     def __init__(
-        self, module: nn.Module, weights: Weights, hooks: Hooks, finalizer: Finalizer, transport: Transport, faults: Faults
+        self,
+        module: nn.Module,
+        weights: Weights,
+        hooks: Hooks,
+        finalizer: Finalizer,
+        transport: Transport,
+        faults: Faults,
     ) -> None:
         self._module = module
         self._weights = weights
@@ -40,15 +48,21 @@ class Whole:
         self._finalizer = finalizer
         self._transport = transport
         self._faults = faults
-        self.join_step: Callable[[], None] = lambda: None  # set by the engine: return when no step is under way
+        # set by the engine: return when no step is under way
+        self.join_step: Callable[[], None] = lambda: None
         hooks.write_back = self.store_unit
 
     @contextmanager
-    def gathered(self, params: Iterable[nn.Parameter] | nn.Parameter | None = None, *, writeback: bool = False) -> Iterator[None]:
+    def gathered(
+        self,
+        params: Iterable[nn.Parameter] | nn.Parameter | None = None,
+        *,
+        writeback: bool = False,
+    ) -> Iterator[None]:
         """Hold full parameters (default: all) readable inside the context, collectively.
 
-        With `writeback`, edits inside are kept: those of rank 0, or the same on every rank; others raise StateError at the end. Edits
-        without it are lost and raise where they are seen.
+        With `writeback`, edits inside are kept: those of rank 0, or the same on every rank; others
+        raise StateError at the end. Edits without it are lost and raise where they are seen.
         """
         units = self._units_of(params)
         saved, self._hooks.may_save = self._hooks.may_save, True
@@ -82,26 +96,51 @@ class Whole:
                 self._weights.release_unused(unit)
 
     def _keep_edits(self, values: dict[str, torch.Tensor], before: list[str]) -> set[str]:
-        """Bring rank 0's edits of `values` to every rank, and return the names; raise when another rank made edits of its own."""
+        """Bring rank 0's edits of `values` to every rank, and return the names; raise when
+        another rank made edits of its own.
+        """
         transport = self._transport
         after = [digest_of(value) for value in values.values()]
-        answers = [answer.decode().split(",") for answer in transport.exchange(",".join(after).encode(), _CALL)]
-        changed = transport.exchange(bytes(a != b for a, b in zip(after, before, strict=True)), _CALL)
+        answers = [
+            answer.decode().split(",")
+            for answer in transport.exchange(",".join(after).encode(), _CALL)
+        ]
+        changed = transport.exchange(
+            bytes(a != b for a, b in zip(after, before, strict=True)), _CALL
+        )
         for position, (name, value) in enumerate(values.items()):
             mine = [answer[position] for answer in answers]
-            rivals = [rank for rank, digest in enumerate(mine) if changed[rank][position] and digest != mine[0]]
+            rivals = [
+                rank
+                for rank, digest in enumerate(mine)
+                if changed[rank][position] and digest != mine[0]
+            ]
             if rivals:
                 raise StateError(
-                    f"parameter {name!r} was edited differently on ranks 0 and {rivals}: edit on rank 0 alone, or the same on every rank"
+                    f"parameter {name!r} was edited differently on ranks 0 and {rivals}: edit on"
+                    " rank 0 alone, or the same on every rank"
                 )
             if len(set(mine)) > 1:
                 transport.broadcast(value, 0)
-        return {name for position, name in enumerate(values) if any(answer[position] for answer in changed)}
+        return {
+            name
+            for position, name in enumerate(values)
+            if any(answer[position] for answer in changed)
+        }
 
-    def store_unit(self, unit: Unit, copies: list[torch.Tensor], edited: set[str] | None = None, *, refresh: bool = True) -> None:
-        """Write copies into the weights at rest and the masters, on every rank; raises StorageError on every rank.
+    def store_unit(
+        self,
+        unit: Unit,
+        copies: list[torch.Tensor],
+        edited: set[str] | None = None,
+        *,
+        refresh: bool = True,
+    ) -> None:
+        """Write copies into the weights at rest and the masters, on every rank; raises
+        StorageError on every rank.
 
-        Masters of parameters that are not among the `edited` ones (default: all) keep the digits that the copies do not have.
+        Masters of parameters that are not among the `edited` ones (default: all) keep the digits
+        that the copies do not have.
         """
         self.join_step()
         self._transport.begin_write()
@@ -115,7 +154,9 @@ class Whole:
             self._refresh([unit])
 
     def _refresh(self, units: Sequence[Unit]) -> None:
-        """Weights have been written: what is gathered now is gathered anew, and older forwards cannot run backward."""
+        """Weights have been written: what is gathered now is gathered anew, and older forwards
+        cannot run backward.
+        """
         self._weights.epoch += 1
         for unit in units:
             if unit.state is UnitState.FULL and unit.cells.weight.is_sharded:
@@ -124,7 +165,9 @@ class Whole:
                     self._weights.need(unit, "forward")
 
     def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, torch.Tensor]:
-        """Return the model's whole ``state_dict()`` on CPU, streamed a unit at a time; empty on other ranks unless `rank0_only` is False."""
+        """Return the model's whole ``state_dict()`` on CPU, streamed a unit at a time; empty on
+        other ranks unless `rank0_only` is False.
+        """
         keep = not rank0_only or self._transport.rank == 0
         values: dict[int, torch.Tensor] = {}
         for unit in self._weights.units:
@@ -147,7 +190,9 @@ class Whole:
         return out
 
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return the averaged gradient of `param` [its shape] on every rank, or None where no rank used it. Collective."""
+        """Return the averaged gradient of `param` [its shape] on every rank, or None where no
+        rank used it. Collective.
+        """
         segment, index = self.find(param)
         path = segment.grad
         if path is None:
@@ -169,32 +214,44 @@ class Whole:
         return flat.views_of(whole)[index].clone()
 
     def give_back(self) -> None:
-        """Give every parameter whole memory of its own, in the dtype it came in. Collective; no unit can be gathered afterwards."""
+        """Give every parameter whole memory of its own, in the dtype it came in. Collective; no
+        unit can be gathered afterwards.
+        """
         self._weights.show_exact(self._weights.units)
         for unit in self._weights.units:
             self._weights.need(unit, "forward")
             for segment in unit.segments:
-                values = self._whole_masters(segment, unit.cells) or [parameter.data for parameter in segment.parameters]
-                for parameter, value, dtype in zip(segment.parameters, values, segment.given, strict=True):
+                values = self._whole_masters(segment, unit.cells) or [
+                    parameter.data for parameter in segment.parameters
+                ]
+                for parameter, value, dtype in zip(
+                    segment.parameters, values, segment.given, strict=True
+                ):
                     parameter.data = torch.empty_like(value, dtype=dtype).copy_(value)
                     parameter.grad = None
                 del values
                 segment.flat.release()
 
     def _whole_masters(self, segment: Segment, cells: Cells) -> list[torch.Tensor]:
-        """Return the masters of a segment [each parameter's shape], or nothing where its weights are the masters."""
+        """Return the masters of a segment [each parameter's shape], or nothing where its weights
+        are the masters.
+        """
         master = segment.master
         if master is None or (master.dtype is segment.flat.dtype and not segment.lags):
             return []  # the same numbers, wherever each rank keeps them
         here = master.tensor if master.on_device else None
         if here is None:
-            here = torch.full((master.numel,), float("nan"), dtype=master.dtype, device=segment.flat.full.device)
+            here = torch.full(
+                (master.numel,), float("nan"), dtype=master.dtype, device=segment.flat.full.device
+            )
             with self._faults.noted(), master.borrowed(0, master.numel, write=False) as local:
                 here.copy_(local)
         return segment.flat.views_of(self._gather(f"{segment.key}.master", segment, here))
 
     def _gather(self, key: str, segment: Segment, local: torch.Tensor) -> torch.Tensor:
-        """Return every rank's slice of what `local`, of the range that this rank steps, is here; `local` itself where that is everything."""
+        """Return every rank's slice of what `local`, of the range that this rank steps, is here;
+        `local` itself where that is everything.
+        """
         layout, (start, stop) = segment.flat.layout, segment.flat.stepped
         if stop - start == layout.numel:
             return local
@@ -210,12 +267,16 @@ class Whole:
                 for index, other in enumerate(segment.parameters):
                     if other is parameter:
                         return segment, index
-        raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} is not one of this model's")
+        raise ConfigError(
+            f"a parameter of shape {tuple(parameter.shape)} is not one of this model's"
+        )
 
     def _units_of(self, params: Iterable[nn.Parameter] | nn.Parameter | None) -> list[Unit]:
         if params is None:
             return list(self._weights.units)
-        unit_of = {id(p): unit for unit in self._weights.units for s in unit.segments for p in s.parameters}
+        unit_of = {
+            id(p): unit for unit in self._weights.units for s in unit.segments for p in s.parameters
+        }
         wanted = [params] if isinstance(params, nn.Parameter) else list(params)
         for parameter in wanted:
             if id(parameter) not in unit_of:
@@ -224,8 +285,12 @@ class Whole:
         return [self._weights.units[index] for index in sorted(indices)]
 
 
-def _by_parameter(units: Sequence[Unit], copies: Sequence[Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return every parameter's own part [numel] of the flat `copies` (per unit, one per segment), by name."""
+def _by_parameter(
+    units: Sequence[Unit], copies: Sequence[Sequence[torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Return every parameter's own part [numel] of the flat `copies` (per unit, one per
+    segment), by name.
+    """
     parts = {}
     for unit, tensors in zip(units, copies, strict=True):
         for segment, flat in zip(unit.segments, tensors, strict=True):

@@ -1,4 +1,6 @@
-"""What stands for numbers that rest elsewhere: one NaN (zero in dtypes without), expanded to their shape. Reading it gives no stale number."""
+"""What stands for numbers that rest elsewhere: one NaN (zero in dtypes without), expanded to
+their shape. Reading it gives no stale number.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ __all__ = ["blank", "stand_in"]
 
 @functools.cache
 def _nan(dtype: torch.dtype) -> torch.Tensor:
-    return torch.full((1,), float("nan") if dtype.is_floating_point else 0, dtype=torch.float32).to(dtype)
+    return torch.full((1,), float("nan") if dtype.is_floating_point else 0, dtype=torch.float32).to(
+        dtype
+    )
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

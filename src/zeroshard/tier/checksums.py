@@ -1,10 +1,10 @@
 """What every unit of a slab must hold: xxh3-64 of what was written last, kept in memory.
 
-Because the sums are not on the disk, a write that the disk lost or put elsewhere is found as surely as a flipped bit. (DeepSpeed, which keeps
-none, was seen training on stale bytes without an error.)
+Because the sums are not on the disk, a write that the disk lost or put elsewhere is found as surely
+as a flipped bit. (DeepSpeed, which keeps none, was seen training on stale bytes without an error.)
 
-Invariant: a unit that was never written has no sum and holds nothing to compare. Cost: 8 bytes per MiB, and one pass over the bytes of every
-read and write, beside the disk and without the GIL.
+Invariant: a unit that was never written has no sum and holds nothing to compare. Cost: 8 bytes per
+MiB, and one pass over the bytes of every read and write, beside the disk and without the GIL.
 """
 
 from __future__ import annotations
@@ -38,4 +38,7 @@ class Checksums:
     @staticmethod
     def _units(low: int, data: memoryview) -> list[tuple[int, memoryview]]:
         assert low % UNIT == 0, low
-        return [((low + start) // UNIT, data[start : start + UNIT]) for start in range(0, len(data), UNIT)]
+        return [
+            ((low + start) // UNIT, data[start : start + UNIT])
+            for start in range(0, len(data), UNIT)
+        ]

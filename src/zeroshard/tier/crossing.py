@@ -1,11 +1,14 @@
 """How the bytes of a tensor and those of a worker's buffer change places.
 
-    HostBytes     host memory beside the disk: the disk may use it itself where it is aligned, else a plain copy
-    LinkedBytes   on an accelerator, or where a pretended link stands for one (link.py): through the worker's buffer, pinned, and the link
+    HostBytes     host memory beside the disk: the disk may use it itself where it is aligned, else
+                  a plain copy
+    LinkedBytes   on an accelerator, or where a pretended link stands for one (link.py): through the
+                  worker's buffer, pinned, and the link
 
-[Note: device and disk] A transfer may run long after it was started, in another thread. So what was enqueued on the stream that was current
-when it was started is awaited by an event; the copies run on a stream of the store's own, and the worker waits for each before it uses its
-buffer again. When the transfer's `wait` returns, the bytes are there for every stream.
+[Note: device and disk] A transfer may run long after it was started, in another thread. So what was
+enqueued on the stream that was current when it was started is awaited by an event; the copies run
+on a stream of the store's own, and the worker waits for each before it uses its buffer again. When
+the transfer's `wait` returns, the bytes are there for every stream.
 """
 
 from __future__ import annotations
@@ -28,17 +31,22 @@ class Bytes(Protocol):
     """A tensor as bytes, for one transfer."""
 
     def straight(self, start: int, stop: int, align: int) -> memoryview | None:
-        """Return bytes [start, stop) if the disk can use them where they lie: host memory at a multiple of `align`."""
+        """Return bytes [start, stop) if the disk can use them where they lie: host memory at a
+        multiple of `align`.
+        """
 
     def put(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
-        """Copy `num_bytes` of `memory` from `low` on to byte `start` of the tensor; done when it returns."""
+        """Copy `num_bytes` of `memory` from `low` on to byte `start` of the tensor; done when it
+        returns.
+        """
 
     def get(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
         """The other way."""
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().as_strided(tensor.shape, (1,)).view(torch.uint8)  # a single element may have any stride
+    # a single element may have any stride
+    return tensor.detach().as_strided(tensor.shape, (1,)).view(torch.uint8)
 
 
 class _HostBytes:
@@ -46,21 +54,29 @@ class _HostBytes:
         self._tensor = tensor  # keeps the memory alive
         self._address = tensor.data_ptr()
         num_bytes = tensor.numel() * tensor.element_size()
-        # Not through numpy: its arrays forbid torch to resize the storage, which is how gathered weights are released.
-        self._view = memoryview((ctypes.c_ubyte * num_bytes).from_address(self._address)).cast("B") if num_bytes else memoryview(b"")
+        # Not through numpy: its arrays forbid torch to resize the storage, which is how gathered
+        # weights are released.
+        self._view = (
+            memoryview((ctypes.c_ubyte * num_bytes).from_address(self._address)).cast("B")
+            if num_bytes
+            else memoryview(b"")
+        )
 
     def straight(self, start: int, stop: int, align: int) -> memoryview | None:
         return None if (self._address + start) % align else self._view[start:stop]
 
     def put(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
-        ctypes.memmove(self._address + start, memory.address + low, num_bytes)  # without the GIL, and in this thread alone
+        # without the GIL, and in this thread alone
+        ctypes.memmove(self._address + start, memory.address + low, num_bytes)
 
     def get(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
         ctypes.memmove(memory.address + low, self._address + start, num_bytes)
 
 
 class _LinkedBytes:
-    def __init__(self, tensor: torch.Tensor, carry: Callable[[torch.Tensor, torch.Tensor, Direction], None]) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, carry: Callable[[torch.Tensor, torch.Tensor, Direction], None]
+    ) -> None:
         self._bytes = _flat(tensor)
         self._carry = carry
 
@@ -68,10 +84,18 @@ class _LinkedBytes:
         return None
 
     def put(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
-        self._carry(self._bytes[start : start + num_bytes], memory.tensor(low, num_bytes, torch.uint8), "to_device")
+        self._carry(
+            self._bytes[start : start + num_bytes],
+            memory.tensor(low, num_bytes, torch.uint8),
+            "to_device",
+        )
 
     def get(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
-        self._carry(memory.tensor(low, num_bytes, torch.uint8), self._bytes[start : start + num_bytes], "to_host")
+        self._carry(
+            memory.tensor(low, num_bytes, torch.uint8),
+            self._bytes[start : start + num_bytes],
+            "to_host",
+        )
 
 
 class Crossings:
@@ -87,7 +111,9 @@ class Crossings:
             self._stream = torch.get_device_module(device).Stream(device)
 
     def of(self, tensor: torch.Tensor) -> Bytes:
-        """Return `tensor` as bytes; on an accelerator, as they will be when what is enqueued on the current stream has run."""
+        """Return `tensor` as bytes; on an accelerator, as they will be when what is enqueued on
+        the current stream has run.
+        """
         if tensor.device.type == "cpu":
             if self._pretended and not self._staging.owns(tensor):
                 return _LinkedBytes(tensor, self._carry)
@@ -103,7 +129,8 @@ class Crossings:
         return _LinkedBytes(tensor, carry)
 
     def _carry(self, out: torch.Tensor, source: torch.Tensor, direction: Direction) -> None:
-        inference = out.is_inference()  # which only inference mode may change, and that is a matter of threads
+        # which only inference mode may change, and that is a matter of threads
+        inference = out.is_inference()
         with self._starting, self._on_stream(), torch.inference_mode(inference):
             work = self._link.copy(out, source, direction)
         synchronize = getattr(work, "synchronize", work.wait)  # an enqueued copy: of its own event

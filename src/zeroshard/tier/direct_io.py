@@ -1,11 +1,13 @@
 """Whole blocks of a file, past the page cache where the file system allows it.
 
-O_DIRECT with ``os.preadv`` and ``os.pwritev`` from several threads, which release the GIL: no library, no compile step, and as fast as
-libaio (docs/benchmarks.md). What rests on disk is larger than memory and is used once a step, so that the page cache would only copy it and
-push out what is used again.
+O_DIRECT with ``os.preadv`` and ``os.pwritev`` from several threads, which release the GIL: no
+library, no compile step, and as fast as libaio (docs/benchmarks.md). What rests on disk is larger
+than memory and is used once a step, so that the page cache would only copy it and push out what is
+used again.
 
-Invariant: offsets, lengths and, with O_DIRECT, addresses are multiples of `BLOCK`; a read or write is whole or an OSError. What it does not do:
-make anything durable (nothing is synced: what rests here is worthless once its process has ended), or retry.
+Invariant: offsets, lengths and, with O_DIRECT, addresses are multiples of `BLOCK`; a read or write
+is whole or an OSError. What it does not do: make anything durable (nothing is synced: what rests
+here is worthless once its process has ended), or retry.
 """
 
 from __future__ import annotations
@@ -13,7 +15,15 @@ from __future__ import annotations
 import errno
 import os
 
-__all__ = ["BLOCK", "accepts_direct", "open_new", "read_blocks", "reserve", "round_up", "write_blocks"]
+__all__ = [
+    "BLOCK",
+    "accepts_direct",
+    "open_new",
+    "read_blocks",
+    "reserve",
+    "round_up",
+    "write_blocks",
+]
 
 BLOCK = 4096  # bytes; a multiple of the logical block of every usual disk
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -26,13 +36,16 @@ def round_up(num: int, unit: int) -> int:
 
 
 def open_new(name: str, folder_fd: int, *, direct: bool) -> int:
-    """Return a descriptor of the new file `name` for reading and writing. Raises OSError, also when it exists."""
+    """Return a descriptor of the new file `name` for reading and writing. Raises OSError, also
+    when it exists.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(name, flags | (_DIRECT if direct else 0), 0o600, dir_fd=folder_fd)
 
 
 def accepts_direct(folder_fd: int, block: memoryview) -> bool:
-    """Whether O_DIRECT works in this folder, tried with an aligned `block` [BLOCK]: some file systems refuse the open, some the first write.
+    """Whether O_DIRECT works in this folder, tried with an aligned `block` [BLOCK]: some file
+    systems refuse the open, some the first write.
 
     Raises OSError for what has nothing to do with O_DIRECT, such as a full disk.
     """
@@ -58,7 +71,9 @@ def accepts_direct(folder_fd: int, block: memoryview) -> bool:
 
 
 def reserve(fd: int, num_bytes: int) -> None:
-    """Have the file system set `num_bytes` aside now, so that no later write can lack space. Raises OSError."""
+    """Have the file system set `num_bytes` aside now, so that no later write can lack space.
+    Raises OSError.
+    """
     if num_bytes:
         os.posix_fallocate(fd, 0, num_bytes)
 

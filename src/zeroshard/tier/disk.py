@@ -1,25 +1,30 @@
-"""The disk tier: slabs as files that are read and written past the page cache by worker threads (ZeRO-Infinity, arXiv 2104.07857, section 6.3).
+"""The disk tier: slabs as files that are read and written past the page cache by worker threads
+(ZeRO-Infinity, arXiv 2104.07857, section 6.3).
 
-Its DeepNVMe asks for bulk reads and writes that start now and end later, many requests in flight for one transfer, and a small reused pool of
-pinned buffers. Here:
+Its DeepNVMe asks for bulk reads and writes that start now and end later, many requests in flight
+for one transfer, and a small reused pool of pinned buffers. Here:
 
-    slab       one file, preallocated, its end rounded up to the block           swapdir.py, direct_io.py
-    transfer   cut into pieces of 2 MiB, `queue_depth` of them in flight          pieces.py, transfer.py
-    tensor     aligned host memory: the disk's own; else through a buffer         crossing.py, staging.py
-    verify     a checksum per MiB, in memory: stale bytes are found too           checksums.py
+    slab       one file, preallocated, its end rounded up to the block     swapdir.py, direct_io.py
+    transfer   cut into pieces of 2 MiB, `queue_depth` of them in flight    pieces.py, transfer.py
+    tensor     aligned host memory: the disk's own; else through a buffer   crossing.py, staging.py
+    verify     a checksum per MiB, in memory: stale bytes are found too     checksums.py
 
     store = DiskStore("/mnt/nvme", device, rank=0)
     slab = store.slab("blocks.3:fp32 exp_avg", numel, torch.float32)
-    buffer = store.staging.tensor(stop - start, torch.float32)                    # aligned: no copy where start is a multiple of a block
+    # aligned: no copy where start is a multiple of a block
+    buffer = store.staging.tensor(stop - start, torch.float32)
     slab.read(start, stop, buffer).wait()
 
-Invariant: what a read returns is what was written last, or it raises StorageError naming file, state and bytes. Always found: a read or write
-that the disk fails, a file that was cut off. With `verify`: any other change, and writes that never arrived. A slab whose write failed never
-reads again. A file that somebody deletes or replaces by another goes on working: the descriptor is open, and the disk keeps it until close.
+Invariant: what a read returns is what was written last, or it raises StorageError naming file,
+state and bytes. Always found: a read or write that the disk fails, a file that was cut off. With
+`verify`: any other change, and writes that never arrived. A slab whose write failed never reads
+again. A file that somebody deletes or replaces by another goes on working: the descriptor is open,
+and the disk keeps it until close.
 
-Cost: numel * itemsize bytes of disk per slab, one descriptor each; `queue_depth` * 2 MiB of buffers for what is not aligned, plus the staging
-pool. An edge inside a block (with `verify`: inside a MiB) is read, changed and written: keep ranges on block boundaries. What it does not do:
-survive its process, sync anything to the disk, or know other ranks.
+Cost: numel * itemsize bytes of disk per slab, one descriptor each; `queue_depth` * 2 MiB of buffers
+for what is not aligned, plus the staging pool. An edge inside a block (with `verify`: inside a MiB)
+is read, changed and written: keep ranges on block boundaries. What it does not do: survive its
+process, sync anything to the disk, or know other ranks.
 """
 
 from __future__ import annotations
@@ -49,17 +54,21 @@ from zeroshard.tier.transfer import Scratch, Transfer, Workers
 __all__ = ["DiskStore"]
 
 _log = logging.getLogger("zeroshard")
-_CHUNK = 2 << 20  # bytes per request: 1 MiB cost 5 to 10% of the bandwidth measured, more gained nothing and leaves threads idle
+# bytes per request: 1 MiB cost 5 to 10% of the bandwidth measured, more gained nothing and leaves
+# threads idle
+_CHUNK = 2 << 20
 _QUEUE_DEPTH = 8
 _STAGING_BYTES = 256 << 20
 _REMEDY = "name another disk_path if it happens again"
 
 
 class DiskStore:
-    """Files in a directory of this rank's own below `directory`, for the states of a model on `device`.
+    """Files in a directory of this rank's own below `directory`, for the states of a model on
+    `device`.
 
-    `direct` says whether the page cache is out of the way; where the file system refuses, rank 0 says so once. `staging` is the pool from
-    which callers take buffers. Raises StorageError when `directory` cannot be used.
+    `direct` says whether the page cache is out of the way; where the file system refuses, rank 0
+    says so once. `staging` is the pool from which callers take buffers. Raises StorageError when
+    `directory` cannot be used.
     """
 
     def __init__(
@@ -79,7 +88,9 @@ class DiskStore:
         self.account = Account()
         self.link = link_of(device) if link is None else link
         self.verify = verify
-        self.staging = Staging(_STAGING_BYTES if staging_bytes is None else staging_bytes, pinned=pinned)
+        self.staging = Staging(
+            _STAGING_BYTES if staging_bytes is None else staging_bytes, pinned=pinned
+        )
         self.slabs: list[_DiskSlab] = []
         self.crossings = Crossings(device, self.link, self.staging)
         self.files = SwapDirectory(Path(directory), run=run, rank=rank)
@@ -124,7 +135,10 @@ def _probe(files: SwapDirectory, rank: int) -> bool:
         files.remove()
         raise StorageError(f"disk_path {files.path.parent}: {error.strerror}") from error
     if not direct and rank == 0:
-        _log.warning("%s: its file system refuses O_DIRECT; what rests there goes through the page cache", files.path.parent)
+        _log.warning(
+            "%s: its file system refuses O_DIRECT; what rests there goes through the page cache",
+            files.path.parent,
+        )
     return direct
 
 
@@ -184,14 +198,24 @@ class _DiskSlab:
 
     def _start(self, start: int, stop: int, tensor: torch.Tensor, *, writes: bool) -> Work:
         assert 0 <= start <= stop <= self.numel, (self.key, start, stop, self.numel)
-        assert tensor.shape == (stop - start,) and tensor.is_contiguous(), (self.key, tensor.shape, stop - start)
+        assert tensor.shape == (stop - start,) and tensor.is_contiguous(), (
+            self.key,
+            tensor.shape,
+            stop - start,
+        )
         assert tensor.dtype is self.dtype, (self.key, tensor.dtype)
         assert self._close_file.alive, f"{self.key}: closed"
         self._store.files.check_process(self.key)
         if start == stop:
             return DoneWork()
         first, last = start * self.dtype.itemsize, stop * self.dtype.itemsize
-        pieces = cut(first, last, slab_bytes=self.num_bytes, unit=BLOCK if self._sums is None else UNIT, chunk=_CHUNK)
+        pieces = cut(
+            first,
+            last,
+            slab_bytes=self.num_bytes,
+            unit=BLOCK if self._sums is None else UNIT,
+            chunk=_CHUNK,
+        )
         there = self._store.crossings.of(tensor)
         do = self._write_piece if writes else self._read_piece
 
@@ -220,7 +244,8 @@ class _DiskSlab:
                 memory = scratch.memory
                 view = memory.view[: piece.high - piece.low]
                 if piece.start == piece.low and piece.stop == self.num_bytes:
-                    view[num_bytes:] = bytes(len(view) - num_bytes)  # beyond the slab's end there is nothing to keep
+                    # beyond the slab's end there is nothing to keep
+                    view[num_bytes:] = bytes(len(view) - num_bytes)
                 elif not piece.whole:
                     self._fetch(view, piece.low)
                 there.get(start, memory, piece.start - piece.low, num_bytes)
@@ -241,8 +266,9 @@ class _DiskSlab:
         wrong = None if self._sums is None else self._sums.first_difference(low, out)
         if wrong is not None:
             raise StorageError(
-                f"{self.path}: {self.key}: bytes {wrong[0]} to {wrong[1]} are not what was written there last: the disk lost or damaged"
-                f" them, or something else wrote to the file; {_REMEDY}"
+                f"{self.path}: {self.key}: bytes {wrong[0]} to {wrong[1]} are not what was written"
+                " there last: the disk lost or damaged them, or something else wrote to the file;"
+                f" {_REMEDY}"
             )
 
     def _deposit(self, data: memoryview, low: int) -> None:
@@ -254,12 +280,20 @@ class _DiskSlab:
             write_blocks(self._fd, data, low)
 
     def _check_file(self) -> None:
-        """Refuse what was lost, and a file that was cut off: writing beyond the cut would fill it up with zeros again."""
+        """Refuse what was lost, and a file that was cut off: writing beyond the cut would fill
+        it up with zeros again.
+        """
         if self._lost:
-            raise StorageError(f"{self.path}: {self.key}: an earlier write to it failed, so it does not hold what it should: {self._lost}")
+            raise StorageError(
+                f"{self.path}: {self.key}: an earlier write to it failed, so it does not hold what"
+                f" it should: {self._lost}"
+            )
         size = os.fstat(self._fd).st_size
         if size < self._file_bytes:
-            raise StorageError(f"{self.path}: {self.key}: the file was cut off at byte {size}, it had {self._file_bytes}; {_REMEDY}")
+            raise StorageError(
+                f"{self.path}: {self.key}: the file was cut off at byte {size}, it had"
+                f" {self._file_bytes}; {_REMEDY}"
+            )
 
     @contextmanager
     def _as_storage_error(self, verb: str, low: int, high: int) -> Iterator[None]:
@@ -269,4 +303,6 @@ class _DiskSlab:
             raise
         except OSError as error:
             why = error.strerror or error
-            raise StorageError(f"{self.path}: {self.key}: cannot {verb} bytes {low} to {high} ({why}); {_REMEDY}") from error
+            raise StorageError(
+                f"{self.path}: {self.key}: cannot {verb} bytes {low} to {high} ({why}); {_REMEDY}"
+            ) from error

@@ -1,7 +1,9 @@
-"""The host tier: pinned memory beside a CUDA device; on the CPU, memory of its own that no tensor refers to at rest.
+"""The host tier: pinned memory beside a CUDA device; on the CPU, memory of its own that no
+tensor refers to at rest.
 
-On the CPU, device and host are the same RAM, and a mistake would go unnoticed: state that should rest on the host but is read where it lies gives
-the right numbers. So a slab's memory is an anonymous mapping, and a tensor on it exists only inside ``borrowed`` (the host step) and for the
+On the CPU, device and host are the same RAM, and a mistake would go unnoticed: state that should
+rest on the host but is read where it lies gives the right numbers. So a slab's memory is an
+anonymous mapping, and a tensor on it exists only inside ``borrowed`` (the host step) and for the
 length of a copy; afterwards that tensor reads as NaN. Whoever counts live tensors does not find it.
 
 Cost: numel * itemsize bytes per slab, in pages of 4 KiB; a copy each way over the link.
@@ -43,7 +45,9 @@ class HostStore:
         try:
             memory = _pinned(num_bytes) if self._pinned else _mapped(num_bytes)
         except (OSError, RuntimeError, ValueError) as error:
-            raise StorageError(f"{key}: no {num_bytes} bytes of host memory ({error}): put less of it on the host") from None
+            raise StorageError(
+                f"{key}: no {num_bytes} bytes of host memory ({error}): put less of it on the host"
+            ) from None
         slab = _HostSlab(self, key, numel, dtype, memory)
         self.slabs.append(slab)
         self.account.add(num_bytes)
@@ -75,14 +79,17 @@ def _pinned(num_bytes: int) -> torch.Tensor:
 class _HostSlab:
     """A range of host memory."""
 
-    def __init__(self, store: HostStore, key: str, numel: int, dtype: torch.dtype, memory: Any) -> None:
+    def __init__(
+        self, store: HostStore, key: str, numel: int, dtype: torch.dtype, memory: Any
+    ) -> None:
         self.key = key
         self.numel = numel
         self.dtype = dtype
         self.tier = Tier.HOST
         self._store = store
         self._memory = memory
-        self._under_way: list[tuple[int, int, bool, Work]] = []  # copies: start, stop, whether it writes here
+        # copies: start, stop, whether it writes here
+        self._under_way: list[tuple[int, int, bool, Work]] = []
 
     def _tensor(self, start: int, stop: int) -> torch.Tensor:
         assert 0 <= start <= stop <= self.numel, (self.key, start, stop, self.numel)
@@ -91,7 +98,9 @@ class _HostSlab:
             return self._memory[start * itemsize : stop * itemsize].view(self.dtype)
         if start == stop:
             return torch.empty(0, dtype=self.dtype)
-        return torch.frombuffer(memoryview(self._memory)[start * itemsize : stop * itemsize], dtype=self.dtype)
+        return torch.frombuffer(
+            memoryview(self._memory)[start * itemsize : stop * itemsize], dtype=self.dtype
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -99,11 +108,21 @@ class _HostSlab:
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> Work:
         self._yield_to(start, stop, writes=False)
-        return self._started(start, stop, self._store.link.copy(out, self._tensor(start, stop), "to_device"), writes=False)
+        return self._started(
+            start,
+            stop,
+            self._store.link.copy(out, self._tensor(start, stop), "to_device"),
+            writes=False,
+        )
 
     def write(self, start: int, stop: int, source: torch.Tensor) -> Work:
         self._yield_to(start, stop, writes=True)
-        return self._started(start, stop, self._store.link.copy(self._tensor(start, stop), source, "to_host"), writes=True)
+        return self._started(
+            start,
+            stop,
+            self._store.link.copy(self._tensor(start, stop), source, "to_host"),
+            writes=True,
+        )
 
     def _started(self, start: int, stop: int, work: Work, *, writes: bool) -> Work:
         if not isinstance(work, DoneWork):
@@ -112,13 +131,17 @@ class _HostSlab:
         return work
 
     def _yield_to(self, start: int, stop: int, *, writes: bool) -> None:
-        """Come after the copies under way that this one conflicts with: those the other way, which the link does not order."""
+        """Come after the copies under way that this one conflicts with: those the other way,
+        which the link does not order.
+        """
         for low, high, other_writes, work in self._under_way:
             if low < stop and start < high and other_writes is not writes:
                 work.wait()
 
     def settle(self, start: int, stop: int, *, write: bool) -> None:
-        """Wait, on the host, for the copies under way that touch [start, stop): those that write here, and with `write` all."""
+        """Wait, on the host, for the copies under way that touch [start, stop): those that write
+        here, and with `write` all.
+        """
         for low, high, writes, work in self._under_way:
             if low < stop and start < high and (write or writes):
                 synchronize = getattr(work, "synchronize", work.wait)

@@ -1,10 +1,13 @@
 """How bytes get from the device to the host and back.
 
     Direct      CPU: there is no link, a copy is a copy, done when it returns
-    Enqueued    CUDA: a copy on the current stream (the caller chooses the lane, runtime/streams.py), from or into pinned memory
-    Paced       tests: a link of known bandwidth and latency, one worker per direction, so that overlap can be measured without an accelerator
+    Enqueued    CUDA: a copy on the current stream (the caller chooses the lane,
+                runtime/streams.py), from or into pinned memory
+    Paced       tests: a link of known bandwidth and latency, one worker per direction, so that
+                overlap can be measured without an accelerator
 
-Invariant: copies in one direction take effect in the order in which they were started. A link moves bytes; it does not allocate.
+Invariant: copies in one direction take effect in the order in which they were started. A link moves
+bytes; it does not allocate.
 """
 
 from __future__ import annotations
@@ -86,9 +89,11 @@ class Enqueued:
 
 
 class Paced:
-    """A pretended link: `bytes_per_s` each way and `latency_s` per copy, kept by workers that sleep.
+    """A pretended link: `bytes_per_s` each way and `latency_s` per copy, kept by workers that
+    sleep.
 
-    With ``overlap=False`` a copy is over when `copy` returns, which is how the same work is timed without overlap.
+    With ``overlap=False`` a copy is over when `copy` returns, which is how the same work is timed
+    without overlap.
     """
 
     def __init__(self, bytes_per_s: float, latency_s: float = 0.0, *, overlap: bool = True) -> None:
@@ -136,7 +141,9 @@ class _Way:
     """One direction: a worker that makes each copy last as long as the link would."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], object], float, _PacedWork] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], object], float, _PacedWork] | None] = (
+            queue.SimpleQueue()
+        )
         self._free_at = 0.0  # when the wire is free again
         self._thread = threading.Thread(target=self._run, name=f"zeroshard-{name}", daemon=True)
         self._thread.start()

@@ -1,11 +1,14 @@
-"""How one transfer is cut into what worker threads read and write: pieces of whole units of the file. Pure arithmetic.
+"""How one transfer is cut into what worker threads read and write: pieces of whole units of the
+file. Pure arithmetic.
 
-A unit is what the disk moves at least: its block, or with checksums the range that one checksum covers. A piece never covers half a unit and
-half of another, so that only the first and the last one can be ragged, and everything between goes straight between disk and memory::
+A unit is what the disk moves at least: its block, or with checksums the range that one checksum
+covers. A piece never covers half a unit and half of another, so that only the first and the last
+one can be ragged, and everything between goes straight between disk and memory::
 
     unit          |-------|-------|-------|-------|-------|
     transfer         =========================
-    pieces           |hhhh|mmmmmmmmmmmmmmm|tttt             m at most `chunk` bytes each; h and t inside one unit: read, change, write
+    pieces           |hhhh|mmmmmmmmmmmmmmm|tttt             m at most `chunk` bytes each; h and t
+                                                     inside one unit: read, change, write
 """
 
 from __future__ import annotations
@@ -33,8 +36,16 @@ class Piece:
 
 
 def cut(start: int, stop: int, *, slab_bytes: int, unit: int, chunk: int) -> list[Piece]:
-    """Return the pieces of bytes [start, stop), in order; units end where the file does, at `slab_bytes` rounded up to the block."""
-    assert 0 <= start <= stop <= slab_bytes and chunk % unit == 0 and unit % BLOCK == 0, (start, stop, slab_bytes, unit, chunk)
+    """Return the pieces of bytes [start, stop), in order; units end where the file does, at
+    `slab_bytes` rounded up to the block.
+    """
+    assert 0 <= start <= stop <= slab_bytes and chunk % unit == 0 and unit % BLOCK == 0, (
+        start,
+        stop,
+        slab_bytes,
+        unit,
+        chunk,
+    )
     file_bytes = round_up(slab_bytes, BLOCK)
     pieces = []
     while start < stop:

@@ -1,12 +1,15 @@
-"""One state of one segment at rest on this rank: the first `split` elements in a device tensor, the others in a slab on another tier.
+"""One state of one segment at rest on this rank: the first `split` elements in a device tensor,
+the others in a slab on another tier.
 
     |<------ device tensor ------>|<---------- slab ---------->|
     0                           split                        numel
 
-Most states lie on one tier as a whole (split is numel, or 0); a fraction cuts one segment of the model in two (Offload++, Twin-Flow). The cut
-falls on a multiple of the layout's align, so that every element is stepped with the same bits on either side.
+Most states lie on one tier as a whole (split is numel, or 0); a fraction cuts one segment of the
+model in two (Offload++, Twin-Flow). The cut falls on a multiple of the layout's align, so that
+every element is stepped with the same bits on either side.
 
-Invariant: outside ``borrowed`` no tensor refers to the slab's memory. Cost: none for the device part.
+Invariant: outside ``borrowed`` no tensor refers to the slab's memory. Cost: none for the device
+part.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ __all__ = ["Shelf"]
 class Shelf:
     """`numel` elements of one dtype at rest."""
 
-    def __init__(self, tensor: torch.Tensor | None, slab: Slab | None = None, *, link: Link | None = None) -> None:
+    def __init__(
+        self, tensor: torch.Tensor | None, slab: Slab | None = None, *, link: Link | None = None
+    ) -> None:
         assert tensor is not None or slab is not None
         self.tensor = tensor  # [split], or None
         self.slab = slab  # [numel - split], or None
@@ -60,7 +65,9 @@ class Shelf:
         return {tier: num_bytes for tier, num_bytes in out.items() if num_bytes}
 
     def renew(self, store: Store) -> None:
-        """Take another slab of `store` in place of the one here, in which something may be wrong; its contents are undefined. Raises StorageError."""
+        """Take another slab of `store` in place of the one here, in which something may be
+        wrong; its contents are undefined. Raises StorageError.
+        """
         assert self.slab is not None
         old, self.slab = self.slab, store.slab(self.slab.key, self.slab.numel, self.slab.dtype)
         old.close()
@@ -84,7 +91,9 @@ class Shelf:
         return [slab.read(low, high, out[out.numel() - (high - low) :])]
 
     def write(self, start: int, stop: int, source: torch.Tensor) -> list[Work]:
-        """Start copying `source` [stop - start] of the same dtype, on the host or the device, into elements [start, stop)."""
+        """Start copying `source` [stop - start] of the same dtype, on the host or the device,
+        into elements [start, stop).
+        """
         works: list[Work] = []
         if start < self.split:
             end = min(stop, self.split)
@@ -98,10 +107,16 @@ class Shelf:
 
     @contextmanager
     def borrowed(self, start: int, stop: int, *, write: bool) -> Iterator[torch.Tensor]:
-        """Lend elements [start, stop) as one tensor: where they lie on one tier, there (disk: a copy), else a copy on the host."""
+        """Lend elements [start, stop) as one tensor: where they lie on one tier, there (disk: a
+        copy), else a copy on the host.
+        """
         there = self._slab_range(start, stop)
         if there is None:
-            yield self._device_part[start:stop] if self.tensor is not None else torch.empty(0, dtype=self.dtype)
+            yield (
+                self._device_part[start:stop]
+                if self.tensor is not None
+                else torch.empty(0, dtype=self.dtype)
+            )
             return
         slab, low, high = there
         with slab.borrowed(low, high, write=write) as far:

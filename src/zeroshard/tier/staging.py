@@ -1,15 +1,21 @@
-"""Buffers between disk and computation: a bounded pool of memory that O_DIRECT accepts, used again and again (ZeRO-Infinity, section 6.3).
+"""Buffers between disk and computation: a bounded pool of memory that O_DIRECT accepts, used
+again and again (ZeRO-Infinity, section 6.3).
 
-    buffer = staging.tensor(numel, dtype)     1-D, aligned to the disk's block: a slab reads and writes it without a copy
+    buffer = staging.tensor(numel, dtype)     1-D, aligned to the disk's block: a slab reads and
+                                              writes it without a copy
     slab.read(a, b, buffer) ... slab.write(a, b, buffer) ...
-    staging.give(buffer)                      it reads as NaN from here on; its memory is the next one's
+    staging.give(buffer)                      it reads as NaN from here on; its memory is the next
+                                              one's
 
-Whoever finds the pool full sleeps until another thread gives something back. Give from the thread that took: then a wait that nobody could
-end (every lent buffer is held by a thread that waits for more) is known at once, and is a StorageError instead of a hang.
+Whoever finds the pool full sleeps until another thread gives something back. Give from the thread
+that took: then a wait that nobody could end (every lent buffer is held by a thread that waits for
+more) is known at once, and is a StorageError instead of a hang.
 
-Invariant: memory lent and idle is at most `limit_bytes`, except that one buffer larger than the limit is lent while nothing else is. At rest
-no tensor refers to the pool. Cost: sizes are rounded up to 4 KiB; memory is used again for the same size only, so take few sizes. What it does
-not do: queue fairly (a large request may wait long beside many small ones), or know what is still being read into a buffer that is given back.
+Invariant: memory lent and idle is at most `limit_bytes`, except that one buffer larger than the
+limit is lent while nothing else is. At rest no tensor refers to the pool. Cost: sizes are rounded
+up to 4 KiB; memory is used again for the same size only, so take few sizes. What it does not do:
+queue fairly (a large request may wait long beside many small ones), or know what is still being
+read into a buffer that is given back.
 """
 
 from __future__ import annotations
@@ -32,18 +38,24 @@ _HUGE_BYTES = 2 * 2**20
 
 
 class Memory:
-    """`num_bytes` of host memory that starts on a block, pinned or not; a tensor on it exists only where `tensor` made one.
+    """`num_bytes` of host memory that starts on a block, pinned or not; a tensor on it exists
+    only where `tensor` made one.
 
-    From 2 MiB on it asks for huge pages: the disk is handed fewer, longer segments (measured, O_DIRECT: reads 1.28 times as fast, writes 1.15).
+    From 2 MiB on it asks for huge pages: the disk is handed fewer, longer segments (measured,
+    O_DIRECT: reads 1.28 times as fast, writes 1.15).
     """
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
         self.num_bytes = round_up(num_bytes, BLOCK)
         align = _HUGE_BYTES if num_bytes >= _HUGE_BYTES and not pinned else BLOCK
         try:
-            whole = memoryview((_pinned if pinned else _mapped)(self.num_bytes + align))  # what aligning skips is never touched
+            # what aligning skips is never touched
+            whole = memoryview((_pinned if pinned else _mapped)(self.num_bytes + align))
         except (OSError, RuntimeError, ValueError) as error:
-            raise StorageError(f"no {self.num_bytes} bytes of host memory for staging ({error}): lower staging_bytes") from None
+            raise StorageError(
+                f"no {self.num_bytes} bytes of host memory for staging ({error}): lower"
+                " staging_bytes"
+            ) from None
         start = -_address(whole) % align
         self.view = whole[start : start + self.num_bytes]  # keeps the memory alive
         self.address = _address(self.view)
@@ -88,9 +100,11 @@ class Staging:
         return sum(memory.num_bytes for memory, _ in self._lent.values())
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Lend `numel` uninitialised elements, aligned to the disk's block; sleeps while the pool is full.
+        """Lend `numel` uninitialised elements, aligned to the disk's block; sleeps while the
+        pool is full.
 
-        Raises StorageError when the wait could never end, naming the bytes and the limit, or when the host has no memory.
+        Raises StorageError when the wait could never end, naming the bytes and the limit, or when
+        the host has no memory.
         """
         if not numel:
             return torch.empty(0, dtype=dtype)
@@ -113,7 +127,9 @@ class Staging:
         return self.tensor(num_bytes, torch.uint8)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Take back what was lent: `tensor` itself, which reads as NaN from here on, or a view that starts where it does. Views stay dangerous."""
+        """Take back what was lent: `tensor` itself, which reads as NaN from here on, or a view
+        that starts where it does. Views stay dangerous.
+        """
         if not tensor.numel():
             return
         address = tensor.data_ptr()
@@ -131,7 +147,10 @@ class Staging:
         """Whether `tensor` lies in a buffer that is lent now."""
         address = tensor.data_ptr()
         with self._changed:
-            return any(memory.address <= address < memory.address + memory.num_bytes for memory, _ in self._lent.values())
+            return any(
+                memory.address <= address < memory.address + memory.num_bytes
+                for memory, _ in self._lent.values()
+            )
 
     def close(self) -> None:
         """Free what is idle; what is lent is freed when it is given back. Idempotent."""
@@ -169,6 +188,7 @@ class Staging:
         holders = {holder for _, holder in self._lent.values()}
         if holders <= {*self._waiting, thread}:
             raise StorageError(
-                f"staging_bytes={self.limit_bytes} is too small: {need} bytes are wanted while {self.lent_bytes} are lent to threads that"
-                f" wait for more: raise it to at least {self.lent_bytes + need}"
+                f"staging_bytes={self.limit_bytes} is too small: {need} bytes are wanted while"
+                f" {self.lent_bytes} are lent to threads that wait for more: raise it to at least"
+                f" {self.lent_bytes + need}"
             )

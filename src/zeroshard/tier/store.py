@@ -1,19 +1,25 @@
 """The one protocol between the engine and where states rest.
 
-A **store** is one tier's memory on this rank; a **slab** is one state of one segment in it: `numel` elements of one dtype, flat. ZeRO-Offload
-(section 4) rests gradients and optimizer state in host slabs, ZeRO-Infinity (section 5) also weights, in slabs on disk as well.
+A **store** is one tier's memory on this rank; a **slab** is one state of one segment in it: `numel`
+elements of one dtype, flat. ZeRO-Offload (section 4) rests gradients and optimizer state in host
+slabs, ZeRO-Infinity (section 5) also weights, in slabs on disk as well.
 
 The engine computes on a slab in one of two ways only::
 
-    slab.read(start, stop, out)   out (on the device, or in a staging buffer) <-- slab       started now, waited for later
+    # started now, waited for later
+    slab.read(start, stop, out)   out (on the device, or in a staging buffer) <-- slab
     slab.write(start, stop, src)  src --> slab
-    with slab.borrowed(start, stop, write=True) as tensor:                                   the host step; host memory lends itself, disk a copy
+    # the host step; host memory lends itself, disk a copy
+    with slab.borrowed(start, stop, write=True) as tensor:
 
-Invariants. What was started first takes effect first: a read that is started after an overlapping write sees what was written, a write that
-is started after an overlapping read does not disturb it. `out` and `src` must not be touched before the Work has been waited for. No tensor
-on a slab's memory exists outside ``borrowed``: what rests elsewhere cannot be read by mistake. Bytes never written are undefined.
+Invariants. What was started first takes effect first: a read that is started after an overlapping
+write sees what was written, a write that is started after an overlapping read does not disturb it.
+`out` and `src` must not be touched before the Work has been waited for. No tensor on a slab's
+memory exists outside ``borrowed``: what rests elsewhere cannot be read by mistake. Bytes never
+written are undefined.
 
-Calls are for one thread at a time per slab; different slabs may be used by different threads. No collective: a store knows no other rank.
+Calls are for one thread at a time per slab; different slabs may be used by different threads. No
+collective: a store knows no other rank.
 """
 
 from __future__ import annotations
@@ -30,7 +36,9 @@ __all__ = ["Account", "Slab", "Store"]
 
 
 class Slab(Protocol):
-    """`numel` elements of `dtype` at rest on one tier; elements are counted from the slab's own start."""
+    """`numel` elements of `dtype` at rest on one tier; elements are counted from the slab's own
+    start.
+    """
 
     key: str  # names the state in errors: "blocks.3:fp32 exp_avg"
     numel: int
@@ -42,15 +50,21 @@ class Slab(Protocol):
         """Bytes that rest there."""
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> Work:
-        """Start copying elements [start, stop) into `out` [stop - start] of the same dtype, 1-D and contiguous."""
+        """Start copying elements [start, stop) into `out` [stop - start] of the same dtype, 1-D
+        and contiguous.
+        """
 
     def write(self, start: int, stop: int, source: torch.Tensor) -> Work:
         """Start copying `source` [stop - start] into elements [start, stop)."""
 
-    def borrowed(self, start: int, stop: int, *, write: bool) -> AbstractContextManager[torch.Tensor]:
-        """Lend elements [start, stop) as a CPU tensor (the device tier: a device tensor) that is valid inside the context only.
+    def borrowed(
+        self, start: int, stop: int, *, write: bool
+    ) -> AbstractContextManager[torch.Tensor]:
+        """Lend elements [start, stop) as a CPU tensor (the device tier: a device tensor) that is
+        valid inside the context only.
 
-        With `write`, what is written to it rests in the slab when the context ends without an exception. Waits for what is under way.
+        With `write`, what is written to it rests in the slab when the context ends without an
+        exception. Waits for what is under way.
         """
 
     def close(self) -> None:
@@ -64,7 +78,9 @@ class Store(Protocol):
     account: Account
 
     def slab(self, key: str, numel: int, dtype: torch.dtype) -> Slab:
-        """Allocate a slab now, so that a shortage is a StorageError here, naming `key`, the bytes and the place, and not in a later write."""
+        """Allocate a slab now, so that a shortage is a StorageError here, naming `key`, the
+        bytes and the place, and not in a later write.
+        """
 
     def close(self) -> None:
         """Close every slab and give back threads and files. Idempotent."""

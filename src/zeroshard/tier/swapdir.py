@@ -1,18 +1,22 @@
 """One rank's directory of files, that is gone when its process is gone.
 
     <disk_path>/zeroshard-swap-<run>-<rank>-<pid>-<nonce>/    mode 0700
-        lock                                                  flock is held for the life of the process
+        lock                                                  flock is held for the life of the
+                                                              process
         0003-blocks.3_fp32_exp_avg.slab
 
-It is removed by `remove`: when the store is closed or collected, or at a normal exit. A killed process leaves it, and the kernel drops the
-lock: whoever makes a directory here next removes those whose lock nobody holds.
+It is removed by `remove`: when the store is closed or collected, or at a normal exit. A killed
+process leaves it, and the kernel drops the lock: whoever makes a directory here next removes those
+whose lock nobody holds.
 
-[Note: taking a name] A directory has its final name only once its lock is held: it is made under a hidden name and renamed. So a directory of
-that pattern without a held lock is dead, however many ranks start at once; of two that find it, one gets its lock and removes it. The lock goes
-last. A process killed before the rename leaves a hidden, empty directory, which is removed an hour later.
+[Note: taking a name] A directory has its final name only once its lock is held: it is made under a
+hidden name and renamed. So a directory of that pattern without a held lock is dead, however many
+ranks start at once; of two that find it, one gets its lock and removes it. The lock goes last. A
+process killed before the rename leaves a hidden, empty directory, which is removed an hour later.
 
-Only names of our pattern that are ours (uid) are opened, never through a symbolic link, and only files that we make are removed: a directory
-that holds anything else stays, and is said. A forked child removes nothing.
+Only names of our pattern that are ours (uid) are opened, never through a symbolic link, and only
+files that we make are removed: a directory that holds anything else stays, and is said. A forked
+child removes nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +46,9 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def safe_name(text: str) -> str:
-    """Return `text` as part of a file name, still readable: "blocks.3:fp32 exp_avg" -> "blocks.3_fp32_exp_avg"."""
+    """Return `text` as part of a file name, still readable: "blocks.3:fp32 exp_avg" ->
+    "blocks.3_fp32_exp_avg".
+    """
     return re.sub(r"[^A-Za-z0-9._+=-]+", "_", text)[:150] or "_"
 
 
@@ -53,7 +59,9 @@ def free_bytes(path: Path) -> int:
 
 
 class SwapDirectory:
-    """A directory of this rank below `parent`, made now; abandoned ones beside it are removed. Raises StorageError naming `parent`."""
+    """A directory of this rank below `parent`, made now; abandoned ones beside it are removed.
+    Raises StorageError naming `parent`.
+    """
 
     def __init__(self, parent: Path, *, run: str, rank: int) -> None:
         self._pid = os.getpid()
@@ -66,11 +74,15 @@ class SwapDirectory:
             self.fd, self._lock_fd = _claim(self._parent_fd, self._name)
         except OSError as error:
             os.close(self._parent_fd)
-            raise StorageError(f"disk_path {parent}: no directory can be made there ({error.strerror})") from error
+            raise StorageError(
+                f"disk_path {parent}: no directory can be made there ({error.strerror})"
+            ) from error
         self._removed = False
 
     def create(self, key: str, num_bytes: int, *, direct: bool) -> tuple[int, str]:
-        """Return (descriptor, name) of a new file with `num_bytes` set aside. Raises StorageError naming `key`, the bytes and the place."""
+        """Return (descriptor, name) of a new file with `num_bytes` set aside. Raises
+        StorageError naming `key`, the bytes and the place.
+        """
         name = f"{self._num_files:04}-{safe_name(key)}{_SUFFIX}"
         self._num_files += 1
         fd = -1
@@ -87,7 +99,10 @@ class SwapDirectory:
     def _refusal(self, key: str, num_bytes: int, error: OSError) -> StorageError:
         if error.errno in _NO_SPACE:
             free = free_bytes(self.path)
-            why = f"{num_bytes} bytes are needed, {free} are free ({error.strerror}): free some, or put less on disk"
+            why = (
+                f"{num_bytes} bytes are needed, {free} are free ({error.strerror}): free some, or"
+                " put less on disk"
+            )
         elif error.errno in (errno.EMFILE, errno.ENFILE):
             why = f"{error.strerror}: each state on disk needs one, raise `ulimit -n`"
         else:
@@ -95,9 +110,14 @@ class SwapDirectory:
         return StorageError(f"{key}: {self.path}: {why}")
 
     def check_process(self, key: str) -> None:
-        """Raise StorageError in a forked child, which has neither the worker threads nor the right to change the files."""
+        """Raise StorageError in a forked child, which has neither the worker threads nor the
+        right to change the files.
+        """
         if os.getpid() != self._pid:
-            raise StorageError(f"{key}: {self.path} belongs to process {self._pid}; a forked child cannot use what rests on disk")
+            raise StorageError(
+                f"{key}: {self.path} belongs to process {self._pid}; a forked child cannot use what"
+                " rests on disk"
+            )
 
     def unlink(self, name: str) -> None:
         """Remove one file; nothing happens if it is gone already, or in a forked child."""
@@ -119,19 +139,26 @@ def _open_parent(parent: Path) -> int:
     try:
         fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise StorageError(f"disk_path {parent} does not exist: create it, or name a directory on a local disk") from None
+        raise StorageError(
+            f"disk_path {parent} does not exist: create it, or name a directory on a local disk"
+        ) from None
     except NotADirectoryError:
         raise StorageError(f"disk_path {parent} is not a directory") from None
     except OSError as error:
         raise StorageError(f"disk_path {parent} cannot be opened ({error.strerror})") from None
     if not os.access(".", os.W_OK | os.X_OK, dir_fd=fd, effective_ids=True):
         os.close(fd)
-        raise StorageError(f"disk_path {parent} cannot be written to by uid {os.geteuid()}: allow it, or name another directory")
+        raise StorageError(
+            f"disk_path {parent} cannot be written to by uid {os.geteuid()}: allow it, or name"
+            " another directory"
+        )
     return fd
 
 
 def _claim(parent_fd: int, name: str) -> tuple[int, int]:
-    """Make the directory `name` and return the descriptors of it and of its lock, which is held. See [Note: taking a name]."""
+    """Make the directory `name` and return the descriptors of it and of its lock, which is held.
+    See [Note: taking a name].
+    """
     hidden = f".{name}"
     os.mkdir(hidden, 0o700, dir_fd=parent_fd)
     fd = lock_fd = -1
@@ -181,9 +208,13 @@ def _remove_if_abandoned(name: str, parent_fd: int, parent: Path, *, hidden: boo
 
 
 def _lock_of(fd: int) -> int:
-    """Take the lock of a directory, -1 if it has none (its removal had come that far). Raises BlockingIOError while somebody holds it."""
+    """Take the lock of a directory, -1 if it has none (its removal had come that far). Raises
+    BlockingIOError while somebody holds it.
+    """
     try:
-        lock_fd = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
+        lock_fd = os.open(
+            _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd
+        )
     except FileNotFoundError:
         return -1
     try:
@@ -197,7 +228,9 @@ def _lock_of(fd: int) -> int:
 def _empty(fd: int) -> None:
     """Remove the files that we make, the lock last."""
     for name in os.listdir(fd):
-        if name.endswith(_SUFFIX) and not stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
+        if name.endswith(_SUFFIX) and not stat.S_ISDIR(
+            os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode
+        ):
             _unlink(name, fd)
     _unlink(_LOCK, fd)
 
@@ -213,6 +246,10 @@ def _rmdir(name: str, parent_fd: int, path: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        _log.warning("%s cannot be removed (%s): it holds files that zeroshard did not make", path, error.strerror)
+        _log.warning(
+            "%s cannot be removed (%s): it holds files that zeroshard did not make",
+            path,
+            error.strerror,
+        )
         return False
     return True

@@ -1,14 +1,17 @@
-"""Reads and writes under way, and the worker threads that do them (ZeRO-Infinity's DeepNVMe, section 6.3, without native code).
+"""Reads and writes under way, and the worker threads that do them (ZeRO-Infinity's DeepNVMe,
+section 6.3, without native code).
 
-A transfer's pieces are done by whichever threads are free, at most `queue_depth` at a time. Order is kept between transfers of one slab: one
-that touches the units of an earlier one, unless both read, starts when the earlier one has ended::
+A transfer's pieces are done by whichever threads are free, at most `queue_depth` at a time. Order
+is kept between transfers of one slab: one that touches the units of an earlier one, unless both
+read, starts when the earlier one has ended::
 
     write [0, 6000)   ====            both change block 1: one after the other
     write [6000, 9000)    ===
     read  [20000, 24000)      ====    at the same time as either
 
-Invariant: a piece that is handed to a thread waits for no other piece, so nothing can lock up. A transfer that has ended, well or not, keeps
-no tensor alive. Cost: about 20 µs of interpreter per piece.
+Invariant: a piece that is handed to a thread waits for no other piece, so nothing can lock up. A
+transfer that has ended, well or not, keeps no tensor alive. Cost: about 20 µs of interpreter per
+piece.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ __all__ = ["Scratch", "Transfer", "Workers"]
 
 
 class Scratch:
-    """One worker's own buffer for what cannot go straight between disk and tensor; made when it is first needed.
+    """One worker's own buffer for what cannot go straight between disk and tensor; made when it
+    is first needed.
 
     Not from the staging pool: whoever waits for a transfer may hold all of that.
     """
@@ -43,9 +47,18 @@ class Scratch:
 
 
 class Transfer:
-    """A read or a write of one slab: a Work. `beside` is the slab's list of what is under way, which the workers keep."""
+    """A read or a write of one slab: a Work. `beside` is the slab's list of what is under way,
+    which the workers keep.
+    """
 
-    def __init__(self, pieces: Sequence[Piece], run: Callable[[Piece, Scratch], None], *, writes: bool, beside: list[Transfer]) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        run: Callable[[Piece, Scratch], None],
+        *,
+        writes: bool,
+        beside: list[Transfer],
+    ) -> None:
         self.pieces = pieces
         self.writes = writes
         self.beside = beside
@@ -74,7 +87,10 @@ class Transfer:
         """Whether one must wait for the other."""
         if not (self.writes or other.writes):
             return False
-        return self.pieces[0].low < other.pieces[-1].high and other.pieces[0].low < self.pieces[-1].high
+        return (
+            self.pieces[0].low < other.pieces[-1].high
+            and other.pieces[0].low < self.pieces[-1].high
+        )
 
     def attempt(self, piece: Piece, scratch: Scratch) -> None:
         """Do one piece, unless another one has failed."""
@@ -108,7 +124,12 @@ class Workers:
         self._num_open = 0  # transfers that were started and have not ended
         self._stopping = False
         self._threads = [
-            threading.Thread(target=self._work, args=(Scratch(scratch_bytes, pinned=pinned),), name=f"zeroshard-disk-{i}", daemon=True)
+            threading.Thread(
+                target=self._work,
+                args=(Scratch(scratch_bytes, pinned=pinned),),
+                name=f"zeroshard-disk-{i}",
+                daemon=True,
+            )
             for i in range(num_threads)
         ]
         for thread in self._threads:
@@ -135,7 +156,9 @@ class Workers:
             transfer.settle()
 
     def stop(self) -> None:
-        """Let the threads end after the last transfer, those included that still wait for others."""
+        """Let the threads end after the last transfer, those included that still wait for
+        others.
+        """
         with self._lock:
             self._stopping = True
             self._end_threads()

@@ -1,9 +1,12 @@
-"""Write the golden checkpoint of the current format version: two ranks, every kind of content, a few numbers, and beside it what it must load to.
+"""Write the golden checkpoint of the current format version: two ranks, every kind of content, a
+few numbers, and beside it what it must load to.
 
-    python -c 'from tests.checkpoint.golden.make import main; main()'       # writes tests/checkpoint/golden/format-1/
+    # writes tests/checkpoint/golden/format-1/
+    python -c 'from tests.checkpoint.golden.make import main; main()'
 
-Made once, when a format version is released, and never again for that version: later versions must read what this one wrote. `expected.json` has
-the numbers as the engine held them when it saved, not as a reader found them.
+Made once, when a format version is released, and never again for that version: later versions must
+read what this one wrote. `expected.json` has the numbers as the engine held them when it saved, not
+as a reader found them.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ STEP = 300
 
 
 class Golden(nn.Module):
-    """A tie, channels last, a parameter without dimensions, an empty one, a frozen one, and a buffer that differs between ranks."""
+    """A tie, channels last, a parameter without dimensions, an empty one, a frozen one, and a
+    buffer that differs between ranks.
+    """
 
     seen: torch.Tensor
 
@@ -50,17 +55,28 @@ class Golden(nn.Module):
         return logits.float().square().mean() + self.conv(h.permute(2, 0, 1)[None]).float().mean()
 
 
-def make(policy: str = "zero3", precision: str = "fp32") -> tuple[Golden, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, zs.Engine]:
+def make(
+    policy: str = "zero3", precision: str = "fp32"
+) -> tuple[Golden, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, zs.Engine]:
     torch.manual_seed(0)
     model = Golden()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW([{"params": trained[:1], "weight_decay": 0.1}, {"params": trained[1:]}], lr=0.05)
+    optimizer = torch.optim.AdamW(
+        [{"params": trained[:1], "weight_decay": 0.1}, {"params": trained[1:]}], lr=0.05
+    )
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    return model, optimizer, schedule, zs.shard(model, optimizer, policy=policy, precision=precision)
+    return (
+        model,
+        optimizer,
+        schedule,
+        zs.shard(model, optimizer, policy=policy, precision=precision),
+    )
 
 
 def write(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """Train two steps, save, and return what this rank holds: [[name, kind, start, values], ...] and what is no piece."""
+    """Train two steps, save, and return what this rank holds: [[name, kind, start, values], ...]
+    and what is no piece.
+    """
     model, optimizer, schedule, engine = make(precision="bf16")
     ema = zs.EMA(engine, 0.5)
     for step in range(2):
@@ -73,7 +89,12 @@ def write(rank: int, world: int, folder: Path) -> dict[str, Any]:
     random.seed(rank)
     np.random.seed(7)
     torch.manual_seed(rank)
-    extra = {"best": float("inf"), "curve": torch.tensor([0.25, -0.0]), "position": {"epoch": 1, "seen": [3, (rank, None)]}, 7: b"\x00\xff"}
+    extra = {
+        "best": float("inf"),
+        "curve": torch.tensor([0.25, -0.0]),
+        "position": {"epoch": 1, "seen": [3, (rank, None)]},
+        7: b"\x00\xff",
+    }
     zs.save(folder, engine, step=STEP, states={"schedule": schedule, "average": ema}, extra=extra)
     pieces: list[Any] = []
     for piece in engine.resting_pieces(share=True):
@@ -85,15 +106,25 @@ def write(rank: int, world: int, folder: Path) -> dict[str, Any]:
         for key, value in optimizer.state[owned.tensor].items():
             pieces.append([owned.name, f"state.{key}", owned.piece.start, value.tolist()])
     draws = [random.random(), float(np.random.rand()), torch.rand(1).item()]
-    rest = {"seen": model.seen.tolist(), "draws": draws, "lr": schedule.get_last_lr(), "last_epoch": schedule.last_epoch}
+    rest = {
+        "seen": model.seen.tolist(),
+        "draws": draws,
+        "lr": schedule.get_last_lr(),
+        "last_epoch": schedule.last_epoch,
+    }
     engine.close()
     return {"pieces": pieces, **rest}
 
 
 def whole(ranks: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Put the pieces of all ranks together: values by parameter and kind, in the order of memory; numbers without a range as they are."""
+    """Put the pieces of all ranks together: values by parameter and kind, in the order of
+    memory; numbers without a range as they are.
+    """
     out: dict[str, dict[str, Any]] = {}
-    for name, kind, _, values in sorted((piece for rank in ranks for piece in rank["pieces"] if piece[3] != []), key=lambda piece: piece[:3]):
+    for name, kind, _, values in sorted(
+        (piece for rank in ranks for piece in rank["pieces"] if piece[3] != []),
+        key=lambda piece: piece[:3],
+    ):
         kinds = out.setdefault(name, {})
         kinds[kind] = [*kinds.get(kind, []), *values] if isinstance(values, list) else values
     return out
@@ -104,7 +135,9 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     ranks = run_ranks(2, write, folder)
     (folder / ".lock").unlink()
-    expected = {"parameters": whole(ranks), "ranks": [{key: value for key, value in rank.items() if key != "pieces"} for rank in ranks]}
+    expected = {
+        "parameters": whole(ranks),
+        "ranks": [{key: value for key, value in rank.items() if key != "pieces"} for rank in ranks],
+    }
     (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
     close_pools()
-

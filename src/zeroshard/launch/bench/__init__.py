@@ -1,7 +1,8 @@
 """``zeroshard bench``: the project's benchmarks, and the command line of them.
 
-`plan` says what is compared, `driver` takes the turns, `leader` and `worker` are the processes, `contenders` and `model` what they train,
-`stats` and `results` what is made of the numbers, `tables` how they are shown. docs/benchmarks.md explains the method.
+`plan` says what is compared, `driver` takes the turns, `leader` and `worker` are the processes,
+`contenders` and `model` what they train, `stats` and `results` what is made of the numbers,
+`tables` how they are shown. docs/benchmarks.md explains the method.
 
 What it does not do: import torch. Only the worker processes do.
 """
@@ -30,7 +31,9 @@ def add_parser(commands: Any) -> None:
     _add_offload(kinds)
     report = kinds.add_parser("report", help="print saved results as markdown")
     report.add_argument("files", type=Path, nargs="+", metavar="FILE")
-    report.add_argument("--json", action="store_true", help="print medians, intervals and verdicts as JSON instead")
+    report.add_argument(
+        "--json", action="store_true", help="print medians, intervals and verdicts as JSON instead"
+    )
     report.set_defaults(handler=_report)
 
 
@@ -40,42 +43,109 @@ def _add_step(kinds: Any) -> None:
         "step",
         help="time of a training step, memory, bytes on the wire",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"contenders:\n{contenders}\n\nexample:\n  zeroshard bench step --sizes medium --contenders zero3,torch-ddp,fsdp2",
+        epilog=(
+            f"contenders:\n{contenders}\n\nexample:\n  zeroshard bench step --sizes medium"
+            " --contenders zero3,torch-ddp,fsdp2"
+        ),
     )
     _add_what(step, CONTENDERS)
-    step.add_argument("--warmup", type=_count(1), default=8, help="steps before the first turn (default and least: 8)")
-    step.add_argument("--data", nargs="+", default=[], metavar="FILE", help="train on the bytes of these files, not on random tokens")
-    step.add_argument("--profile", action="store_true", help="also record which operators take the time")
+    step.add_argument(
+        "--warmup",
+        type=_count(1),
+        default=8,
+        help="steps before the first turn (default and least: 8)",
+    )
+    step.add_argument(
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="train on the bytes of these files, not on random tokens",
+    )
+    step.add_argument(
+        "--profile", action="store_true", help="also record which operators take the time"
+    )
     _add_common(step, steps=5)
     step.set_defaults(handler=_step)
 
 
 def _add_overhead(kinds: Any) -> None:
-    overhead = kinds.add_parser("overhead", help="what the engine costs in one process: microseconds per unit and step, and the ratio")
-    overhead.add_argument("--sizes", type=_names(SIZES), default=["medium"], metavar="NAME,...", help="for the ratio (default: medium)")
-    overhead.add_argument("--threads", type=_count(1), help="threads for the ratio (default: cores)")
+    overhead = kinds.add_parser(
+        "overhead",
+        help="what the engine costs in one process: microseconds per unit and step, and the ratio",
+    )
+    overhead.add_argument(
+        "--sizes",
+        type=_names(SIZES),
+        default=["medium"],
+        metavar="NAME,...",
+        help="for the ratio (default: medium)",
+    )
+    overhead.add_argument(
+        "--threads", type=_count(1), help="threads for the ratio (default: cores)"
+    )
     _add_common(overhead, steps=20)
     overhead.set_defaults(handler=_overhead)
 
 
 def _add_checkpoint(kinds: Any) -> None:
-    checkpoint = kinds.add_parser("checkpoint", help="saving and loading beside the disk itself and torch.distributed.checkpoint")
-    checkpoint.add_argument("--gigabytes", type=float, default=1.0, help="size of the state (default: 1)")
-    checkpoint.add_argument("--rounds", type=_count(1), default=12, help="rounds that count (default: 12)")
-    checkpoint.add_argument("--folder", type=Path, help="where to write (default: the temporary folder)")
-    checkpoint.add_argument("--warm", action="store_true", help="leave files in the page cache before reading")
-    checkpoint.add_argument("--out", type=Path, metavar="FILE", help="save everything measured as JSON")
-    checkpoint.add_argument("--json", action="store_true", help="print that JSON instead of a table")
+    checkpoint = kinds.add_parser(
+        "checkpoint",
+        help="saving and loading beside the disk itself and torch.distributed.checkpoint",
+    )
+    checkpoint.add_argument(
+        "--gigabytes", type=float, default=1.0, help="size of the state (default: 1)"
+    )
+    checkpoint.add_argument(
+        "--rounds", type=_count(1), default=12, help="rounds that count (default: 12)"
+    )
+    checkpoint.add_argument(
+        "--folder", type=Path, help="where to write (default: the temporary folder)"
+    )
+    checkpoint.add_argument(
+        "--warm", action="store_true", help="leave files in the page cache before reading"
+    )
+    checkpoint.add_argument(
+        "--out", type=Path, metavar="FILE", help="save everything measured as JSON"
+    )
+    checkpoint.add_argument(
+        "--json", action="store_true", help="print that JSON instead of a table"
+    )
     checkpoint.set_defaults(handler=_checkpoint)
 
 
 def _add_codec(kinds: Any) -> None:
-    codec = kinds.add_parser("codec", help="encoding and decoding beside a copy in memory, and the wires on which they pay")
-    codec.add_argument("--codecs", type=_names(("int8", "int4", "fp8")), default=["int8", "int4", "fp8"], metavar="NAME,...", help="default: all")
-    codec.add_argument("--dtypes", type=_names(("fp32", "bf16", "fp16")), default=["fp32", "bf16"], metavar="NAME,...", help="default: fp32,bf16")
-    codec.add_argument("--block", type=_count(1), default=256, help="elements that share a scale (default: 256)")
-    codec.add_argument("--elements", type=_count(1), default=1 << 24, metavar="N", help="of the tensor (default: 16 Mi)")
-    codec.add_argument("--rounds", type=_count(1), default=12, help="rounds that count (default: 12)")
+    codec = kinds.add_parser(
+        "codec",
+        help="encoding and decoding beside a copy in memory, and the wires on which they pay",
+    )
+    codec.add_argument(
+        "--codecs",
+        type=_names(("int8", "int4", "fp8")),
+        default=["int8", "int4", "fp8"],
+        metavar="NAME,...",
+        help="default: all",
+    )
+    codec.add_argument(
+        "--dtypes",
+        type=_names(("fp32", "bf16", "fp16")),
+        default=["fp32", "bf16"],
+        metavar="NAME,...",
+        help="default: fp32,bf16",
+    )
+    codec.add_argument(
+        "--block", type=_count(1), default=256, help="elements that share a scale (default: 256)"
+    )
+    codec.add_argument(
+        "--elements",
+        type=_count(1),
+        default=1 << 24,
+        metavar="N",
+        help="of the tensor (default: 16 Mi)",
+    )
+    codec.add_argument(
+        "--rounds", type=_count(1), default=12, help="rounds that count (default: 12)"
+    )
     codec.add_argument("--threads", type=_count(1), default=1, help="default: 1")
     codec.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     codec.add_argument("--out", type=Path, metavar="FILE", help="save everything measured as JSON")
@@ -87,15 +157,34 @@ def _codec(arguments: argparse.Namespace) -> int:
     from zeroshard.launch.bench.codec import Options, run
 
     a = arguments
-    return run(Options(a.codecs, a.dtypes, a.block, a.elements, a.rounds, a.threads, a.device), out=a.out, as_json=a.json)
+    return run(
+        Options(a.codecs, a.dtypes, a.block, a.elements, a.rounds, a.threads, a.device),
+        out=a.out,
+        as_json=a.json,
+    )
 
 
 def _add_disk(kinds: Any) -> None:
     disk = kinds.add_parser("disk", help="the disk tier beside the disk itself and fio")
-    disk.add_argument("--path", type=Path, metavar="DIR", help="a directory on the disk to measure (default: the temporary folder)")
-    disk.add_argument("--size", type=_count(1), default=3 << 29, metavar="BYTES", help="of the states; twice that is needed (default: 1.5 GiB)")
-    disk.add_argument("--rounds", type=_count(1), default=12, help="rounds that count (default: 12)")
-    disk.add_argument("--queue-depth", type=_count(1), default=8, help="requests in flight (default: 8)")
+    disk.add_argument(
+        "--path",
+        type=Path,
+        metavar="DIR",
+        help="a directory on the disk to measure (default: the temporary folder)",
+    )
+    disk.add_argument(
+        "--size",
+        type=_count(1),
+        default=3 << 29,
+        metavar="BYTES",
+        help="of the states; twice that is needed (default: 1.5 GiB)",
+    )
+    disk.add_argument(
+        "--rounds", type=_count(1), default=12, help="rounds that count (default: 12)"
+    )
+    disk.add_argument(
+        "--queue-depth", type=_count(1), default=8, help="requests in flight (default: 8)"
+    )
     disk.add_argument("--verify", action="store_true", help="with the disk tier's checksums")
     disk.add_argument("--out", type=Path, metavar="FILE", help="save everything measured as JSON")
     disk.add_argument("--json", action="store_true", help="print that JSON instead of a table")
@@ -107,20 +196,50 @@ def _add_offload(kinds: Any) -> None:
     contenders = "\n".join(f"  {name:20} {what}" for name, what in OFFLOAD_CONTENDERS.items())
     offload = kinds.add_parser(
         "offload",
-        help="states on host and disk: steps, memory per tier, the host step and the disk step by themselves, the largest model",
+        help=(
+            "states on host and disk: steps, memory per tier, the host step and the disk step by"
+            " themselves, the largest model"
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"parts:\n{parts}\n\ncontenders:\n{contenders}\n\nexample:\n  zeroshard bench offload --disk-path /mnt/nvme",
+        epilog=(
+            f"parts:\n{parts}\n\ncontenders:\n{contenders}\n\nexample:\n  zeroshard bench offload"
+            " --disk-path /mnt/nvme"
+        ),
     )
     offload.add_argument(
-        "--parts", type=_names(OFFLOAD_PARTS), default=list(OFFLOAD_PARTS), metavar="NAME,...", help="what to measure (default: all)"
+        "--parts",
+        type=_names(OFFLOAD_PARTS),
+        default=list(OFFLOAD_PARTS),
+        metavar="NAME,...",
+        help="what to measure (default: all)",
     )
     _add_what(offload, OFFLOAD_CONTENDERS)
-    offload.add_argument("--disk-path", type=Path, metavar="DIR", help="a directory on the disk to use (default: the temporary folder)")
     offload.add_argument(
-        "--elements", type=_count(1), default=1 << 25, metavar="N", help="stepped by the host step and the disk step (default: 32 Mi)"
+        "--disk-path",
+        type=Path,
+        metavar="DIR",
+        help="a directory on the disk to use (default: the temporary folder)",
     )
-    offload.add_argument("--card-gib", type=float, metavar="GIB", help="memory of the card for the largest model (default: all it has)")
-    offload.add_argument("--largest-s", type=float, default=120.0, metavar="S", help="for the largest model, per tier (default: 120)")
+    offload.add_argument(
+        "--elements",
+        type=_count(1),
+        default=1 << 25,
+        metavar="N",
+        help="stepped by the host step and the disk step (default: 32 Mi)",
+    )
+    offload.add_argument(
+        "--card-gib",
+        type=float,
+        metavar="GIB",
+        help="memory of the card for the largest model (default: all it has)",
+    )
+    offload.add_argument(
+        "--largest-s",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="for the largest model, per tier (default: 120)",
+    )
     _add_common(offload, steps=2)
     offload.set_defaults(handler=_offload, warmup=8, data=[], profile=False)
 
@@ -128,25 +247,62 @@ def _add_offload(kinds: Any) -> None:
 def _add_what(parser: argparse.ArgumentParser, contenders: Any) -> None:
     """What to measure and on how many ranks: options of all that compare whole steps."""
     parser.add_argument(
-        "--sizes", type=_names(SIZES), default=["medium"], metavar="NAME,...", help=f"of {', '.join(SIZES)} (default: medium)"
+        "--sizes",
+        type=_names(SIZES),
+        default=["medium"],
+        metavar="NAME,...",
+        help=f"of {', '.join(SIZES)} (default: medium)",
     )
     parser.add_argument(
-        "--precision", type=_names(("fp32", "bf16")), default=["fp32"], metavar="NAME,...", help="fp32, bf16 or both (default: fp32)"
+        "--precision",
+        type=_names(("fp32", "bf16")),
+        default=["fp32"],
+        metavar="NAME,...",
+        help="fp32, bf16 or both (default: fp32)",
     )
-    parser.add_argument("--contenders", type=_names(contenders), metavar="NAME,...", help="default: all that the project compares")
-    parser.add_argument("--nproc", type=_count(1), default=2, help="ranks of each contender (default: 2)")
-    parser.add_argument("--threads", type=_count(1), help="threads per rank (default: cores / ranks)")
     parser.add_argument(
-        "--alive", type=_count(2), help="contenders whose processes live at the same time; 2 is strictly A B A B (default: by size)"
+        "--contenders",
+        type=_names(contenders),
+        metavar="NAME,...",
+        help="default: all that the project compares",
+    )
+    parser.add_argument(
+        "--nproc", type=_count(1), default=2, help="ranks of each contender (default: 2)"
+    )
+    parser.add_argument(
+        "--threads", type=_count(1), help="threads per rank (default: cores / ranks)"
+    )
+    parser.add_argument(
+        "--alive",
+        type=_count(2),
+        help=(
+            "contenders whose processes live at the same time; 2 is strictly A B A B (default: by"
+            " size)"
+        ),
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--deepspeed-python", metavar="PATH", help="interpreter for the DeepSpeed contenders, where theirs is another one")
+    parser.add_argument(
+        "--deepspeed-python",
+        metavar="PATH",
+        help="interpreter for the DeepSpeed contenders, where theirs is another one",
+    )
 
 
 def _add_common(parser: argparse.ArgumentParser, *, steps: int) -> None:
-    parser.add_argument("--pairs", type=_count(1), help="A/B pairs per comparison (default: 12, or 30 for the targets of a few percent)")
-    parser.add_argument("--steps", type=_count(1), default=steps, help=f"timed steps per turn (default: {steps})")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="save everything measured, raw numbers included, as JSON")
+    parser.add_argument(
+        "--pairs",
+        type=_count(1),
+        help="A/B pairs per comparison (default: 12, or 30 for the targets of a few percent)",
+    )
+    parser.add_argument(
+        "--steps", type=_count(1), default=steps, help=f"timed steps per turn (default: {steps})"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="save everything measured, raw numbers included, as JSON",
+    )
     parser.add_argument("--json", action="store_true", help="print that JSON instead of tables")
 
 
@@ -199,7 +355,12 @@ def _checkpoint(arguments: argparse.Namespace) -> int:
 
     size = int(arguments.gigabytes * 1e9)
     return run(
-        num_bytes=size, rounds=arguments.rounds, folder=arguments.folder, warm=arguments.warm, out=arguments.out, as_json=arguments.json
+        num_bytes=size,
+        rounds=arguments.rounds,
+        folder=arguments.folder,
+        warm=arguments.warm,
+        out=arguments.out,
+        as_json=arguments.json,
     )
 
 

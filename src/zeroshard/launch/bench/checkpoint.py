@@ -1,14 +1,18 @@
-"""``zeroshard bench checkpoint``: saving and loading beside the disk itself, and beside torch.distributed.checkpoint. One process.
+"""``zeroshard bench checkpoint``: saving and loading beside the disk itself, and beside
+torch.distributed.checkpoint. One process.
 
-Contenders take turns (A B C A B C ...) on the same bytes: the fp32 weights and Adam moments of a stack of square layers.
+Contenders take turns (A B C A B C ...) on the same bytes: the fp32 weights and Adam moments of a
+stack of square layers.
 
-    write   plain: one file, 4 MiB at a time, then fsync        zeroshard: zs.save        dcp: torch.distributed.checkpoint.save
-    read    plain: that file, 4 MiB at a time, into one buffer  zeroshard: zs.load        dcp: torch.distributed.checkpoint.load
-            kept: the same, into new memory, where it stays
-    pause   plain: one copy of the state into warm memory       zeroshard: Saver.save, in the background
+            plain                                        zeroshard       torch.distributed
+    write   one file, 4 MiB at a time, then fsync        zs.save         checkpoint.save
+    read    that file, 4 MiB at a time, into one buffer  zs.load         checkpoint.load
+            (kept: the same, into new memory, where it stays)
+    pause   one copy of the state into warm memory       Saver.save, in the background
 
-Before each turn the file system is synced, so that nobody pays for another's writing and removing, and before each read
-the files are dropped from the page cache, so that all three read the disk; `--warm` leaves them there.
+Before each turn the file system is synced, so that nobody pays for another's writing and removing,
+and before each read the files are dropped from the page cache, so that all three read the disk;
+`--warm` leaves them there.
 """
 
 from __future__ import annotations
@@ -55,10 +59,22 @@ class Comparison:
     target: float  # of other / ours, at least
 
     def row(self, num_bytes: int) -> tuple[str, ...]:
-        ratio = bootstrap_median([b / a for a, b in zip(self.seconds, self.other_seconds, strict=True)])
-        speeds = [f"{num_bytes / bootstrap_median(s).median / 1e9:.2f}" for s in (self.seconds, self.other_seconds)]
+        ratio = bootstrap_median(
+            [b / a for a, b in zip(self.seconds, self.other_seconds, strict=True)]
+        )
+        speeds = [
+            f"{num_bytes / bootstrap_median(s).median / 1e9:.2f}"
+            for s in (self.seconds, self.other_seconds)
+        ]
         verdict = judge(ratio, self.target, num_pairs=len(self.seconds))
-        return (self.what, self.other, *speeds, f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]", f"{self.target:.2f}", str(verdict))
+        return (
+            self.what,
+            self.other,
+            *speeds,
+            f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]",
+            f"{self.target:.2f}",
+            str(verdict),
+        )
 
 
 class _Rig:
@@ -76,7 +92,12 @@ class _Rig:
         self.folder = folder
         self.warm = warm
         pieces = [piece.tensor for piece in self.engine.resting_pieces()]
-        moments = [value for state in self.optimizer.state.values() for value in state.values() if value.numel() > 1]
+        moments = [
+            value
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if value.numel() > 1
+        ]
         self.tensors = [*pieces, *moments]
         self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
         self.numbered = {str(index): tensor.detach() for index, tensor in enumerate(self.tensors)}
@@ -160,8 +181,12 @@ def _measure(rig: _Rig, rounds: int) -> Iterator[dict[str, float]]:
             yield seconds
 
 
-def run(*, num_bytes: int, rounds: int, folder: Path | None, warm: bool, out: Path | None, as_json: bool) -> int:
-    """Measure, and print a table (or JSON); `folder` is where the files are written (default: a temporary one)."""
+def run(
+    *, num_bytes: int, rounds: int, folder: Path | None, warm: bool, out: Path | None, as_json: bool
+) -> int:
+    """Measure, and print a table (or JSON); `folder` is where the files are written (default: a
+    temporary one).
+    """
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="zeroshard-bench-") as where:
         rig = _Rig(Path(where), num_bytes, warm=warm)
@@ -179,19 +204,43 @@ def run(*, num_bytes: int, rounds: int, folder: Path | None, warm: bool, out: Pa
 
     comparisons = [
         Comparison("save", "plain write and fsync", times("write_ours"), times("write_plain"), 0.8),
-        Comparison("save", "torch.distributed.checkpoint", times("write_ours"), times("write_dcp"), 1.0),
+        Comparison(
+            "save", "torch.distributed.checkpoint", times("write_ours"), times("write_dcp"), 1.0
+        ),
         Comparison("load", "plain read", times("read_ours"), times("read_plain"), 0.8),
-        Comparison("load", "plain read into memory that keeps it", times("read_ours"), times("read_kept"), 0.8),
-        Comparison("load", "torch.distributed.checkpoint", times("read_ours"), times("read_dcp"), 1.0),
-        Comparison("pause in the background", "one memory copy", times("pause_ours"), times("copy_plain"), 1 / 1.3),
+        Comparison(
+            "load",
+            "plain read into memory that keeps it",
+            times("read_ours"),
+            times("read_kept"),
+            0.8,
+        ),
+        Comparison(
+            "load", "torch.distributed.checkpoint", times("read_ours"), times("read_dcp"), 1.0
+        ),
+        Comparison(
+            "pause in the background",
+            "one memory copy",
+            times("pause_ours"),
+            times("copy_plain"),
+            1 / 1.3,
+        ),
     ]
-    report = {"machine": machine_facts(), "bytes": size, "warm": warm, "comparisons": [asdict(each) for each in comparisons]}
+    report = {
+        "machine": machine_facts(),
+        "bytes": size,
+        "warm": warm,
+        "comparisons": [asdict(each) for each in comparisons],
+    }
     if out is not None:
         out.write_text(json.dumps(report, indent=1))
     if as_json:
         print(json.dumps(report, indent=1))
         return 0
-    table = Table(title=f"{size / 1e9:.2f} GB, {rounds} rounds, {'warm' if warm else 'cold'} page cache", title_justify="left")
+    table = Table(
+        title=f"{size / 1e9:.2f} GB, {rounds} rounds, {'warm' if warm else 'cold'} page cache",
+        title_justify="left",
+    )
     for head in ("what", "beside", "GB/s", "its GB/s", "times as fast", "target", ""):
         table.add_column(head)
     for each in comparisons:

@@ -1,14 +1,17 @@
-"""``zeroshard bench codec``: what encoding and decoding cost beside a copy in memory, and below which bandwidth they pay. One process.
+"""``zeroshard bench codec``: what encoding and decoding cost beside a copy in memory, and below
+which bandwidth they pay. One process.
 
-For every dtype and codec, in turns (the order rotates from round to round; the first round warms up), on tensors too large for caches:
+For every dtype and codec, in turns (the order rotates from round to round; the first round warms
+up), on tensors too large for caches:
 
     memcpy   one copy of the tensor: the most that any pass over it can do
     encode   the tensor to bytes
     decode   the bytes to a tensor of the same dtype
 
-GB/s count the tensor's bytes, never those of the encoding; ``both`` is the tensor's bytes through the time of encoding plus decoding. A
-transfer in bf16 takes 2n/B seconds for n elements at B bytes a second, an encoded one e/B plus the time t of the codec, nothing overlapped:
-the encoded one is faster below the crossover ``B = (2n - e) / t``. Casting to bf16 is counted as free.
+GB/s count the tensor's bytes, never those of the encoding; ``both`` is the tensor's bytes through
+the time of encoding plus decoding. A transfer in bf16 takes 2n/B seconds for n elements at B bytes
+a second, an encoded one e/B plus the time t of the codec, nothing overlapped: the encoded one is
+faster below the crossover ``B = (2n - e) / t``. Casting to bf16 is counted as free.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ class Options:
 
 
 def crossover(numel: int, encoded_bytes: int, codec_s: float) -> float:
-    """Return the bytes per second of a wire on which `numel` elements take as long in bf16 as encoded; slower wires gain.
+    """Return the bytes per second of a wire on which `numel` elements take as long in bf16 as
+    encoded; slower wires gain.
 
     A million elements whose int8 blocks take 1.0 MB, in 0.5 ms: (2.0 - 1.0) MB / 0.5 ms = 2 GB/s.
     """
@@ -57,7 +61,9 @@ def crossover(numel: int, encoded_bytes: int, codec_s: float) -> float:
 
 
 def measure(options: Options, advance: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
-    """Return one row per dtype and codec: plain values, speeds in GB/s, medians over the rounds. Calls `advance` after each round."""
+    """Return one row per dtype and codec: plain values, speeds in GB/s, medians over the rounds.
+    Calls `advance` after each round.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(options.threads)
     try:
@@ -66,11 +72,16 @@ def measure(options: Options, advance: Callable[[], None] = lambda: None) -> lis
         torch.set_num_threads(before)
 
 
-def _measure_dtype(dtype: str, options: Options, advance: Callable[[], None]) -> list[dict[str, Any]]:
+def _measure_dtype(
+    dtype: str, options: Options, advance: Callable[[], None]
+) -> list[dict[str, Any]]:
     coders = [codec(name, block=options.block) for name in options.codecs]
     source = torch.randn(options.numel, device=options.device).to(DTYPES[dtype])
     out = torch.empty_like(source)
-    encodings = [torch.empty(coder.encoded_bytes(options.numel), dtype=torch.uint8, device=options.device) for coder in coders]
+    encodings = [
+        torch.empty(coder.encoded_bytes(options.numel), dtype=torch.uint8, device=options.device)
+        for coder in coders
+    ]
     turns: dict[str, Callable[[], object]] = {"memcpy": lambda: out.copy_(source)}
     for coder, data in zip(coders, encodings, strict=True):
         turns[f"encode {coder.name}"] = lambda coder=coder, data=data: coder.encode(source, data)  # type: ignore[misc]
@@ -79,8 +90,12 @@ def _measure_dtype(dtype: str, options: Options, advance: Callable[[], None]) ->
     return [_row(coder, dtype, source, seconds) for coder in coders]
 
 
-def _in_turns(turns: dict[str, Callable[[], object]], options: Options, advance: Callable[[], None]) -> dict[str, list[float]]:
-    """Return the seconds of every turn, by name. Round 0 is in the order written, so that what is decoded has been encoded."""
+def _in_turns(
+    turns: dict[str, Callable[[], object]], options: Options, advance: Callable[[], None]
+) -> dict[str, list[float]]:
+    """Return the seconds of every turn, by name. Round 0 is in the order written, so that what
+    is decoded has been encoded.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     names = list(turns)
     for number in range(options.rounds + 1):
@@ -101,8 +116,13 @@ def _settle(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def _row(coder: Codec, dtype: str, source: torch.Tensor, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    encode_s, decode_s, copy_s = (statistics.median(seconds[name]) for name in (f"encode {coder.name}", f"decode {coder.name}", "memcpy"))
+def _row(
+    coder: Codec, dtype: str, source: torch.Tensor, seconds: dict[str, list[float]]
+) -> dict[str, Any]:
+    encode_s, decode_s, copy_s = (
+        statistics.median(seconds[name])
+        for name in (f"encode {coder.name}", f"decode {coder.name}", "memcpy")
+    )
     numel, encoded_bytes = source.numel(), coder.encoded_bytes(source.numel())
     gigabytes = source.nbytes / 1e9
     return {
@@ -123,13 +143,20 @@ def _row(coder: Codec, dtype: str, source: torch.Tensor, seconds: dict[str, list
 
 
 def run(options: Options, *, out: Path | None, as_json: bool) -> int:
-    """Measure, and print a table (or JSON). Raises ConfigError for a codec or block that there is not."""
+    """Measure, and print a table (or JSON). Raises ConfigError for a codec or block that there
+    is not.
+    """
     console = Console(stderr=True)
     machine = machine_facts()
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("codecs", total=len(options.dtypes) * (options.rounds + 1))
         rows = measure(options, lambda: bar.advance(task))
-    facts = {"threads": options.threads, "rounds": options.rounds, "device": options.device, "torch": torch.__version__}
+    facts = {
+        "threads": options.threads,
+        "rounds": options.rounds,
+        "device": options.device,
+        "torch": torch.__version__,
+    }
     report = json.dumps({"machine": machine, **facts, "rows": rows}, indent=1)
     if out is not None:
         out.write_text(report)
@@ -143,8 +170,9 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
 
 def _table(options: Options, rows: list[dict[str, Any]]) -> Table:
     title = (
-        f"{options.numel / 1e6:.1f} million elements, blocks of {options.block}, {options.device}, {options.threads} thread(s), "
-        f"median of {options.rounds} rounds; GB/s of the tensor. Encoded beats bf16 on wires slower than the last column."
+        f"{options.numel / 1e6:.1f} million elements, blocks of {options.block}, {options.device},"
+        f" {options.threads} thread(s), median of {options.rounds} rounds; GB/s of the tensor."
+        " Encoded beats bf16 on wires slower than the last column."
     )
     table = Table(title=title, title_justify="left")
     heads = (
@@ -163,5 +191,7 @@ def _table(options: Options, rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         speeds = (f"{row[f'{what}_gb_s']:.2f}" for what in ("encode", "decode", "both", "memcpy"))
         ratios = (f"{row['of_memcpy']:.3f}", f"{row['bytes_of_bf16']:.3f}")
-        table.add_row(row["codec"], row["dtype"], *speeds, *ratios, f"{8 * row['crossover_gb_s']:.1f}")
+        table.add_row(
+            row["codec"], row["dtype"], *speeds, *ratios, f"{8 * row['crossover_gb_s']:.1f}"
+        )
     return table

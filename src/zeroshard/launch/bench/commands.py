@@ -1,7 +1,9 @@
-"""What ``zeroshard bench step``, ``overhead``, ``offload`` and ``report`` do, from parsed arguments to the exit code.
+"""What ``zeroshard bench step``, ``overhead``, ``offload`` and ``report`` do, from parsed
+arguments to the exit code.
 
-Tables go to stdout, progress and everything said on the way to stderr. Exit code 70 when a contender broke, 0 otherwise, whatever the
-verdicts; a contender that is merely not installed is said and skipped.
+Tables go to stdout, progress and everything said on the way to stderr. Exit code 70 when a
+contender broke, 0 otherwise, whatever the verdicts; a contender that is merely not installed is
+said and skipped.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def step(arguments: argparse.Namespace, *, threads: int) -> int:
 
 
 def offload(arguments: argparse.Namespace, *, threads: int) -> int:
-    """States on host and disk: whole steps, the host step and the disk step by themselves, and on CUDA the largest model."""
+    """States on host and disk: whole steps, the host step and the disk step by themselves, and
+    on CUDA the largest model.
+    """
     result = _new_report("offload")
     comparisons: list[Comparison] = []
     if "steps" in arguments.parts:
@@ -68,22 +72,32 @@ def offload(arguments: argparse.Namespace, *, threads: int) -> int:
 
 
 def _runnable(result: Report, arguments: argparse.Namespace) -> list[Comparison]:
-    """Return the comparisons of `offload`, by default without DeepSpeed's where it is not installed: they would only take the others' places."""
+    """Return the comparisons of `offload`, by default without DeepSpeed's where it is not
+    installed: they would only take the others' places.
+    """
     if arguments.contenders or arguments.deepspeed_python or find_spec("deepspeed") is not None:
         return list(OFFLOAD_COMPARISONS)
     names = [name for name in OFFLOAD_CONTENDERS if name.startswith("deepspeed")]
-    _leave_out(result, f"{', '.join(names)}: DeepSpeed is not installed; pip install 'zeroshard[bench]', or --deepspeed-python")
+    _leave_out(
+        result,
+        f"{', '.join(names)}: DeepSpeed is not installed; pip install 'zeroshard[bench]', or"
+        " --deepspeed-python",
+    )
     return [c for c in OFFLOAD_COMPARISONS if c.reference not in names]
 
 
 def _leave_out(result: Report, what: str) -> None:
     result.left_out.append(what)
-    Console(stderr=True).print(f"bench: skipped {what}", markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True).print(
+        f"bench: skipped {what}", markup=False, highlight=False, soft_wrap=True
+    )
 
 
 def _chosen(contenders: Sequence[str] | None, known: Sequence[Comparison]) -> list[Comparison]:
     """Return the comparisons among the `contenders` asked for, by default all that are `known`."""
-    contenders = contenders or list(dict.fromkeys(name for c in known for name in (c.contender, c.reference)))
+    contenders = contenders or list(
+        dict.fromkeys(name for c in known for name in (c.contender, c.reference))
+    )
     comparisons = comparisons_for(contenders, known)
     if not comparisons:
         raise ConfigError(f"--contenders {','.join(contenders)}: a comparison needs at least two")
@@ -107,16 +121,23 @@ def _run_sizes(
                 steps=arguments.steps,
                 warmup=arguments.warmup,
                 pairs=arguments.pairs,
-                alive=arguments.alive or (OFFLOAD_ALIVE if result.kind == "offload" and size.alive > 2 else size.alive),
+                alive=arguments.alive
+                or (OFFLOAD_ALIVE if result.kind == "offload" and size.alive > 2 else size.alive),
                 device=arguments.device,
                 files=text,
                 deepspeed_python=arguments.deepspeed_python or sys.executable,
                 profile=arguments.profile,
                 disk_path=disk_path,
             )
-            with _progress(f"{size.name} {precision}", _num_turns(comparisons, options)) as (say, advance):
-                result.runs.append(measure(size, precision, comparisons, options, say=say, advance=advance))
-            _save(result, arguments.out)  # after every run: hours of measuring are not lost to a later failure
+            with _progress(f"{size.name} {precision}", _num_turns(comparisons, options)) as (
+                say,
+                advance,
+            ):
+                result.runs.append(
+                    measure(size, precision, comparisons, options, say=say, advance=advance)
+                )
+            # after every run: hours of measuring are not lost to a later failure
+            _save(result, arguments.out)
 
 
 def _run_alone(result: Report, arguments: argparse.Namespace, path: Path) -> None:
@@ -140,26 +161,46 @@ def _run_alone(result: Report, arguments: argparse.Namespace, path: Path) -> Non
         _save(result, arguments.out)
 
 
-def _run_largest(result: Report, arguments: argparse.Namespace, *, threads: int, disk_path: str) -> None:
+def _run_largest(
+    result: Report, arguments: argparse.Namespace, *, threads: int, disk_path: str
+) -> None:
     """The largest model per tier; only where there is a card to fill."""
     if arguments.device != "cuda":
-        _leave_out(result, "largest model: it fills a GPU's memory, and this run is on the CPU (--device cuda measures it)")
+        _leave_out(
+            result,
+            "largest model: it fills a GPU's memory, and this run is on the CPU (--device cuda"
+            " measures it)",
+        )
         _save(result, arguments.out)
         return
     from zeroshard.launch.bench.offload import largest
 
     card = None if arguments.card_gib is None else int(arguments.card_gib * 2**30)
-    options = Options(num_ranks=1, threads=threads, device="cuda", disk_path=disk_path, deferred=True, device_bytes=card)
+    options = Options(
+        num_ranks=1,
+        threads=threads,
+        device="cuda",
+        disk_path=disk_path,
+        deferred=True,
+        device_bytes=card,
+    )
     for tier in LARGEST:
         with _progress(f"largest model, states on {tier}", 0) as (say, advance):
-            found = largest(tier, arguments.precision[0], options, seconds=arguments.largest_s, advance=advance)
+            found = largest(
+                tier, arguments.precision[0], options, seconds=arguments.largest_s, advance=advance
+            )
             result.largest.append(found)
-            say(f"largest model, states on {tier}: {found.num_parameters / 1e9:.2f} billion parameters; then {found.stopped}")
+            say(
+                f"largest model, states on {tier}: {found.num_parameters / 1e9:.2f} billion"
+                f" parameters; then {found.stopped}"
+            )
         _save(result, arguments.out)
 
 
 def overhead(arguments: argparse.Namespace, *, threads: int) -> int:
-    """Stage 3 in one process beside plain PyTorch: on a model with next to no arithmetic, then on real sizes."""
+    """Stage 3 in one process beside plain PyTorch: on a model with next to no arithmetic, then
+    on real sizes.
+    """
     result = _new_report("overhead")
     for size in (OVERHEAD_SIZE, *(SIZES[name] for name in arguments.sizes)):
         narrow = size is OVERHEAD_SIZE
@@ -170,8 +211,13 @@ def overhead(arguments: argparse.Namespace, *, threads: int) -> int:
             pairs=arguments.pairs,
         )
         comparisons = [Comparison("zero3", "plain", None if narrow else 1 / 1.03, pairs=30)]
-        with _progress(f"{size.name} fp32, one process", _num_turns(comparisons, options)) as (say, advance):
-            result.runs.append(measure(size, "fp32", comparisons, options, say=say, advance=advance))
+        with _progress(f"{size.name} fp32, one process", _num_turns(comparisons, options)) as (
+            say,
+            advance,
+        ):
+            result.runs.append(
+                measure(size, "fp32", comparisons, options, say=say, advance=advance)
+            )
         _save(result, arguments.out)
     return _finish(result, arguments)
 
@@ -192,8 +238,14 @@ def report(files: Sequence[Path], *, as_json: bool) -> int:
 
 
 def _new_report(kind: str) -> Report:
-    words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:]]  # where a file lies is nobody's business
-    return Report(kind, ["zeroshard", *words], datetime.now(UTC).isoformat(timespec="seconds"), machine_facts())
+    # where a file lies is nobody's business
+    words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:]]
+    return Report(
+        kind,
+        ["zeroshard", *words],
+        datetime.now(UTC).isoformat(timespec="seconds"),
+        machine_facts(),
+    )
 
 
 def _save(result: Report, path: Path | None) -> None:
@@ -213,7 +265,9 @@ def _finish(result: Report, arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _one_text(files: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Copy `files` into one, so that contenders started an hour apart read the same bytes; yields its name, or nothing."""
+    """Copy `files` into one, so that contenders started an hour apart read the same bytes;
+    yields its name, or nothing.
+    """
     if not files:
         yield ()
         return
@@ -225,11 +279,17 @@ def _one_text(files: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 @contextmanager
 def _scratch(folder: Path | None) -> Iterator[Path]:
-    """A directory below `folder` (default: the temporary one) for what rests on disk; it is gone afterwards, whatever was left there."""
+    """A directory below `folder` (default: the temporary one) for what rests on disk; it is gone
+    afterwards, whatever was left there.
+    """
     try:
-        scratch = tempfile.TemporaryDirectory(dir=folder, prefix="zeroshard-bench-", ignore_cleanup_errors=True)
+        scratch = tempfile.TemporaryDirectory(
+            dir=folder, prefix="zeroshard-bench-", ignore_cleanup_errors=True
+        )
     except OSError as error:
-        raise ConfigError(f"--disk-path {folder}: {error.strerror}: name a directory on the disk to measure") from error
+        raise ConfigError(
+            f"--disk-path {folder}: {error.strerror}: name a directory on the disk to measure"
+        ) from error
     with scratch as name:
         yield Path(name)
 
@@ -239,12 +299,17 @@ def _num_turns(comparisons: Sequence[Comparison], options: Options) -> int:
     total = 0
     for members, inside in blocks(comparisons, alive=options.alive):
         wanted = {c: options.pairs or c.pairs for c in inside}
-        total += sum(1 + max(n for c, n in wanted.items() if name in (c.contender, c.reference)) for name in members)
+        total += sum(
+            1 + max(n for c, n in wanted.items() if name in (c.contender, c.reference))
+            for name in members
+        )
     return total
 
 
 @contextmanager
-def _progress(title: str, total: int) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
+def _progress(
+    title: str, total: int
+) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
     """A bar on stderr; yields (say a line, go one turn ahead)."""
     console = Console(stderr=True)
     columns = (
@@ -253,10 +318,17 @@ def _progress(title: str, total: int) -> Iterator[tuple[Callable[[str], None], C
         TextColumn("{task.completed}/{task.total} {task.description}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True
+    ) as bar:
         task = bar.add_task("", total=total)
 
         def advance(what: str) -> None:
             bar.update(task, advance=1, description=what)
 
-        yield lambda message: console.print(f"bench: {message}", markup=False, highlight=False, soft_wrap=True), advance
+        yield (
+            lambda message: console.print(
+                f"bench: {message}", markup=False, highlight=False, soft_wrap=True
+            ),
+            advance,
+        )

@@ -1,8 +1,11 @@
-"""Every contender as the same three calls: forward, backward, update. One small builder each, and nothing shared but the model.
+"""Every contender as the same three calls: forward, backward, update. One small builder each,
+and nothing shared but the model.
 
-Each builder gets the same freshly initialised fp32 model and gives back a :class:`Trainee`. All use torch's fused AdamW with the same
-learning rate, no clipping, and in bf16 weights in bf16 with an fp32 master, except where a builder's docstring says what its library does
-instead. Nothing is tuned for this library's sake: where a peer has a faster or leaner setting that keeps the numbers, it is used and named.
+Each builder gets the same freshly initialised fp32 model and gives back a :class:`Trainee`. All use
+torch's fused AdamW with the same learning rate, no clipping, and in bf16 weights in bf16 with an
+fp32 master, except where a builder's docstring says what its library does instead. Nothing is tuned
+for this library's sake: where a peer has a faster or leaner setting that keeps the numbers, it is
+used and named.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from zeroshard.launch.bench.plan import CONTENDERS, OFFLOAD_CONTENDERS, OFFLOADS
 __all__ = ["LEARNING_RATE", "Builder", "Missing", "Setup", "Trainee", "adamw", "builder_for"]
 
 LEARNING_RATE = 3e-4
-DEEPSPEED_BUCKET = 6_500_000  # elements; its defaults (5e8) would put this whole model into one bucket
+# elements; its defaults (5e8) would put this whole model into one bucket
+DEEPSPEED_BUCKET = 6_500_000
 
 
 class Missing(Exception):
@@ -64,10 +68,16 @@ def adamw(parameters: Iterable[Tensor]) -> torch.optim.AdamW:
 
 
 def builder_for(name: str) -> Builder:
-    """Return the builder of contender `name`; raises Missing when its library cannot be imported here. Imports that library."""
-    assert name in CONTENDERS or name in OFFLOAD_CONTENDERS, f"contender {name!r} is not in the plan"
+    """Return the builder of contender `name`; raises Missing when its library cannot be imported
+    here. Imports that library.
+    """
+    assert name in CONTENDERS or name in OFFLOAD_CONTENDERS, (
+        f"contender {name!r} is not in the plan"
+    )
     if name.startswith("deepspeed"):
-        return _deepspeed(int(name[9]), reshard=name.endswith("-reshard"), offload=name.partition("+")[2])
+        return _deepspeed(
+            int(name[9]), reshard=name.endswith("-reshard"), offload=name.partition("+")[2]
+        )
     if name.startswith("fsdp2"):
         return _fsdp2(reshard=not name.endswith("-keep"), host=name.endswith("+host"))
     if name.startswith("torch-ddp"):
@@ -105,12 +115,16 @@ def _zeroshard(row: str, transport: str, tiers: dict[str, Any]) -> Builder:
 
 
 class _Master:
-    """AdamW on fp32 copies of (slices of) a model's parameters: the optimizer itself where the model is fp32 already.
+    """AdamW on fp32 copies of (slices of) a model's parameters: the optimizer itself where the
+    model is fp32 already.
 
-    ``pairs`` are (working slice, its fp32 master), both flat; where the model is fp32 the master shares the working slice's memory.
+    ``pairs`` are (working slice, its fp32 master), both flat; where the model is fp32 the master
+    shares the working slice's memory.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], rank: int = 0, num_shards: int = 1) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], rank: int = 0, num_shards: int = 1
+    ) -> None:
         self.slices: list[tuple[nn.Parameter, int, int]] = []
         self.working: list[Tensor] = []
         self.masters: list[nn.Parameter] = []
@@ -119,13 +133,19 @@ class _Master:
             working = parameter.data.view(-1)[begin:end]
             self.slices.append((parameter, begin, end))
             self.working.append(working)
-            self.masters.append(nn.Parameter(working.float() if working.dtype != torch.float32 else working))
+            self.masters.append(
+                nn.Parameter(working.float() if working.dtype != torch.float32 else working)
+            )
         self.optimizer = adamw(self.masters)
 
     def update(self) -> None:
-        """Step with the gradients that the parameters hold, write the weights back, and drop the gradients."""
+        """Step with the gradients that the parameters hold, write the weights back, and drop the
+        gradients.
+        """
         for (parameter, begin, end), master in zip(self.slices, self.masters, strict=True):
-            assert parameter.grad is not None, "every parameter of this model takes part in every step"
+            assert parameter.grad is not None, (
+                "every parameter of this model takes part in every step"
+            )
             master.grad = parameter.grad.view(-1)[begin:end].float()
         self.optimizer.step()
         with torch.no_grad():
@@ -151,7 +171,8 @@ def _plain(model: nn.Module, setup: Setup) -> Trainee:
 
 
 def _compute(model: nn.Module, setup: Setup) -> Trainee:
-    """Forward and backward as in `plain`, and the step on one shard of the parameters: a sharded trainer whose wire takes no time.
+    """Forward and backward as in `plain`, and the step on one shard of the parameters: a sharded
+    trainer whose wire takes no time.
 
     The ranks drift apart, so its losses mean nothing.
     """
@@ -161,7 +182,9 @@ def _compute(model: nn.Module, setup: Setup) -> Trainee:
 
 
 def _torch_ddp(*, views: bool) -> Builder:
-    """torch DDP. In bf16 a bf16 model with an fp32 master by hand, which DDP itself does not offer: half the wire of autocast."""
+    """torch DDP. In bf16 a bf16 model with an fp32 master by hand, which DDP itself does not
+    offer: half the wire of autocast.
+    """
 
     from torch.nn.parallel import DistributedDataParallel
 
@@ -182,16 +205,22 @@ def _torch_ddp(*, views: bool) -> Builder:
 
 
 def _torch_zero1() -> Builder:
-    """torch DDP with ZeroRedundancyOptimizer, which keeps no master: bf16 is autocast over fp32 weights."""
+    """torch DDP with ZeroRedundancyOptimizer, which keeps no master: bf16 is autocast over fp32
+    weights.
+    """
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
     def build(model: nn.Module, setup: Setup) -> Trainee:
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE, fused=True
+        )
 
         def forward(tokens: Tensor, targets: Tensor) -> Tensor:
-            context: AbstractContextManager[object] = torch.autocast(setup.device.type, torch.bfloat16) if setup.bf16 else nullcontext()
+            context: AbstractContextManager[object] = (
+                torch.autocast(setup.device.type, torch.bfloat16) if setup.bf16 else nullcontext()
+            )
             with context:
                 loss = wrapped(tokens, targets)
                 assert isinstance(loss, Tensor)
@@ -207,21 +236,40 @@ def _torch_zero1() -> Builder:
 
 
 def _fsdp2(*, reshard: bool, host: bool) -> Builder:
-    """torch fully_shard, a group per block and one for the rest. In bf16 its gradients are reduced in bf16, its default and the faster.
+    """torch fully_shard, a group per block and one for the rest. In bf16 its gradients are
+    reduced in bf16, its default and the faster.
 
-    On a CPU its CPUOffloadPolicy runs without pinned memory, which wants an accelerator; every copy to the host is then one within memory.
+    On a CPU its CPUOffloadPolicy runs without pinned memory, which wants an accelerator; every copy
+    to the host is then one within memory.
     """
 
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
 
     def build(model: nn.Module, setup: Setup) -> Trainee:
         assert isinstance(model, GPT)
         mesh = init_device_mesh(setup.device.type, (dist.get_world_size(),))
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if setup.bf16 else MixedPrecisionPolicy()
-        offload = CPUOffloadPolicy(pin_memory=setup.device.type != "cpu") if host else OffloadPolicy()
+        policy = (
+            MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+            if setup.bf16
+            else MixedPrecisionPolicy()
+        )
+        offload = (
+            CPUOffloadPolicy(pin_memory=setup.device.type != "cpu") if host else OffloadPolicy()
+        )
         for part in (*model.blocks, model):
-            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=offload)
+            fully_shard(
+                part,
+                mesh=mesh,
+                mp_policy=policy,
+                reshard_after_forward=reshard,
+                offload_policy=offload,
+            )
         optimizer = adamw(model.parameters())
 
         def update() -> None:
@@ -234,9 +282,11 @@ def _fsdp2(*, reshard: bool, host: bool) -> Builder:
 
 
 def _deepspeed(stage: int, *, reshard: bool, offload: str) -> Builder:
-    """DeepSpeed with torch's fused AdamW as client optimizer, clipping off (it clips at 1.0 by itself) and buckets fit for this size.
+    """DeepSpeed with torch's fused AdamW as client optimizer, clipping off (it clips at 1.0 by
+    itself) and buckets fit for this size.
 
-    With `offload` ("host", "weights" or "disk") its host step is that same AdamW, which on a CPU is as fast as its own compiled one.
+    With `offload` ("host", "weights" or "disk") its host step is that same AdamW, which on a CPU is
+    as fast as its own compiled one.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -244,17 +294,35 @@ def _deepspeed(stage: int, *, reshard: bool, offload: str) -> Builder:
         import deepspeed
     except ImportError as error:
         raise Missing(
-            f"DeepSpeed cannot be imported: {error}; pip install 'zeroshard[bench]', or name an interpreter that has it"
+            f"DeepSpeed cannot be imported: {error}; pip install 'zeroshard[bench]', or name an"
+            " interpreter that has it"
         ) from error
-    if offload == "disk" and not deepspeed.accelerator.get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible():
-        raise Missing("DeepSpeed's async_io operator cannot be built here: it needs libaio with its headers (libaio-dev)")
+    if (
+        offload == "disk"
+        and not deepspeed.accelerator.get_accelerator()
+        .create_op_builder("AsyncIOBuilder")
+        .is_compatible()
+    ):
+        raise Missing(
+            "DeepSpeed's async_io operator cannot be built here: it needs libaio with its headers"
+            " (libaio-dev)"
+        )
 
     def build(model: nn.Module, setup: Setup) -> Trainee:
-        zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": DEEPSPEED_BUCKET, "allgather_bucket_size": DEEPSPEED_BUCKET}
+        zero: dict[str, Any] = {
+            "stage": stage,
+            "reduce_bucket_size": DEEPSPEED_BUCKET,
+            "allgather_bucket_size": DEEPSPEED_BUCKET,
+        }
         if stage == 3:
             zero["stage3_prefetch_bucket_size"] = DEEPSPEED_BUCKET
         if offload == "disk":
-            nvme = {"device": "nvme", "nvme_path": setup.disk_path, "pipeline_read": True, "pipeline_write": True}
+            nvme = {
+                "device": "nvme",
+                "nvme_path": setup.disk_path,
+                "pipeline_read": True,
+                "pipeline_write": True,
+            }
             zero["offload_optimizer"] = nvme
         elif offload:
             zero["offload_optimizer"] = {"device": "cpu"}
@@ -271,7 +339,9 @@ def _deepspeed(stage: int, *, reshard: bool, offload: str) -> Builder:
             "zero_optimization": zero,
             "bf16": {"enabled": setup.bf16},
         }
-        engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=adamw(model.parameters()), config=config
+        )
         return Trainee(engine, engine.backward, engine.step)
 
     return build

@@ -1,17 +1,24 @@
-"""``zeroshard bench disk``: the disk tier beside the disk itself, and beside fio where it is installed. One process.
+"""``zeroshard bench disk``: the disk tier beside the disk itself, and beside fio where it is
+installed. One process.
 
-Contenders take turns (A B C, B C A, ...: disks have bursts) on as many bytes on the same file system; the first round warms up:
+Contenders take turns (A B C, B C A, ...: disks have bursts) on as many bytes on the same file
+system; the first round warms up:
 
-    raw     plain threads with preadv and pwritev on aligned memory, past the page cache: what the disk gives to Python
-    store   tier/disk.py: three slabs, through a ring of staging buffers, as the optimizer step uses them
-    fio     the outside reference on the raw contender's files, as many requests of the same size in flight, its buffers in huge pages too
+    raw     plain threads with preadv and pwritev on aligned memory, past the page cache: what the
+            disk gives to Python
+    store   tier/disk.py: three slabs, through a ring of staging buffers, as the optimizer step uses
+            them
+    fio     the outside reference on the raw contender's files, as many requests of the same size in
+            flight, its buffers in huge pages too
 
-    read    12 bytes per parameter, what Adam reads of fp32 states: the master weight and two moments
+    read    12 bytes per parameter, what Adam reads of fp32 states: the master weight and two
+            moments
     write   12 bytes per parameter
     mix     both, at the same time: one group of parameters is written while the next one is read
 
-GB/s count every byte that was moved, both ways in the mix. The raw mix has no order; the store writes a group when it has been read. Where the
-file system refuses O_DIRECT everybody goes through the page cache, and the title says so.
+GB/s count every byte that was moved, both ways in the mix. The raw mix has no order; the store
+writes a group when it has been read. Where the file system refuses O_DIRECT everybody goes through
+the page cache, and the title says so.
 """
 
 from __future__ import annotations
@@ -87,7 +94,10 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """Return the row as text: medians, and ratios of each round as median [least, most]."""
-        speeds = [f"{statistics.median(speed):.2f}" if speed else "" for speed in (self.raw, self.store, self.fio)]
+        speeds = [
+            f"{statistics.median(speed):.2f}" if speed else ""
+            for speed in (self.raw, self.store, self.fio)
+        ]
         return (self.what, *speeds, _ratio(self.store, self.raw), _ratio(self.store, self.fio))
 
 
@@ -103,22 +113,33 @@ class _Raw:
 
     def __init__(self, store: DiskStore, options: Options) -> None:
         self._state_bytes = options.state_bytes
-        files = [store.files.create(f"raw {index}", options.state_bytes, direct=store.direct) for index in range(_NUM_STATES)]
+        files = [
+            store.files.create(f"raw {index}", options.state_bytes, direct=store.direct)
+            for index in range(_NUM_STATES)
+        ]
         self.fds = [fd for fd, _ in files]
         self.paths = [store.path / name for _, name in files]
-        places = max(1, options.ring_bytes // _REQUEST // options.queue_depth)  # per thread; little memory would all stay in caches
-        self._memories = [Memory(places * _REQUEST, pinned=False) for _ in range(options.queue_depth)]
+        # per thread; little memory would all stay in caches
+        places = max(1, options.ring_bytes // _REQUEST // options.queue_depth)
+        self._memories = [
+            Memory(places * _REQUEST, pinned=False) for _ in range(options.queue_depth)
+        ]
         for memory in self._memories:
             memory.tensor(0, places * _REQUEST // 4, torch.float32).normal_()
 
     def turn(self, kind: str) -> None:
-        requests: queue.SimpleQueue[tuple[Callable[[int, memoryview, int], None], int, int]] = queue.SimpleQueue()
+        requests: queue.SimpleQueue[tuple[Callable[[int, memoryview, int], None], int, int]] = (
+            queue.SimpleQueue()
+        )
         for start in range(0, self._state_bytes, _REQUEST):
             for do in (read_blocks,) * (kind != "write") + (write_blocks,) * (kind != "read"):
                 for fd in self.fds:
                     requests.put((do, fd, start))
         failed: list[BaseException] = []
-        threads = [threading.Thread(target=self._work, args=(requests, memory, failed)) for memory in self._memories]
+        threads = [
+            threading.Thread(target=self._work, args=(requests, memory, failed))
+            for memory in self._memories
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -155,7 +176,10 @@ class _Slabs:
         self._group = options.group_bytes // 4
         names = ("fp32 master", "fp32 exp_avg", "fp32 exp_avg_sq")
         self._slabs = [store.slab(name, numel, torch.float32) for name in names]
-        self._ring = [[store.staging.tensor(self._group, torch.float32) for _ in names] for _ in range(_NUM_GROUPS)]
+        self._ring = [
+            [store.staging.tensor(self._group, torch.float32) for _ in names]
+            for _ in range(_NUM_GROUPS)
+        ]
         for buffer in (buffer for group in self._ring for buffer in group):
             buffer.normal_()
 
@@ -177,7 +201,8 @@ class _Slabs:
         start = number * self._group
         stop = min(start + self._group, self._numel)
         works[place] = [
-            getattr(slab, verb)(start, stop, buffer[: stop - start]) for slab, buffer in zip(self._slabs, self._ring[place], strict=True)
+            getattr(slab, verb)(start, stop, buffer[: stop - start])
+            for slab, buffer in zip(self._slabs, self._ring[place], strict=True)
         ]
 
 
@@ -187,7 +212,9 @@ def _wait(works: list[Work]) -> None:
 
 
 class _Fio:
-    """fio on the raw contender's files; `name` is empty where it is not installed, or can do none of what is needed."""
+    """fio on the raw contender's files; `name` is empty where it is not installed, or can do
+    none of what is needed.
+    """
 
     def __init__(self, raw: _Raw, options: Options, *, direct: bool) -> None:
         self.name = ""
@@ -210,9 +237,14 @@ class _Fio:
             try:
                 self._speed([*self._arguments, f"--ioengine={engine}", "--rw=read"])
             except (subprocess.CalledProcessError, ValueError, KeyError, IndexError) as error:
-                self.missing = f"fio is installed but does not run with libaio or io_uring ({error}): no outside reference"
+                self.missing = (
+                    f"fio is installed but does not run with libaio or io_uring ({error}): no"
+                    " outside reference"
+                )
                 continue
-            version = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+            version = subprocess.run(
+                ["fio", "--version"], capture_output=True, text=True, check=True
+            ).stdout.strip()
             self.name, self.missing = f"{version}, {engine}", ""
             self._arguments.append(f"--ioengine={engine}")
             return
@@ -226,7 +258,9 @@ class _Fio:
         environment = os.environ | {
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"
         }  # or its buffers lie in pages of 4 KiB: a third of the speed
-        done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
+        done = subprocess.run(
+            arguments, capture_output=True, text=True, check=True, env=environment
+        )
         job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
         return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"]) / 1e9
 
@@ -238,8 +272,12 @@ def _speed(turn: Callable[[str], None], kind: str, options: Options) -> float:
     return moved / (time.perf_counter() - start) / 1e9
 
 
-def _measure(raw: _Raw, slabs: _Slabs, fio: _Fio, options: Options) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield (kind, GB/s of every contender), round by round; the first round warms up and is not yielded."""
+def _measure(
+    raw: _Raw, slabs: _Slabs, fio: _Fio, options: Options
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield (kind, GB/s of every contender), round by round; the first round warms up and is not
+    yielded.
+    """
     raw.turn("write")  # what was never written is not read from the disk either
     slabs.turn("write")
     contenders: list[tuple[str, Callable[[str], float]]] = [
@@ -250,18 +288,28 @@ def _measure(raw: _Raw, slabs: _Slabs, fio: _Fio, options: Options) -> Iterator[
     for number in range(options.rounds + 1):
         first = number % len(contenders)
         for kind in _KINDS:
-            speeds = {name: measure(kind) for name, measure in contenders[first:] + contenders[:first]}
+            speeds = {
+                name: measure(kind) for name, measure in contenders[first:] + contenders[:first]
+            }
             if number:
                 yield kind, speeds
 
 
 def run(options: Options, *, out: Path | None, as_json: bool) -> int:
-    """Measure, and print a table (or JSON). Raises StorageError when the directory cannot be used or is full."""
+    """Measure, and print a table (or JSON). Raises StorageError when the directory cannot be
+    used or is full.
+    """
     console = Console(stderr=True)
     path = Path(tempfile.gettempdir()) if options.path is None else options.path
     cpu = torch.device("cpu")
     store = DiskStore(
-        path, cpu, rank=0, run="bench", verify=options.verify, queue_depth=options.queue_depth, staging_bytes=options.ring_bytes
+        path,
+        cpu,
+        rank=0,
+        run="bench",
+        verify=options.verify,
+        queue_depth=options.queue_depth,
+        staging_bytes=options.ring_bytes,
     )
     rows = {kind: Row(kind) for kind in _KINDS}
     try:
@@ -269,7 +317,9 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
         raw = _Raw(store, options)
         fio = _Fio(raw, options, direct=store.direct)
         with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-            task = bar.add_task(f"{options.num_bytes / 1e9:.2f} GB", total=options.rounds * len(_KINDS))
+            task = bar.add_task(
+                f"{options.num_bytes / 1e9:.2f} GB", total=options.rounds * len(_KINDS)
+            )
             for kind, speeds in _measure(raw, slabs, fio, options):
                 for contender, speed in speeds.items():
                     getattr(rows[kind], contender).append(speed)
@@ -284,7 +334,9 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
     return 0
 
 
-def _show(options: Options, rows: list[Row], fio: _Fio, *, direct: bool, out: Path | None, as_json: bool) -> None:
+def _show(
+    options: Options, rows: list[Row], fio: _Fio, *, direct: bool, out: Path | None, as_json: bool
+) -> None:
     report = {
         "machine": machine_facts(),
         "bytes": options.state_bytes * _NUM_STATES,
@@ -301,9 +353,18 @@ def _show(options: Options, rows: list[Row], fio: _Fio, *, direct: bool, out: Pa
     if as_json:
         print(json.dumps(report, indent=1))
         return
-    way = "O_DIRECT" if direct else "BUFFERED, through the page cache: the file system refuses O_DIRECT"
-    title = f"{options.num_bytes / 1e9:.2f} GB, {options.queue_depth} requests in flight, {options.rounds} rounds, {way}"
-    table = Table(title=title + (", with checksums" if options.verify else ""), title_justify="left")
+    way = (
+        "O_DIRECT"
+        if direct
+        else "BUFFERED, through the page cache: the file system refuses O_DIRECT"
+    )
+    title = (
+        f"{options.num_bytes / 1e9:.2f} GB, {options.queue_depth} requests in flight,"
+        f" {options.rounds} rounds, {way}"
+    )
+    table = Table(
+        title=title + (", with checksums" if options.verify else ""), title_justify="left"
+    )
     for head in ("what", "raw GB/s", "store GB/s", "fio GB/s", "store / raw", "store / fio"):
         table.add_column(head, justify="left" if head == "what" else "right", no_wrap=True)
     for row in rows:

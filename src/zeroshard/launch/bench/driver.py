@@ -1,11 +1,13 @@
-"""Runs contenders in turn: starts their processes, gives one of them at a time the machine, and writes down what came back.
+"""Runs contenders in turn: starts their processes, gives one of them at a time the machine, and
+writes down what came back.
 
-Life of a block (see `plan.blocks`): every contender of it is started and warmed up, one after another; then the turns, A B A B ..., as many
-rounds as the block's most demanding comparison wants pairs; then its processes end and the next block begins. What a contender holds and
-sends is measured in the first block it appears in, in steps that nobody times.
+Life of a block (see `plan.blocks`): every contender of it is started and warmed up, one after
+another; then the turns, A B A B ..., as many rounds as the block's most demanding comparison wants
+pairs; then its processes end and the next block begins. What a contender holds and sends is
+measured in the first block it appears in, in steps that nobody times.
 
-A contender that is not installed is skipped, one that breaks is reported as failed; both are said aloud, and the others go on.
-No turn is ever discarded.
+A contender that is not installed is skipped, one that breaks is reported as failed; both are said
+aloud, and the others go on. No turn is ever discarded.
 """
 
 from __future__ import annotations
@@ -63,9 +65,13 @@ class Group:
     def __init__(self, name: str, size: Size, precision: str, options: Options) -> None:
         self.name, self.options = name, options
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115, lives as long as the processes
-        self.disk = None  # its processes are ended, not asked to clean up: what they put on disk goes with this folder
+        # its processes are ended, not asked to clean up: what they put on disk goes with this
+        # folder
+        self.disk = None
         if options.disk_path is not None:
-            self.disk = tempfile.TemporaryDirectory(dir=options.disk_path, ignore_cleanup_errors=True)
+            self.disk = tempfile.TemporaryDirectory(
+                dir=options.disk_path, ignore_cleanup_errors=True
+            )
         specification = {
             "contender": name,
             "size": asdict(size),
@@ -79,9 +85,12 @@ class Group:
             "device_bytes": options.device_bytes,
             "python": options.deepspeed_python if name.startswith("deepspeed") else sys.executable,
         }
-        leader = str(Path(__file__).with_name("leader.py"))  # as a script: it needs nothing of this package, and so no torch
+        # as a script: it needs nothing of this package, and so no torch
+        leader = str(Path(__file__).with_name("leader.py"))
         command = [sys.executable, "-P", leader, json.dumps(specification)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
+        )
         try:
             self.started = self._answer()
         except BaseException:
@@ -92,7 +101,10 @@ class Group:
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], self.options.timeout_s)
         if not ready:
-            raise ContenderError(f"{self.name}: no answer within {self.options.timeout_s:.0f} s{self._log_end()}", failed=True)
+            raise ContenderError(
+                f"{self.name}: no answer within {self.options.timeout_s:.0f} s{self._log_end()}",
+                failed=True,
+            )
         line = self.process.stdout.readline()
         if not line:
             raise ContenderError(f"{self.name}: its processes ended{self._log_end()}", failed=True)
@@ -143,9 +155,13 @@ def introduce(group: Group, result: ContenderResult, options: Options) -> None:
     if result.losses:  # introduced before, in another block
         return
     replies = warm["replies"]
-    result.losses = [sum(losses) / len(losses) for losses in zip(*(reply["losses"] for reply in replies), strict=True)][:NUM_LOSSES]
+    result.losses = [
+        sum(losses) / len(losses)
+        for losses in zip(*(reply["losses"] for reply in replies), strict=True)
+    ][:NUM_LOSSES]
     result.base_bytes, result.peak_bytes = max(
-        zip(warm["base_bytes"], warm["peak_bytes"], strict=True), key=lambda base_and_peak: base_and_peak[1] - base_and_peak[0]
+        zip(warm["base_bytes"], warm["peak_bytes"], strict=True),
+        key=lambda base_and_peak: base_and_peak[1] - base_and_peak[0],
     )
     result.facts = built[0] | {"versions": group.started["replies"][0]["versions"]}
     result.wire_exclusive = group.started["own_network"]
@@ -154,7 +170,11 @@ def introduce(group: Group, result: ContenderResult, options: Options) -> None:
     result.live_after_update = max(reply["live_after_update"] for reply in rest)
     result.live_by_device = rest[0].get("live_by_device", {})
     result.device_peak_bytes = max(reply.get("device_peak", 0) for reply in rest)
-    result.memory = {when: rest[0][f"memory_{when}"] for when in ("after_backward", "after_update") if f"memory_{when}" in rest[0]}
+    result.memory = {
+        when: rest[0][f"memory_{when}"]
+        for when in ("after_backward", "after_update")
+        if f"memory_{when}" in rest[0]
+    }
     wire = group.do("train", settle=0, steps=4)
     result.wire_bytes = wire["interface_bytes"] / 4 / options.num_ranks
     result.payload_bytes = wire["replies"][0].get("payload_bytes")
@@ -171,8 +191,18 @@ def measure(
     say: Callable[[str], None] = lambda _: None,
     advance: Callable[[str], None] = lambda _: None,
 ) -> Run:
-    """Measure `comparisons`, block by block. `say` gets what a user must know, `advance` a word for every turn."""
-    run = Run(size.name, precision, options.num_ranks, options.threads, options.device, size.num_parameters, size.tokens)
+    """Measure `comparisons`, block by block. `say` gets what a user must know, `advance` a word
+    for every turn.
+    """
+    run = Run(
+        size.name,
+        precision,
+        options.num_ranks,
+        options.threads,
+        options.device,
+        size.num_parameters,
+        size.tokens,
+    )
     results: dict[str, ContenderResult] = {}
     for members, inside in blocks(comparisons, alive=options.alive):
         groups: dict[str, Group] = {}
@@ -206,9 +236,17 @@ def take_turns(
     say: Callable[[str], None],
     advance: Callable[[str], None],
 ) -> list[ComparisonResult]:
-    """Run the rounds of one block: in each, every contender that still has pairs to make takes one turn, in a fixed order."""
-    wanted = {c: options.pairs or c.pairs for c in comparisons if {c.contender, c.reference} <= groups.keys()}
-    measured = {c: ComparisonResult(c.contender, c.reference, c.target, options.steps) for c in wanted}
+    """Run the rounds of one block: in each, every contender that still has pairs to make takes
+    one turn, in a fixed order.
+    """
+    wanted = {
+        c: options.pairs or c.pairs
+        for c in comparisons
+        if {c.contender, c.reference} <= groups.keys()
+    }
+    measured = {
+        c: ComparisonResult(c.contender, c.reference, c.target, options.steps) for c in wanted
+    }
     for pair in range(max(wanted.values(), default=0)):
         unfinished = [c for c in wanted if pair < wanted[c]]
         seconds: dict[str, float] = {}
@@ -224,7 +262,9 @@ def take_turns(
                 results[name].step_s += answer["replies"][0]["step_s"]
         for comparison in unfinished:
             if {comparison.contender, comparison.reference} <= seconds.keys():
-                measured[comparison].pairs.append([seconds[comparison.contender], seconds[comparison.reference]])
+                measured[comparison].pairs.append(
+                    [seconds[comparison.contender], seconds[comparison.reference]]
+                )
         broken = [name for name in groups if results[name].skipped]
         for name in broken:
             groups.pop(name).close()

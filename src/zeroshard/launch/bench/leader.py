@@ -1,15 +1,20 @@
-"""The parent of one contender's ranks: a network of their own, their memory and their bytes on the wire, seen from outside.
+"""The parent of one contender's ranks: a network of their own, their memory and their bytes on
+the wire, seen from outside.
 
     python leader.py SPECIFICATION                                    (started by `driver`)
 
-Reads commands (lines of JSON) from stdin, passes each to every rank, and answers with one line of JSON: the replies in rank order, the
-bytes that crossed the loopback interface meanwhile, and on request the highest memory of each rank. Where the kernel lets it, the ranks get
-a network namespace of their own, so that the interface counts their bytes and nobody else's; where it does not, the answer says so.
+Reads commands (lines of JSON) from stdin, passes each to every rank, and answers with one line of
+JSON: the replies in rank order, the bytes that crossed the loopback interface meanwhile, and on
+request the highest memory of each rank. Where the kernel lets it, the ranks get a network namespace
+of their own, so that the interface counts their bytes and nobody else's; where it does not, the
+answer says so.
 
-Memory is the proportional set size (a page shared by two ranks counts half in each) of anonymous and shared memory. File pages, the code of
-the libraries, are left out: how much of them a rank is charged for depends on who else has them mapped.
+Memory is the proportional set size (a page shared by two ranks counts half in each) of anonymous
+and shared memory. File pages, the code of the libraries, are left out: how much of them a rank is
+charged for depends on who else has them mapped.
 
-What it does not do: import torch, or anything but the standard library. It sleeps while the ranks sleep.
+What it does not do: import torch, or anything but the standard library. It sleeps while the ranks
+sleep.
 """
 
 from __future__ import annotations
@@ -36,13 +41,19 @@ SAMPLE_EVERY_S = 0.01
 
 
 def own_network() -> bool:
-    """Move this process into a network namespace with a loopback interface of its own; False where that is not permitted."""
+    """Move this process into a network namespace with a loopback interface of its own; False
+    where that is not permitted.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     user, group = os.getuid(), os.getgid()
     if libc.unshare(CLONE_NEWNET) != 0:
         if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:
             return False
-        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"0 {user} 1"),
+            ("gid_map", f"0 {group} 1"),
+        ):
             Path(f"/proc/self/{name}").write_text(text)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         request = struct.pack("16sh14x", b"lo", 0)
@@ -61,12 +72,18 @@ def interface_bytes(name: str = "lo") -> int:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the proportional set size of the anonymous and shared memory of process `pid`; 0 when it has ended."""
+    """Return the proportional set size of the anonymous and shared memory of process `pid`; 0
+    when it has ended.
+    """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except (OSError, ProcessLookupError):
         return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+    return sum(
+        int(line.split()[1]) * 1024
+        for line in lines
+        if line.startswith(("Pss_Anon:", "Pss_Shmem:"))
+    )
 
 
 class Rank:
@@ -83,11 +100,26 @@ class Rank:
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": str(specification["threads"]),
             "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONPATH": os.pathsep.join(path for path in (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")) if path),
+            "PYTHONPATH": os.pathsep.join(
+                path
+                for path in (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH"))
+                if path
+            ),
         }
-        command = [specification["python"], "-m", "zeroshard.launch.bench.worker", str(send), json.dumps(specification)]
+        command = [
+            specification["python"],
+            "-m",
+            "zeroshard.launch.bench.worker",
+            str(send),
+            json.dumps(specification),
+        ]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=sys.stderr, pass_fds=[send], env=environment, preexec_fn=_die_with_parent
+            command,
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr,
+            pass_fds=[send],
+            env=environment,
+            preexec_fn=_die_with_parent,
         )
         os.close(send)
         self.replies = os.fdopen(receive)
@@ -109,18 +141,26 @@ def _die_with_parent() -> None:
 
 
 def collect(ranks: list[Rank], *, sample: bool) -> list[dict[str, Any]]:
-    """Wait for one reply per rank; returns at the first that failed, so that one that waits for it in vain is not waited for here."""
+    """Wait for one reply per rank; returns at the first that failed, so that one that waits for
+    it in vain is not waited for here.
+    """
     replies: dict[int, dict[str, Any]] = {}
     while len(replies) < len(ranks):
         waiting = [i for i in range(len(ranks)) if i not in replies]
-        ready, _, _ = select.select([ranks[i].replies for i in waiting], [], [], SAMPLE_EVERY_S if sample else None)
+        ready, _, _ = select.select(
+            [ranks[i].replies for i in waiting], [], [], SAMPLE_EVERY_S if sample else None
+        )
         if sample:
             for rank in ranks:
                 rank.sample()
         for i in waiting:
             if ranks[i].replies in ready:
                 line = ranks[i].replies.readline()
-                replies[i] = json.loads(line) if line else {"error": f"rank {i} ended with exit code {ranks[i].process.wait()}"}
+                replies[i] = (
+                    json.loads(line)
+                    if line
+                    else {"error": f"rank {i} ended with exit code {ranks[i].process.wait()}"}
+                )
                 if "error" in replies[i]:
                     return [replies[i]]
     return [replies[i] for i in range(len(ranks))]

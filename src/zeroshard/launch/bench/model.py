@@ -1,7 +1,8 @@
-"""The model that every contender trains: a decoder-only GPT, pre-norm, no biases in its matrices, SDPA attention, and its data.
+"""The model that every contender trains: a decoder-only GPT, pre-norm, no biases in its
+matrices, SDPA attention, and its data.
 
-Numbers depend on the seed alone: every contender starts from the same weights and sees the same batches, so that the losses of the exact
-ones are equal and those of the others comparable.
+Numbers depend on the seed alone: every contender starts from the same weights and sees the same
+batches, so that the losses of the exact ones are equal and those of the others comparable.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[batch, time, width] to the same."""
         batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm1(x))
+            .view(batch, length, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
         hidden = x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -65,26 +70,46 @@ class GPT(nn.Module):
 
 
 class Batches:
-    """Inputs and targets by step number, the same for every contender: random tokens, or windows of the bytes of `files`."""
+    """Inputs and targets by step number, the same for every contender: random tokens, or windows
+    of the bytes of `files`.
+    """
 
-    def __init__(self, size: Size, *, rank: int, num_ranks: int, device: torch.device, files: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        size: Size,
+        *,
+        rank: int,
+        num_ranks: int,
+        device: torch.device,
+        files: Sequence[str] = (),
+    ) -> None:
         self.size, self.rank, self.num_ranks, self.device = size, rank, num_ranks, device
         self.text: Tensor | None = None
         if files:
             if size.vocabulary < 256:
-                raise ValueError(f"size {size.name} has a vocabulary of {size.vocabulary}, too small for bytes")
-            self.text = torch.frombuffer(bytearray(b"\n".join(Path(file).read_bytes() for file in files)), dtype=torch.uint8)
+                raise ValueError(
+                    f"size {size.name} has a vocabulary of {size.vocabulary}, too small for bytes"
+                )
+            self.text = torch.frombuffer(
+                bytearray(b"\n".join(Path(file).read_bytes() for file in files)), dtype=torch.uint8
+            )
             if len(self.text) <= size.context + 1:
-                raise ValueError(f"{len(self.text)} bytes of text are too few for a context of {size.context}")
+                raise ValueError(
+                    f"{len(self.text)} bytes of text are too few for a context of {size.context}"
+                )
 
     def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets [batch, context] of this rank in step `step`."""
         size = self.size
         generator = torch.Generator().manual_seed(step * self.num_ranks + self.rank)
         if self.text is None:
-            both = torch.randint(size.vocabulary, (size.batch, size.context + 1), generator=generator)
+            both = torch.randint(
+                size.vocabulary, (size.batch, size.context + 1), generator=generator
+            )
         else:
-            starts = torch.randint(len(self.text) - size.context, (size.batch, 1), generator=generator)
+            starts = torch.randint(
+                len(self.text) - size.context, (size.batch, 1), generator=generator
+            )
             both = self.text[starts + torch.arange(size.context + 1)].long()
         both = both.to(self.device)
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()

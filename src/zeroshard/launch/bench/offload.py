@@ -1,15 +1,22 @@
-"""The parts of ``zeroshard bench offload`` beside whole training steps (which `driver` takes): a step by itself, and the largest model.
+"""The parts of ``zeroshard bench offload`` beside whole training steps (which `driver` takes): a
+step by itself, and the largest model.
 
-    host step   the streamed step of states on the host, beside torch's fused AdamW on one tensor of as many elements: with the weights on the
-                host too, so that stepping is all there is; and "weights back" to the device (on a CPU that is one more pass over memory)
-    disk step   the streamed step of states on disk: read | step | write, beside two bounds that are measured in the same turns:
-                    raw      the same bytes read and written by plain threads (disk.py), with no step and no order among them
-                    compute  the same step with the same states on the host: what it takes when the disk takes no time
-    largest     the model is doubled until it no longer trains, with states on one tier after the other
+    host step   the streamed step of states on the host, beside torch's fused AdamW on one tensor of
+                as many elements: with the weights on the host too, so that stepping is all there
+                is; and "weights back" to the device (on a CPU that is one more pass over memory)
+    disk step   the streamed step of states on disk: read | step | write, beside two bounds that are
+                measured in the same turns:
+                    raw      the same bytes read and written by plain threads (disk.py), with no
+                             step and no order among them
+                    compute  the same step with the same states on the host: what it takes when the
+                             disk takes no time
+    largest     the model is doubled until it no longer trains, with states on one tier after the
+                other
 
-Steps run in this process, through a real engine, on one thread; contenders take turns (A B C A B C ...) and the first round warms up.
-What is timed is the step of the tiles alone (`Streamed.step_s`): forward, backward and what the engine does with gradients are not in it;
-``optimizer.step()``, until nothing of it is under way, has a row of its own.
+Steps run in this process, through a real engine, on one thread; contenders take turns (A B C A B C
+...) and the first round warms up. What is timed is the step of the tiles alone (`Streamed.step_s`):
+forward, backward and what the engine does with gradients are not in it; ``optimizer.step()``, until
+nothing of it is under way, has a row of its own.
 """
 
 from __future__ import annotations
@@ -35,14 +42,23 @@ from zeroshard.launch.bench.plan import LARGEST, LARGEST_SIZE, Size
 from zeroshard.launch.bench.results import ComparisonResult, ContenderResult, Largest, Run
 from zeroshard.tier.disk import DiskStore
 
-__all__ = ["DISK_TARGET", "HOST_TARGET", "OVERLAP_TARGET", "disk_step", "host_step", "largest", "step_row"]
+__all__ = [
+    "DISK_TARGET",
+    "HOST_TARGET",
+    "OVERLAP_TARGET",
+    "disk_step",
+    "host_step",
+    "largest",
+    "step_row",
+]
 
 HOST_TARGET = 0.9  # of torch's elements per second
 DISK_TARGET = 0.85  # of the raw bandwidth
 OVERLAP_TARGET = 1 / 1.15  # of the speed that the slower of disk and computation allows
 _WIDTH = 2048
 _PIECE = 1 << 20  # elements: as many as a tile has by default
-_RESERVE = {Tier.HOST: 24, Tier.DISK: 20}  # bytes per parameter that must be free for an attempt: states, and what pinning rounds up
+# bytes per parameter that must be free for an attempt: states, and what pinning rounds up
+_RESERVE = {Tier.HOST: 24, Tier.DISK: 20}
 
 Advance = Callable[[str], None]
 
@@ -53,7 +69,9 @@ class _Rig:
     def __init__(self, numel: int, row: str, offload: zs.Offload) -> None:
         width = min(_WIDTH, max(1, math.isqrt(numel)))
         torch.manual_seed(0)
-        self._model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(max(1, numel // width**2))))
+        self._model = nn.Sequential(
+            *(nn.Linear(width, width, bias=False) for _ in range(max(1, numel // width**2)))
+        )
         self.numel = sum(parameter.numel() for parameter in self._model.parameters())
         self._optimizer = adamw(self._model.parameters())
         self._engine = zs.shard(self._model, self._optimizer, policy=row, offload=offload)
@@ -97,7 +115,9 @@ class _Torch:
 
 
 class _Plain:
-    """The bytes of a step on disk, moved by plain threads: three states each way, and the gradient if it is read, too."""
+    """The bytes of a step on disk, moved by plain threads: three states each way, and the
+    gradient if it is read, too.
+    """
 
     def __init__(self, numel: int, path: Path, *, with_gradient: bool) -> None:
         self._store = DiskStore(path, torch.device("cpu"), rank=0, run="plain")
@@ -106,7 +126,10 @@ class _Plain:
         self._gradient = self._raw(4 * numel) if with_gradient else None
 
     def _raw(self, num_bytes: int) -> _Raw:
-        raw = _Raw(self._store, DiskOptions(path=None, num_bytes=num_bytes, rounds=0, queue_depth=8, verify=False))
+        raw = _Raw(
+            self._store,
+            DiskOptions(path=None, num_bytes=num_bytes, rounds=0, queue_depth=8, verify=False),
+        )
         raw.turn("write")  # what was never written is not read from the disk either
         return raw
 
@@ -124,7 +147,9 @@ class _Plain:
         self._store.close()
 
 
-def _turns(ways: dict[str, Callable[[], float]], pairs: int, advance: Advance) -> dict[str, list[float]]:
+def _turns(
+    ways: dict[str, Callable[[], float]], pairs: int, advance: Advance
+) -> dict[str, list[float]]:
     """Return the seconds of every way of doing it, round by round."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     threads = torch.get_num_threads()
@@ -142,12 +167,21 @@ def _turns(ways: dict[str, Callable[[], float]], pairs: int, advance: Advance) -
 
 
 def _run(
-    title: str, numel: int, seconds: dict[str, list[float]], moved: dict[str, int], targets: Sequence[tuple[str, str, float | None]]
+    title: str,
+    numel: int,
+    seconds: dict[str, list[float]],
+    moved: dict[str, int],
+    targets: Sequence[tuple[str, str, float | None]],
 ) -> Run:
     run = Run(title, "fp32", 1, 1, "cpu", numel, 0)
     run.contenders = [
         ContenderResult(
-            name, facts={"bytes": moved.get(name, 0), "versions": {"torch": torch.__version__, "zeroshard": zs.__version__}}, step_s=taken
+            name,
+            facts={
+                "bytes": moved.get(name, 0),
+                "versions": {"torch": torch.__version__, "zeroshard": zs.__version__},
+            },
+            step_s=taken,
         )
         for name, taken in seconds.items()
     ]
@@ -158,7 +192,9 @@ def _run(
 
 
 def host_step(numel: int, pairs: int, advance: Advance = lambda _: None) -> Run:
-    """Measure the streamed step of about `numel` elements whose master, moments and gradient rest on the host."""
+    """Measure the streamed step of about `numel` elements whose master, moments and gradient
+    rest on the host.
+    """
     rig = _Rig(numel, "zero3", zs.Offload(weight="host", grad="host", optimizer="host"))
     bringing = _Rig(numel, "zero2", zs.Offload(grad="host", optimizer="host"))
     one, many = _Torch(rig.numel, rig.numel), _Torch(rig.numel, _PIECE)
@@ -171,38 +207,79 @@ def host_step(numel: int, pairs: int, advance: Advance = lambda _: None) -> Run:
         whole_s.append(bringing.whole_s)
         return taken
 
-    seconds = _turns({ours: rig.step, theirs: one.step, brought: bring, pieces: many.step}, pairs, advance)
+    seconds = _turns(
+        {ours: rig.step, theirs: one.step, brought: bring, pieces: many.step}, pairs, advance
+    )
     seconds[whole] = whole_s[1:]
     rig.close()
     bringing.close()
-    targets = [(ours, theirs, HOST_TARGET), (ours, pieces, None), (brought, theirs, None), (whole, theirs, None)]
+    targets = [
+        (ours, theirs, HOST_TARGET),
+        (ours, pieces, None),
+        (brought, theirs, None),
+        (whole, theirs, None),
+    ]
     return _run("host step", rig.numel, seconds, {}, targets)
 
 
-def disk_step(numel: int, pairs: int, path: Path, *, grad: str, verify: bool = False, advance: Advance = lambda _: None) -> Run:
-    """Measure the streamed step of about `numel` elements with master and moments on the disk below `path`, the gradient on `grad`."""
+def disk_step(
+    numel: int,
+    pairs: int,
+    path: Path,
+    *,
+    grad: str,
+    verify: bool = False,
+    advance: Advance = lambda _: None,
+) -> Run:
+    """Measure the streamed step of about `numel` elements with master and moments on the disk
+    below `path`, the gradient on `grad`.
+    """
     on_disk = grad == "disk"
-    rig = _Rig(numel, "zero2", zs.Offload(grad="disk" if on_disk else "device", optimizer="disk", disk_path=str(path), verify=verify))
+    rig = _Rig(
+        numel,
+        "zero2",
+        zs.Offload(
+            grad="disk" if on_disk else "device",
+            optimizer="disk",
+            disk_path=str(path),
+            verify=verify,
+        ),
+    )
     host = _Rig(numel, "zero2", zs.Offload(grad="host" if on_disk else "device", optimizer="host"))
     plain = _Plain(rig.numel, path, with_gradient=on_disk)
     try:
-        seconds = _turns({"disk step": rig.step, "raw": plain.step, "compute": host.step}, pairs, advance)
+        seconds = _turns(
+            {"disk step": rig.step, "raw": plain.step, "compute": host.step}, pairs, advance
+        )
     finally:
         plain.close()
         rig.close()
         host.close()
-    seconds["max(raw, compute)"] = [max(both) for both in zip(seconds["raw"], seconds["compute"], strict=True)]
+    seconds["max(raw, compute)"] = [
+        max(both) for both in zip(seconds["raw"], seconds["compute"], strict=True)
+    ]
     moved = (28 if on_disk else 24) * rig.numel  # master and two moments each way, and the gradient
-    targets = [("disk step", "raw", DISK_TARGET), ("disk step", "max(raw, compute)", OVERLAP_TARGET)]
+    targets = [
+        ("disk step", "raw", DISK_TARGET),
+        ("disk step", "max(raw, compute)", OVERLAP_TARGET),
+    ]
     way = "" if plain.direct else ", BUFFERED (no O_DIRECT there)"
     title = f"disk step, gradient on {'disk' if on_disk else 'the device'}{way}"
     return _run(title, rig.numel, seconds, {"disk step": moved, "raw": moved}, targets)
 
 
 def step_row(options: DiskOptions, path: Path) -> Row:
-    """Return the disk step as a row of ``zeroshard bench disk``: GB/s of the raw bytes, and of the step that moves as many."""
-    run = disk_step(options.num_bytes // 12, options.rounds, path, grad="device", verify=options.verify)
-    speeds = {c.name: [c.facts["bytes"] / seconds / 1e9 for seconds in c.step_s] for c in run.contenders if c.facts["bytes"]}
+    """Return the disk step as a row of ``zeroshard bench disk``: GB/s of the raw bytes, and of
+    the step that moves as many.
+    """
+    run = disk_step(
+        options.num_bytes // 12, options.rounds, path, grad="device", verify=options.verify
+    )
+    speeds = {
+        c.name: [c.facts["bytes"] / seconds / 1e9 for seconds in c.step_s]
+        for c in run.contenders
+        if c.facts["bytes"]
+    }
     return Row("step", raw=speeds["raw"], store=speeds["disk step"])
 
 
@@ -216,9 +293,11 @@ def largest(
     max_layers: int = 1 << 12,
     advance: Advance = lambda _: None,
 ) -> Largest:
-    """Double the layers of `size` while the model trains two steps with its states on `tier`, for at most about `seconds`.
+    """Double the layers of `size` while the model trains two steps with its states on `tier`,
+    for at most about `seconds`.
 
-    Every attempt has processes of its own. An attempt that host memory or disk could not hold is not begun.
+    Every attempt has processes of its own. An attempt that host memory or disk could not hold is
+    not begun.
     """
     begin = time.monotonic()
     found = Largest(tier, LARGEST[tier], 0, 0, 0.0, 0, options.device_bytes or 0, "")
@@ -237,12 +316,20 @@ def largest(
         advance(f"{tier}: {attempt.num_parameters / 1e9:.2f} billion parameters")
         started = time.monotonic()
         try:
-            step_s, peak = _attempt(LARGEST[tier], attempt, precision, replace(options, timeout_s=left_s))
+            step_s, peak = _attempt(
+                LARGEST[tier], attempt, precision, replace(options, timeout_s=left_s)
+            )
         except ContenderError as error:
             found.stopped = str(error).splitlines()[0]
             break
         last_s = time.monotonic() - started
-        found = replace(found, num_parameters=attempt.num_parameters, layers=layers, step_s=step_s, device_peak_bytes=peak)
+        found = replace(
+            found,
+            num_parameters=attempt.num_parameters,
+            layers=layers,
+            step_s=step_s,
+            device_peak_bytes=peak,
+        )
         layers *= 2
     return found
 
@@ -254,19 +341,27 @@ def _attempt(contender: str, size: Size, precision: str, options: Options) -> tu
         group.do("build")
         replies: list[dict[str, Any]] = group.do("train", settle=0, steps=2)["replies"]
         rest = group.do("rest")["replies"]
-        return max(reply["step_s"][-1] for reply in replies), max(reply.get("device_peak", 0) for reply in rest)
+        return max(reply["step_s"][-1] for reply in replies), max(
+            reply.get("device_peak", 0) for reply in rest
+        )
     finally:
         group.close()
 
 
 def _no_room(tier: Tier, size: Size, options: Options) -> str:
-    """Return why host memory or disk cannot hold the states, or an empty string: the kernel would end us rather than say so."""
+    """Return why host memory or disk cannot hold the states, or an empty string: the kernel
+    would end us rather than say so.
+    """
     if tier is Tier.DEVICE:
         return ""
     need = _RESERVE[tier] * size.num_parameters
     free = shutil.disk_usage(options.disk_path or ".").free if tier is Tier.DISK else _free_memory()
     what = "disk" if tier is Tier.DISK else "host memory"
-    return "" if need <= free else f"{what}: {need / 1e9:.0f} GB are wanted and {free / 1e9:.0f} GB are free"
+    return (
+        ""
+        if need <= free
+        else f"{what}: {need / 1e9:.0f} GB are wanted and {free / 1e9:.0f} GB are free"
+    )
 
 
 def _free_memory() -> int:
@@ -275,7 +370,9 @@ def _free_memory() -> int:
     free = int(fields["MemAvailable"].split()[0]) * 1024
     group = Path("/sys/fs/cgroup")
     try:
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        limit, used = (
+            (group / name).read_text().strip() for name in ("memory.max", "memory.current")
+        )
     except OSError:
         return free
     return free if limit == "max" else min(free, int(limit) - int(used))

@@ -1,9 +1,12 @@
-"""What is compared with what, at which sizes, and in which order: names and lists, decided before any process starts.
+"""What is compared with what, at which sizes, and in which order: names and lists, decided
+before any process starts.
 
-A **contender** is one way of training the same model on the same data with the same optimizer. A **comparison** is a contender beside a
-reference, with the speed ratio (reference seconds / contender seconds, so more than 1 is faster) that the project promises, if it does.
-Contenders of one **block** are alive at the same time and take turns: A B A B ..., or A B C A B C ... . Several comparisons share a block
-when memory allows it, since every turn then serves all of them; with ``alive=2`` each comparison is a block of its own.
+A **contender** is one way of training the same model on the same data with the same optimizer. A
+**comparison** is a contender beside a reference, with the speed ratio (reference seconds /
+contender seconds, so more than 1 is faster) that the project promises, if it does. Contenders of
+one **block** are alive at the same time and take turns: A B A B ..., or A B C A B C ... . Several
+comparisons share a block when memory allows it, since every turn then serves all of them; with
+``alive=2`` each comparison is a block of its own.
 
 What it does not do: import torch. The command line reads this file to answer ``--help``.
 """
@@ -72,8 +75,11 @@ SIZES = {
 OVERHEAD_SIZE = Size("overhead", layers=48, width=16, heads=1, vocabulary=256, context=8, batch=1)
 """So narrow that a step is Python and dispatch, with almost no arithmetic in it."""
 
-LARGEST_SIZE = Size("largest", layers=1, width=4096, heads=32, vocabulary=4096, context=512, batch=1)
-"""Where the search for the largest model begins: a layer is 0.2 billion parameters, and activations are nothing beside it."""
+LARGEST_SIZE = Size(
+    "largest", layers=1, width=4096, heads=32, vocabulary=4096, context=512, batch=1
+)
+"""Where the search for the largest model begins: a layer is 0.2 billion parameters, and activations
+are nothing beside it."""
 
 CONTENDERS = {
     "ddp": "this library, stage 0",
@@ -113,7 +119,10 @@ OFFLOAD_CONTENDERS = {
     "zero2": CONTENDERS["zero2"],
     "zero2+host": "the same, gradients and optimizer on the host",
     "zero2+part": "the same, 40% of gradients and optimizer on the host, the rest on the device",
-    "zero2+late": "the same, gradients and optimizer on the host, updates one step late from the first step on",
+    "zero2+late": (
+        "the same, gradients and optimizer on the host, updates one step late from the first"
+        " step on"
+    ),
     "zero2+disk": "the same, optimizer on disk",
     "zero3": CONTENDERS["zero3"],
     "zero3+host": "the same, weights, gradients and optimizer on the host",
@@ -122,20 +131,28 @@ OFFLOAD_CONTENDERS = {
     "deepspeed2+host": "DeepSpeed stage 2, offload_optimizer cpu",
     "deepspeed3+host": "DeepSpeed stage 3, offload_optimizer cpu",
     "deepspeed3+weights": "DeepSpeed stage 3, offload_param and offload_optimizer cpu",
-    "deepspeed3+disk": "DeepSpeed stage 3, offload_optimizer nvme (look at its losses: on a CPU they were seen to be wrong)",
+    "deepspeed3+disk": (
+        "DeepSpeed stage 3, offload_optimizer nvme (look at its losses: on a CPU they were seen to"
+        " be wrong)"
+    ),
 }
 
 OFFLOAD_PARTS = {
     "steps": "whole training steps of every contender",
     "host-step": "the streamed host step beside torch's fused AdamW on one tensor",
-    "disk-step": "the streamed disk step beside the same bytes read and written plainly, and beside the slower of disk and computation",
+    "disk-step": (
+        "the streamed disk step beside the same bytes read and written plainly, and beside the"
+        " slower of disk and computation"
+    ),
     "largest": "the largest model that trains on the card, per tier (CUDA only)",
 }
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """`contender` beside `reference`; ``target`` is the least promised ratio of reference seconds to contender seconds."""
+    """`contender` beside `reference`; ``target`` is the least promised ratio of reference
+    seconds to contender seconds.
+    """
 
     contender: str
     reference: str
@@ -181,36 +198,46 @@ OFFLOAD_COMPARISONS = (
     Comparison("zero2+disk", "deepspeed3+disk"),
     Comparison("zero3+disk", "deepspeed3+disk"),
 )
-"""What `bench offload` measures: beside the same row on the device, beside FSDP2, and beside DeepSpeed's nearest."""
+"""What `bench offload` measures: beside the same row on the device, beside FSDP2, and beside
+DeepSpeed's nearest."""
 
 OFFLOAD_ALIVE = 9
-"""All of them but DeepSpeed's in one block: 13 GB at the medium size on two ranks, and no contender is started twice."""
+"""All of them but DeepSpeed's in one block: 13 GB at the medium size on two ranks, and no contender
+is started twice."""
 
 LARGEST = {"device": "zero3", "host": "zero3+host", "disk": "zero3+disk"}
 """Which contender stands for which tier in the search for the largest model."""
 
 MEMORY_CLAIMS = tuple((row, "torch-ddp") for row in ("zero1", "zero2", "zero3"))
-"""(contender, reference): the contender's peak memory above the imports is promised to be below the reference's."""
+"""(contender, reference): the contender's peak memory above the imports is promised to be below the
+reference's."""
 
 
-def comparisons_for(contenders: Sequence[str], known: Sequence[Comparison] = COMPARISONS) -> list[Comparison]:
+def comparisons_for(
+    contenders: Sequence[str], known: Sequence[Comparison] = COMPARISONS
+) -> list[Comparison]:
     """Return those of the `known` comparisons that are among `contenders`.
 
     A contender that has none of its own is put beside the first other one, without a target.
     """
     chosen = [c for c in known if c.contender in contenders and c.reference in contenders]
     for name in contenders:
-        others = [other for other in ("torch-ddp", *contenders) if other in contenders and other != name]
+        others = [
+            other for other in ("torch-ddp", *contenders) if other in contenders and other != name
+        ]
         if others and not any(name in (c.contender, c.reference) for c in chosen):
             chosen.append(Comparison(name, others[0]))
     return chosen
 
 
-def blocks(comparisons: Iterable[Comparison], *, alive: int) -> list[tuple[tuple[str, ...], list[Comparison]]]:
-    """Cut `comparisons` into blocks of at most `alive` contenders, greedily, so that contenders are shared where they can be.
+def blocks(
+    comparisons: Iterable[Comparison], *, alive: int
+) -> list[tuple[tuple[str, ...], list[Comparison]]]:
+    """Cut `comparisons` into blocks of at most `alive` contenders, greedily, so that contenders
+    are shared where they can be.
 
-    Returns (contenders in the order in which they take turns, comparisons measured in this block) per block. Every comparison is in exactly
-    one block. Raises ValueError when `alive` is below 2.
+    Returns (contenders in the order in which they take turns, comparisons measured in this block)
+    per block. Every comparison is in exactly one block. Raises ValueError when `alive` is below 2.
     """
     if alive < 2:
         raise ValueError(f"alive={alive}: a comparison needs two contenders at a time")

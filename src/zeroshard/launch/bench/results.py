@@ -1,7 +1,9 @@
-"""What a benchmark leaves behind: frozen records that go to JSON and come back, raw numbers included.
+"""What a benchmark leaves behind: frozen records that go to JSON and come back, raw numbers
+included.
 
-A **run** is one size, precision and number of ranks; it holds one record per contender and one per comparison. Nothing derived is stored
-that cannot be computed again from the raw numbers, except what makes a file readable by itself.
+A **run** is one size, precision and number of ranks; it holds one record per contender and one per
+comparison. Nothing derived is stored that cannot be computed again from the raw numbers, except
+what makes a file readable by itself.
 """
 
 from __future__ import annotations
@@ -27,21 +29,25 @@ class ContenderResult:
 
     name: str
     skipped: str = ""  # why it could not run; everything below is empty then
-    failed: bool = False  # skipped because something broke, rather than because something is not installed
+    # skipped because something broke, rather than because something is not installed
+    failed: bool = False
     facts: dict[str, Any] = field(default_factory=dict)  # units, versions, ...
     losses: list[float] = field(default_factory=list)  # mean over ranks, from the first step on
     step_s: list[float] = field(default_factory=list)  # every timed step of rank 0
     live_after_backward: int = 0  # bytes of live tensor storages
     live_after_update: int = 0
-    live_by_device: dict[str, dict[str, int]] = field(default_factory=dict)  # when -> device type -> those bytes, on rank 0
-    memory: dict[str, Any] = field(default_factory=dict)  # this library's own account, after backward and after update
+    # when -> device type -> those bytes, on rank 0
+    live_by_device: dict[str, dict[str, int]] = field(default_factory=dict)
+    # this library's own account, after backward and after update
+    memory: dict[str, Any] = field(default_factory=dict)
     base_bytes: int = 0  # resident after the imports
     peak_bytes: int = 0  # highest resident
     device_peak_bytes: int = 0  # highest on the accelerator, once the model was built
     wire_bytes: float = 0.0  # per rank and step, by the interface's counters
     wire_exclusive: bool = False  # whether that interface carried nothing else
     payload_bytes: float | None = None  # per rank and step, by this library's own count
-    operators: list[list[Any]] = field(default_factory=list)  # [name, ms per step, calls per step], most expensive first
+    # [name, ms per step, calls per step], most expensive first
+    operators: list[list[Any]] = field(default_factory=list)
 
     @property
     def above_imports(self) -> int:
@@ -57,7 +63,8 @@ class ComparisonResult:
     reference: str
     target: float | None
     steps: int  # timed steps per turn
-    pairs: list[list[float]] = field(default_factory=list)  # [contender's seconds, reference's seconds]
+    # [contender's seconds, reference's seconds]
+    pairs: list[list[float]] = field(default_factory=list)
 
     @property
     def ratio(self) -> Interval:
@@ -67,7 +74,9 @@ class ComparisonResult:
     @property
     def difference_s(self) -> Interval:
         """Seconds per step that the contender takes more than the reference."""
-        return bootstrap_median([(contender - reference) / self.steps for contender, reference in self.pairs])
+        return bootstrap_median(
+            [(contender - reference) / self.steps for contender, reference in self.pairs]
+        )
 
 
 @dataclass
@@ -91,7 +100,9 @@ class Run:
 
 @dataclass
 class Largest:
-    """The largest model that trained, found by doubling the number of layers, with states on one tier."""
+    """The largest model that trained, found by doubling the number of layers, with states on one
+    tier.
+    """
 
     tier: str
     contender: str
@@ -113,7 +124,8 @@ class Report:
     machine: dict[str, Any]
     runs: list[Run] = field(default_factory=list)
     largest: list[Largest] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)  # what was asked for and not measured, and why
+    # what was asked for and not measured, and why
+    left_out: list[str] = field(default_factory=list)
     format: int = FORMAT
 
     def save(self, path: Path) -> None:
@@ -129,7 +141,11 @@ class Report:
     def load(path: Path) -> Report:
         """Read what `save` wrote; raises ValueError when it is something else."""
         data = json.loads(path.read_text())
-        if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("kind") not in KINDS:
+        if (
+            not isinstance(data, dict)
+            or data.get("format") != FORMAT
+            or data.get("kind") not in KINDS
+        ):
             raise ValueError(f"{path} is not a result of `zeroshard bench` (format {FORMAT})")
         runs = []
         for run in data.pop("runs"):
@@ -150,7 +166,11 @@ def machine_facts() -> dict[str, Any]:
             if key.strip() == "model name":
                 processor = value.strip()
             if key.strip() == "flags":
-                flags = " ".join(flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in value.split())
+                flags = " ".join(
+                    flag
+                    for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+                    if flag in value.split()
+                )
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "processor": processor,

@@ -1,11 +1,13 @@
-"""Medians with bootstrap intervals, and what they say about a target. Pure numbers; needs only numpy.
+"""Medians with bootstrap intervals, and what they say about a target. Pure numbers; needs only
+numpy.
 
-Two programs that are run in turn (A B A B ...) see the same machine within each pair, so the ratio of a pair is steadier than either time.
-The median over pairs is reported with the percentile bootstrap of the median (Efron and Tibshirani, *An Introduction to the Bootstrap*,
-1993, section 13.3), 95% by default.
+Two programs that are run in turn (A B A B ...) see the same machine within each pair, so the ratio
+of a pair is steadier than either time. The median over pairs is reported with the percentile
+bootstrap of the median (Efron and Tibshirani, *An Introduction to the Bootstrap*, 1993, section
+13.3), 95% by default.
 
-Invariant: a target *holds* or *misses* only when the whole interval is on one side of it; otherwise it is *undecided*, whatever the median.
-Fewer than 12 pairs decide nothing.
+Invariant: a target *holds* or *misses* only when the whole interval is on one side of it; otherwise
+it is *undecided*, whatever the median. Fewer than 12 pairs decide nothing.
 """
 
 from __future__ import annotations
@@ -37,8 +39,11 @@ class Verdict(enum.StrEnum):
     TOO_FEW = "too few pairs"
 
 
-def bootstrap_median(values: Sequence[float], *, confidence: float = 0.95, num_resamples: int = 10_000, seed: int = 0) -> Interval:
-    """Return the median of `values` and the percentile bootstrap interval of it. The same `seed` gives the same interval.
+def bootstrap_median(
+    values: Sequence[float], *, confidence: float = 0.95, num_resamples: int = 10_000, seed: int = 0
+) -> Interval:
+    """Return the median of `values` and the percentile bootstrap interval of it. The same `seed`
+    gives the same interval.
 
     Raises ValueError when there are no values.
     """
@@ -47,7 +52,9 @@ def bootstrap_median(values: Sequence[float], *, confidence: float = 0.95, num_r
     if not values:
         raise ValueError("bootstrap_median: no values")
     data = np.asarray(values, dtype=np.float64)
-    resampled = np.random.default_rng(seed).choice(data, size=(num_resamples, len(data)), replace=True)
+    resampled = np.random.default_rng(seed).choice(
+        data, size=(num_resamples, len(data)), replace=True
+    )
     tail = (1 - confidence) / 2
     low, high = np.quantile(np.median(resampled, axis=1), (tail, 1 - tail))
     return Interval(float(np.median(data)), float(low), float(high))

@@ -1,4 +1,5 @@
-"""Results as tables: on the terminal, in markdown for docs/benchmarks.md, and as plain values for programs.
+"""Results as tables: on the terminal, in markdown for docs/benchmarks.md, and as plain values
+for programs.
 
 All three are made from one list of rows of text, so that they cannot disagree.
 """
@@ -48,14 +49,26 @@ def show(report: Report, console: Console) -> None:
 def markdown(report: Report) -> str:
     """Return every table of `report` as markdown."""
     machine = report.machine
-    load = f"{machine['load_before'][0]:.1f} before, {machine.get('load_after', [float('nan')])[0]:.1f} after"
+    load = (
+        f"{machine['load_before'][0]:.1f} before,"
+        f" {machine.get('load_after', [float('nan')])[0]:.1f} after"
+    )
     lines = [
-        f"`{' '.join(report.command)}`, {report.started}; {machine['processor']} ({machine['flags']}), {machine['cores']} cores, "
-        f"{machine['memory_gib']} GiB, Linux {machine['kernel']}, Python {machine['python']}, {_versions(report)}; load average {load}.",
+        (
+            f"`{' '.join(report.command)}`, {report.started}; {machine['processor']}"
+            f" ({machine['flags']}), {machine['cores']} cores, {machine['memory_gib']} GiB, Linux"
+            f" {machine['kernel']}, Python {machine['python']}, {_versions(report)}; load average"
+            f" {load}."
+        ),
         "",
     ]
     for grid in _grids(report):
-        lines += [f"**{grid.title}**", "", "| " + " | ".join(grid.header) + " |", "|---" + "|---:" * (len(grid.header) - 1) + "|"]
+        lines += [
+            f"**{grid.title}**",
+            "",
+            "| " + " | ".join(grid.header) + " |",
+            "|---" + "|---:" * (len(grid.header) - 1) + "|",
+        ]
         lines += ["| " + " | ".join(row) + " |" for row in grid.rows] + [""]
     lines += [f"- {note}" for note in _notes(report)]
     return "\n".join(lines) + "\n"
@@ -77,7 +90,18 @@ def summary(report: Report) -> dict[str, Any]:
             }
             for c in run.comparisons
         ]
-        head = {name: getattr(run, name) for name in ("size", "precision", "num_ranks", "threads", "device", "num_parameters", "tokens")}
+        head = {
+            name: getattr(run, name)
+            for name in (
+                "size",
+                "precision",
+                "num_ranks",
+                "threads",
+                "device",
+                "num_parameters",
+                "tokens",
+            )
+        }
         runs.append(head | {"comparisons": comparisons})
     return {"kind": report.kind, "started": report.started, "runs": runs}
 
@@ -97,15 +121,27 @@ def _grids(report: Report) -> list[Grid]:
 def _title(run: Run) -> str:
     ranks = f"{run.num_ranks} ranks" if run.num_ranks > 1 else "one process"
     if not run.tokens:
-        return f"{run.size}, {run.num_parameters / 2**20:.1f} Mi elements, {run.precision}, {ranks} x {run.threads} threads, {run.device}"
+        return (
+            f"{run.size}, {run.num_parameters / 2**20:.1f} Mi elements, {run.precision}, {ranks} x"
+            f" {run.threads} threads, {run.device}"
+        )
     return (
-        f"{run.size}, {run.num_parameters / 1e6:.1f}M parameters, {run.precision}, {ranks} x {run.threads} threads, "
-        f"{run.tokens} tokens per rank and step, {run.device}"
+        f"{run.size}, {run.num_parameters / 1e6:.1f}M parameters, {run.precision}, {ranks} x"
+        f" {run.threads} threads, {run.tokens} tokens per rank and step, {run.device}"
     )
 
 
 def _contender_grid(run: Run) -> Grid:
-    header = ("contender", "ms/step", "tokens/s", "held B/param", "at rest B/param", "peak MB", "sent MB/step", "loss - reference")
+    header = (
+        "contender",
+        "ms/step",
+        "tokens/s",
+        "held B/param",
+        "at rest B/param",
+        "peak MB",
+        "sent MB/step",
+        "loss - reference",
+    )
     rows = []
     for c in run.contenders:
         if c.skipped or not c.step_s:
@@ -127,16 +163,34 @@ def _contender_grid(run: Run) -> Grid:
 
 
 def _tier_grid(run: Run) -> Grid:
-    """Steps with states on several tiers. Bytes per parameter: at the end of a backward / after the step."""
-    header = ("contender", "ms/step", "tokens/s", *(f"{tier} B/param" for tier in TIERS), "peak MB", "loss - reference")
+    """Steps with states on several tiers. Bytes per parameter: at the end of a backward / after
+    the step.
+    """
+    header = (
+        "contender",
+        "ms/step",
+        "tokens/s",
+        *(f"{tier} B/param" for tier in TIERS),
+        "peak MB",
+        "loss - reference",
+    )
     cuda = run.device == "cuda"
     rows = []
     for c in run.contenders:
         if c.skipped or not c.step_s:
             continue
         median_s = bootstrap_median(c.step_s).median
-        row = [c.name, f"{median_s * 1000:.1f}", f"{run.tokens * run.num_ranks / median_s:.0f}", *_tier_cells(run, c)]
-        row += [f"{c.above_imports / MB:.0f}", *([f"{c.device_peak_bytes / MB:.0f}"] if cuda else []), _loss_difference(run, c)]
+        row = [
+            c.name,
+            f"{median_s * 1000:.1f}",
+            f"{run.tokens * run.num_ranks / median_s:.0f}",
+            *_tier_cells(run, c),
+        ]
+        row += [
+            f"{c.above_imports / MB:.0f}",
+            *([f"{c.device_peak_bytes / MB:.0f}"] if cuda else []),
+            _loss_difference(run, c),
+        ]
         rows.append(tuple(row))
     if cuda:
         header = (*header[:-1], "device peak MB", header[-1])
@@ -144,21 +198,42 @@ def _tier_grid(run: Run) -> Grid:
 
 
 def _tier_cells(run: Run, contender: ContenderResult) -> list[str]:
-    """Return what rests per parameter on each tier, by this library's own account, or by the device of live tensors.
+    """Return what rests per parameter on each tier, by this library's own account, or by the
+    device of live tensors.
 
     On a CPU a peer's device and host are one memory: what it holds stands between the two.
     """
     moments = ("after_backward", "after_update")
-    by_tier = {when: contender.memory[when]["tiers"] for when in moments if "tiers" in contender.memory.get(when, {})}
+    by_tier = {
+        when: contender.memory[when]["tiers"]
+        for when in moments
+        if "tiers" in contender.memory.get(when, {})
+    }
     if by_tier:
-        held = [[sum(state.get(tier, 0) for state in by_tier[when].values()) for when in moments] for tier in TIERS]
+        held = [
+            [sum(state.get(tier, 0) for state in by_tier[when].values()) for when in moments]
+            for tier in TIERS
+        ]
     elif run.device == "cpu":
-        both = [contender.live_after_backward / run.num_parameters, contender.live_after_update / run.num_parameters]
+        both = [
+            contender.live_after_backward / run.num_parameters,
+            contender.live_after_update / run.num_parameters,
+        ]
         return [f"{both[0]:.1f} / {both[1]:.1f} in all", "", ""]
     else:
         live = contender.live_by_device
-        held = [[live.get(when, {}).get(device, 0) for when in moments] for device in (run.device, "cpu")]
-    cells = [f"{before / run.num_parameters:.1f} / {after / run.num_parameters:.1f}" if before or after else "0" for before, after in held]
+        held = [
+            [live.get(when, {}).get(device, 0) for when in moments]
+            for device in (run.device, "cpu")
+        ]
+    cells = [
+        (
+            f"{before / run.num_parameters:.1f} / {after / run.num_parameters:.1f}"
+            if before or after
+            else "0"
+        )
+        for before, after in held
+    ]
     return cells + [""] * (len(TIERS) - len(cells))
 
 
@@ -168,12 +243,23 @@ def _alone_grid(run: Run) -> Grid:
     for c in run.contenders:
         median_s, num_bytes = bootstrap_median(c.step_s).median, c.facts.get("bytes", 0)
         speed = f"{num_bytes / median_s / 1e9:.2f}" if num_bytes else ""
-        rows.append((c.name, f"{median_s * 1000:.1f}", f"{run.num_parameters / median_s / 1e6:.0f}", speed))
+        rows.append(
+            (c.name, f"{median_s * 1000:.1f}", f"{run.num_parameters / median_s / 1e6:.0f}", speed)
+        )
     return Grid(_title(run), ("what", "ms", "M elements/s", "GB/s moved"), rows)
 
 
 def _largest_grid(report: Report) -> Grid:
-    header = ("states on", "contender", "layers", "billion parameters", "s/step", "card's peak GiB", "of GiB", "then")
+    header = (
+        "states on",
+        "contender",
+        "layers",
+        "billion parameters",
+        "s/step",
+        "card's peak GiB",
+        "of GiB",
+        "then",
+    )
     rows = [
         (
             found.tier,
@@ -191,24 +277,51 @@ def _largest_grid(report: Report) -> Grid:
 
 
 def _held(contender: ContenderResult, when: str) -> int:
-    """Bytes of the states: live tensor storages, or this library's own account, since memory shared by ranks is mapped more than once."""
+    """Bytes of the states: live tensor storages, or this library's own account, since memory
+    shared by ranks is mapped more than once.
+    """
     own = contender.memory.get(when)
     return sum(own["at_rest"].values()) if own else int(getattr(contender, f"live_{when}"))
 
 
 def _comparison_grid(run: Run) -> Grid:
-    header = ("contender / reference", "times as fast", "95% interval", "pairs x steps", "target", "verdict")
+    header = (
+        "contender / reference",
+        "times as fast",
+        "95% interval",
+        "pairs x steps",
+        "target",
+        "verdict",
+    )
     rows = []
     for c in run.comparisons:
         ratio = c.ratio
         target = f">= {c.target:.3g}" if c.target is not None else ""
         name, pairs = f"{c.contender} / {c.reference}", f"{len(c.pairs)} x {c.steps}"
-        rows.append((name, f"{ratio.median:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}", pairs, target, _verdict(c)))
+        rows.append(
+            (
+                name,
+                f"{ratio.median:.3f}",
+                f"{ratio.low:.3f} to {ratio.high:.3f}",
+                pairs,
+                target,
+                _verdict(c),
+            )
+        )
     for name, reference in MEMORY_CLAIMS:
         ours, theirs = run.contender(name), run.contender(reference)
         if ours and theirs and theirs.above_imports > 0:
             share = ours.above_imports / theirs.above_imports
-            rows.append((f"{name} / {reference}: peak memory", f"{share:.3f}", "", "1", "< 1", "holds" if share < 1 else "misses"))
+            rows.append(
+                (
+                    f"{name} / {reference}: peak memory",
+                    f"{share:.3f}",
+                    "",
+                    "1",
+                    "< 1",
+                    "holds" if share < 1 else "misses",
+                )
+            )
     return Grid("Compared: " + _title(run), header, rows)
 
 
@@ -220,12 +333,16 @@ def _verdict(comparison: ComparisonResult) -> str:
 
 def _loss_difference(run: Run, contender: ContenderResult) -> str:
     """The largest difference from the reference over the first losses."""
-    reference = next((c for name in LOSS_REFERENCES if (c := run.contender(name)) is not None), None)
+    reference = next(
+        (c for name in LOSS_REFERENCES if (c := run.contender(name)) is not None), None
+    )
     if reference is None or not contender.facts.get("trains", True):
         return ""
     if reference.name == contender.name:
         return "reference"
-    difference = max((abs(a - b) for a, b in zip(contender.losses, reference.losses, strict=False)), default=0.0)
+    difference = max(
+        (abs(a - b) for a, b in zip(contender.losses, reference.losses, strict=False)), default=0.0
+    )
     return "equal" if difference == 0 else f"{difference:.1e}"
 
 
@@ -244,17 +361,30 @@ def _notes(report: Report) -> list[str]:
             if c.skipped:
                 notes.append(f"{'FAILED' if c.failed else 'Skipped'}: {c.skipped}")
             if c.operators:
-                top = "; ".join(f"{name} {ms:.1f} ms x {calls:.0f}" for name, ms, calls in c.operators[:8])
-                notes.append(f"{run.size} {run.precision} {c.name}, own time per step of its operators in the calling thread: {top}")
+                top = "; ".join(
+                    f"{name} {ms:.1f} ms x {calls:.0f}" for name, ms, calls in c.operators[:8]
+                )
+                notes.append(
+                    f"{run.size} {run.precision} {c.name}, own time per step of its operators in"
+                    f" the calling thread: {top}"
+                )
     for run in report.runs:
         for comparison in run.comparisons:
-            units = next((c.facts.get("units") for c in run.contenders if c.name == comparison.contender), None)
+            units = next(
+                (c.facts.get("units") for c in run.contenders if c.name == comparison.contender),
+                None,
+            )
             if report.kind == "overhead" and comparison.target is None and units:
                 us = [
                     value * 1e6 / units
-                    for value in (comparison.difference_s.median, comparison.difference_s.low, comparison.difference_s.high)
+                    for value in (
+                        comparison.difference_s.median,
+                        comparison.difference_s.low,
+                        comparison.difference_s.high,
+                    )
                 ]
                 notes.append(
-                    f"The engine's own time: {us[0]:.0f} µs per unit and step (95% interval {us[1]:.0f} to {us[2]:.0f}; {units} units)"
+                    f"The engine's own time: {us[0]:.0f} µs per unit and step (95% interval"
+                    f" {us[1]:.0f} to {us[2]:.0f}; {units} units)"
                 )
     return notes

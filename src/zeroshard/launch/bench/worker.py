@@ -1,12 +1,16 @@
-"""One rank of one contender: builds the model once, then does what it is told, and sleeps on a pipe in between.
+"""One rank of one contender: builds the model once, then does what it is told, and sleeps on a
+pipe in between.
 
-    python -m zeroshard.launch.bench.worker REPLY_FD SPECIFICATION      (started by `leader`; RANK, WORLD_SIZE, MASTER_* in the environment)
+    python -m zeroshard.launch.bench.worker REPLY_FD SPECIFICATION
 
-Commands come as lines of JSON on stdin, replies go as lines of JSON to descriptor REPLY_FD, so that what libraries print disturbs neither.
-Between two turns a rank blocks in a read: it takes no processor time from the contender whose turn it is.
+`leader` starts it, with RANK, WORLD_SIZE and MASTER_* in the environment.
+Commands come as lines of JSON on stdin, replies go as lines of JSON to descriptor REPLY_FD, so that
+what libraries print disturbs neither. Between two turns a rank blocks in a read: it takes no
+processor time from the contender whose turn it is.
 
-Every timed turn is [untimed step | barrier | timed steps | barrier]. The untimed one warms caches that the other contenders have used, and
-hands a trainer that overlaps the end of one step with the beginning of the next the same half-finished work that it leaves at the end.
+Every timed turn is [untimed step | barrier | timed steps | barrier]. The untimed one warms caches
+that the other contenders have used, and hands a trainer that overlaps the end of one step with the
+beginning of the next the same half-finished work that it leaves at the end.
 """
 
 from __future__ import annotations
@@ -35,16 +39,24 @@ SEED = 1234
 
 
 def live_storage_bytes() -> dict[str, int]:
-    """Return the bytes of all tensor storages that Python can reach, the gradients of leaves included, each counted once, by device type."""
+    """Return the bytes of all tensor storages that Python can reach, the gradients of leaves
+    included, each counted once, by device type.
+    """
     storages: dict[tuple[str, int], int] = {}
     gc.collect()
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
-    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.requires_grad and tensor.grad is not None]
+    tensors += [
+        tensor.grad
+        for tensor in tensors
+        if tensor.is_leaf and tensor.requires_grad and tensor.grad is not None
+    ]
     for tensor in tensors:
         try:
             storage = tensor.untyped_storage()
             storages[tensor.device.type, storage.data_ptr()] = storage.nbytes()
-        except RuntimeError:  # a wrapper such as DTensor, which has no memory of its own: what it wraps is in the list
+        except RuntimeError:
+            # a wrapper such as DTensor, which has no memory of its own: what it wraps is in the
+            # list
             continue
     out: dict[str, int] = {}
     for (device, _), num_bytes in storages.items():
@@ -53,7 +65,9 @@ def live_storage_bytes() -> dict[str, int]:
 
 
 def import_lazily_imported() -> None:
-    """Take one step of a tiny model, so that what torch imports at first use counts as imports, the same for every contender."""
+    """Take one step of a tiny model, so that what torch imports at first use counts as imports,
+    the same for every contender.
+    """
     layer = torch.nn.Linear(8, 8)
     optimizer = adamw(layer.parameters())
     layer(torch.zeros(2, 8)).sum().backward()
@@ -68,8 +82,17 @@ class Worker:
         self.name: str = specification["contender"]
         self.cuda: bool = specification["device"] == "cuda"
         torch.set_num_threads(specification["threads"])
-        device = torch.device("cuda", self.rank % torch.cuda.device_count()) if self.cuda else torch.device("cpu")
-        self.setup = Setup(Size(**specification["size"]), specification["precision"], device, specification["disk_path"])
+        device = (
+            torch.device("cuda", self.rank % torch.cuda.device_count())
+            if self.cuda
+            else torch.device("cpu")
+        )
+        self.setup = Setup(
+            Size(**specification["size"]),
+            specification["precision"],
+            device,
+            specification["disk_path"],
+        )
         self.deferred: bool = specification["deferred"]
         self.device_bytes: int | None = specification["device_bytes"]
         self.files: list[str] = specification["files"]
@@ -84,20 +107,38 @@ class Worker:
             torch.cuda.set_device(self.setup.device)
             if self.device_bytes is not None:
                 total = torch.cuda.get_device_properties(self.setup.device).total_memory
-                torch.cuda.set_per_process_memory_fraction(min(1.0, self.device_bytes / total), self.setup.device)
+                torch.cuda.set_per_process_memory_fraction(
+                    min(1.0, self.device_bytes / total), self.setup.device
+                )
         enough = self.cuda and torch.cuda.device_count() >= self.num_ranks
         dist.init_process_group("cuda:nccl,cpu:gloo" if enough else "gloo")
-        self.batches = Batches(self.setup.size, rank=self.rank, num_ranks=self.num_ranks, device=self.setup.device, files=self.files)
+        self.batches = Batches(
+            self.setup.size,
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            device=self.setup.device,
+            files=self.files,
+        )
         torch.manual_seed(SEED)
-        with deferred_init() if self.deferred else nullcontext(), torch.device(self.setup.device if self.deferred else "cpu"):
+        with (
+            deferred_init() if self.deferred else nullcontext(),
+            torch.device(self.setup.device if self.deferred else "cpu"),
+        ):
             model = GPT(self.setup.size)
         if not self.deferred:
             model.to(self.setup.device)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        assert num_parameters == self.setup.size.num_parameters, (num_parameters, self.setup.size.num_parameters)
+        assert num_parameters == self.setup.size.num_parameters, (
+            num_parameters,
+            self.setup.size.num_parameters,
+        )
         begin = time.perf_counter()
         self.trainee = self.builder(model, self.setup)
-        reply = {"num_parameters": num_parameters, "build_s": time.perf_counter() - begin, **self.trainee.facts}
+        reply = {
+            "num_parameters": num_parameters,
+            "build_s": time.perf_counter() - begin,
+            **self.trainee.facts,
+        }
         if self.trainee.engine is not None:
             reply["units"] = len(self.trainee.engine.units)
         if self.cuda:
@@ -135,7 +176,11 @@ class Worker:
             previous = now
         self._meet()
         total_s = time.perf_counter() - begin
-        reply: dict[str, Any] = {"total_s": total_s, "step_s": step_s, "losses": [float(loss) for loss in losses]}
+        reply: dict[str, Any] = {
+            "total_s": total_s,
+            "step_s": step_s,
+            "losses": [float(loss) for loss in losses],
+        }
         if self.trainee.engine is not None:
             reply["payload_bytes"] = sum(self.trainee.engine.traffic().bytes.values()) / steps
         return reply
@@ -153,7 +198,9 @@ class Worker:
             reply["memory_after_backward"] = _memory(self.trainee.engine)
         self.trainee.update()
         live["after_update"] = live_storage_bytes()
-        reply |= {f"live_{when}": sum(by_device.values()) for when, by_device in live.items()} | {"live_by_device": live}
+        reply |= {f"live_{when}": sum(by_device.values()) for when, by_device in live.items()} | {
+            "live_by_device": live
+        }
         if self.trainee.engine is not None:
             reply["memory_after_update"] = _memory(self.trainee.engine)
         if self.cuda:
@@ -161,18 +208,32 @@ class Worker:
         return reply
 
     def profile(self, steps: int, top: int = 12) -> dict[str, Any]:
-        """Return the operators that take most of the time of the calling thread, ms per step and calls per step."""
-        activities = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if self.cuda else [])
+        """Return the operators that take most of the time of the calling thread, ms per step and
+        calls per step.
+        """
+        activities = [torch.profiler.ProfilerActivity.CPU] + (
+            [torch.profiler.ProfilerActivity.CUDA] if self.cuda else []
+        )
         with torch.profiler.profile(activities=activities) as profile:
             for _ in range(steps):
                 self._step()
         events = sorted(profile.key_averages(), key=lambda event: -event.self_cpu_time_total)[:top]
-        return {"operators": [[event.key[:60], event.self_cpu_time_total / 1000 / steps, event.count / steps] for event in events]}
+        return {
+            "operators": [
+                [event.key[:60], event.self_cpu_time_total / 1000 / steps, event.count / steps]
+                for event in events
+            ]
+        }
 
 
 def _memory(engine: Any) -> dict[str, Any]:
     report = engine.memory()
-    return {"at_rest": dict(report.at_rest), "tiers": report.tiers, "temporary": report.temporary, "peak": report.peak}
+    return {
+        "at_rest": dict(report.at_rest),
+        "tiers": report.tiers,
+        "temporary": report.temporary,
+        "peak": report.peak,
+    }
 
 
 def main(arguments: list[str]) -> int:
@@ -186,7 +247,13 @@ def main(arguments: list[str]) -> int:
         try:
             worker = Worker(json.loads(arguments[1]))
             reply(
-                {"versions": {name: sys.modules[name].__version__ for name in ("torch", "zeroshard", "deepspeed") if name in sys.modules}}
+                {
+                    "versions": {
+                        name: sys.modules[name].__version__
+                        for name in ("torch", "zeroshard", "deepspeed")
+                        if name in sys.modules
+                    }
+                }
             )
             for line in sys.stdin:
                 command = json.loads(line)
