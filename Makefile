@@ -22,7 +22,7 @@ help:
 	@echo "make test-matrix make test on every Python from 3.11 that is here, each in .venv-<version>"
 	@echo "make mutate      deliberate faults, one at a time: which of them the tests find   (ARGS='--only codec')"
 	@echo "make bench       the step benchmark, DeepSpeed included   (ARGS='...')"
-	@echo "make lint        ruff (rules and format) and mypy only"
+	@echo "make lint        ruff (rules and format), mypy, the limits of scripts/shape.py"
 	@echo "make clean       remove .venv and every cache"
 
 train: $(VENV)/.ready-base
@@ -52,6 +52,7 @@ lint: $(VENV)/.ready-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/python scripts/shape.py --check
 
 clean:
 	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* dist
