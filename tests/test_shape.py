@@ -53,6 +53,9 @@ def test_functions_classes_and_stores_are_counted(shape: ModuleType) -> None:
     assert shape.attributes(base) == {"size", "first"} and shape.attributes(child) == set()
     assert [node.attr for node in shape.foreign_stores(tree)] == ["second"]
     assert list(shape.undocumented(tree)) == ["Base.bare", "Child"]
+    assert list(shape.undocumented(tree, {"bare"})) == ["Child"]
+    protocol = ast.parse("class P(Protocol):\n    def bare(self): ...")
+    assert shape.protocol_methods(protocol) == {"bare"}
 
 
 def test_modules_that_import_one_another_are_one_group(shape: ModuleType) -> None:

@@ -115,6 +115,7 @@ class PagePool:
         return torch.frombuffer(lent, dtype=dtype)
 
     def take_back(self, pages: mmap.mmap) -> None:
+        """Keep `pages` for the next borrower; the kernel may take their memory meanwhile."""
         pages.madvise(mmap.MADV_FREE)
         self._idle.setdefault(len(pages), []).append(pages)
 
@@ -180,10 +181,12 @@ class Meter:
         self.peak = 0
 
     def add(self, num_bytes: int) -> None:
+        """Count `num_bytes` more bytes as live."""
         self.live += num_bytes
         self.peak = max(self.peak, self.live)
 
     def remove(self, num_bytes: int) -> None:
+        """Count `num_bytes` fewer bytes as live."""
         self.live -= num_bytes
         assert self.live >= 0, self.live
 

@@ -102,6 +102,7 @@ class Intake:
             )
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
+        """Take the buffer called `name` into the checkpoint."""
         self._new(name)
         self.stored.append(
             (

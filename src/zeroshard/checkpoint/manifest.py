@@ -99,6 +99,7 @@ class ParameterEntry:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return prod(self.shape)
 
 
@@ -120,6 +121,7 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return prod(self.shape)
 
     @property
@@ -169,6 +171,7 @@ class Manifest:
         return {entry.kind: entry for entry in self.tensors if entry.parameter is None}
 
     def total_bytes(self) -> int:
+        """The bytes of all files of the step."""
         return sum(file.bytes for file in self.files)
 
     def dump(self) -> bytes:

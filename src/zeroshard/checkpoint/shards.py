@@ -335,4 +335,5 @@ class OpenShards:
 
     @property
     def bytes_read(self) -> int:
+        """The bytes read from all files so far."""
         return sum(reader.bytes_read for reader in self._readers.values())

@@ -152,10 +152,12 @@ class Transfer:
         self._arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []  # (device tensor, host copy)
 
     def send(self, connections: Any, peer: int, tensor: torch.Tensor, tag: int) -> None:
+        """Start sending `tensor` to `peer`."""
         host = tensor if tensor.device.type == "cpu" else tensor.cpu()
         self._add(peer, host, connections.send, tag, receives=False)
 
     def receive(self, connections: Any, peer: int, tensor: torch.Tensor, tag: int) -> None:
+        """Start receiving from `peer`; `tensor` is filled by the end of the transfer."""
         host = tensor
         if tensor.device.type != "cpu":
             host = torch.empty(tensor.shape, dtype=tensor.dtype)

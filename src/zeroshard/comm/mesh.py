@@ -40,6 +40,7 @@ class Axes:
 
     @property
     def num_nodes(self) -> int:
+        """The number of nodes."""
         return self.size // self.node_size
 
     def coordinates(self, rank: int) -> tuple[int, int]:
@@ -52,6 +53,7 @@ class Axes:
 
     @property
     def mesh(self) -> Mesh:
+        """The mesh of these axes, for the formulas of core."""
         return Mesh(self.num_nodes, self.node_size)
 
     def local_group(self, rank: int) -> tuple[int, ...]:

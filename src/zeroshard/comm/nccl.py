@@ -208,6 +208,7 @@ class NcclTransport:
         return work
 
     def finished(self, work: NativeWork) -> None:
+        """Stop tracking `work`, which has ended."""
         self._under_way = [other for other in self._under_way if other is not work]
 
     def begin_write(self) -> None:

@@ -41,6 +41,7 @@ class Contribution:
     near: bool = False  # it came from another rank in shared memory
 
     def finish(self) -> None:
+        """Tell the owner, once, that `data` is no longer read."""
         if self.release is not None:
             self.release()
             self.release = None

@@ -41,6 +41,7 @@ class Neighbours:
     problems: list[str] = field(default_factory=list)
 
     def group_of(self, rank: int) -> list[int]:
+        """Return the ranks that share memory with `rank`, itself included."""
         return next(group for group in self.groups if rank in group)
 
 

@@ -43,6 +43,7 @@ class Slot:
 
     @property
     def idle(self) -> bool:
+        """Whether the slot is neither lent nor read."""
         return self.loan is None and not self.readers
 
 

@@ -102,6 +102,7 @@ class Traffic:
         self.between[operation] = self.between.get(operation, 0) + between
 
     def reset(self) -> None:
+        """Set all counts to zero."""
         self.bytes.clear()
         self.calls.clear()
         self.between.clear()

@@ -122,6 +122,7 @@ class TwoLevelTransport:
 
     @property
     def stall_timeout_s(self) -> float:
+        """Seconds until a wait raises StallError, on both levels."""
         return self._flat.stall_timeout_s
 
     @stall_timeout_s.setter

@@ -69,10 +69,12 @@ class Slot:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def stop(self) -> int:
+        """The element of the buffer after the last one."""
         return self.offset + self.numel
 
 
@@ -92,10 +94,12 @@ class Piece:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return self.stop - self.start
 
     @property
     def shard_stop(self) -> int:
+        """The element of the shard after the last one."""
         return self.shard_start + self.numel
 
 
@@ -152,6 +156,7 @@ class Layout:
 
     @property
     def num_shards(self) -> int:
+        """The number of shards, one per rank."""
         return len(self.shares)
 
     @cached_property

@@ -62,6 +62,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return self.num_nodes * self.node_size
 
     def column(self, rank: int) -> tuple[int, ...]:
@@ -93,6 +94,7 @@ class Cell:
 
     @property
     def axes(self) -> tuple[Placement, Placement]:
+        """The placements between nodes and inside them."""
         return (self.node, self.local)
 
     def num_shards(self, mesh: Mesh) -> int:
@@ -116,10 +118,12 @@ class Cell:
 
     @property
     def is_sharded(self) -> bool:
+        """Whether the state is sharded over either axis."""
         return Placement.SHARD in self.axes
 
     @property
     def is_partial(self) -> bool:
+        """Whether the state is a partial sum over either axis."""
         return Placement.PARTIAL in self.axes
 
 

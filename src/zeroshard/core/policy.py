@@ -109,6 +109,7 @@ class RestBytes:
 
     @property
     def total(self) -> float:
+        """The bytes of all states."""
         return self.weight + self.master + self.grad + self.optimizer
 
 

@@ -87,6 +87,7 @@ class Precision:
 
     @property
     def needs_loss_scaling(self) -> bool:
+        """Whether small gradients would underflow (fp16)."""
         return self.compute is torch.float16
 
     def describe(self) -> str:

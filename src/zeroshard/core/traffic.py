@@ -40,6 +40,7 @@ class LinkBytes:
 
     @property
     def total(self) -> float:
+        """The bytes inside nodes and between them."""
         return self.inside + self.between
 
     def __add__(self, other: LinkBytes) -> LinkBytes:
@@ -59,10 +60,12 @@ class WireBytes:
 
     @property
     def links(self) -> LinkBytes:
+        """The bytes of gathers, reduces and publishing together, by link."""
         return self.gather + self.reduce + self.publish
 
     @property
     def total(self) -> float:
+        """The bytes of everything over all links."""
         return self.links.total
 
     def leaving_a_node(self, mesh: Mesh) -> float:

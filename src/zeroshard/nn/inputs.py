@@ -63,6 +63,7 @@ class Rest:
 
     @property
     def is_elsewhere(self) -> bool:
+        """Whether inputs leave the device, or are cut over a group."""
         return self.tier is not Tier.DEVICE or self.group is not None
 
 

@@ -119,6 +119,7 @@ class Seeded:
     state: torch.Tensor
 
     def built(self) -> torch.Generator:
+        """Return a generator in the recorded state."""
         generator = torch.Generator(self.device)
         generator.set_state(self.state)
         return generator

@@ -289,6 +289,7 @@ class ShardedOptimizer:
         self.optimizer.state.clear()
 
     def pieces(self) -> Iterable[OwnedPiece]:
+        """Yield this rank's pieces of every param group."""
         for group in self.groups:
             yield from group
 

@@ -92,14 +92,17 @@ class Tile:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return self.stop - self.start
 
     @property
     def on_device(self) -> bool:
+        """Whether the tile's states rest on the device."""
         return self.stop <= self.segment.split
 
     @property
     def slab_range(self) -> tuple[int, int]:
+        """Where the tile lies in the slabs of its segment."""
         return self.start - self.segment.split, self.stop - self.segment.split
 
 

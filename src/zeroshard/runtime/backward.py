@@ -141,6 +141,7 @@ class Backward:
 
     @property
     def running(self) -> bool:
+        """Whether a backward is under way."""
         return bool(self._tasks)
 
     def before_unit(self, unit: Unit, epoch: int) -> None:

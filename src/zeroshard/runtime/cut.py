@@ -50,6 +50,7 @@ class UnitPlan:
 
     @property
     def numel(self) -> int:
+        """The number of elements of all parameters."""
         return sum(parameter.numel() for parameter in self.parameters.values())
 
 

@@ -99,6 +99,7 @@ class GradientPath:
 
     @property
     def key(self) -> str:
+        """The segment's key in collectives."""
         return self.flat.key
 
     @property
@@ -112,6 +113,7 @@ class GradientPath:
 
     @property
     def buffer_bytes(self) -> int:
+        """The bytes of one gradient buffer in the wire dtype."""
         return self.flat.layout.numel * self.precision.wire.itemsize
 
     @property
@@ -151,6 +153,7 @@ class GradientPath:
 
     @property
     def in_flight(self) -> bool:
+        """Whether a reduce of this segment is under way."""
         return self._flight is not None
 
     def add(

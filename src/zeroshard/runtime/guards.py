@@ -96,6 +96,7 @@ def _refusing_compile(name: str) -> Callable[..., Any]:
 
 
 def compiled_whole(what: str) -> StateError:
+    """Return the error for `what`, which compiles a model with its hooks."""
     return StateError(
         f"{what} would compile the hooks that gather weights: compile what they surround,"
         " module.forward = torch.compile(module.forward), for each block"

@@ -249,6 +249,7 @@ class CheckingStreams:
 
     @property
     def num_syncs(self) -> int:
+        """The number of waits so far."""
         return len(self.syncs)
 
     def fork(self, lane: Lane) -> None:

@@ -117,6 +117,7 @@ class Segment:
 
     @property
     def key(self) -> str:
+        """The segment's key in collectives."""
         return self.flat.key
 
     @property
@@ -440,6 +441,7 @@ class Unit:
 
     @cached_property
     def trainable(self) -> list[Segment]:
+        """The segments whose parameters have gradients."""
         return [segment for segment in self.segments if segment.grad is not None]
 
     @cached_property

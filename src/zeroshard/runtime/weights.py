@@ -244,6 +244,7 @@ class Weights:
             unit.doze()
 
     def release_idle(self) -> None:
+        """Release the unit that was kept because another use might follow at once."""
         unit, self._idle = self._idle, None
         if unit is None or unit.state is not UnitState.FULL:
             return

@@ -262,6 +262,7 @@ class Whole:
         return out
 
     def find(self, parameter: nn.Parameter) -> tuple[Segment, int]:
+        """Return the segment of `parameter` and its index there. Raises ConfigError."""
         for unit in self._weights.units:
             for segment in unit.segments:
                 for index, other in enumerate(segment.parameters):

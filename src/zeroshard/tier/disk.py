@@ -110,6 +110,7 @@ class DiskStore:
         return slab
 
     def forget(self, slab: _DiskSlab) -> None:
+        """Stop counting `slab`, which was closed."""
         self.slabs.remove(slab)
         self.account.remove(slab.numel * slab.dtype.itemsize)
 

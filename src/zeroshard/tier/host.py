@@ -54,6 +54,7 @@ class HostStore:
         return slab
 
     def forget(self, slab: _HostSlab) -> None:
+        """Stop counting `slab`, which was closed."""
         self.slabs.remove(slab)
         self.account.remove(slab.numel * slab.dtype.itemsize)
 

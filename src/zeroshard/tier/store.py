@@ -96,9 +96,11 @@ class Account:
         self.peak = 0
 
     def add(self, num_bytes: int) -> None:
+        """Count `num_bytes` more bytes as live."""
         self.live += num_bytes
         self.peak = max(self.peak, self.live)
 
     def remove(self, num_bytes: int) -> None:
+        """Count `num_bytes` fewer bytes as live."""
         self.live -= num_bytes
         assert self.live >= 0, self.live

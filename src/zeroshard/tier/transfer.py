@@ -41,6 +41,7 @@ class Scratch:
 
     @property
     def memory(self) -> Memory:
+        """Return the memory, allocated at the first call."""
         if self._memory is None:
             self._memory = Memory(self._num_bytes, pinned=self._pinned)
         return self._memory
