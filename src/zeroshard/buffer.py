@@ -53,6 +53,7 @@ __all__ = [
     "FlatBuffer",
     "Flight",
     "Lanes",
+    "Loan",
     "Meter",
     "PagePool",
     "Trimmer",
@@ -171,14 +172,42 @@ def poison_value(dtype: torch.dtype) -> float | int | bool:
     return True if dtype is torch.bool else torch.iinfo(dtype).max
 
 
+class Loan:
+    """A gradient buffer that counts; `num_bytes` is 0 once it no longer does."""
+
+    __slots__ = ("at", "num_bytes")
+
+    def __init__(self, at: int, num_bytes: int) -> None:
+        self.at = at
+        self.num_bytes = num_bytes
+
+
 class Meter:
     """Bytes that the engine holds beyond what rests, and their peak."""
 
-    __slots__ = ("live", "peak")
+    __slots__ = ("_loans", "live", "peak")
 
     def __init__(self) -> None:
         self.live = 0
         self.peak = 0
+        self._loans: dict[int, Loan] = {}  # by address
+
+    def lend(self, buffer: torch.Tensor, num_bytes: int) -> Loan:
+        """Count the memory of a gradient buffer, once: a pool may lend it anew before the reduce
+        that it was lent for has ended, and that loan then counts no longer.
+        """
+        loan = Loan(buffer.data_ptr(), num_bytes)
+        self.give_back(self._loans.get(loan.at))
+        self._loans[loan.at] = loan
+        self.add(num_bytes)
+        return loan
+
+    def give_back(self, loan: Loan | None) -> None:
+        """Count a loan no longer."""
+        if loan is not None and loan.num_bytes:
+            del self._loans[loan.at]
+            self.remove(loan.num_bytes)
+            loan.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
         """Count `num_bytes` more bytes as live."""

@@ -14,6 +14,7 @@ import torch
 import zeroshard as zs
 from tests.engine.common import Net, batch, make_model, two_groups
 from tests.harness import run_ranks
+from zeroshard.buffer import Meter
 from zeroshard.core.layout import ALIGN
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
@@ -122,7 +123,11 @@ def _peak(rank: int, world: int, row: str) -> dict[str, int]:
             for s in segments
             if s.grad is not None and s.grad._buffer is not None
         )
-        flying = sum(s.grad._flight_bytes for s in segments if s.grad is not None)
+        flying = sum(
+            s.grad._flight_loan.num_bytes
+            for s in segments
+            if s.grad is not None and s.grad._flight_loan is not None
+        )
         peak = max(peak, full + grads + flying)
 
     for module in model.modules():
@@ -256,3 +261,14 @@ def test_steps_leave_no_growth_and_deleting_the_model_frees_everything(transport
         assert 0 < pooled <= limit + 4096
         assert late - early == Counter(), late - early
         assert all(gone), gone
+
+
+def test_a_gradient_buffer_lent_again_before_its_reduce_has_ended_counts_once() -> None:
+    meter, pooled, other = Meter(), torch.empty(8), torch.empty(8)
+    first = meter.lend(pooled, 32)
+    second = meter.lend(other, 32)
+    third = meter.lend(pooled, 16)  # less of it
+    assert (meter.live, meter.peak, first.num_bytes) == (48, 64, 0)
+    for loan in (first, second, third, third):
+        meter.give_back(loan)
+    assert (meter.live, meter.peak) == (0, 64)

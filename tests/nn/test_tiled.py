@@ -474,7 +474,7 @@ def _peak(
             sampled,
             full
             + sum(g.buffer_bytes for g in grads if g._buffer is not None)
-            + sum(g._flight_bytes for g in grads),
+            + sum(g._flight_loan.num_bytes for g in grads if g._flight_loan is not None),
         )
 
     for module in model.modules():

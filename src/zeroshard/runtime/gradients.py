@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.buffer import FlatBuffer, Flight, Lanes, Meter, mesh_of
+from zeroshard.buffer import FlatBuffer, Flight, Lanes, Loan, Meter, mesh_of
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.quantized import Feedback, Residual
 from zeroshard.comm.transport import GradBuffer, Transport, Work
@@ -70,14 +70,14 @@ class GradientPath:
         self._make_partial = partial
         self._note = note
         self._buffer: GradBuffer | None = None
-        self._in_place = False  # the buffer is the resting gradient
         self._views: list[torch.Tensor] = []
         self._seen = [False] * len(self.used)
         self._partial: Shelf | None = None
         self._partial_seen = [False] * len(self.used)
         self._partial_lost = False  # it could not be made, read or written: it is NaN
         self._flight: Flight | None = None
-        self._flight_bytes = 0
+        self._loan: Loan | None = None  # of the buffer, but where that is the resting gradient
+        self._flight_loan: Loan | None = None
         self._flight_fresh = False
         self._flight_frees: list[str] = []  # what streams call the memory that ends with it
         self._round = 0  # buffers borrowed so far: names them apart
@@ -178,10 +178,7 @@ class GradientPath:
     def _borrow(self, make_room: Callable[[int], None]) -> None:
         flat = self.flat
         if self._direct and not self.tiered and self.resting() is None:
-            self._buffer, self._in_place = (
-                GradBuffer(self._open_resting()[0].fetch(*self._own)),
-                True,
-            )
+            self._buffer = GradBuffer(self._open_resting()[0].fetch(*self._own))
             self._views = flat.views_of(self._buffer.data)
             return
         make_room(self.buffer_bytes)
@@ -191,7 +188,7 @@ class GradientPath:
             )
         else:
             self._buffer = GradBuffer(self._place.scratch(flat.layout.numel, self.precision.wire))
-        self._meter.add(self.buffer_bytes)
+        self._loan = self._meter.lend(self._buffer.data, self.buffer_bytes)
         self._round += 1
         self._streams.alloc(self._buffer_name)
         self._views = flat.views_of(self._buffer.data)
@@ -258,7 +255,7 @@ class GradientPath:
             self._close_partial()
         self._zero_unseen()
         resting, fresh = self._open_resting()
-        if self._in_place:
+        if self._buffer is not None and self._loan is None:  # summed in place
             self._end_round()
             return
         if resting.divided_by:  # no zero_grad() since the last step: more is added to that average
@@ -340,7 +337,7 @@ class GradientPath:
     def _take_off(self, work: Work, event: object, *, fresh: bool) -> None:
         self._flight = Flight([work], self._streams, event)
         self._flight_fresh = fresh
-        self._flight_bytes = 0 if self._buffer is None else self.buffer_bytes
+        self._flight_loan = self._loan
         if self._buffer is not None:
             self._flight_frees.append(self._buffer_name)
         self._end_round()
@@ -375,7 +372,7 @@ class GradientPath:
         self._sum = None
 
     def _end_round(self) -> None:
-        self._buffer, self._views, self._in_place = None, [], False
+        self._buffer, self._loan, self._views = None, None, []
         self._seen = [False] * len(self.used)
 
     def _zero_unseen(self) -> None:
@@ -416,9 +413,8 @@ class GradientPath:
         for name in self._flight_frees:
             self._streams.free(name)
         self._flight_frees = []
-        if self._flight_bytes:
-            self._meter.remove(self._flight_bytes)
-            self._flight_bytes = 0
+        self._meter.give_back(self._flight_loan)
+        self._flight_loan = None
 
     @property
     def gathers_averages(self) -> bool:
@@ -571,14 +567,12 @@ class GradientPath:
         way.
         """
         self.forget_residual()
-        if self._buffer is not None and not self._in_place:
-            if self._codec is None:
-                self._transport.return_buffer(self._buffer)
-            self._meter.remove(self.buffer_bytes)
-        if self._flight_bytes:
-            self._meter.remove(self._flight_bytes)
+        if self._buffer is not None and self._loan is not None and self._codec is None:
+            self._transport.return_buffer(self._buffer)
+        self._meter.give_back(self._loan)
+        self._meter.give_back(self._flight_loan)
         self._end_round()
-        self._flight, self._flight_bytes = None, 0
+        self._flight, self._flight_loan = None, None
         self._held, self._resting, self._sum = None, None, None
         self._flight_frees = []
         self._close_partial()
