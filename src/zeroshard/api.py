@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroshard.buffer import Meter, PagePool
 from zeroshard.comm.agree import REMEDY, agree, differing
 from zeroshard.comm.codec import DTYPES as CODED
 from zeroshard.comm.mesh import Axes
@@ -28,6 +27,7 @@ from zeroshard.core.launched import meeting_file
 from zeroshard.core.placement import Tier
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.errors import ConfigError, StorageError, ZeroshardError
+from zeroshard.memory import MemoryCounter, Pages
 from zeroshard.nn.deferred import (
     allocate,
     deferred_init,
@@ -178,8 +178,8 @@ def shard(
         mesh=axes.mesh,
         codecs=settings.comm.codecs(),
         streams=make_streams(device),
-        meter=Meter(),
-        pages=PagePool(),
+        meter=MemoryCounter(),
+        pages=Pages(),
         device=device,
         faults=faults,
         trains=optimizer is not None,

@@ -29,9 +29,6 @@ are runtime/unit.py's.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -39,7 +36,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from zeroshard.coded import CodedSlab
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.transport import Transport, Window, Work
 from zeroshard.comm.two_level import ColumnWindow, TwoLevelTransport
@@ -47,23 +43,16 @@ from zeroshard.core.layout import Layout, Range
 from zeroshard.core.placement import Placement, Scope
 from zeroshard.core.policy import Cells
 from zeroshard.errors import StorageError
-from zeroshard.tier.shelf import Shelf
+from zeroshard.memory import MemoryCounter, Pages, placeholder_value
+from zeroshard.state.encoded import EncodedStorage
+from zeroshard.state.state import State
 
 __all__ = [
     "FlatBuffer",
     "Flight",
     "Lanes",
-    "Loan",
-    "Meter",
-    "PagePool",
-    "Trimmer",
     "mesh_of",
-    "poison_value",
-    "return_freed_memory",
 ]
-
-_HUGE_BYTES = 2 * 2**20  # below this the allocator's own free lists serve as well
-_HAS_ADVICE = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_FREE")
 
 
 class Lanes(Protocol):
@@ -84,140 +73,6 @@ class Lanes(Protocol):
     def read(self, buffer: Hashable) -> None: ...
 
     def write(self, buffer: Hashable) -> None: ...
-
-
-class PagePool:
-    """Large uninitialised CPU tensors on pages that are used again, step after step; other
-    tensors are plain ones.
-
-    Measured on 200 MB: a copy takes 9 ms into warm pages, 18 into fresh huge ones (and 60 more
-    where memory is fragmented), 87 into fresh 4 KiB ones. Pages go back to the pool when the last
-    view of their tensor dies, and from there the kernel may take them at any moment (MADV_FREE):
-    under pressure they cost no memory, without it they still count as resident. Without such pages,
-    nothing is pooled.
-    """
-
-    def __init__(self) -> None:
-        self._idle: dict[int, list[mmap.mmap]] = {}  # by size
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised 1-D tensor."""
-        num_bytes = numel * dtype.itemsize
-        if device.type != "cpu" or num_bytes < _HUGE_BYTES or not _HAS_ADVICE:
-            return torch.empty(numel, dtype=dtype, device=device)
-        idle = self._idle.setdefault(num_bytes, [])
-        if idle:
-            pages = idle.pop()
-        else:
-            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        lent = memoryview(pages)  # dies with the tensor's storage
-        weakref.finalize(lent, _take_back, weakref.ref(self), pages).atexit = False
-        return torch.frombuffer(lent, dtype=dtype)
-
-    def take_back(self, pages: mmap.mmap) -> None:
-        """Keep `pages` for the next borrower; the kernel may take their memory meanwhile."""
-        pages.madvise(mmap.MADV_FREE)
-        self._idle.setdefault(len(pages), []).append(pages)
-
-    def clear(self) -> None:
-        """Give the idle pages back to the system."""
-        self._idle.clear()
-
-
-def _take_back(pool: weakref.ref[PagePool], pages: mmap.mmap) -> None:
-    alive = pool()
-    if alive is not None:
-        alive.take_back(pages)
-
-
-def return_freed_memory() -> None:
-    """Let the allocator give freed pages back to the system: glibc keeps what is below 32 MB,
-    and small objects soon lie between.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-class Trimmer:
-    """Lets the allocator give freed pages back each time that `every_bytes` of temporaries have
-    come and gone (None: never).
-
-    What rests on disk is meant to leave memory, but glibc keeps what is freed below 32 MB and finds
-    its own holes too small for aligned memory: measured, a step on disk of 250 million parameters
-    left 850 MB behind. A trim takes about 5 ms there, the pages are touched anew afterwards.
-    """
-
-    def __init__(self, every_bytes: int | None) -> None:
-        self._every_bytes = every_bytes
-        self._passed = 0
-
-    def passed(self, num_bytes: int) -> None:
-        """Count `num_bytes` of temporaries that are no longer needed."""
-        if self._every_bytes is None:
-            return
-        self._passed += num_bytes
-        if self._passed >= self._every_bytes:
-            self._passed = 0
-            return_freed_memory()
-
-
-def poison_value(dtype: torch.dtype) -> float | int | bool:
-    """Return what a released parameter reads as: NaN, or the largest value of a dtype that has
-    none.
-    """
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return True if dtype is torch.bool else torch.iinfo(dtype).max
-
-
-class Loan:
-    """A gradient buffer that counts; `num_bytes` is 0 once it no longer does."""
-
-    __slots__ = ("at", "num_bytes")
-
-    def __init__(self, at: int, num_bytes: int) -> None:
-        self.at = at
-        self.num_bytes = num_bytes
-
-
-class Meter:
-    """Bytes that the engine holds beyond what rests, and their peak."""
-
-    __slots__ = ("_loans", "live", "peak")
-
-    def __init__(self) -> None:
-        self.live = 0
-        self.peak = 0
-        self._loans: dict[int, Loan] = {}  # by address
-
-    def lend(self, buffer: torch.Tensor, num_bytes: int) -> Loan:
-        """Count the memory of a gradient buffer, once: a pool may lend it anew before the reduce
-        that it was lent for has ended, and that loan then counts no longer.
-        """
-        loan = Loan(buffer.data_ptr(), num_bytes)
-        self.give_back(self._loans.get(loan.at))
-        self._loans[loan.at] = loan
-        self.add(num_bytes)
-        return loan
-
-    def give_back(self, loan: Loan | None) -> None:
-        """Count a loan no longer."""
-        if loan is not None and loan.num_bytes:
-            del self._loans[loan.at]
-            self.remove(loan.num_bytes)
-            loan.num_bytes = 0
-
-    def add(self, num_bytes: int) -> None:
-        """Count `num_bytes` more bytes as live."""
-        self.live += num_bytes
-        self.peak = max(self.peak, self.live)
-
-    def remove(self, num_bytes: int) -> None:
-        """Count `num_bytes` fewer bytes as live."""
-        self.live -= num_bytes
-        assert self.live >= 0, self.live
 
 
 class Flight:
@@ -380,11 +235,11 @@ class FlatBuffer:
         transport: Transport,
         cells: Cells,
         streams: Lanes,
-        meter: Meter,
+        meter: MemoryCounter,
         is_stepped: bool = True,
         codec: Codec | None = None,
-        pages: PagePool | None = None,
-        rest: Shelf | None = None,
+        pages: Pages | None = None,
+        rest: State | None = None,
         note: Callable[..., None] = _raise,
     ) -> None:
         self.key = key
@@ -401,7 +256,7 @@ class FlatBuffer:
         self._column: torch.Tensor | None = None
         # the encoded column of what is gathered now, if it may be kept
         self._arrived: torch.Tensor | None = None
-        self._pages = PagePool() if pages is None else pages
+        self._pages = Pages() if pages is None else pages
         self.codec = codec  # in which weights travel
         self.exact = False  # the next gather goes without
         self._streams = streams
@@ -411,12 +266,12 @@ class FlatBuffer:
         self.window: Window | None = None
         if rest is None and codec is not None:
             assert self.scope is Scope.OWN, (key, self.scope)
-            rest = Shelf(torch.zeros(self._length(self.rest_span), dtype=dtype, device=device))
+            rest = State.of(torch.zeros(self._length(self.rest_span), dtype=dtype, device=device))
         if rest is None:
             self.window, at_rest = self._make_window(
                 layout.scope(cells.optim) if is_stepped else Scope.OWN
             )
-            rest = Shelf(at_rest)
+            rest = State.of(at_rest)
         self.rest = rest  # this rank's weights at rest
         self.weight = self._part(self.stepped)  # those that follow from its masters
         full = None if self.window is None else self.window.full
@@ -470,12 +325,12 @@ class FlatBuffer:
             return window, window.full
         return window, window.local
 
-    def _part(self, span: Range) -> Shelf:
+    def _part(self, span: Range) -> State:
         """Return what rests here of `span`."""
         if span == self.rest_span:
             return self.rest
         base = self.rest_span[0]
-        return Shelf(self.rest.whole[span[0] - base : span[1] - base])
+        return State.of(self.rest.whole[span[0] - base : span[1] - base])
 
     @property
     def replicated(self) -> bool:
@@ -535,9 +390,9 @@ class FlatBuffer:
         return not self.rest.on_device and self.coded_rest is None
 
     @property
-    def coded_rest(self) -> CodedSlab | None:
+    def coded_rest(self) -> EncodedStorage | None:
         """The weights at rest, if they rest encoded."""
-        return self.rest.slab if isinstance(self.rest.slab, CodedSlab) else None
+        return self.rest.away if isinstance(self.rest.away, EncodedStorage) else None
 
     @property
     def is_read_first(self) -> bool:
@@ -604,7 +459,7 @@ class FlatBuffer:
     def lose(self, error: StorageError) -> None:
         """Our slice could not be read: go on without."""
         self.note(error)
-        self.full[slice(*self.rest_span)].fill_(poison_value(self.dtype))
+        self.full[slice(*self.rest_span)].fill_(placeholder_value(self.dtype))
 
     def meet(self, here: torch.Tensor | None = None) -> Work:
         """Start the all-gather of the slices that rest in `here` (default: that have been read

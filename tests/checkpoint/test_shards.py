@@ -17,7 +17,6 @@ from safetensors import safe_open
 
 import zeroshard.checkpoint.shards as shards
 from zeroshard import CheckpointError
-from zeroshard.buffer import PagePool
 from zeroshard.checkpoint.manifest import ShardEntry, TensorEntry, digest
 from zeroshard.checkpoint.shards import (
     DTYPES,
@@ -28,6 +27,7 @@ from zeroshard.checkpoint.shards import (
     shard_bytes,
     write_shard,
 )
+from zeroshard.memory import Pages
 
 METADATA = {"format": "zeroshard", "rank": "0", "step": "7"}
 
@@ -92,7 +92,7 @@ def test_every_dtype_and_shape_comes_back_and_safetensors_reads_the_same(
     )
     with reader(path, file, chunk_bytes) as opened:
         for entry, tensor in zip(entries, tensors.values(), strict=True):
-            back = opened.read(entry, 0, entry.numel, PagePool())
+            back = opened.read(entry, 0, entry.numel, Pages())
             assert back.dtype is tensor.dtype and bits(back) == bits(tensor), entry.key
             assert opened.check(entry) == []
     with safe_open(path, framework="pt") as there:
@@ -139,11 +139,11 @@ def test_any_range_is_read_with_at_most_one_chunk_more_at_either_end(
     whole = EXPECTED[entry.key]
     size = whole.element_size()
     with reader(path, file, CHUNK) as opened:
-        back = opened.read(entry, start, stop, PagePool())
+        back = opened.read(entry, start, stop, Pages())
         assert bits(back) == bits(whole[start:stop])
         assert (stop - start) * size <= opened.bytes_read <= (stop - start) * size + 2 * CHUNK
     with reader(path, file, CHUNK, verify=False) as opened:
-        assert bits(opened.read(entry, start, stop, PagePool())) == bits(whole[start:stop])
+        assert bits(opened.read(entry, start, stop, Pages())) == bits(whole[start:stop])
         assert opened.bytes_read == (stop - start) * size
 
 
@@ -214,7 +214,7 @@ def test_every_flipped_bit_of_a_file_is_found_and_named(
                     rf" {first} to {last}"
                 ),
             ):
-                opened.read(hit, element - 100, element - 99, PagePool())
+                opened.read(hit, element - 100, element - 99, Pages())
 
 
 def test_damage_is_found_by_the_threads_that_read_many_chunks(
@@ -227,7 +227,7 @@ def test_damage_is_found_by_the_threads_that_read_many_chunks(
     copy = tmp_path / path.name
     copy.write_bytes(damaged)
     with reader(copy, file, CHUNK) as opened, pytest.raises(CheckpointError, match="is damaged"):
-        opened.read(longest, 0, longest.numel, PagePool())
+        opened.read(longest, 0, longest.numel, Pages())
 
 
 def test_a_file_of_another_size_is_refused_when_it_is_opened(
@@ -251,7 +251,7 @@ def test_a_file_cut_short_while_it_is_read(
     with reader(copy, file, CHUNK) as opened:
         os.truncate(copy, file.header_bytes)
         with pytest.raises(CheckpointError, match="it was cut short while it was read"):
-            opened.read(entries[-1], 0, entries[-1].numel, PagePool())
+            opened.read(entries[-1], 0, entries[-1].numel, Pages())
 
 
 def test_a_disk_that_fails_is_a_typed_error(
@@ -267,7 +267,7 @@ def test_a_disk_that_fails_is_a_typed_error(
         with pytest.raises(
             CheckpointError, match=r"cannot be read at byte \d+: Input/output error"
         ):
-            opened.read(entries[-1], 0, 1, PagePool())
+            opened.read(entries[-1], 0, 1, Pages())
     with pytest.raises(CheckpointError, match="cannot be read at byte 0"):
         reader(path, file, CHUNK)
 
@@ -285,7 +285,7 @@ def test_a_file_of_holes_cannot_claim_all_memory(tmp_path: Path) -> None:
         reader(path, ShardEntry(path.name, 64 + numel, 64, digest(bytes(64))), 4 << 20) as opened,
         pytest.raises(CheckpointError, match="no memory for"),
     ):
-        opened.read(entry, 0, numel, PagePool())
+        opened.read(entry, 0, numel, Pages())
 
 
 # ------------------------------------------------------------------------------------------ writing
@@ -330,7 +330,7 @@ def test_a_file_system_that_cannot_reserve_is_written_all_the_same(
     path = tmp_path / "rank-00000-of-00001.safetensors"
     file, (entry,) = write_shard(path, 0, [loose("a", torch.arange(1000))], METADATA)
     with reader(path, file, 4 << 20) as opened:
-        assert torch.equal(opened.read(entry, 0, 1000, PagePool()), torch.arange(1000))
+        assert torch.equal(opened.read(entry, 0, 1000, Pages()), torch.arange(1000))
 
 
 def test_short_writes_and_reads_are_gone_on_with(
@@ -346,7 +346,7 @@ def test_short_writes_and_reads_are_gone_on_with(
     path = tmp_path / "rank-00000-of-00001.safetensors"
     file, (entry,) = write_shard(path, 0, [loose("a", torch.arange(1000))], METADATA)
     with reader(path, file, 4 << 20) as opened:
-        assert torch.equal(opened.read(entry, 0, 1000, PagePool()), torch.arange(1000))
+        assert torch.equal(opened.read(entry, 0, 1000, Pages()), torch.arange(1000))
 
 
 def test_a_file_that_is_there_is_never_written_over(tmp_path: Path) -> None:

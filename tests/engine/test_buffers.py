@@ -9,7 +9,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.harness import run_ranks
-from zeroshard.buffer import PagePool
+from zeroshard.memory import Pages
 
 
 def _running_mean(rank: int, world: int, broadcast: bool) -> tuple[list[float], list[float]]:
@@ -47,7 +47,7 @@ def test_buffers_follow_ddp_with_and_without_broadcast() -> None:
 
 
 def test_large_tensors_come_on_pages_that_are_used_again_once_their_last_view_is_gone() -> None:
-    pool = PagePool()
+    pool = Pages()
     first = pool.empty(1 << 20, torch.float32, torch.device("cpu"))
     address, view = first.data_ptr(), first[5:]
     first.fill_(3)

@@ -10,7 +10,7 @@ import torch
 import zeroshard as zs
 from tests.engine.common import batch, make_model, two_groups
 from tests.harness import run_ranks
-from zeroshard.buffer import PagePool
+from zeroshard.memory import Pages
 
 LAYERS = 4
 
@@ -140,14 +140,12 @@ def _fresh_memory_differs(rank: int, world: int, row: str, options: dict[str, An
     """Train with memory that is full of another number on each rank, replicas compared in every
     step.
     """
-    make = PagePool.empty
+    make = Pages.empty
 
-    def filled(
-        self: PagePool, numel: int, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def filled(self: Pages, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return make(self, numel, dtype, device).fill_(rank + 1)
 
-    PagePool.empty = filled  # type: ignore[method-assign]
+    Pages.empty = filled  # type: ignore[method-assign]
     try:
         model = make_model()
         optimizer = two_groups(model)
@@ -158,7 +156,7 @@ def _fresh_memory_differs(rank: int, world: int, row: str, options: dict[str, An
             optimizer.zero_grad()
         engine.close()
     finally:
-        PagePool.empty = make  # type: ignore[method-assign]
+        Pages.empty = make  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

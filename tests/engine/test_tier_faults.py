@@ -82,7 +82,7 @@ class Broken:
             def slab(store: Any, key: str, numel: int, dtype: torch.dtype) -> Any:
                 if not self._fires(key):
                     return real(store, key, numel, dtype)
-                with _patched(host_tier, "_mapped", _no_memory):
+                with _patched(host_tier, "host_memory", _no_memory):
                     return real(store, key, numel, dtype)
 
             return slab
@@ -114,7 +114,7 @@ def _full(fd: int, num_bytes: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _no_memory(num_bytes: int) -> None:
+def _no_memory(num_bytes: int, **options: object) -> None:
     raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 

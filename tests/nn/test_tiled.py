@@ -474,7 +474,11 @@ def _peak(
             sampled,
             full
             + sum(g.buffer_bytes for g in grads if g._buffer is not None)
-            + sum(g._flight_loan.num_bytes for g in grads if g._flight_loan is not None),
+            + sum(
+                g._flight_loan.num_bytes
+                for g in grads
+                if g._flight_loan is not None and not g._flight_loan.lent_again
+            ),
         )
 
     for module in model.modules():

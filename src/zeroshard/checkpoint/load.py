@@ -382,7 +382,7 @@ class _Reading:
             name = self._there.get(id(piece.parameter))
             if name is None:
                 continue
-            again = piece.shelf.slab is not None and piece.shelf.slab.tier is Tier.DISK
+            again = piece.state.away is not None and piece.state.away.tier is Tier.DISK
             self._copies.append(
                 (
                     piece,

@@ -190,8 +190,8 @@ def _collect_pieces(engine: Engine, averages: Mapping[str, EMA], part: RankPart)
     firsts = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     for piece in engine.resting_pieces(share=True):
         name = firsts[id(piece.parameter)]
-        values = piece.tensor if piece.shelf.on_device else piece.borrowed
-        part.stored.append(_piece(name, VALUE, piece.start, piece.stop, values, piece.shelf.dtype))
+        values = piece.tensor if piece.state.on_device else piece.borrowed
+        part.stored.append(_piece(name, VALUE, piece.start, piece.stop, values, piece.state.dtype))
         for average, ema in averages.items():
             if piece.master is not None:
                 number, span = piece.master

@@ -32,7 +32,6 @@ from typing import Any
 import torch
 
 from zeroshard._version import __version__
-from zeroshard.buffer import PagePool
 from zeroshard.checkpoint.manifest import Manifest, ParameterEntry, ShardEntry, TensorEntry
 from zeroshard.checkpoint.pieces import (
     RankPart,
@@ -57,6 +56,7 @@ from zeroshard.checkpoint.steps import (
     working_path,
 )
 from zeroshard.errors import CheckpointError, ConfigError, PeerLostError, PlanMismatch, StorageError
+from zeroshard.memory import Pages
 from zeroshard.runtime.engine import Engine
 
 __all__ = ["Saver", "save", "settle"]
@@ -147,7 +147,7 @@ class Saver:
                 self.directory,
             )
         self._timeout_s = timeout_s  # how long rank 0 waits for the other ranks' files
-        self._pages = PagePool()
+        self._pages = Pages()
         self._staging: dict[str, torch.Tensor] = {}
         self._job: _Job | None = None  # the save that is under way in the background
         self._writer: threading.Thread | None = None

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from zeroshard.buffer import PagePool
 from zeroshard.checkpoint.files import write_new
 from zeroshard.checkpoint.manifest import (
     CHUNK_BYTES,
@@ -33,6 +32,7 @@ from zeroshard.checkpoint.manifest import (
 )
 from zeroshard.checkpoint.steps import open_regular
 from zeroshard.errors import CheckpointError
+from zeroshard.memory import Pages
 
 __all__ = [
     "DTYPES",
@@ -219,7 +219,7 @@ class ShardReader:
     ) -> None:
         os.close(self._fd)
 
-    def read(self, entry: TensorEntry, start: int, stop: int, pages: PagePool) -> torch.Tensor:
+    def read(self, entry: TensorEntry, start: int, stop: int, pages: Pages) -> torch.Tensor:
         """Return elements ``[start, stop)`` of the flattened tensor, 1-D, in its dtype; `pages`
         gives the memory.
         """
@@ -313,7 +313,7 @@ class OpenShards:
     def __init__(
         self, path: Path, manifest: Manifest, stack: ExitStack, *, verify: bool = True
     ) -> None:
-        self.pages = PagePool()
+        self.pages = Pages()
         self._path = path
         self._manifest = manifest
         self._stack = stack

@@ -26,10 +26,10 @@ from zeroshard.comm.codec import Codec
 from zeroshard.comm.gloo_peers import LOOSE_GATHER, REDUCE_SCATTER, Transfer
 from zeroshard.comm.links import Kind
 from zeroshard.comm.parts import Contribution, Meetings, Pending, checked_parts, sum_parts
-from zeroshard.comm.pool import TensorPool
 from zeroshard.comm.slots import FAR, SlotPool
 from zeroshard.comm.transport import GradBuffer, Work
 from zeroshard.core.layout import Range
+from zeroshard.memory import Pool
 
 if TYPE_CHECKING:
     from zeroshard.comm.paired import PairedTransport
@@ -57,7 +57,7 @@ class Collectives:
         self._rank = transport.rank
         self._size = transport.size
         self._node_size = node_size
-        self._far_pool = TensorPool(pool_bytes)
+        self._far_pool = Pool(pool_bytes)
 
     def grad_buffer(
         self, key: str, numel: int, dtype: torch.dtype, device: torch.device

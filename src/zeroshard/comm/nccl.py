@@ -31,10 +31,10 @@ from zeroshard.comm.compat import all_gather_single, reduce_scatter_single
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.parts import sum_parts
 from zeroshard.comm.private_window import PrivateWindow
-from zeroshard.comm.streamed_pool import StreamedPool, mark, order_after
 from zeroshard.comm.transport import GradBuffer, Traffic, Work
 from zeroshard.core.layout import Range, end_of
 from zeroshard.errors import PeerLostError, StallError
+from zeroshard.memory import Pool, mark, order_after
 
 __all__ = ["NcclTransport"]
 
@@ -67,8 +67,8 @@ class NcclTransport:
         self._device = device
         self._node_size = node_size
         self._axes = Axes.of(self.size, node_size)
-        self._pool = StreamedPool(pool_bytes)
-        self._temporaries = StreamedPool(pool_bytes)
+        self._pool = Pool(pool_bytes)
+        self._temporaries = Pool(pool_bytes)
         self._under_way: list[NativeWork] = []
 
     def window(

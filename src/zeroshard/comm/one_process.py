@@ -12,9 +12,9 @@ import torch
 
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.parts import sum_parts
-from zeroshard.comm.pool import TensorPool
 from zeroshard.comm.transport import DoneWork, GradBuffer, Traffic, Work
 from zeroshard.core.layout import Range, end_of
+from zeroshard.memory import Pool
 
 __all__ = ["OneProcess"]
 
@@ -63,7 +63,7 @@ class OneProcess:
         self.keyed = True
         self.traffic = Traffic()
         self.stall_timeout_s = stall_timeout_s
-        self._pool = TensorPool(pool_bytes)
+        self._pool = Pool(pool_bytes)
 
     def window(
         self,

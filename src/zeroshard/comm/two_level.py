@@ -32,12 +32,12 @@ from zeroshard.comm import serving
 from zeroshard.comm.agree import compare
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.mesh import Axes
-from zeroshard.comm.pool import TensorPool
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import GradBuffer, Traffic, Transport, Window, Work
 from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh, Scope
 from zeroshard.core.traffic import all_gather, cheapest, reduce_scatter
+from zeroshard.memory import Pool
 
 __all__ = ["ColumnWindow", "Lowering", "TwoLevelTransport"]
 
@@ -117,7 +117,7 @@ class TwoLevelTransport:
         self._reducers: dict[torch.dtype, Transport] = {}
         self._under_way: list[_Chain] = []
         # columns of node sums on their way into an encoding; as many as reduces are under way
-        self._sums = TensorPool()
+        self._sums = Pool()
         serving.register(self)
 
     @property

@@ -33,8 +33,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroshard.buffer import return_freed_memory
 from zeroshard.core.storage import storage_of
+from zeroshard.memory import return_freed_memory
 from zeroshard.nn.hollow import (
     Record,
     fill,

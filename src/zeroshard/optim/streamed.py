@@ -36,15 +36,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.buffer import Trimmer
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work
 from zeroshard.errors import StorageError
+from zeroshard.memory import Trimmer, placeholder
 from zeroshard.optim.pieces import OwnedPiece
-from zeroshard.optim.resting import Resting, TieredResting
 from zeroshard.optim.shadow import Shadow
-from zeroshard.tier.blank import stand_in
-from zeroshard.tier.shelf import Shelf
+from zeroshard.state.gradient import RestingGradient
+from zeroshard.state.state import State
 from zeroshard.tier.staging import Memory
 from zeroshard.tier.store import Slab, Store
 
@@ -62,10 +61,10 @@ class SteppedSegment:
 
     key: str
     split: int  # the first elements, whose optimizer state rests on the device
-    master: Shelf
+    master: State
     # where the state of the others rests; None: all on the device, and the gradients elsewhere
     store: Store | None
-    gradient: Callable[[], Resting | None]
+    gradient: Callable[[], RestingGradient | None]
     # start casting stepped masters into the weights; do they stay meanwhile?
     bring: Callable[[int, int, torch.Tensor, bool], list[Work]]
     can_bring_from_rest: Callable[[int, int], bool]  # whether that needs no cast
@@ -111,7 +110,7 @@ class StepJob:
     """One step to take: settled when it is made, so that it may be taken later."""
 
     # with the gradient, and which pieces are stepped
-    tiles: deque[tuple[Tile, Resting, list[bool]]]
+    tiles: deque[tuple[Tile, RestingGradient, list[bool]]]
     host: Shadow
     device: Shadow
     late: bool = False  # the weights are brought up to date by whoever joins it
@@ -144,7 +143,7 @@ class Streamed:
         self._optimizer = optimizer
         self._device = device
         self._ring = [_Buffers(pinned=device.type != "cpu") for _ in range(_RING)]
-        self._stand_ins: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by length and dtype
+        self._placeholders: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by length and dtype
 
         self.retile(tiles)
 
@@ -158,12 +157,12 @@ class Streamed:
             for _, owned, _ in tile.pieces:
                 owned.streamed = True
 
-    def _stand_in(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return what stands for `numel` numbers that rest elsewhere."""
+    def _placeholder(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the placeholder of `numel` numbers, the same object each time."""
         key = (numel, dtype)
-        if key not in self._stand_ins:
-            self._stand_ins[key] = stand_in((numel,), dtype)
-        return self._stand_ins[key]
+        if key not in self._placeholders:
+            self._placeholders[key] = placeholder((numel,), dtype)
+        return self._placeholders[key]
 
     def _state(self, owned: OwnedPiece) -> dict[str, Any]:
         """Return the optimizer's state of a piece, {} before its first step."""
@@ -174,7 +173,7 @@ class Streamed:
         """Whether any piece of the tile has state `key` at rest."""
         for _, owned, _ in tile.pieces:
             value = self._state(owned).get(key)
-            if isinstance(value, torch.Tensor) and value is self._stand_ins.get(
+            if isinstance(value, torch.Tensor) and value is self._placeholders.get(
                 (owned.piece.numel, value.dtype)
             ):
                 return True
@@ -190,7 +189,7 @@ class Streamed:
         for _, owned, low in tile.pieces:
             state = dict(self._state(owned))
             for key, numbers in states.items():
-                if state.get(key) is self._stand_in(owned.piece.numel, numbers.dtype):
+                if state.get(key) is self._placeholder(owned.piece.numel, numbers.dtype):
                     state[key] = numbers[low : low + owned.piece.numel]
             out.append(state)
         return out
@@ -215,7 +214,7 @@ class Streamed:
                 room = states[key][low : low + numel]
                 if room.data_ptr() != value.data_ptr():
                     room.copy_(value)
-                state[key] = self._stand_in(numel, value.dtype)
+                state[key] = self._placeholder(numel, value.dtype)
             if state:
                 self._optimizer.state[owned.tensor] = state
 
@@ -269,7 +268,7 @@ class Streamed:
         return {
             key: StateAtRest(slab, start, start + owned.piece.numel)
             for key, slab in tile.segment.slabs.items()
-            if self._state(owned).get(key) is self._stand_in(owned.piece.numel, slab.dtype)
+            if self._state(owned).get(key) is self._placeholder(owned.piece.numel, slab.dtype)
         }
 
     def forget(self) -> None:
@@ -303,7 +302,9 @@ class Streamed:
         for _, owned, _ in tile.pieces:
             for value in self._state(owned).values():
                 is_state = isinstance(value, torch.Tensor) and value.shape == owned.tensor.shape
-                if is_state and value is not self._stand_ins.get((owned.piece.numel, value.dtype)):
+                if is_state and value is not self._placeholders.get(
+                    (owned.piece.numel, value.dtype)
+                ):
                     return True
         return False
 
@@ -311,7 +312,7 @@ class Streamed:
 
     def job(self, *, late: bool) -> StepJob:
         """Return the step that the gradients at rest now ask for."""
-        tiles: deque[tuple[Tile, Resting, list[bool]]] = deque()
+        tiles: deque[tuple[Tile, RestingGradient, list[bool]]] = deque()
         for tile in self.tiles:
             used = [owned.is_used() for _, owned, _ in tile.pieces]
             if any(used):
@@ -369,7 +370,9 @@ class Streamed:
             for work in self._sent:  # the last ones: a link keeps its order
                 getattr(work, "synchronize", work.wait)()
 
-    def _step_in_place(self, job: StepJob, tile: Tile, resting: Resting, used: list[bool]) -> None:
+    def _step_in_place(
+        self, job: StepJob, tile: Tile, resting: RestingGradient, used: list[bool]
+    ) -> None:
         """Step a tile where it lies."""
         segment = tile.segment
         if tile.on_device:
@@ -389,7 +392,7 @@ class Streamed:
         if from_rest and not job.late:
             self._sent = segment.bring_from_rest(tile.start, tile.stop)
 
-    def _load(self, tile: Tile, resting: Resting, buffers: _Buffers) -> _Passing:
+    def _load(self, tile: Tile, resting: RestingGradient, buffers: _Buffers) -> _Passing:
         """Start reading a tile that rests on disk into one set of the ring, when what was
         written from there is written.
         """
@@ -404,10 +407,10 @@ class Streamed:
             passing.states[key] = buffers.tensor(key, tile.numel, slab.dtype)
             if self._rests_at(tile, key):
                 works.append(slab.read(*tile.slab_range, passing.states[key]))
-        if isinstance(resting, TieredResting) and resting.shelf.split == 0:
+        if not resting.on_device and resting.state.split == 0:
             resting.settle()
-            passing.grad = buffers.tensor("gradient", tile.numel, resting.shelf.dtype)
-            works += resting.shelf.read(tile.start, tile.stop, passing.grad)
+            passing.grad = buffers.tensor("gradient", tile.numel, resting.state.dtype)
+            works += resting.state.read(tile.start, tile.stop, passing.grad)
         return passing
 
     def _step_passing(self, job: StepJob, passing: _Passing, used: list[bool]) -> None:
@@ -419,8 +422,8 @@ class Streamed:
             grad = passing.grad
             if grad is None:
                 grad = stack.enter_context(_on_host(passing.resting, tile))
-            elif isinstance(passing.resting, TieredResting):
-                passing.resting.apply_to(grad)
+            elif not passing.resting.on_device:
+                passing.resting.scaling.apply_to(grad)
             self._step(job.host, tile, used, passing.master, opened, grad)
         self._park(
             tile, opened, passing.states, lambda key, dtype: buffers.tensor(key, tile.numel, dtype)
@@ -515,7 +518,7 @@ class _Passing:
     """A tile on its way through memory."""
 
     tile: Tile
-    resting: Resting
+    resting: RestingGradient
     buffers: _Buffers
     master: torch.Tensor
     states: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -523,9 +526,9 @@ class _Passing:
 
 
 @contextmanager
-def _on_host(resting: Resting, tile: Tile) -> Iterator[torch.Tensor]:
+def _on_host(resting: RestingGradient, tile: Tile) -> Iterator[torch.Tensor]:
     """Lend a tile's averaged gradient as a CPU tensor."""
-    if isinstance(resting, TieredResting):
+    if not resting.on_device:
         with resting.block(tile.start, tile.stop) as grad:
             yield grad.cpu()
     else:

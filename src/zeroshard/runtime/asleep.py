@@ -22,11 +22,12 @@ from collections.abc import Sequence
 import torch
 
 from zeroshard.comm.transport import Transport
-from zeroshard.optim.resting import DeviceResting
+from zeroshard.memory import placeholder
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.unit import Segment, Unit, UnitState
 from zeroshard.runtime.weights import Weights
-from zeroshard.tier.blank import stand_in
+from zeroshard.state.gradient import RestingGradient
+from zeroshard.state.state import State
 from zeroshard.tier.host import HostStore
 from zeroshard.tier.store import Slab
 
@@ -52,7 +53,7 @@ class Sleep:
         # of our own: a view, the bytes of its storage, what it held
         self._memory: list[tuple[torch.Tensor, int, Slab]] = []
         self._tensors: list[tuple[torch.Tensor, Slab]] = []  # the user's to see: pieces' moments
-        self._resting: list[tuple[DeviceResting, Slab]] = []
+        self._resting: list[tuple[RestingGradient, Slab]] = []
 
     @property
     def num_bytes(self) -> int:
@@ -74,15 +75,10 @@ class Sleep:
                 for value in self._sharded.optimizer.state.get(owned.tensor, {}).values():
                     if isinstance(value, torch.Tensor) and value.dim() and value.stride() != (0,):
                         self._tensors.append((value, self._copy_out(f"{owned.name} state", value)))
-                        value.data = (
-                            stand_in((1,), value.dtype).to(value.device).expand(value.shape)
-                        )
+                        value.data = placeholder(value.shape, value.dtype, value.device)
                 if owned.on_device:
-                    owned.tensor.data = (
-                        stand_in((1,), owned.tensor.dtype)
-                        .to(owned.tensor.device)
-                        .expand(owned.tensor.shape)
-                    )
+                    piece = owned.tensor
+                    piece.data = placeholder(piece.shape, piece.dtype, piece.device)
         for unit in self._weights.units:
             for segment in unit.segments:
                 for tensor in _own_memory(segment):
@@ -100,8 +96,10 @@ class Sleep:
             slab.read(0, slab.numel, back).wait()
             tensor.data = back
         for resting, slab in self._resting:
-            resting.tensor = torch.empty(slab.numel, dtype=slab.dtype, device=resting.tensor.device)
-            slab.read(0, slab.numel, resting.tensor).wait()
+            device = resting.state.whole.device
+            back = torch.empty(slab.numel, dtype=slab.dtype, device=device)
+            slab.read(0, slab.numel, back).wait()
+            resting.state = State.of(back)
         if self._sharded is not None:
             self._sharded.repoint()
         for unit in self._weights.units:
@@ -127,15 +125,10 @@ class Sleep:
 
     def _put_gradient(self, segment: Segment) -> None:
         resting = None if segment.grad is None else segment.grad.resting()
-        if isinstance(resting, DeviceResting):
-            self._resting.append(
-                (resting, self._copy_out(f"{segment.key} gradient", resting.tensor))
-            )
-            resting.tensor = (
-                stand_in((1,), resting.tensor.dtype)
-                .to(resting.tensor.device)
-                .expand(resting.tensor.shape)
-            )
+        if resting is not None and resting.on_device:
+            held = resting.state.whole
+            self._resting.append((resting, self._copy_out(f"{segment.key} gradient", held)))
+            resting.state = State.of(placeholder(held.shape, held.dtype, held.device))
 
 
 def _settle(unit: Unit, weights: Weights) -> None:

@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 
-from zeroshard.buffer import Flight, Lanes, Meter
+from zeroshard.buffer import Flight, Lanes
 from zeroshard.comm.transport import Transport
 from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
 from zeroshard.errors import ConfigError, StateError
+from zeroshard.memory import MemoryCounter
 from zeroshard.optim.sealed import SealedGrad
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.decisions import UNKNOWN, Decisions
@@ -50,7 +51,7 @@ class Backward:
         weights: Weights,
         *,
         streams: Lanes,
-        meter: Meter,
+        meter: MemoryCounter,
         digest: Digest,
         transport: Transport,
     ) -> None:

@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from zeroshard.buffer import FlatBuffer, Lanes, Meter, PagePool, return_freed_memory
-from zeroshard.coded import CodedSlab
+from zeroshard.buffer import FlatBuffer, Lanes
 from zeroshard.comm.codec import DTYPES as CODED
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.quantized import Codecs
@@ -31,13 +30,15 @@ from zeroshard.core.layout import Layout
 from zeroshard.core.placement import Cell, Mesh, Scope, Tier
 from zeroshard.core.policy import Cells, Policy
 from zeroshard.core.precision import Precision, dtype_name
-from zeroshard.optim.resting import RestingPlace
+from zeroshard.memory import MemoryCounter, Pages, return_freed_memory
 from zeroshard.runtime.cut import UnitPlan
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.tiering import Tiering
 from zeroshard.runtime.unit import Segment, Unit, UnitState, memory_stride
-from zeroshard.tier.shelf import Shelf
+from zeroshard.state.encoded import EncodedStorage
+from zeroshard.state.gradient import GradientAllocator
+from zeroshard.state.state import State
 from zeroshard.tier.store import Slab, Store
 
 __all__ = ["Context", "Dtypes", "build_units", "compute_dtypes", "make_master"]
@@ -72,8 +73,8 @@ class Context:
     transport: Transport
     mesh: Mesh
     streams: Lanes
-    meter: Meter
-    pages: PagePool
+    meter: MemoryCounter
+    pages: Pages
     device: torch.device
     faults: Faults
     trains: bool  # an optimizer is there, or will be: masters are kept
@@ -352,7 +353,7 @@ def make_master(
 
 def _rest_of_weights(
     plan: _SegmentPlan, splits: Splits, reserved: Mapping[Tier, Store], context: Context
-) -> Shelf | None:
+) -> State | None:
     """Return where this rank's weights rest, None for the device."""
     tier, share = plan.cells.weight.tier, plan.num_weights
     codec = _codec_of(plan, context)
@@ -362,7 +363,7 @@ def _rest_of_weights(
         and context.codecs.frozen is not None
         and tier is Tier.DEVICE
     ):
-        return Shelf(None, CodedSlab(plan.key, share, plan.dtype, codec, context.device))
+        return State(EncodedStorage(plan.key, share, plan.dtype, codec, context.device))
     store = reserved.get(tier)
     if store is None or splits.weight == share:
         return None
@@ -371,7 +372,7 @@ def _rest_of_weights(
         if splits.weight
         else None
     )
-    return Shelf(
+    return State.of(
         near,
         store.slab(f"{plan.key} weights", share - splits.weight, plan.dtype),
         link=context.tiering.link,
@@ -383,7 +384,7 @@ def _gradient_path(
 ) -> GradientPath:
     precision, tiering, cell = context.precision.at(plan.dtype), context.tiering, plan.cells.grad
     store = tiering.store(cell.tier)
-    place = RestingPlace(
+    place = GradientAllocator(
         plan.key,
         plan.num_stepped,
         precision.accumulate,
@@ -395,7 +396,7 @@ def _gradient_path(
         note=context.faults.note,
     )
 
-    def partial() -> Shelf:
+    def partial() -> State:
         """Return memory for a sum that no reduce between nodes has taken yet: of the whole
         segment, or (of one node's ranks) of a column.
         """
@@ -404,8 +405,8 @@ def _gradient_path(
         numel = stop - start
         # a sum of a node's ranks: the transport adds to it
         if store is None or scope is Scope.COLUMN:
-            return Shelf(context.pages.empty(numel, precision.accumulate, context.device))
-        return Shelf(None, store.slab(f"{plan.key} partial gradient", numel, precision.accumulate))
+            return State.of(context.pages.empty(numel, precision.accumulate, context.device))
+        return State(store.slab(f"{plan.key} partial gradient", numel, precision.accumulate))
 
     return GradientPath(
         flat,

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.buffer import Trimmer
 from zeroshard.comm.agree import compare
 from zeroshard.core.digest import Digest
 from zeroshard.core.placement import Tier
@@ -29,6 +28,7 @@ from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
 from zeroshard.core.split import splits
 from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardError
+from zeroshard.memory import Trimmer
 from zeroshard.optim.pieces import OwnedPiece
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import INTERRUPTED, ShardedOptimizer, check_parameters

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.buffer import FlatBuffer, Flight, Lanes, Loan, Meter, mesh_of
+from zeroshard.buffer import FlatBuffer, Flight, Lanes, mesh_of
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.quantized import Feedback, Residual
 from zeroshard.comm.transport import GradBuffer, Transport, Work
@@ -33,8 +33,9 @@ from zeroshard.core.policy import Cells
 from zeroshard.core.precision import Precision
 from zeroshard.core.work import DoneWork
 from zeroshard.errors import StorageError
-from zeroshard.optim.resting import DeviceResting, Resting, RestingPlace, TieredResting
-from zeroshard.tier.shelf import Shelf
+from zeroshard.memory import Loan, MemoryCounter
+from zeroshard.state.gradient import GradientAllocator, RestingGradient
+from zeroshard.state.state import State
 
 __all__ = ["GradientPath"]
 
@@ -50,11 +51,11 @@ class GradientPath:
         *,
         transport: Transport,
         streams: Lanes,
-        meter: Meter,
-        place: RestingPlace,
+        meter: MemoryCounter,
+        place: GradientAllocator,
         codec: Codec | None,
         feedback: Feedback | None,
-        partial: Callable[[], Shelf],
+        partial: Callable[[], State],
         note: Callable[[StorageError], None],
     ) -> None:
         self.flat = flat
@@ -72,7 +73,7 @@ class GradientPath:
         self._buffer: GradBuffer | None = None
         self._views: list[torch.Tensor] = []
         self._seen = [False] * len(self.used)
-        self._partial: Shelf | None = None
+        self._partial: State | None = None
         self._partial_seen = [False] * len(self.used)
         self._partial_lost = False  # it could not be made, read or written: it is NaN
         self._flight: Flight | None = None
@@ -81,8 +82,8 @@ class GradientPath:
         self._flight_fresh = False
         self._flight_frees: list[str] = []  # what streams call the memory that ends with it
         self._round = 0  # buffers borrowed so far: names them apart
-        self._held: Resting | None = None
-        self._resting: weakref.ref[Resting] | None = None
+        self._held: RestingGradient | None = None
+        self._resting: weakref.ref[RestingGradient] | None = None
         # where a reduce under way leaves our slice, if the gradient rests elsewhere
         self._sum: torch.Tensor | None = None
         # nothing to sum: the buffer is the resting gradient
@@ -143,12 +144,12 @@ class GradientPath:
     def is_landing(self) -> bool:
         """Whether a sum is on its way to another tier, and so held on the device, too."""
         resting = self.resting()
-        return isinstance(resting, TieredResting) and resting.is_landing
+        return resting is not None and resting.is_landing
 
     def land(self) -> None:
         """Return when it is there."""
         resting = self.resting()
-        if isinstance(resting, TieredResting):
+        if resting is not None:
             resting.land()
 
     @property
@@ -215,8 +216,8 @@ class GradientPath:
             self._note(error)
 
     def _close_partial(self) -> None:
-        if self._partial is not None and self._partial.slab is not None:
-            self._partial.slab.close()
+        if self._partial is not None:
+            self._partial.close()
         self._partial, self._partial_seen, self._partial_lost = (
             None,
             [False] * len(self.used),
@@ -258,7 +259,7 @@ class GradientPath:
         if self._buffer is not None and self._loan is None:  # summed in place
             self._end_round()
             return
-        if resting.divided_by:  # no zero_grad() since the last step: more is added to that average
+        if resting.is_average:  # no zero_grad() since the last step: more is added to that average
             self._streams.write(f"{self.key}.resting")
             resting.reopen(self._own)
         out, accumulate = self._room_for_sum(resting, fresh)
@@ -352,11 +353,11 @@ class GradientPath:
             self._views[index].fill_(float("nan"))
         self._seen[index] = True
 
-    def _room_for_sum(self, resting: Resting, fresh: bool) -> tuple[torch.Tensor, bool]:
+    def _room_for_sum(self, resting: RestingGradient, fresh: bool) -> tuple[torch.Tensor, bool]:
         """Return where the reduce leaves our slice of the sum, and whether it adds to what is
         there.
         """
-        if isinstance(resting, DeviceResting):
+        if resting.on_device:
             return resting.fetch(*self._own), not fresh
         numel = self._own[1] - self._own[0]
         self._sum = self._place.scratch(numel)
@@ -367,7 +368,7 @@ class GradientPath:
     def _land(self, fresh: bool) -> None:
         """Hand a finished sum over to the tier where the gradient rests."""
         resting = self._held if self._held is not None else self.resting()
-        if self._sum is not None and isinstance(resting, TieredResting):
+        if self._sum is not None and resting is not None:
             resting.take(self._own, self._sum, fresh=fresh)
         self._sum = None
 
@@ -388,7 +389,7 @@ class GradientPath:
             self._buffer.data[end:].zero_()
         self._streams.write(self._buffer_name)
 
-    def _open_resting(self) -> tuple[Resting, bool]:
+    def _open_resting(self) -> tuple[RestingGradient, bool]:
         """Return the resting gradient, held by us until `seal`, and whether it was made just
         now.
         """
@@ -427,17 +428,16 @@ class GradientPath:
         """
         resting = self.resting()
         assert resting is not None and self._flight is None, self.key
-        if isinstance(resting, TieredResting):
+        if not resting.on_device:
             return self._gather_through(resting)
-        assert isinstance(resting, DeviceResting)
         with self._streams.on("reduce"):
             self._streams.write(f"{self.key}.resting")
-            work = self._meet(resting.fetch(*self._own), resting.tensor)
+            work = self._meet(resting.fetch(*self._own), resting.state.whole)
             if self.flat.full.device.type != "cpu":
                 work.wait()  # enqueues
         return work
 
-    def _gather_through(self, resting: TieredResting) -> Work:
+    def _gather_through(self, resting: RestingGradient) -> Work:
         """Bring the other ranks' averaged slices here through the device, a segment at a time."""
         start, stop = self.flat.stepped
         whole = self._place.scratch(stop - start).to(self.precision.accumulate)
@@ -451,7 +451,7 @@ class GradientPath:
             return mesh_of(self._transport).gather_column(self.key, mine, ranges, whole)
         return self._transport.all_gather(self.key, mine, ranges, whole)
 
-    def resting(self) -> Resting | None:
+    def resting(self) -> RestingGradient | None:
         """Return the resting gradient, if one is alive."""
         return (
             self._held

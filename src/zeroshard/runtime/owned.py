@@ -20,11 +20,11 @@ from zeroshard.core.layout import Piece
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Cells
 from zeroshard.core.split import tiles
+from zeroshard.memory import placeholder
 from zeroshard.optim.pieces import OwnedPiece
 from zeroshard.optim.streamed import SteppedSegment, Tile
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.unit import Segment
-from zeroshard.tier.blank import stand_in
 
 __all__ = ["own"]
 
@@ -100,7 +100,7 @@ def _piece(segment: Segment, piece: Piece) -> OwnedPiece:
         assert master.tensor is not None
         return master.tensor[start:stop]
 
-    tensor = nn.Parameter(at_rest() if on_device else stand_in((piece.numel,), master.dtype))
+    tensor = nn.Parameter(at_rest() if on_device else placeholder((piece.numel,), master.dtype))
     parameter, stride = segment.parameters[piece.index], segment.flat.strides[piece.index]
     return OwnedPiece(
         piece.name,

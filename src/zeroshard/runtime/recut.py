@@ -58,8 +58,8 @@ def recut(
                 master.borrowed(start, stop, write=True) as target,
             ):
                 target.copy_(source)
-    if old.slab is not None and old.slab is not master.slab:
-        old.slab.close()
+    if old.away is not None and old.away is not master.away:
+        old.away.close()
     if sharded.streamed is not None:
         sharded.streamed.drop(segment.key)
     owned, tiles = own(segment, cells, context)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zeroshard.buffer import Meter
 from zeroshard.core.placement import Tier
+from zeroshard.memory import MemoryCounter
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.tiering import Tiering
 from zeroshard.runtime.unit import Unit
@@ -51,7 +51,10 @@ class TrafficReport:
 
 
 def memory_report(
-    units: Sequence[Unit], optimizer: ShardedOptimizer | None, meter: Meter, tiering: Tiering
+    units: Sequence[Unit],
+    optimizer: ShardedOptimizer | None,
+    meter: MemoryCounter,
+    tiering: Tiering,
 ) -> MemoryReport:
     """Count what rests on this rank."""
     tiers: dict[str, dict[str, int]] = {

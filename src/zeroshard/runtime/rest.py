@@ -25,7 +25,7 @@ from zeroshard.errors import ConfigError
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.unit import UnitState
 from zeroshard.runtime.weights import Weights
-from zeroshard.tier.shelf import Shelf
+from zeroshard.state.state import State
 
 __all__ = ["Rest", "RestingPiece"]
 
@@ -41,29 +41,29 @@ class RestingPiece:
     stride: tuple[int, ...]
     start: int
     stop: int
-    shelf: Shelf
-    place: slice  # in the shelf
+    state: State
+    place: slice  # in the state
     # which of `Engine.masters()` it lies in, and where; None for a frozen parameter's weight
     master: tuple[int, slice] | None
 
     @property
     def tensor(self) -> torch.Tensor:
         """The numbers [stop - start] of a state that lies on the device."""
-        return self.shelf.whole[self.place]
+        return self.state.whole[self.place]
 
     def borrowed(self, *, write: bool = False) -> AbstractContextManager[torch.Tensor]:
         """Lend the numbers [stop - start]; written only inside ``Engine.rewriting()``."""
-        return self.shelf.borrowed(self.place.start, self.place.stop, write=write)
+        return self.state.borrowed(self.place.start, self.place.stop, write=write)
 
     def write(self, numbers: torch.Tensor) -> None:
         """Write `numbers` [stop - start], of any dtype, here; only inside
         ``Engine.rewriting()``. What was there is not read.
         """
-        if self.shelf.on_device:
+        if self.state.on_device:
             self.tensor.copy_(numbers)
             return
-        source = numbers.to(self.shelf.dtype)
-        for work in self.shelf.write(self.place.start, self.place.stop, source):
+        source = numbers.to(self.state.dtype)
+        for work in self.state.write(self.place.start, self.place.stop, source):
             getattr(work, "synchronize", work.wait)()
 
 
@@ -127,18 +127,18 @@ class Rest:
 
         Raises ConfigError where masters rest on another tier.
         """
-        shelves = [
+        states = [
             segment.master
             for unit in self._weights.units
             for segment in unit.trainable
             if segment.master is not None
         ]
-        if not all(shelf.on_device for shelf in shelves):
+        if not all(state.on_device for state in states):
             raise ConfigError(
                 "the masters rest on another tier and are not to be had as tensors (zs.EMA needs"
                 " them): leave offload.optimizer on the device"
             )
-        return [shelf.whole for shelf in shelves]
+        return [state.whole for state in states]
 
     def pieces(self, *, share: bool) -> Iterator[RestingPiece]:
         """Yield what rests here of every parameter: the master where there is one, else the weight.

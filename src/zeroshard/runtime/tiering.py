@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zeroshard.buffer import Trimmer
 from zeroshard.core.placement import Tier
 from zeroshard.core.split import splits
+from zeroshard.memory import Trimmer
 from zeroshard.tier.link import Direct, Link
 from zeroshard.tier.store import Store
 

@@ -27,17 +27,18 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from zeroshard.buffer import FlatBuffer, Flight, Lanes, PagePool, gather, poison_value
+from zeroshard.buffer import FlatBuffer, Flight, Lanes, gather
 from zeroshard.core.layout import Piece
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Cells
 from zeroshard.core.split import tiles
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StateError, StorageError
+from zeroshard.memory import Pages, placeholder_value
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.released import release_class, restore_class
+from zeroshard.state.state import State
 from zeroshard.tier.link import Link
-from zeroshard.tier.shelf import Shelf
 from zeroshard.tier.store import Store
 
 __all__ = ["Segment", "Unit", "UnitState", "flatten", "memory_stride"]
@@ -96,7 +97,7 @@ class Segment:
         self.flat = flat
         self.rank = rank
         self.grad: GradientPath | None = None  # trainable segments only
-        self.master: Shelf | None = None  # what the optimizer steps
+        self.master: State | None = None  # what the optimizer steps
         self.weight = flat.weight  # the weights that follow from it
         self.split = 0  # how many elements of the master rest on the device
         # how many elements of the master, from its start, are those weights themselves
@@ -106,7 +107,7 @@ class Segment:
         # weights on their way back from a step on another tier, and what they are copied from
         self.uploads: list[tuple[Work, object]] = []
         self._poison = [
-            torch.full((), poison_value(flat.dtype), dtype=flat.dtype, device=p.device)
+            torch.full((), placeholder_value(flat.dtype), dtype=flat.dtype, device=p.device)
             for p in parameters
         ]
         self._released = [
@@ -134,7 +135,7 @@ class Segment:
         self,
         *,
         dtype: torch.dtype,
-        pages: PagePool,
+        pages: Pages,
         store: Store | None,
         link: Link,
         apart: bool = False,
@@ -149,7 +150,7 @@ class Segment:
         self.lags = apart
         weight = self.weight
         alike = flat.dtype is dtype and not apart
-        there = None if weight.slab is None else weight.slab.tier
+        there = None if weight.away is None else weight.away.tier
         if (
             alike
             and weight.split == split
@@ -169,7 +170,7 @@ class Segment:
         else:
             # padding is published, too
             near, self.aliased = pages.empty(split, dtype, flat.full.device).zero_(), 0
-        self.master = Shelf(near, slab, link=link)
+        self.master = State.of(near, slab, link=link)
 
     def fill_master(self) -> None:
         """Take the master's numbers from the weights."""
@@ -267,7 +268,7 @@ class Segment:
         return self._sent(self._master.read(start, stop, self.weight.tensor[start:stop]), None)
 
     @property
-    def _master(self) -> Shelf:
+    def _master(self) -> State:
         assert self.master is not None, self.key
         return self.master
 
@@ -291,17 +292,17 @@ class Segment:
         """Let what rests here on other tiers rest in memory of its own again, its contents
         undefined. Raises StorageError.
         """
-        for shelf in (
+        for state in (
             [self.weight]
             if self._master_or_weight is self.weight
             else [self.weight, self._master_or_weight]
         ):
-            store = None if shelf.slab is None else store_of(shelf.slab.tier)
+            store = None if state.away is None else store_of(state.away.tier)
             if store is not None:
-                shelf.renew(store)
+                state.renew(store)
 
     @property
-    def _master_or_weight(self) -> Shelf:
+    def _master_or_weight(self) -> State:
         return self.weight if self.master is None else self.master
 
     def attach(self) -> None:
@@ -325,7 +326,7 @@ class Segment:
     def heal(self) -> None:
         """Make released parameters read as NaN again, whatever was written there."""
         for poison in self._poison:
-            poison.fill_(poison_value(self.flat.dtype))
+            poison.fill_(placeholder_value(self.flat.dtype))
 
     def repointed(self) -> str | None:
         """Return the name of a parameter whose ``data`` has been given other memory since attach
@@ -349,7 +350,7 @@ class Segment:
                 if parameter._version != version:
                     return name
         if scalar:
-            expected = poison_value(self.flat.dtype)
+            expected = placeholder_value(self.flat.dtype)
             for name, poison in zip(self.names, self._poison, strict=True):
                 value = poison.item()
                 if value != expected and not (expected != expected and value != value):
@@ -358,21 +359,21 @@ class Segment:
 
 
 def _fill(
-    shelf: Shelf, pieces: Sequence[Piece], values: Sequence[torch.Tensor], *, keeps: bool = False
+    state: State, pieces: Sequence[Piece], values: Sequence[torch.Tensor], *, keeps: bool = False
 ) -> None:
     """Write the `pieces` of `values` into a state at rest, a tile at a time where that is
     another tier; `keeps` what lies beside them.
     """
-    if shelf.on_device:
+    if state.on_device:
         for piece in pieces:
-            shelf.whole[piece.shard_start : piece.shard_stop].copy_(
+            state.whole[piece.shard_start : piece.shard_stop].copy_(
                 flatten(values[piece.index])[piece.start : piece.stop]
             )
         return
-    for start, stop in tiles(0, shelf.numel, _TILE):
-        target = torch.zeros(stop - start, dtype=shelf.dtype)
+    for start, stop in tiles(0, state.numel, _TILE):
+        target = torch.zeros(stop - start, dtype=state.dtype)
         if keeps:
-            with shelf.borrowed(start, stop, write=False) as numbers:
+            with state.borrowed(start, stop, write=False) as numbers:
                 target.copy_(numbers)
         for piece in pieces:
             low, high = max(piece.shard_start, start), min(piece.shard_stop, stop)
@@ -381,7 +382,7 @@ def _fill(
                 target[low - start : high - start].copy_(
                     flatten(values[piece.index])[first + low : first + high]
                 )
-        for work in shelf.write(start, stop, target):
+        for work in state.write(start, stop, target):
             getattr(work, "synchronize", work.wait)()
 
 

@@ -23,11 +23,12 @@ from typing import Literal
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from zeroshard.buffer import Lanes, Meter, Trimmer
+from zeroshard.buffer import Lanes
 from zeroshard.core.digest import Digest
 from zeroshard.core.order import Order, to_evict
 from zeroshard.core.precision import dtype_name
 from zeroshard.errors import StateError
+from zeroshard.memory import MemoryCounter, Trimmer
 from zeroshard.runtime.unit import Unit, UnitState
 
 __all__ = ["Phase", "Until", "Weights", "in_transform"]
@@ -52,7 +53,7 @@ class Weights:
         units: Sequence[Unit],
         *,
         streams: Lanes,
-        meter: Meter,
+        meter: MemoryCounter,
         digest: Digest,
         prefetch_bytes: int | None,
         ordered: bool,

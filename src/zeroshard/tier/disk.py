@@ -41,13 +41,13 @@ import torch
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StorageError
+from zeroshard.memory import MemoryCounter
 from zeroshard.tier.checksums import UNIT, Checksums
 from zeroshard.tier.crossing import Bytes, Crossings
 from zeroshard.tier.direct_io import BLOCK, accepts_direct, read_blocks, round_up, write_blocks
 from zeroshard.tier.link import Link, link_of
 from zeroshard.tier.pieces import Piece, cut
 from zeroshard.tier.staging import Memory, Staging
-from zeroshard.tier.store import Account
 from zeroshard.tier.swapdir import SwapDirectory
 from zeroshard.tier.transfer import Scratch, Transfer, Workers
 
@@ -85,7 +85,7 @@ class DiskStore:
     ) -> None:
         pinned = device.type != "cpu"
         self.tier = Tier.DISK
-        self.account = Account()
+        self.account = MemoryCounter()
         self.link = link_of(device) if link is None else link
         self.verify = verify
         self.staging = Staging(

@@ -11,23 +11,18 @@ Cost: numel * itemsize bytes per slab, in pages of 4 KiB; a copy each way over t
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StorageError
-from zeroshard.tier.blank import blank
+from zeroshard.memory import MemoryCounter, host_memory, to_placeholder
 from zeroshard.tier.link import Link, link_of
-from zeroshard.tier.store import Account
 
 __all__ = ["HostStore"]
-
-_HUGE_BYTES = 2 * 2**20
 
 
 class HostStore:
@@ -35,7 +30,7 @@ class HostStore:
 
     def __init__(self, device: torch.device, *, link: Link | None = None) -> None:
         self.tier = Tier.HOST
-        self.account = Account()
+        self.account = MemoryCounter()
         self.link = link_of(device) if link is None else link
         self._pinned = device.type != "cpu"
         self.slabs: list[_HostSlab] = []
@@ -43,7 +38,7 @@ class HostStore:
     def slab(self, key: str, numel: int, dtype: torch.dtype) -> _HostSlab:
         num_bytes = numel * dtype.itemsize
         try:
-            memory = _pinned(num_bytes) if self._pinned else _mapped(num_bytes)
+            memory = host_memory(num_bytes, pinned=self._pinned)
         except (OSError, RuntimeError, ValueError) as error:
             raise StorageError(
                 f"{key}: no {num_bytes} bytes of host memory ({error}): put less of it on the host"
@@ -64,24 +59,11 @@ class HostStore:
         self.link.close()
 
 
-def _mapped(num_bytes: int) -> mmap.mmap | None:
-    if not num_bytes:
-        return None
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if num_bytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
-
-
-def _pinned(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-
 class _HostSlab:
     """A range of host memory."""
 
     def __init__(
-        self, store: HostStore, key: str, numel: int, dtype: torch.dtype, memory: Any
+        self, store: HostStore, key: str, numel: int, dtype: torch.dtype, memory: memoryview
     ) -> None:
         self.key = key
         self.numel = numel
@@ -95,13 +77,9 @@ class _HostSlab:
     def _tensor(self, start: int, stop: int) -> torch.Tensor:
         assert 0 <= start <= stop <= self.numel, (self.key, start, stop, self.numel)
         itemsize = self.dtype.itemsize
-        if isinstance(self._memory, torch.Tensor):
-            return self._memory[start * itemsize : stop * itemsize].view(self.dtype)
         if start == stop:
             return torch.empty(0, dtype=self.dtype)
-        return torch.frombuffer(
-            memoryview(self._memory)[start * itemsize : stop * itemsize], dtype=self.dtype
-        )
+        return torch.frombuffer(self._memory[start * itemsize : stop * itemsize], dtype=self.dtype)
 
     @property
     def num_bytes(self) -> int:
@@ -155,10 +133,10 @@ class _HostSlab:
         try:
             yield tensor
         finally:
-            blank(tensor)
+            to_placeholder(tensor)
 
     def close(self) -> None:
         if self in self._store.slabs:
             self.settle(0, self.numel, write=True)
             self._store.forget(self)
-            self._memory = None
+            self._memory = memoryview(b"")

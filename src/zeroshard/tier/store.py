@@ -31,8 +31,9 @@ import torch
 
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work
+from zeroshard.memory import MemoryCounter
 
-__all__ = ["Account", "Slab", "Store"]
+__all__ = ["Slab", "Store"]
 
 
 class Slab(Protocol):
@@ -75,7 +76,7 @@ class Store(Protocol):
     """One tier's memory on this rank."""
 
     tier: Tier
-    account: Account
+    account: MemoryCounter
 
     def slab(self, key: str, numel: int, dtype: torch.dtype) -> Slab:
         """Allocate a slab now, so that a shortage is a StorageError here, naming `key`, the
@@ -84,23 +85,3 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Close every slab and give back threads and files. Idempotent."""
-
-
-class Account:
-    """Bytes that a store's slabs hold now, and the most they ever held."""
-
-    __slots__ = ("live", "peak")
-
-    def __init__(self) -> None:
-        self.live = 0
-        self.peak = 0
-
-    def add(self, num_bytes: int) -> None:
-        """Count `num_bytes` more bytes as live."""
-        self.live += num_bytes
-        self.peak = max(self.peak, self.live)
-
-    def remove(self, num_bytes: int) -> None:
-        """Count `num_bytes` fewer bytes as live."""
-        self.live -= num_bytes
-        assert self.live >= 0, self.live

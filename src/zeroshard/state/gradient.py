@@ -1,21 +1,18 @@
 """A gradient at rest: the sum over ranks and micro-batches, from the reduce that brings it here
 to the step that reads it.
 
-Two kinds behind one surface. Where the gradient's cell says DEVICE it is a tensor, averaged and
-scaled in place. Elsewhere it is a shelf (tier/shelf.py), and what is done to it is only noted::
+Where its cell says DEVICE, it is averaged and scaled in place. Elsewhere what is done to it is only
+noted (state/deferred_scale.py), and a sum arrives in two steps: it is copied there, and added by
+whoever comes next::
 
     device      sum --/ ranks, / loss scale--> average --x clip--> read by the step
-    elsewhere   sum, and the list [/ 2, x 0.3]; whoever reads a block applies the list to a copy, in
-                the same order: the same bits
-
-so that a gradient on disk is read once by the step and written once by each reduce, however it is
-averaged and clipped.
+    elsewhere   sum, and the list [/ 2, x 0.3]
 
 One that could not be read or written is *lost*: it says so once (runtime/faults.py), reads as NaN
 from then on, and takes what comes without a word.
 
 Invariant: it is alive as long as a sealed gradient, or a reduce under way, holds it, and it is not
-changed before a step under way has read it (`Lent`). What it does not do: it knows no rank and
+changed before a step under way has read it (`lend`). What it does not do: it knows no rank and
 sends nothing.
 """
 
@@ -23,157 +20,72 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
-from zeroshard.buffer import PagePool
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work
 from zeroshard.errors import StorageError
+from zeroshard.memory import Pages
+from zeroshard.state.deferred_scale import DeferredScale
+from zeroshard.state.state import State
 from zeroshard.tier.link import Direct, Link
-from zeroshard.tier.shelf import Shelf
 from zeroshard.tier.store import Slab, Store
 
-__all__ = ["DeviceResting", "Resting", "RestingPlace", "TieredResting"]
+__all__ = ["GradientAllocator", "RestingGradient"]
 
 _CHUNK = 1 << 17  # elements: a chunk of fp32 stays in a core's own cache
 _BLOCK = 1 << 20  # elements read from another tier at a time; a multiple of _CHUNK
 
 
-class Resting(Protocol):
+class RestingGradient:
     """A gradient at rest. Ranges count the elements that rest here: this rank's share, or the
     whole where every rank steps everything.
     """
 
-    divided_by: float  # the ranks and the loss scale, once averaged; 0 while it is a sum
-
-    def lend(self, wait: Callable[[], None]) -> None:
-        """Let a step that goes on by itself read it; `wait` returns when the step has done so."""
-
-    def reopen(self, own: Range) -> None:
-        """Turn an average back into a sum, to which more is added."""
-
-    def average(self, own: Range, divisor: float) -> bool:
-        """Divide the sum by `divisor`, once; return whether all of `own` is finite."""
-
-    def scale(self, factor: float) -> None:
-        """Multiply the average by `factor`."""
-
-    def squares(self, start: int, stop: int) -> float:
-        """Return the sum of squares of a range in fp64."""
-
-    def is_finite(self, start: int, stop: int) -> bool:
-        """Whether a range holds neither NaN nor infinity."""
-
-    def zero(self, start: int, stop: int) -> None:
-        """Set a range to zero."""
-
-    def fetch(self, start: int, stop: int) -> torch.Tensor:
-        """Return a range as it would be on the device: there a view, else a copy."""
-
-    def bytes_by_tier(self) -> dict[Tier, int]:
-        """Return the bytes at rest."""
-
-
-class Lent:
-    """What a step that goes on by itself may be reading: whoever changes it calls
-    `wait_for_reader` first.
-    """
-
-    __slots__ = ("_wait",)
-
-    def __init__(self) -> None:
-        self._wait: Callable[[], None] | None = None
-
-    def lend(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
-
-    def wait_for_reader(self) -> None:
-        """Return when the step under way, if there is one, has read the gradient."""
-        wait, self._wait = self._wait, None
-        if wait is not None:
-            wait()
-
-
-class DeviceResting(Lent):
-    """A gradient that rests on the device."""
-
-    __slots__ = ("__weakref__", "divided_by", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__()
-        self.tensor = tensor
-        self.divided_by = 0.0
-
-    def reopen(self, own: Range) -> None:
-        self.wait_for_reader()
-        if self.divided_by:
-            self.tensor[slice(*own)].mul_(self.divided_by)
-            self.divided_by = 0.0
-
-    def average(self, own: Range, divisor: float) -> bool:
-        divide = 1.0 if self.divided_by else divisor
-        self.divided_by = self.divided_by or divide
-        mine = self.tensor[slice(*own)]
-        total = torch.zeros((), dtype=torch.float32, device=mine.device)
-        for chunk in (mine,) if divide == 1.0 else chunks(mine):
-            if divide != 1.0:
-                chunk.div_(divide)
-            total += chunk.sum(dtype=torch.float32)
-        return _finite(mine, total)
-
-    def scale(self, factor: float) -> None:
-        self.wait_for_reader()
-        self.tensor.mul_(factor)
-
-    def squares(self, start: int, stop: int) -> float:
-        return _squares(self.tensor[start:stop])
-
-    def is_finite(self, start: int, stop: int) -> bool:
-        return bool(torch.isfinite(self.tensor[start:stop]).all())
-
-    def zero(self, start: int, stop: int) -> None:
-        self.wait_for_reader()
-        self.tensor[start:stop].zero_()
-
-    def fetch(self, start: int, stop: int) -> torch.Tensor:
-        return self.tensor[start:stop]
-
-    def bytes_by_tier(self) -> dict[Tier, int]:
-        return {Tier.DEVICE: self.tensor.numel() * self.tensor.element_size()}
-
-
-class TieredResting(Lent):
-    """A gradient that rests, in part or as a whole, on the host or on disk."""
-
     def __init__(
         self,
-        shelf: Shelf,
+        state: State,
         *,
-        give_back: Callable[[Slab], None],
-        pages: PagePool,
+        keep: Callable[[Slab], None],
+        pages: Pages,
         link: Link,
         device: torch.device,
         note: Callable[[StorageError], None],
+        lost: StorageError | None = None,
     ) -> None:
-        super().__init__()
-        self.shelf = shelf
+        self.state = state
+        self.on_device = state.on_device and lost is None
         self.lost: StorageError | None = None
-        self._give_back = give_back
+        self.scaling = DeferredScale()
+        self._keep = keep
         self._tell = note
-        self.divided_by = 0.0
         self._pages = pages
         self._link = link
         self._device = device
-        # what a reader does to a copy: ("div" | "mul", by)
-        self._pending: list[tuple[str, float]] = []
+        self._wait: Callable[[], None] | None = None  # for a step that may be reading it
         # a sum of all numbers: NaN or infinite when one of them is
         self._bad = torch.zeros((), dtype=torch.float32)
         self._landing: list[tuple[Work, torch.Tensor]] = []  # copies under way, and what they read
         # sums on their way to the host, to be added there
         self._to_add: list[tuple[Range, torch.Tensor, Work]] = []
+        if lost is not None:
+            self.lose(lost)
+
+    @property
+    def is_average(self) -> bool:
+        """Whether the sum has been divided."""
+        return bool(self.scaling.divided_by)
+
+    def lend(self, wait: Callable[[], None]) -> None:
+        """Let a step that goes on by itself read it; `wait` returns when the step has done so."""
+        self._wait = wait
+
+    def _wait_for_reader(self) -> None:
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
 
     def lose(self, error: StorageError) -> None:
         """It holds no gradient any more."""
@@ -187,11 +99,17 @@ class TieredResting(Lent):
         except StorageError as error:
             self.lose(error)
 
+    def _blocks(self, start: int, stop: int) -> Iterator[Range]:
+        """Cut a range into what is read at a time: of a device tensor, all of it."""
+        size = stop - start if self.on_device else _BLOCK
+        for low in range(start, stop, max(size, 1)):
+            yield low, min(low + size, stop)
+
     # ------------------------------------------------------------------ what arrives
 
     def take(self, own: Range, total: torch.Tensor, *, fresh: bool) -> None:
         """Take over `total` (the device's sum of range `own`, fp32 or the dtype of the rest);
-        `fresh`: it is the first.
+        `fresh`: it is the first. Not of one on the device, where a reduce adds by itself.
         """
         if self.lost is None:
             with self._losing():
@@ -200,8 +118,8 @@ class TieredResting(Lent):
     def _take(self, own: Range, total: torch.Tensor, fresh: bool) -> None:
         if fresh:
             self._note(total)
-            source = total.to(self.shelf.dtype)
-            self._landing += [(work, source) for work in self.shelf.write(*own, source)]
+            source = total.to(self.state.dtype)
+            self._landing += [(work, source) for work in self.state.write(*own, source)]
         else:
             self.settle()
             if isinstance(self._link, Direct):
@@ -218,7 +136,7 @@ class TieredResting(Lent):
     def _add(self, own: Range, total: torch.Tensor) -> None:
         for start in range(0, total.numel(), _BLOCK):
             part = total[start : start + _BLOCK]
-            with self.shelf.borrowed(
+            with self.state.borrowed(
                 own[0] + start, own[0] + start + part.numel(), write=True
             ) as there:
                 # a block of the part that rests on the device is lent there
@@ -254,20 +172,19 @@ class TieredResting(Lent):
             self.settle()
 
     def reopen(self, own: Range) -> None:
-        self.wait_for_reader()
-        if not self.divided_by:
+        """Turn an average back into a sum, to which more is added."""
+        self._wait_for_reader()
+        divided_by = self.scaling.divided_by
+        if not divided_by:
             return
         with self._losing():
             self.settle()
-            for start, stop in (
-                _blocks(*own)
-                if (self._pending or self.divided_by != 1.0) and self.lost is None
-                else ()
-            ):
-                with self.shelf.borrowed(start, stop, write=True) as there:
-                    self.apply_to(there)
-                    there.mul_(self.divided_by)
-        self._pending, self.divided_by = [], 0.0
+            changes = self.scaling.is_pending or divided_by != 1.0
+            for start, stop in self._blocks(*own) if changes and self.lost is None else ():
+                with self.state.borrowed(start, stop, write=True) as there:
+                    self.scaling.apply_to(there)
+                    there.mul_(divided_by)
+        self.scaling.reset()
 
     def exchange(
         self, own: Range, whole: torch.Tensor, meet: Callable[[torch.Tensor], None]
@@ -278,35 +195,48 @@ class TieredResting(Lent):
         mine = whole[slice(*own)]
         with self._losing():
             self.settle()
-            for work in self.shelf.read(*own, mine) if self.lost is None else ():
+            for work in self.state.read(*own, mine) if self.lost is None else ():
                 work.wait()
-            self.apply_to(mine)
+            self.scaling.apply_to(mine)
         if self.lost is not None:
             mine.fill_(float("nan"))
         meet(mine)
         with self._losing():
-            for work in self.shelf.write(0, whole.numel(), whole) if self.lost is None else ():
+            for work in self.state.write(0, whole.numel(), whole) if self.lost is None else ():
                 work.wait()
-        self._pending = []
+        self.scaling.applied()
 
     # ------------------------------------------------------------------ what is done to it
 
     def average(self, own: Range, divisor: float) -> bool:
+        """Divide the sum by `divisor`, once; return whether all of `own` is finite."""
         with self._losing():
             self.settle()  # whether everything could be written must be known before a step begins
-        if not self.divided_by:
-            self.divided_by = divisor
-            if divisor != 1.0:
-                self._pending.append(("div", divisor))
+        self.scaling.average(divisor)
+        if self.on_device:
+            return self._apply_here(self.state.whole[slice(*own)])
         if self.lost is not None:
             return False
         if bool(torch.isfinite(self._bad)):
             return True
         return self.is_finite(*own)  # the sum of all numbers may have overflowed by itself
 
+    def _apply_here(self, mine: torch.Tensor) -> bool:
+        """Apply what is pending to `mine`, a chunk at a time, and return whether it is finite."""
+        total = torch.zeros((), dtype=torch.float32, device=mine.device)
+        for chunk in chunks(mine) if self.scaling.is_pending else (mine,):
+            self.scaling.apply_to(chunk)
+            total += chunk.sum(dtype=torch.float32)
+        self.scaling.applied()
+        return _finite(mine, total)
+
     def scale(self, factor: float) -> None:
-        self.wait_for_reader()
-        self._pending.append(("mul", factor))
+        """Multiply the average by `factor`."""
+        self._wait_for_reader()
+        if self.on_device:
+            self.state.whole.mul_(factor)
+        else:
+            self.scaling.multiply(factor)
 
     # ------------------------------------------------------------------ who reads it
 
@@ -318,66 +248,63 @@ class TieredResting(Lent):
         if self.lost is not None:
             raise self.lost
         self.settle()
-        with self.shelf.borrowed(start, stop, write=False) as there:
-            if self._pending:
+        with self.state.borrowed(start, stop, write=False) as there:
+            if self.scaling.is_pending:
                 there = there.clone()
-                self.apply_to(there)
+                self.scaling.apply_to(there)
             yield there
 
-    @property
-    def is_raw(self) -> bool:
-        """Whether nothing is pending: what rests is what is to be read."""
-        return not self._pending
-
-    def apply_to(self, tensor: torch.Tensor) -> None:
-        """Do to a copy of a range what is pending."""
-        for what, by in self._pending:
-            tensor.div_(by) if what == "div" else tensor.mul_(by)
-
     def squares(self, start: int, stop: int) -> float:
+        """Return the sum of squares of a range in fp64."""
         total = 0.0
         with self._losing():
-            for low, high in _blocks(start, stop):
+            for low, high in self._blocks(start, stop):
                 with self.block(low, high) as block:
                     total = _squares(block, total)
         return total if self.lost is None else float("nan")
 
     def is_finite(self, start: int, stop: int) -> bool:
+        """Whether a range holds neither NaN nor infinity."""
         with self._losing():
-            for low, high in _blocks(start, stop):
+            for low, high in self._blocks(start, stop):
                 with self.block(low, high) as block:
                     if not bool(torch.isfinite(block).all()):
                         return False
         return self.lost is None
 
     def zero(self, start: int, stop: int) -> None:
-        self.wait_for_reader()
+        """Set a range to zero."""
+        self._wait_for_reader()
         with self._losing():
             self.settle()
-            for low, high in _blocks(start, stop) if self.lost is None else ():
-                with self.shelf.borrowed(low, high, write=True) as there:
+            for low, high in self._blocks(start, stop) if self.lost is None else ():
+                with self.state.borrowed(low, high, write=True) as there:
                     there.zero_()
 
     def fetch(self, start: int, stop: int) -> torch.Tensor:
-        out = self._pages.empty(stop - start, self.shelf.dtype, self._device)
-        for low, high in _blocks(start, stop):
+        """Return a range as it would be on the device: there a view, else a copy."""
+        if self.on_device:
+            return self.state.whole[start:stop]
+        out = self._pages.empty(stop - start, self.state.dtype, self._device)
+        for low, high in self._blocks(start, stop):
             with self.block(low, high) as block:
                 out[low - start : high - start].copy_(block)
         return out
 
     def bytes_by_tier(self) -> dict[Tier, int]:
-        return self.shelf.bytes_by_tier()
+        """Return the bytes at rest."""
+        return self.state.bytes_by_tier()
 
     def __del__(self) -> None:
-        if self.shelf.slab is not None and self.lost is None:
-            self._give_back(self.shelf.slab)
-        elif self.shelf.slab is not None:
-            self.shelf.slab.close()  # the next gradient gets another
+        away = self.state.away
+        if away is not None:
+            # of one that was lost, the next gradient gets another
+            self._keep(away) if self.lost is None else away.close()
 
 
-class RestingPlace:
-    """Where the resting gradients of one segment lie: makes them, and keeps the memory of
-    another tier from one step to the next.
+class GradientAllocator:
+    """Makes the resting gradients of one segment, and keeps the memory of another tier from one
+    step to the next.
     """
 
     def __init__(
@@ -389,7 +316,7 @@ class RestingPlace:
         split: int,
         store: Store | None,
         link: Link,
-        pages: PagePool,
+        pages: Pages,
         device: torch.device,
         note: Callable[[StorageError], None],
     ) -> None:
@@ -406,28 +333,25 @@ class RestingPlace:
         self._note = note
         self._idle: list[Slab] = []
 
-    def open(self) -> Resting:
+    def open(self) -> RestingGradient:
         """Return memory for a gradient, its contents undefined."""
-        if not self.tiered:
-            return DeviceResting(self._pages.empty(self._numel, self._dtype, self._device))
-        near = self._pages.empty(self._split, self._dtype, self._device) if self._split else None
-        slab, failure = None, None
-        try:
-            slab = self._take_slab()
-        except StorageError as error:
-            failure, near = error, self._pages.empty(self._split, self._dtype, self._device)
-        shelf = Shelf(near, slab, link=self._link)
-        resting = TieredResting(
-            shelf,
-            give_back=self._take_back,
+        near, away, lost = None, None, None
+        if self.tiered:
+            try:
+                away = self._take_slab()
+            except StorageError as error:
+                lost = error
+        if self._split or away is None:
+            near = self._pages.empty(self._split, self._dtype, self._device)
+        return RestingGradient(
+            State.of(near, away, link=self._link),
+            keep=self._take_back,
             pages=self._pages,
             link=self._link,
             device=self._device,
             note=self._note,
+            lost=lost,
         )
-        if failure is not None:
-            resting.lose(failure)
-        return resting
 
     def _take_slab(self) -> Slab:
         assert self._store is not None
@@ -455,11 +379,6 @@ class RestingPlace:
     def scratch(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return undefined memory [numel] on the device, for what is only passing through."""
         return self._pages.empty(numel, dtype, self._device)
-
-
-def _blocks(start: int, stop: int) -> Iterator[Range]:
-    for low in range(start, stop, _BLOCK):
-        yield low, min(low + _BLOCK, stop)
 
 
 def chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

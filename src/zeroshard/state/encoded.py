@@ -21,10 +21,10 @@ from zeroshard.comm.codec import Codec
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import DoneWork, Work
 
-__all__ = ["CodedSlab"]
+__all__ = ["EncodedStorage"]
 
 
-class CodedSlab:
+class EncodedStorage:
     """A Slab (tier/store.py) of `numel` elements, encoded on `device`."""
 
     tier = Tier.DEVICE

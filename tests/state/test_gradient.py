@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.links import Endless
-from zeroshard.buffer import PagePool
-from zeroshard.optim import resting as module
-from zeroshard.optim.resting import DeviceResting, Resting, RestingPlace, TieredResting
+from zeroshard.memory import Pages
+from zeroshard.state import gradient as module
+from zeroshard.state.gradient import GradientAllocator, RestingGradient
 from zeroshard.tier.host import HostStore
 from zeroshard.tier.link import Direct
 
@@ -36,25 +36,25 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def resting(place: str) -> Iterator[Resting]:
+def resting(place: str) -> Iterator[RestingGradient]:
     split, link = (
         PLACES[place][0],
         Direct() if PLACES[place][1] == "direct" else Endless(overlaps=True),
     )
     store = HostStore(CPU, link=link)
     lost: list[object] = []
-    made = RestingPlace(
+    made = GradientAllocator(
         "unit",
         NUMEL,
         torch.float32,
         split=split,
         store=store,
         link=link,
-        pages=PagePool(),
+        pages=Pages(),
         device=CPU,
         note=lost.append,
     ).open()
-    assert isinstance(made, DeviceResting if split == NUMEL else TieredResting)
+    assert made.on_device is (split == NUMEL)
     yield made
     assert lost == []
     store.close()
@@ -64,9 +64,9 @@ def numbers(seed: int) -> torch.Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
 
 
-def take(resting: Resting, total: torch.Tensor, *, fresh: bool = False) -> None:
+def take(resting: RestingGradient, total: torch.Tensor, *, fresh: bool = False) -> None:
     """Do what a reduce does with the sum that it brings."""
-    if isinstance(resting, TieredResting):
+    if not resting.on_device:
         resting.take(OWN, total, fresh=fresh)
     elif fresh:
         resting.fetch(*OWN).copy_(total)
@@ -75,7 +75,9 @@ def take(resting: Resting, total: torch.Tensor, *, fresh: bool = False) -> None:
 
 
 @everywhere
-def test_sums_are_added_averaged_once_and_scaled_wherever_they_rest(resting: Resting) -> None:
+def test_sums_are_added_averaged_once_and_scaled_wherever_they_rest(
+    resting: RestingGradient,
+) -> None:
     take(resting, numbers(0), fresh=True)
     take(resting, numbers(1))
     take(resting, numbers(2))
@@ -92,7 +94,9 @@ def test_sums_are_added_averaged_once_and_scaled_wherever_they_rest(resting: Res
 
 
 @everywhere
-def test_what_is_added_to_an_average_is_added_to_the_sum_that_it_was(resting: Resting) -> None:
+def test_what_is_added_to_an_average_is_added_to_the_sum_that_it_was(
+    resting: RestingGradient,
+) -> None:
     take(resting, numbers(0), fresh=True)
     assert resting.average(OWN, 4.0)
     resting.scale(0.5)
@@ -108,7 +112,7 @@ def test_what_is_added_to_an_average_is_added_to_the_sum_that_it_was(resting: Re
 @pytest.mark.parametrize("element", [0, 20, 36, 37, 99])
 @pytest.mark.parametrize("late", [False, True], ids=["in the first sum", "in a later sum"])
 def test_a_number_that_is_not_finite_is_noticed_wherever_it_is(
-    resting: Resting, element: int, late: bool
+    resting: RestingGradient, element: int, late: bool
 ) -> None:
     broken = numbers(1)
     broken[element] = float("nan") if element % 2 else float("-inf")
@@ -120,14 +124,16 @@ def test_a_number_that_is_not_finite_is_noticed_wherever_it_is(
 
 
 @everywhere
-def test_a_sum_that_overflows_by_itself_is_no_number_that_is_not_finite(resting: Resting) -> None:
+def test_a_sum_that_overflows_by_itself_is_no_number_that_is_not_finite(
+    resting: RestingGradient,
+) -> None:
     take(resting, torch.full((NUMEL,), 3e38), fresh=True)
     assert resting.average(OWN, 2.0)
     assert torch.equal(resting.fetch(*OWN), torch.full((NUMEL,), 3e38) / 2.0)
 
 
 @everywhere
-def test_a_range_that_is_zeroed_is_zero_and_the_rest_stays(resting: Resting) -> None:
+def test_a_range_that_is_zeroed_is_zero_and_the_rest_stays(resting: RestingGradient) -> None:
     take(resting, numbers(0), fresh=True)
     resting.zero(10, 60)
     expected = numbers(0)

@@ -1,0 +1,170 @@
+"""A state at rest on this rank: elements of one dtype, in parts that may lie on different tiers.
+
+    |<------ device tensor ------>|<---- host, disk or encoded ---->|
+    0                           split                             numel
+
+Weights at rest, masters, gradients and the sums on their way to them are states. Most have one
+part; a fraction cuts one segment of the model in two (Offload++, Twin-Flow). The cut falls on a
+multiple of the layout's align, so that every element is stepped with the same bits on either side.
+
+Invariant: outside ``borrowed`` no tensor refers to memory of another tier. Cost: none for a part on
+the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from zeroshard.core.placement import Tier
+from zeroshard.core.work import DoneWork, Work
+from zeroshard.tier.link import Direct, Link
+from zeroshard.tier.store import Slab, Store
+
+__all__ = ["DeviceStorage", "State"]
+
+
+class DeviceStorage:
+    """A Slab (tier/store.py) that is a device tensor [numel]; written over `link`."""
+
+    key = "device"
+    tier = Tier.DEVICE
+
+    def __init__(self, tensor: torch.Tensor, link: Link | None = None) -> None:
+        self.tensor = tensor
+        self.numel = tensor.numel()
+        self.dtype = tensor.dtype
+        self._link = Direct() if link is None else link
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def read(self, start: int, stop: int, out: torch.Tensor) -> Work:
+        out.copy_(self.tensor[start:stop])
+        return DoneWork()
+
+    def write(self, start: int, stop: int, source: torch.Tensor) -> Work:
+        return self._link.copy(self.tensor[start:stop], source, "to_device")
+
+    @contextmanager
+    def borrowed(self, start: int, stop: int, *, write: bool) -> Iterator[torch.Tensor]:
+        yield self.tensor[start:stop]
+
+    def close(self) -> None: ...
+
+
+class State:
+    """`numel` elements of one dtype at rest, in `parts`, one after another."""
+
+    def __init__(self, *parts: Slab) -> None:
+        assert len({part.dtype for part in parts}) == 1, parts
+        self.parts = parts
+        self.dtype = parts[0].dtype
+        self.numel = sum(part.numel for part in parts)
+
+    @classmethod
+    def of(
+        cls, tensor: torch.Tensor | None, away: Slab | None = None, *, link: Link | None = None
+    ) -> State:
+        """Return the state that is `tensor` [split], on its device, and what is `away`."""
+        near = [] if tensor is None else [DeviceStorage(tensor, link)]
+        return cls(*near, *([] if away is None else [away]))
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """The part on the device [split], if there is one."""
+        first = self.parts[0]
+        return first.tensor if isinstance(first, DeviceStorage) else None
+
+    @property
+    def split(self) -> int:
+        """How many of the first elements lie in a device tensor."""
+        return 0 if self.tensor is None else self.tensor.numel()
+
+    @property
+    def on_device(self) -> bool:
+        """Whether all of it is one device tensor: `whole`."""
+        return self.split == self.numel and self.tensor is not None
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """The tensor [numel] of a state that is one."""
+        assert self.on_device and self.tensor is not None, "part of it rests on another tier"
+        return self.tensor
+
+    @property
+    def away(self) -> Slab | None:
+        """The part that is no device tensor, if there is one."""
+        return next((part for part in self.parts if not isinstance(part, DeviceStorage)), None)
+
+    def bytes_by_tier(self) -> dict[Tier, int]:
+        """Return the bytes at rest on each tier."""
+        out: dict[Tier, int] = {}
+        for part in self.parts:
+            out[part.tier] = out.get(part.tier, 0) + part.num_bytes
+        return {tier: num_bytes for tier, num_bytes in out.items() if num_bytes}
+
+    def _cover(self, start: int, stop: int) -> Iterator[tuple[Slab, int, int, slice]]:
+        """Yield each part that holds some of [start, stop): the part, from where to where in it,
+        and where that lies in the range.
+        """
+        base = 0
+        for part in self.parts:
+            low, high = max(start, base), min(stop, base + part.numel)
+            if low < high:
+                yield part, low - base, high - base, slice(low - start, high - start)
+            base += part.numel
+
+    def read(self, start: int, stop: int, out: torch.Tensor) -> list[Work]:
+        """Start copying elements [start, stop) into `out` [stop - start]."""
+        return [
+            part.read(low, high, out[place]) for part, low, high, place in self._cover(start, stop)
+        ]
+
+    def write(self, start: int, stop: int, source: torch.Tensor) -> list[Work]:
+        """Start copying `source` [stop - start] of the same dtype, on the host or the device,
+        into elements [start, stop).
+        """
+        return [
+            part.write(low, high, source[place])
+            for part, low, high, place in self._cover(start, stop)
+        ]
+
+    @contextmanager
+    def borrowed(self, start: int, stop: int, *, write: bool) -> Iterator[torch.Tensor]:
+        """Lend elements [start, stop) as one tensor: where they lie in one part, there (disk: a
+        copy), else a copy on the host.
+        """
+        with ExitStack() as stack:
+            lent = [
+                stack.enter_context(part.borrowed(low, high, write=write))
+                for part, low, high, _ in self._cover(start, stop)
+            ]
+            if len(lent) == 1:
+                yield lent[0]
+                return
+            none = [torch.empty(0, dtype=self.dtype)]
+            together = torch.cat([part.cpu() for part in lent] or none)
+            yield together
+            if write:
+                sizes = [part.numel() for part in lent]
+                for part, edited in zip(lent, torch.split(together, sizes), strict=True):
+                    part.copy_(edited)
+
+    def renew(self, store: Store) -> None:
+        """Take other memory of `store` in place of what rests there, in which something may be
+        wrong; its contents are undefined. Raises StorageError.
+        """
+        for part in self.parts:
+            if part.tier is store.tier:
+                other = store.slab(part.key, part.numel, part.dtype)
+                self.parts = tuple(other if old is part else old for old in self.parts)
+                part.close()
+
+    def close(self) -> None:
+        """Give back memory of other tiers."""
+        for part in self.parts:
+            part.close()
