@@ -15,10 +15,10 @@ import torch
 import zeroshard as zs
 from tests.engine.common import ROWS, Net, batch, padded_numel, two_groups
 from tests.harness import ROOT, run_ranks
+from zeroshard.core.cost import Wires
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.precision import PRECISIONS
-from zeroshard.core.traffic import Wires
 
 WIDTH = 64  # every parameter but the embedding and the head fills whole slots, so padding is small
 

@@ -35,9 +35,9 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.comm.pool import TensorPool
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import GradBuffer, Traffic, Transport, Window, Work
+from zeroshard.core.cost import all_gather, cheapest, reduce_scatter
 from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh, Scope
-from zeroshard.core.traffic import all_gather, cheapest, reduce_scatter
 
 __all__ = ["ColumnWindow", "Lowering", "TwoLevelTransport"]
 
