@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from zeroshard.core.placement import Cells, Mesh, Placement, Scope
-from zeroshard.core.precision import Precision
+
+if TYPE_CHECKING:
+    from zeroshard.core.precision import Precision
 
 __all__ = [
     "LinkBytes",

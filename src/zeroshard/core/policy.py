@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from zeroshard.core.cost import WireBytes, Wires, step_bytes
 from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
-from zeroshard.core.precision import Precision
+
+if TYPE_CHECKING:
+    from zeroshard.core.precision import Precision
 
 __all__ = ["ROWS", "STAGES", "Policy", "RestBytes", "row"]
 
