@@ -19,7 +19,7 @@ from zeroshard.comm.codec import CODECS, codec
 from zeroshard.comm.two_level import Lowering
 from zeroshard.core.cost import LinkBytes, step_bytes
 from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
-from zeroshard.core.policy import ROWS, row
+from zeroshard.core.policy import ROWS, Policy, row
 from zeroshard.core.route import Kind, Place, Route, Routes, TierBytes, routes
 from zeroshard.core.route.__main__ import main
 from zeroshard.core.wire import CODEC_BITS, Formats, Wire
@@ -345,6 +345,13 @@ def test_frozen_weights_that_rest_packed_are_only_decoded() -> None:
     made = routes(row("zero3").cells(), Mesh(1, 4), formats)
     expected = "own, all_gather all ranks int4 -> whole, decode bf16 -> whole"
     assert str(made.unshard_forward) == str(made.raw) == expected
+
+
+def test_a_policy_has_the_routes_of_each_unit() -> None:
+    mixed = Policy("mixed", row("zero3").cells(), {"head": row("zero2").cells()})
+    for unit, name in (("", "zero3"), ("body", "zero3"), ("head", "zero2")):
+        expected = routes(row(name).cells(), MESH, BF16, two_level=False)
+        assert mixed.routes(MESH, BF16, two_level=False, unit=unit) == expected
 
 
 def test_partial_sums_wait_inside_no_sync() -> None:

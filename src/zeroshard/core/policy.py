@@ -7,7 +7,7 @@ gradient between micro-batches; `optim` is the master and the moments.
 
 Invariant: a policy that makes no sense cannot be built. Cost functions stand here too, so that the
 planner, the tests and the engine read the same ones: ``bytes_at_rest`` (ZeRO, section 3.1 and
-figure 1) and ``wire_bytes`` (ZeRO, section 7).
+figure 1) and ``wire_bytes`` (ZeRO, section 7). ``routes`` compiles a row (core/route).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Literal
 
 from zeroshard.core.cost import WireBytes, Wires, step_bytes
 from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
+from zeroshard.core.route import Routes, routes
+from zeroshard.core.wire import Formats
 
 if TYPE_CHECKING:
     from zeroshard.core.precision import Precision
@@ -154,6 +156,12 @@ class Policy:
             no_sync=no_sync,
             two_level=two_level,
         )
+
+    def routes(
+        self, mesh: Mesh, formats: Formats, *, two_level: bool | None = None, unit: str = ""
+    ) -> Routes:
+        """Return what leads from cell to cell of `unit`, hop by hop; see ``core.route.routes``."""
+        return routes(self.cells(unit), mesh, formats, two_level=two_level)
 
 
 def _row(name: str, weight: str, between: str, grad: str, optim: str) -> Policy:

@@ -77,7 +77,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Routes:
-    """Every route of one group. One that is not trained has only the first three."""
+    """Every route of one group. One that is not trained takes those of its weights alone."""
 
     unshard_forward: Route
     unshard_backward: Route

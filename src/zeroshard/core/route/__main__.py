@@ -18,7 +18,7 @@ from typing import Any
 from zeroshard.core.cost import LinkBytes
 from zeroshard.core.placement import Mesh, Tier
 from zeroshard.core.policy import row
-from zeroshard.core.route import Hop, Route, Routes, When, routes
+from zeroshard.core.route import Hop, Route, Routes, When
 from zeroshard.core.wire import CODEC_BITS, Formats
 
 __all__ = ["main"]
@@ -59,11 +59,14 @@ def _routes(args: argparse.Namespace) -> Routes:
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)} is less than 1")
     tiers = (Tier(tier) for tier in (args.weight_tier, args.grad_tier, args.optimizer_tier))
-    return routes(
-        row(args.row).tiered(*tiers).cells(),
-        Mesh(args.nodes, args.local),
-        Formats.of(args.precision, weight_codec=args.weight_codec, grad_codec=args.grad_codec),
-        two_level=_LOWERINGS[args.lowering],
+    return (
+        row(args.row)
+        .tiered(*tiers)
+        .routes(
+            Mesh(args.nodes, args.local),
+            Formats.of(args.precision, weight_codec=args.weight_codec, grad_codec=args.grad_codec),
+            two_level=_LOWERINGS[args.lowering],
+        )
     )
 
 
