@@ -11,7 +11,7 @@ zeroshard finds two hosts, since network namespaces differ: their ranks share me
 over gloo. The rows of a run are alive at once on the same four ranks and take turns (A B C A B C
 ...); a turn ends when the wire is quiet. Medians over rounds, ratios per round. What left a node is
 counted three times: by its interface (headers and acknowledgements included), by
-``engine.traffic()`` (payload), and by the closed form of core/traffic.py. MB are 10^6 bytes.
+``engine.traffic()`` (payload), and by the closed form of core/cost.py. MB are 10^6 bytes.
 
 Invariant: ranks and namespaces are gone at the end, whatever ends it but SIGKILL (then:
 `ip netns del` what `ip netns` lists as zswire...). Tables and numbers go to stdout, progress to
@@ -46,10 +46,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src")]
 
 from zeroshard.comm.codec import codec  # noqa: E402
+from zeroshard.core.cost import Wires  # noqa: E402
 from zeroshard.core.placement import Mesh  # noqa: E402
 from zeroshard.core.policy import row as policy_row  # noqa: E402
 from zeroshard.core.precision import PRECISIONS  # noqa: E402
-from zeroshard.core.traffic import Wires  # noqa: E402
 from zeroshard.launch.bench.plan import Size  # noqa: E402
 from zeroshard.launch.bench.results import machine_facts  # noqa: E402
 from zeroshard.launch.bench.stats import bootstrap_median, judge  # noqa: E402

@@ -40,8 +40,7 @@ from zeroshard.comm.codec import Codec
 from zeroshard.comm.transport import Transport, Window, Work
 from zeroshard.comm.two_level import ColumnWindow, TwoLevelTransport
 from zeroshard.core.layout import Layout, Range
-from zeroshard.core.placement import Placement, Scope
-from zeroshard.core.policy import Cells
+from zeroshard.core.placement import Cells, Placement, Scope
 from zeroshard.errors import StorageError
 from zeroshard.memory import MemoryCounter, Pages, placeholder_value
 from zeroshard.state.encoded import EncodedStorage

@@ -23,10 +23,10 @@ from tests.engine.common import (
 )
 from tests.harness import run_ranks
 from zeroshard.comm.codec import Codec, codec
+from zeroshard.core.cost import Wires
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.precision import PRECISIONS
-from zeroshard.core.traffic import Wires
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.unit import UnitState
 

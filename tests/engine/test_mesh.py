@@ -26,10 +26,10 @@ from tests.engine.common import (
     two_groups,
 )
 from tests.harness import run_ranks
+from zeroshard.core.cost import Wires
 from zeroshard.core.placement import Mesh, Tier
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.precision import PRECISIONS
-from zeroshard.core.traffic import Wires
 from zeroshard.errors import ConfigError, PlanMismatch, ZeroshardError
 
 MESH = Mesh(2, 2)

@@ -15,8 +15,7 @@ from tests.engine.common import ROWS, make_model, two_groups
 from tests.harness import run_ranks
 from zeroshard import ConfigError, PlanMismatch
 from zeroshard.config import build_config
-from zeroshard.core.placement import Cell, Placement, Tier
-from zeroshard.core.policy import Cells
+from zeroshard.core.placement import Cell, Cells, Placement, Tier
 from zeroshard.core.policy import row as policy_row
 
 HOST = {"optimizer": "host"}

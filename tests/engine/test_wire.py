@@ -15,16 +15,16 @@ import torch
 import zeroshard as zs
 from tests.engine.common import ROWS, Net, batch, padded_numel, two_groups
 from tests.harness import ROOT, run_ranks
+from zeroshard.core.cost import Wires
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
-from zeroshard.core.precision import PRECISIONS
-from zeroshard.core.traffic import Wires
+from zeroshard.core.precision import PRECISIONS, Precision
 
 WIDTH = 64  # every parameter but the embedding and the head fills whole slots, so padding is small
 
 
 def _counted(
-    rank: int, world: int, transport: str, precision: str
+    rank: int, world: int, transport: str, precision: Precision
 ) -> dict[tuple[str, int, bool], dict[str, int]]:
     """Train one step after a first, for every row, number of micro-batches and no_sync; return
     the counted payload.
@@ -73,12 +73,20 @@ def _counted(
     ],
 )
 def test_counted_payload_is_the_formula(world: int, transport: str, precision: str) -> None:
+    _check_counted(world, transport, PRECISIONS[precision])
+
+
+def test_averages_travel_in_the_dtype_in_which_gradients_rest() -> None:
+    _check_counted(2, "gloo", Precision("bf16", accumulate="bf16"))
+
+
+def _check_counted(world: int, transport: str, precision: Precision) -> None:
     for seen in run_ranks(world, _counted, transport, precision, timeout=100):
         for (row, micro_batches, no_sync), numbers in seen.items():
             formula = policy_row(row).wire_bytes(
                 numel=numbers["padded"],
                 mesh=Mesh(1, world),
-                wires=Wires.of(PRECISIONS[precision]),
+                wires=Wires.of(precision),
                 micro_batches=micro_batches,
                 no_sync=no_sync,
             )

@@ -34,9 +34,9 @@ from zeroshard.comm.codec import Codec
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import GradBuffer, Traffic, Transport, Window, Work
+from zeroshard.core.cost import all_gather, cheapest, reduce_scatter
 from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh, Scope
-from zeroshard.core.traffic import all_gather, cheapest, reduce_scatter
 from zeroshard.memory import Pool
 
 __all__ = ["ColumnWindow", "Lowering", "TwoLevelTransport"]

@@ -3,7 +3,8 @@ placement to another.
 
 R = replicated, S = sharded, P = partial: a sum over ranks not yet formed (DTensor's words; ZeRO,
 section 5, states the three stages in them). The mesh has two axes, (node, local); one node is the
-mesh (1, N). Nothing here moves a byte.
+mesh (1, N). `Cells` are those of one unit's states; cells that make no sense cannot be built.
+Nothing here moves a byte.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
-__all__ = ["Cell", "Mesh", "Move", "Placement", "Scope", "Tier", "moves"]
+__all__ = ["Cell", "Cells", "Mesh", "Move", "Placement", "Scope", "Tier", "moves"]
 
 
 class Placement(Enum):
@@ -125,6 +126,79 @@ class Cell:
     def is_partial(self) -> bool:
         """Whether the state is a partial sum over either axis."""
         return Placement.PARTIAL in self.axes
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Where the states of one unit rest."""
+
+    weight: Cell
+    between: Cell
+    grad: Cell
+    optim: Cell
+
+    def __post_init__(self) -> None:
+        for name, cell in (
+            ("weight", self.weight),
+            ("between", self.between),
+            ("optim", self.optim),
+        ):
+            if cell.is_partial:
+                raise ValueError(f"{name}={cell}: only a gradient can be a partial sum")
+        if not self.weight.is_sharded and self.weight.tier is not Tier.DEVICE:
+            raise ValueError(
+                f"weight={self.weight} on {self.weight.tier.value}: every rank would keep and move"
+                " the whole model; weights that leave the device rest sharded (zero3)"
+            )
+        if self.grad.is_partial and self.grad.tier is Tier.DISK:
+            raise ValueError(
+                f"grad={self.grad} on disk: a partial sum changes at every micro-batch and cannot"
+                " rest on disk"
+            )
+        for axis, weight, between, grad, optim in zip(
+            ("node", "local"),
+            self.weight.axes,
+            self.between.axes,
+            self.grad.axes,
+            self.optim.axes,
+            strict=True,
+        ):
+            if grad is Placement.SHARD and optim is not Placement.SHARD:
+                raise ValueError(
+                    f"optim={self.optim} is sharded less finely than grad={self.grad} on the {axis}"
+                    " axis, which it reads"
+                )
+            if weight is Placement.SHARD and optim is not Placement.SHARD:
+                raise ValueError(
+                    f"optim={self.optim} is sharded less finely than weight={self.weight} on the"
+                    f" {axis} axis, which it writes"
+                )
+            if weight is Placement.REPLICATE and between is Placement.SHARD:
+                raise ValueError(
+                    f"between={self.between} is sharded more finely than weight={self.weight} on"
+                    f" the {axis} axis"
+                )
+        for name, cell in (
+            ("weight", self.weight),
+            ("between", self.between),
+            ("grad", self.grad),
+            ("optim", self.optim),
+        ):
+            if cell.axes == (Placement.SHARD, Placement.REPLICATE):
+                raise ValueError(
+                    f"{name}={cell}: sharded between nodes but not inside them, where the links are"
+                    " fast"
+                )
+        if (
+            self.weight.tier is not Tier.DEVICE
+            and self.weight.scope is Scope.COLUMN
+            and self.optim.scope is Scope.OWN
+        ):
+            raise ValueError(
+                f"weight={self.weight} on {self.weight.tier.value} with optim={self.optim}: what"
+                " other nodes have stepped would have to be written there after every step; take"
+                " mics, or zero3"
+            )
 
 
 _MOVES: dict[tuple[Placement, Placement], tuple[Move, ...]] = {

@@ -7,95 +7,26 @@ gradient between micro-batches; `optim` is the master and the moments.
 
 Invariant: a policy that makes no sense cannot be built. Cost functions stand here too, so that the
 planner, the tests and the engine read the same ones: ``bytes_at_rest`` (ZeRO, section 3.1 and
-figure 1) and ``wire_bytes`` (ZeRO, section 7).
+figure 1) and ``wire_bytes`` (ZeRO, section 7). ``routes`` compiles a row (core/route).
 """
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from zeroshard.core.placement import Cell, Mesh, Placement, Scope, Tier
-from zeroshard.core.precision import Precision
-from zeroshard.core.traffic import WireBytes, Wires, step_bytes
+from zeroshard.core.cost import WireBytes, Wires, step_bytes
+from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
+from zeroshard.core.route import Routes, routes
+from zeroshard.core.wire import Formats
 
-__all__ = ["ROWS", "STAGES", "Cells", "Policy", "RestBytes", "row"]
+if TYPE_CHECKING:
+    from zeroshard.core.precision import Precision
+
+__all__ = ["ROWS", "STAGES", "Policy", "RestBytes", "row"]
 
 RestPoint = Literal["after_step", "between_micro_batches"]
-
-
-@dataclass(frozen=True)
-class Cells:
-    """Where the states of one unit rest."""
-
-    weight: Cell
-    between: Cell
-    grad: Cell
-    optim: Cell
-
-    def __post_init__(self) -> None:
-        for name, cell in (
-            ("weight", self.weight),
-            ("between", self.between),
-            ("optim", self.optim),
-        ):
-            if cell.is_partial:
-                raise ValueError(f"{name}={cell}: only a gradient can be a partial sum")
-        if not self.weight.is_sharded and self.weight.tier is not Tier.DEVICE:
-            raise ValueError(
-                f"weight={self.weight} on {self.weight.tier.value}: every rank would keep and move"
-                " the whole model; weights that leave the device rest sharded (zero3)"
-            )
-        if self.grad.is_partial and self.grad.tier is Tier.DISK:
-            raise ValueError(
-                f"grad={self.grad} on disk: a partial sum changes at every micro-batch and cannot"
-                " rest on disk"
-            )
-        for axis, weight, between, grad, optim in zip(
-            ("node", "local"),
-            self.weight.axes,
-            self.between.axes,
-            self.grad.axes,
-            self.optim.axes,
-            strict=True,
-        ):
-            if grad is Placement.SHARD and optim is not Placement.SHARD:
-                raise ValueError(
-                    f"optim={self.optim} is sharded less finely than grad={self.grad} on the {axis}"
-                    " axis, which it reads"
-                )
-            if weight is Placement.SHARD and optim is not Placement.SHARD:
-                raise ValueError(
-                    f"optim={self.optim} is sharded less finely than weight={self.weight} on the"
-                    f" {axis} axis, which it writes"
-                )
-            if weight is Placement.REPLICATE and between is Placement.SHARD:
-                raise ValueError(
-                    f"between={self.between} is sharded more finely than weight={self.weight} on"
-                    f" the {axis} axis"
-                )
-        for name, cell in (
-            ("weight", self.weight),
-            ("between", self.between),
-            ("grad", self.grad),
-            ("optim", self.optim),
-        ):
-            if cell.axes == (Placement.SHARD, Placement.REPLICATE):
-                raise ValueError(
-                    f"{name}={cell}: sharded between nodes but not inside them, where the links are"
-                    " fast"
-                )
-        if (
-            self.weight.tier is not Tier.DEVICE
-            and self.weight.scope is Scope.COLUMN
-            and self.optim.scope is Scope.OWN
-        ):
-            raise ValueError(
-                f"weight={self.weight} on {self.weight.tier.value} with optim={self.optim}: what"
-                " other nodes have stepped would have to be written there after every step; take"
-                " mics, or zero3"
-            )
 
 
 @dataclass(frozen=True)
@@ -213,7 +144,7 @@ class Policy:
         unit: str = "",
     ) -> WireBytes:
         """Return the payload per rank and step of `unit`'s `numel` parameters; see
-        ``core.traffic.step_bytes``.
+        ``core.cost.step_bytes``.
         """
         cells = self.cells(unit)
         return step_bytes(
@@ -225,6 +156,12 @@ class Policy:
             no_sync=no_sync,
             two_level=two_level,
         )
+
+    def routes(
+        self, mesh: Mesh, formats: Formats, *, two_level: bool | None = None, unit: str = ""
+    ) -> Routes:
+        """Return what leads from cell to cell of `unit`, hop by hop; see ``core.route.routes``."""
+        return routes(self.cells(unit), mesh, formats, two_level=two_level)
 
 
 def _row(name: str, weight: str, between: str, grad: str, optim: str) -> Policy:

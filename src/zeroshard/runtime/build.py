@@ -27,8 +27,8 @@ from zeroshard.comm.codec import Codec
 from zeroshard.comm.quantized import Codecs
 from zeroshard.comm.transport import Transport
 from zeroshard.core.layout import Layout
-from zeroshard.core.placement import Cell, Mesh, Scope, Tier
-from zeroshard.core.policy import Cells, Policy
+from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
+from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.memory import MemoryCounter, Pages, return_freed_memory
 from zeroshard.runtime.cut import UnitPlan

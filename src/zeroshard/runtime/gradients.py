@@ -28,8 +28,7 @@ from zeroshard.buffer import FlatBuffer, Flight, Lanes, mesh_of
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.quantized import Feedback, Residual
 from zeroshard.comm.transport import GradBuffer, Transport, Work
-from zeroshard.core.placement import Scope, Tier
-from zeroshard.core.policy import Cells
+from zeroshard.core.placement import Cells, Scope, Tier
 from zeroshard.core.precision import Precision
 from zeroshard.core.work import DoneWork
 from zeroshard.errors import StorageError

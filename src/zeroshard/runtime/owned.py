@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from zeroshard.core.layout import Piece
-from zeroshard.core.placement import Tier
-from zeroshard.core.policy import Cells
+from zeroshard.core.placement import Cells, Tier
 from zeroshard.core.split import tiles
 from zeroshard.memory import placeholder
 from zeroshard.optim.pieces import OwnedPiece

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.core.placement import Tier
-from zeroshard.core.policy import Cells
+from zeroshard.core.placement import Cells, Tier
 from zeroshard.optim.pieces import OwnedPiece
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.streamed import Tile

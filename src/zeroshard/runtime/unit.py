@@ -29,8 +29,7 @@ from torch import nn
 
 from zeroshard.buffer import FlatBuffer, Flight, Lanes, gather
 from zeroshard.core.layout import Piece
-from zeroshard.core.placement import Tier
-from zeroshard.core.policy import Cells
+from zeroshard.core.placement import Cells, Tier
 from zeroshard.core.split import tiles
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StateError, StorageError

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm.transport import Transport
-from zeroshard.core.policy import Cells
+from zeroshard.core.placement import Cells
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.finalize import Finalizer

@@ -14,11 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zeroshard.core.placement import Mesh, Placement, Scope
-from zeroshard.core.precision import Precision
+from zeroshard.core.placement import Cells, Mesh, Placement, Scope
 
 if TYPE_CHECKING:
-    from zeroshard.core.policy import Cells
+    from zeroshard.core.precision import Precision
 
 __all__ = [
     "LinkBytes",
@@ -80,7 +79,7 @@ class Wires:
     weight: float
     grad: float
     hop: float  # sums over a node on their way to other nodes
-    average: float = 4.0
+    average: float = 4.0  # in the dtype in which gradients rest
 
     @classmethod
     def of(
@@ -98,6 +97,7 @@ class Wires:
             precision.compute.itemsize if weight is None else weight,
             precision.wire.itemsize if grad is None else grad,
             (4.0 if grad is None else grad) if hop is None else hop,
+            precision.accumulate.itemsize,
         )
 
 

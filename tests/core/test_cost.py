@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zeroshard.core.cost import LinkBytes, Wires, all_gather, cheapest, reduce_scatter
 from zeroshard.core.placement import Cell, Mesh, Scope
 from zeroshard.core.policy import ROWS, row
-from zeroshard.core.precision import PRECISIONS
-from zeroshard.core.traffic import LinkBytes, Wires, all_gather, cheapest, reduce_scatter
+from zeroshard.core.precision import PRECISIONS, Precision
 
 NUMEL = 1 << 20
 TWO = Mesh(2, 2)
@@ -78,6 +78,12 @@ def test_on_one_node_nothing_leaves_it_and_lowerings_are_equal(
     }
     seen = [row(name).wire_bytes(two_level=levels, **options) for levels in (None, False, True)]  # type: ignore[arg-type]
     assert seen[0] == seen[1] == seen[2] and seen[0].links.between == 0
+
+
+def test_averages_travel_in_the_dtype_in_which_gradients_rest() -> None:
+    fp32, bf16 = (Wires.of(Precision("bf16", accumulate=name)) for name in ("fp32", "bf16"))
+    halved = row("mics").wire_bytes(numel=NUMEL, mesh=TWO, wires=bf16).publish
+    assert halved * 2 == row("mics").wire_bytes(numel=NUMEL, mesh=TWO, wires=fp32).publish
 
 
 def test_on_one_node_hybrid_rows_are_zero3() -> None:

@@ -1,0 +1,366 @@
+"""The table compiles: what leads from one cell of a row to another, as a list of hops.
+
+    unshard_forward   weights at rest -> FULL           raw             the same, as they rest
+    unshard_backward  between        -> FULL            average         averages -> who steps them
+    reduce            gradients -> where they rest      publish         stepped masters -> weights
+    reduce_partial    inside no_sync: as far as each micro-batch goes before the last
+
+A hop says what is done (`Kind`), over which ranks (`Axis`), from where to where (`Place`), in which
+format (`Wire`) and on which lane; it counts its own bytes. ``routes`` works a group's routes out
+from its cells, the mesh, the formats and the lowering. ZeRO++'s secondary shard (``hpz``), its
+quantized gathers and reduces, MiCS and collectives in two levels differ by hops only.
+``python -m zeroshard.core.route zero3 --nodes 2 --local 4`` prints them.
+
+Invariants (tests/core/test_route.py): each hop starts where the one before ended; no hop runs over
+a single rank; the bytes of a step are those of ``cost.step_bytes``, which does not know this module
+nor this module it. docs/design/routes.md has the decisions. Nothing here moves a byte, and torch is
+not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+from zeroshard.core.cost import LinkBytes, cheapest
+from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
+from zeroshard.core.route.hop import Axis, Hop, Kind, Lane, Place, TierBytes, When
+from zeroshard.core.wire import Formats, Wire
+
+__all__ = [
+    "Axis",
+    "Hop",
+    "Kind",
+    "Lane",
+    "Place",
+    "Route",
+    "Routes",
+    "TierBytes",
+    "When",
+    "routes",
+]
+
+
+@dataclass(frozen=True)
+class Route:
+    """The hops of one transition, in order; none where nothing has to be done."""
+
+    name: str
+    hops: tuple[Hop, ...] = ()
+
+    def __iter__(self) -> Iterator[Hop]:
+        return iter(self.hops)
+
+    def __len__(self) -> int:
+        return len(self.hops)
+
+    def taken(self, *, held: bool = False, again: bool = False) -> Route:
+        """Return the route of one pass: are sums `held` here, does a sum rest already (`again`)?"""
+        taken = {When.ALWAYS, When.AGAIN if again else When.FIRST}
+        if held:
+            taken.add(When.HELD)
+        return Route(self.name, tuple(hop for hop in self.hops if hop.when in taken))
+
+    def bytes(self, numel: int) -> LinkBytes:
+        """Return what one rank receives (and sends) for a buffer of `numel` elements."""
+        return sum((hop.link_bytes(numel) for hop in self.hops), LinkBytes())
+
+    def tier_bytes(self, numel: int) -> TierBytes:
+        """Return what one rank reads from other tiers and writes to them; of a reduce, ask the
+        route that is `taken`.
+        """
+        return sum((hop.tier_bytes(numel) for hop in self.hops), TierBytes())
+
+    def __str__(self) -> str:
+        return ", ".join([str(self.hops[0].source), *map(str, self.hops)]) if self.hops else "-"
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Every route of one group. One that is not trained takes those of its weights alone."""
+
+    unshard_forward: Route
+    unshard_backward: Route
+    raw: Route  # the weights as they rest: without codec, and not from what a forward kept
+    reduce: Route  # the sum over all ranks, to where gradients rest for the step
+    reduce_partial: Route  # inside no_sync
+    average: Route  # before the step, where several ranks step the same
+    publish: Route  # after it, from where the masters were stepped
+    holds: bool  # whether sums over ranks wait, inside no_sync, for the last micro-batch
+
+    def __iter__(self) -> Iterator[Route]:
+        values = (getattr(self, field.name) for field in fields(self))
+        return (value for value in values if isinstance(value, Route))
+
+    def step(self, *, micro_batches: int = 1, no_sync: bool = False) -> Iterator[Route]:
+        """Yield the routes of one step in order; `no_sync`: all but the last of the
+        `micro_batches` run inside ``engine.no_sync()``.
+        """
+        holds = no_sync and self.holds
+        for number in range(micro_batches):
+            yield self.unshard_forward
+            yield self.unshard_backward
+            is_last = number == micro_batches - 1
+            reduce = self.reduce if is_last or not no_sync else self.reduce_partial
+            yield reduce.taken(held=holds and number > 0, again=not holds and number > 0)
+        yield self.average
+        yield self.publish
+
+
+def routes(cells: Cells, mesh: Mesh, formats: Formats, *, two_level: bool | None = None) -> Routes:
+    """Return the routes of a group whose states rest as `cells` says.
+
+    `two_level` False runs collectives over all ranks at once, True between nodes and inside them in
+    turn, None as is cheaper for each. States that rest on another tier are taken to rest there as a
+    whole (a fraction's part on the device skips the tier's hops), and updates not to be delayed.
+    Raises ValueError for a weight codec where weights do not rest sharded over all ranks.
+    """
+    if formats.gather.codec is not None and cells.weight.scope is not Scope.OWN:
+        raise ValueError(
+            f"weight codec {formats.gather.codec}: weight={cells.weight} is not sharded over all"
+            " ranks, and only such weights are gathered encoded (zero3, hpz)"
+        )
+    return _Compiler(cells, mesh, formats, two_level).routes()
+
+
+@dataclass(frozen=True)
+class _Compiler:
+    """The arguments of `routes`; methods return hops."""
+
+    cells: Cells
+    mesh: Mesh
+    formats: Formats
+    two_level: bool | None
+
+    def routes(self) -> Routes:
+        """Return all of them."""
+        forward = self._unshard(self._place(self.cells.weight), keeps=self._keeps_column)
+        summed = [*self._sum(), *self._rest()]
+        return Routes(
+            Route("unshard_forward", tuple(forward)),
+            Route("unshard_backward", tuple(self._unshard_backward())),
+            Route("raw", tuple(self._unshard(self._place(self.cells.weight), exact=True))),
+            Route("reduce", tuple(summed)),
+            Route("reduce_partial", tuple(self._partial() if self._holds else summed)),
+            Route("average", tuple(self._average())),
+            Route("publish", tuple(self._publish())),
+            self._holds,
+        )
+
+    # ------------------------------------------------------------------------------------ places
+
+    def _scope(self, scope: Scope) -> Scope:
+        """Return one name for each part of a buffer: where an axis has one rank, two scopes are
+        the same part.
+        """
+        if self.mesh.size == 1:
+            return Scope.WHOLE
+        if scope is Scope.COLUMN and self.mesh.node_size == 1:
+            return Scope.WHOLE
+        return Scope.OWN if scope is Scope.COLUMN and self.mesh.num_nodes == 1 else scope
+
+    def _place(self, cell: Cell) -> Place:
+        return Place(self._scope(cell.scope), cell.tier)
+
+    @property
+    def _keeps_column(self) -> bool:
+        """Whether a forward leaves this rank's column for the backward (ZeRO++, section 3.2)."""
+        scopes = (self.cells.weight.scope, self.cells.between.scope)
+        return self.mesh.num_nodes > 1 and scopes == (Scope.OWN, Scope.COLUMN)
+
+    @property
+    def _sums_nodes(self) -> bool:
+        """Whether gradients rest between micro-batches as sums of one node's ranks (MiCS)."""
+        grad = self.cells.grad
+        return self.mesh.num_nodes > 1 and grad.is_partial and grad.scope is Scope.COLUMN
+
+    @property
+    def _holds(self) -> bool:
+        grad = self.cells.grad
+        return self._sums_nodes or (grad.is_partial and grad.scope is Scope.WHOLE)
+
+    # -------------------------------------------------------------------------------------- hops
+
+    def _hop(
+        self,
+        kind: Kind,
+        source: Place | Scope,
+        target: Place | Scope,
+        wire: Wire,
+        lane: Lane,
+        when: When = When.ALWAYS,
+    ) -> Hop:
+        """Return a hop of this rank alone; a scope is one on the device."""
+        source, target = (Place(end) if isinstance(end, Scope) else end for end in (source, target))
+        return Hop(kind, source, target, wire, lane, self.mesh, when=when)
+
+    def _collective(
+        self, kind: Kind, axis: Axis, source: Scope, target: Scope, wire: Wire, lane: Lane
+    ) -> list[Hop]:
+        """Return a collective between two scopes; nothing where the axis has one rank."""
+        if axis.num_ranks(self.mesh) == 1:
+            return []
+        start, stop = (Place(self._scope(scope)) for scope in (source, target))
+        return [Hop(kind, start, stop, wire, lane, self.mesh, axis)]
+
+    def _lowered(self, flat: Sequence[Hop], deep: Sequence[Hop]) -> Sequence[Hop]:
+        """Return the hops over all ranks at once, or those in two levels."""
+        if self.mesh.num_nodes == 1:
+            return flat
+        if self.two_level is None:
+            return deep if cheapest(_link_bytes(flat), _link_bytes(deep)) else flat
+        return deep if self.two_level else flat
+
+    def _gather(self, source: Scope, target: Scope, wire: Wire, lane: Lane) -> Sequence[Hop]:
+        """Return the gather from one scope to another."""
+
+        def over(axis: Axis, start: Scope, stop: Scope) -> list[Hop]:
+            return self._collective(Kind.ALL_GATHER, axis, start, stop, wire, lane)
+
+        if source >= target:
+            return []
+        if source is Scope.COLUMN:
+            return over(Axis.LOCAL, source, target)
+        between = over(Axis.NODE, source, Scope.COLUMN)
+        if target is Scope.COLUMN:
+            return between
+        inside = over(Axis.LOCAL, Scope.COLUMN, target)
+        return self._lowered(over(Axis.FLAT, source, target), [*between, *inside])
+
+    # ----------------------------------------------------------------------------------- weights
+
+    def _unshard(self, rest: Place, *, keeps: bool = False, exact: bool = False) -> Iterator[Hop]:
+        """Yield the way from `rest` to whole weights; `exact`: in the format in which they rest."""
+        weight = self.formats.weight
+        wire = weight if exact else self.formats.gather
+        if rest.tier is not Tier.DEVICE:
+            yield self._hop(Kind.READ, rest, rest.scope, weight, "tier read")
+        if wire.codec is not None and weight.codec is None:
+            yield self._hop(Kind.ENCODE, rest.scope, rest.scope, wire, "gather")
+        yield from self._gathered(rest.scope, wire, keeps=keeps)
+
+    def _gathered(self, source: Scope, wire: Wire, *, keeps: bool = False) -> Iterator[Hop]:
+        """Yield the gather of weights in `wire`; `keeps` this rank's column, as it travelled."""
+        column = self._scope(Scope.COLUMN)
+        yield from self._gather(source, Scope.WHOLE, wire, "gather")
+        if keeps:
+            lane: Lane = "compute" if wire.codec is None else "gather"
+            yield self._hop(Kind.KEEP, Scope.WHOLE, column, wire, lane)
+        if wire.codec is not None:
+            yield self._hop(Kind.DECODE, Scope.WHOLE, Scope.WHOLE, wire.plain, "gather")
+
+    def _unshard_backward(self) -> Iterable[Hop]:
+        if not self.cells.between.is_sharded:
+            return []  # the forward has not released them
+        if self._keeps_column:
+            return self._gathered(self._scope(Scope.COLUMN), self.formats.gather)
+        return self._unshard(self._place(self.cells.weight))
+
+    def _publish(self) -> Iterator[Hop]:
+        """Yield the way of stepped masters into the weights, and to the ranks that rest them."""
+        weight, master = self.formats.weight, self.formats.master
+        scope, goal = self._scope(self.cells.optim.scope), self._place(self.cells.weight)
+        is_master = weight == master and goal.tier is self.cells.optim.tier
+        # a tile of a state on disk is stepped in the host's memory
+        on_device = self.cells.optim.tier is Tier.DEVICE
+        here = Place(scope, Tier.DEVICE if on_device else Tier.HOST)
+        if weight != master:
+            yield self._hop(Kind.CAST, here, here, weight, "compute" if on_device else "host")
+        if not is_master and goal.tier is not here.tier:
+            there = Place(scope, goal.tier)
+            if there.tier is Tier.DEVICE:
+                yield self._hop(Kind.READ, here, there, weight, "tier read")
+            else:
+                yield self._hop(Kind.WRITE, here, there, weight, "tier write")
+        # columns are gathered where a step publishes them, not on a lane of their own
+        lane: Lane = "compute" if self.cells.weight.scope is Scope.COLUMN else "gather"
+        yield from self._gather(scope, goal.scope, weight, lane)
+
+    # --------------------------------------------------------------------------------- gradients
+
+    def _summed(self, axis: Axis, source: Scope, target: Scope, wire: Wire) -> Iterator[Hop]:
+        """Yield one level of a sum over ranks."""
+        start, stop = (self._scope(scope) for scope in (source, target))
+        if wire.codec is not None:
+            yield self._hop(Kind.ENCODE, start, start, wire, "reduce")
+        yield from self._collective(Kind.REDUCE_SCATTER, axis, source, target, wire, "reduce")
+        if wire.codec is not None:
+            yield self._hop(Kind.DECODE, stop, stop, Wire.of("fp32"), "reduce")
+
+    def _bucket(self) -> Iterator[Hop]:
+        """Yield the way of gradients from autograd into the buffer that is summed."""
+        compute, wire = self.formats.weight.dtype, self.formats.reduce.plain
+        sums_here = self._holds and not self._sums_nodes
+        if sums_here and self.cells.grad.tier is not Tier.DEVICE:
+            there = Place(Scope.WHOLE, self.cells.grad.tier)
+            for hop in self._add_up(there):
+                yield replace(hop, when=When.HELD)
+            yield self._hop(
+                Kind.READ, there, Scope.WHOLE, self.formats.grad, "tier read", When.HELD
+            )
+        if compute != wire.dtype:
+            yield self._hop(Kind.CAST, Scope.WHOLE, Scope.WHOLE, wire, "compute")
+        elif sums_here and self.formats.grad.dtype != wire.dtype:
+            yield self._hop(Kind.CAST, Scope.WHOLE, Scope.WHOLE, wire, "compute", When.HELD)
+
+    def _sum(self) -> Iterator[Hop]:
+        """Yield the sum over all ranks, in fp32 on the device."""
+        wire, node_sum = self.formats.reduce, self.formats.node_sum
+        flat = list(self._summed(Axis.FLAT, Scope.WHOLE, Scope.OWN, wire))
+        deep = list(self._summed(Axis.LOCAL, Scope.WHOLE, Scope.COLUMN, wire))
+        if self._sums_nodes:
+            column = self._scope(Scope.COLUMN)
+            deep.append(self._hop(Kind.ADD, column, column, self.formats.grad, "reduce", When.HELD))
+        deep += self._summed(Axis.NODE, Scope.COLUMN, Scope.OWN, node_sum)
+        yield from self._bucket()
+        yield from deep if self._sums_nodes else self._lowered(flat, deep)
+        sum_wire = self.formats.grad if self.cells.grad.tier is Tier.DEVICE else Wire.of("fp32")
+        if self.mesh.size == 1 and wire.codec is None and wire != sum_wire:
+            yield self._hop(Kind.CAST, Scope.WHOLE, Scope.WHOLE, sum_wire, "reduce")
+
+    def _partial(self) -> Iterator[Hop]:
+        """Yield what a micro-batch inside no_sync does before the last, where sums wait."""
+        if self._sums_nodes:
+            yield from self._bucket()
+            yield from self._summed(Axis.LOCAL, Scope.WHOLE, Scope.COLUMN, self.formats.reduce)
+        elif self.cells.grad.tier is not Tier.DEVICE:
+            yield from self._add_up(Place(Scope.WHOLE, self.cells.grad.tier))
+
+    def _add_up(self, there: Place) -> Iterator[Hop]:
+        """Yield the way of a micro-batch's gradients to their sum on another tier."""
+        made = self.formats.weight.plain
+        yield self._hop(Kind.WRITE, Scope.WHOLE, there, made, "tier write")
+        yield self._hop(Kind.ADD, there, there, self.formats.grad, "host", When.HELD)
+
+    def _rest(self) -> Iterator[Hop]:
+        """Yield the way of a sum to where it rests: the first is stored, others are added."""
+        grad, fp32, tier = self.formats.grad, Wire.of("fp32"), self.cells.grad.tier
+        if tier is Tier.DEVICE:
+            return  # the reduce has put it there
+        own = self._scope(Scope.OWN)
+        here, there, host = (Place(own, t) for t in (Tier.DEVICE, tier, Tier.HOST))
+        if grad != fp32:
+            yield self._hop(Kind.CAST, here, here, grad, "reduce", When.FIRST)
+        yield self._hop(Kind.WRITE, here, there, grad, "tier write", When.FIRST)
+        yield self._hop(Kind.WRITE, here, host, fp32, "tier write", When.AGAIN)
+        yield self._hop(Kind.ADD, host, there, grad, "host", When.AGAIN)
+
+    def _average(self) -> Iterator[Hop]:
+        """Yield the way of averages to the ranks that step the same."""
+        grad, tier = self.formats.grad, self.cells.grad.tier
+        mine, shared = (
+            Place(self._scope(scope), tier) for scope in (Scope.OWN, self.cells.optim.scope)
+        )
+        if mine.scope >= shared.scope:
+            return
+        if tier is Tier.DEVICE:
+            yield from self._gather(mine.scope, shared.scope, grad, "reduce")
+            return
+        # through the device, a group at a time, in the order of compute
+        yield self._hop(Kind.READ, mine, mine.scope, grad, "tier read")
+        yield from self._gather(mine.scope, shared.scope, grad, "compute")
+        yield self._hop(Kind.WRITE, shared.scope, shared, grad, "tier write")
+
+
+def _link_bytes(hops: Sequence[Hop]) -> LinkBytes:
+    return sum((hop.link_bytes(1) for hop in hops), LinkBytes())

@@ -1,0 +1,135 @@
+"""One hop of a route: an operation on a buffer, with its lane and its bytes.
+
+A hop counts its bytes from the elements of the buffer, the ranks of its axis and its format; the
+closed forms of core/cost.py are not used here. It does not know rows nor cells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from zeroshard.core.cost import LinkBytes
+from zeroshard.core.placement import Mesh, Scope, Tier
+from zeroshard.core.wire import Wire
+
+__all__ = ["Axis", "Hop", "Kind", "Lane", "Place", "TierBytes", "When"]
+
+# Where a hop runs: the streams of runtime/streams.py, the two directions of a tier's link or disk,
+# and the host's cores, which add to and step what rests off the device.
+Lane = Literal["compute", "gather", "reduce", "tier read", "tier write", "host"]
+
+
+class Kind(Enum):
+    """What a hop does."""
+
+    READ = "read"  # from another tier
+    ENCODE = "encode"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    DECODE = "decode"  # after a reduce-scatter: each rank's part, added in fp32
+    ADD = "add"  # to an earlier sum, where no collective does it
+    CAST = "cast"
+    WRITE = "write"  # to another tier
+    KEEP = "keep"  # a copy for the backward
+
+
+class Axis(Enum):
+    """Over which ranks a collective runs."""
+
+    NODE = "between nodes"  # the ranks with one local index
+    LOCAL = "inside nodes"
+    FLAT = "all ranks"
+
+    def num_ranks(self, mesh: Mesh) -> int:
+        """Return how many ranks take part in one collective."""
+        return {Axis.NODE: mesh.num_nodes, Axis.LOCAL: mesh.node_size, Axis.FLAT: mesh.size}[self]
+
+
+class When(Enum):
+    """In which passes a hop of a reduce is taken."""
+
+    ALWAYS = "always"
+    HELD = "held"  # sums of earlier micro-batches inside no_sync wait here
+    FIRST = "first"  # no sum rests yet where the gradient rests
+    AGAIN = "again"  # one does
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which part of a buffer a rank holds, and in which memory."""
+
+    scope: Scope
+    tier: Tier = Tier.DEVICE
+
+    def __str__(self) -> str:
+        name = self.scope.name.lower()
+        return name if self.tier is Tier.DEVICE else f"{name} ({self.tier.value})"
+
+
+@dataclass(frozen=True)
+class TierBytes:
+    """What one rank reads from other tiers than the device, and writes to them."""
+
+    read: float = 0.0
+    write: float = 0.0
+
+    def __add__(self, other: TierBytes) -> TierBytes:
+        return TierBytes(self.read + other.read, self.write + other.write)
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One operation on a buffer, as one rank of `mesh` sees it."""
+
+    kind: Kind
+    source: Place
+    target: Place
+    wire: Wire  # the format that moves, or into which it is turned
+    lane: Lane
+    mesh: Mesh
+    axis: Axis | None = None  # of a collective
+    when: When = When.ALWAYS
+
+    def __post_init__(self) -> None:
+        assert (self.axis is not None) == (self.kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER))
+
+    @property
+    def after(self) -> Place:
+        """Where the buffer is afterwards; what is kept is a copy beside it."""
+        return self.source if self.kind is Kind.KEEP else self.target
+
+    def held_bytes(self, place: Place, numel: int) -> float:
+        """Return the bytes of this rank's part, at `place`, of a buffer of `numel` elements."""
+        shards = {Scope.OWN: self.mesh.size, Scope.COLUMN: self.mesh.node_size, Scope.WHOLE: 1}
+        return numel * self.wire.bytes_per_element / shards[place.scope]
+
+    def link_bytes(self, numel: int) -> LinkBytes:
+        """Return what this rank receives (and sends) for a buffer of `numel` elements.
+
+        Every other rank of the axis sends the part that it holds (a gather) or what this rank is
+        to hold (a reduce).
+        """
+        if self.axis is None:
+            return LinkBytes()
+        place = self.source if self.kind is Kind.ALL_GATHER else self.target
+        part = self.held_bytes(place, numel)
+        inside = 0 if self.axis is Axis.NODE else self.mesh.node_size - 1
+        return LinkBytes(part * inside, part * (self.axis.num_ranks(self.mesh) - 1 - inside))
+
+    def tier_bytes(self, numel: int) -> TierBytes:
+        """Return what this rank reads from other tiers and writes to them; adding to what is on
+        disk does both.
+        """
+        moved = self.held_bytes(self.target, numel)
+        to_disk = self.kind is Kind.ADD and self.target.tier is Tier.DISK
+        return TierBytes(
+            moved if self.kind is Kind.READ or to_disk else 0.0,
+            moved if self.kind is Kind.WRITE or to_disk else 0.0,
+        )
+
+    def __str__(self) -> str:
+        over = "" if self.axis is None else f" {self.axis.value}"
+        when = "" if self.when is When.ALWAYS else f" if {self.when.value}"
+        return f"{self.kind.value}{over} {self.wire} -> {self.target}{when}"
