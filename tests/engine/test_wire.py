@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -184,3 +185,45 @@ def test_the_interface_counts_the_same_within_five_percent(world: int, row: str)
         assert 0.99 * formula <= crossed <= 1.05 * formula, (
             f"{crossed / formula:.3f} of the formula"
         )
+
+
+def _adapter(rank: int, world: int, row: str) -> dict[str, Any]:
+    """Train a model of which little is trained; return the payload of two steps, and the frozen
+    weights before and after an edit.
+    """
+    torch.manual_seed(0)
+    model = Net(width=64, layers=2)
+    for parameter in list(model.parameters())[:-2]:
+        parameter.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    engine = zs.shard(
+        model, optimizer, policy=row, comm=zs.Comm(transport="gloo"), stall_timeout_s=20
+    )
+    payload = []
+    for step in range(3):
+        if step == 2:
+            with engine.gathered(writeback=True):
+                if rank == 0:
+                    model.embed.weight.data.fill_(0.5)
+        engine.reset_traffic()
+        model(*batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine._context.transport.begin_write()
+        payload.append(engine.traffic().bytes.get("all_gather", 0))
+    trained = sum(
+        segment.flat.layout.numel
+        for unit in engine._weights.units
+        for segment in unit.segments
+        if segment.grad is not None
+    )
+    frozen = model.embed.weight.detach().clone()
+    engine.close()
+    return {"payload": payload[1], "trained": trained, "frozen": frozen}
+
+
+@pytest.mark.parametrize("row", ["zero1", "zero2"])
+def test_a_step_sends_no_weights_that_are_not_trained(row: str) -> None:
+    for seen in run_ranks(2, _adapter, row):
+        assert seen["payload"] == 4 * seen["trained"] // 2
+        assert bool((seen["frozen"] == 0.5).all()), "an edit reaches every rank"

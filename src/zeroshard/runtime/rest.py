@@ -102,7 +102,7 @@ class Rest:
                         # a peer may wait for it before this rank comes to this unit; or the weights
                         # are in use as they are
                         segment.settle()
-        self._weights.invalidate()
+        self._weights.invalidate(frozen=frozen)
 
     @contextmanager
     def rewriting(self) -> Iterator[None]:

@@ -114,6 +114,14 @@ class Segment:
         ]
         self.versions: list[int] = [p._version for p in parameters]
         self.detached = False
+        self.rewritten = True  # frozen weights: since they were gathered last
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a gather brings anything: frozen weights that every rank keeps whole stay as they
+        are when others are stepped.
+        """
+        return self.grad is not None or not self.flat.replicated or self.rewritten
 
     @property
     def key(self) -> str:
@@ -465,10 +473,16 @@ class Unit:
         """
         return any(segment.flat.codec is not None for segment in self.segments)
 
+    @property
+    def gathered_segments(self) -> list[Segment]:
+        """The segments whose weights a gather moves."""
+        return [segment for segment in self.segments if segment.has_news]
+
     def start_gather(self, streams: Lanes, *, fork: bool = True, exact: bool = False) -> None:
         """Start bringing the weights together (`fork`: see buffer.gather), `exact`: as they
         rest, without a codec.
         """
+        gathered = self.gathered_segments
         for segment in self.segments:
             segment.flat.exact = exact
             if not segment.flat.is_local:
@@ -478,7 +492,9 @@ class Unit:
             if name is not None:
                 raise _lost(name, "while it was released")
         self._move(UnitState.GATHERING)
-        self._flight = gather([segment.flat for segment in self.segments], streams, fork=fork)
+        self._flight = gather([segment.flat for segment in gathered], streams, fork=fork)
+        for segment in gathered:
+            segment.rewritten = False
 
     def push(self) -> None:
         """Go on with a gather that has a second stage."""
@@ -567,6 +583,7 @@ class Unit:
         self.state = UnitState.RESTING
         self.dozing = False
         for segment in self.segments:
+            segment.rewritten = True
             segment.heal()
             segment.detach()
             segment.flat.forget_column()

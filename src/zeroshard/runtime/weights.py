@@ -174,7 +174,7 @@ class Weights:
 
     def start(self, unit: Unit, *, fork: bool = True) -> None:
         """Start gathering `unit`, a collective on two-sided transports."""
-        for segment in unit.segments:
+        for segment in unit.gathered_segments:
             flat = segment.flat
             if self.ordered and not flat.is_local:
                 self._digest.fold(
@@ -306,9 +306,9 @@ class Weights:
                 " forward again (or step after the backward)"
             )
 
-    def invalidate(self) -> None:
-        """A step, writeback or load has written the shards: replicated copies are stale, and
-        their publish starts.
+    def invalidate(self, *, frozen: bool = False) -> None:
+        """A step, writeback or load has written the shards (the last two also of `frozen`
+        weights): replicated copies are stale, and their publish starts.
         """
         self.epoch += 1
         self._open = 0
@@ -322,6 +322,7 @@ class Weights:
             unit.forget_forwards()
             for segment in unit.segments:
                 segment.flat.forget_column()
+                segment.rewritten |= frozen
             if unit.state is UnitState.FULL and unit.depth == 0 and unit.cells.optim.is_sharded:
                 self.release(unit)
         fork = True  # once for all: nothing touches compute between these gathers
