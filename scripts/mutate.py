@@ -39,6 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FAULTS = Path(__file__).with_name("mutations.toml")
 COPIED = (
     "src",
+    "benchmarks",
     "tests",
     "examples",
     "scripts",
