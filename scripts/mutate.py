@@ -144,7 +144,7 @@ class Tree:
             try:
                 code = process.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                process.kill()  # its ranks follow: tests/harness.py
+                process.kill()  # its ranks follow: tests/support/harness.py
                 code = process.wait()
             output.seek(0)
             return code, output.read()

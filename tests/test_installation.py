@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tomllib
 
-from tests.harness import ROOT
+from tests.support.harness import ROOT
 
 
 def _has_gpu() -> bool:

@@ -180,7 +180,7 @@ class Offload(_Strict):
     staging_bytes: int | None = Field(default=None, ge=1 << 16)
     delayed_update: int | None = Field(default=None, ge=0)
     verify: bool = False
-    # what copies to and from the host go through, for tests: zeroshard.tier.link.Paced
+    # what copies to and from the host go through, for tests: tests/support/paced_link.py
     link: Any = Field(default=None, exclude=True, repr=False)
 
     @field_validator("weight", "grad", "optimizer", mode="before")

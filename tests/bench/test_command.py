@@ -14,7 +14,7 @@ from benchmarks.commands import report
 from benchmarks.leader import resident_bytes
 from benchmarks.results import ComparisonResult, ContenderResult, Report, Run
 from benchmarks.tables import markdown, summary
-from tests.harness import ROOT
+from tests.support.harness import ROOT
 from zeroshard.errors import ConfigError
 from zeroshard.launch.cli import main
 

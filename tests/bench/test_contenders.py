@@ -12,7 +12,7 @@ import torch
 from benchmarks.contenders import Setup, builder_for
 from benchmarks.model import GPT, Batches
 from benchmarks.plan import CONTENDERS, SIZES, Size
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 
 STEPS = 4
 INSTALLED = [name for name in CONTENDERS if not name.startswith("deepspeed")]

@@ -38,7 +38,7 @@ from benchmarks.raw_disk import Options as DiskOptions
 from benchmarks.results import ComparisonResult, ContenderResult, Largest, Report, Run
 from benchmarks.tables import markdown
 from tests.bench.test_command import MACHINE
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard.config import build_config
 from zeroshard.launch.cli import main
 

@@ -28,7 +28,7 @@ import zeroshard as zs
 from tests.checkpoint import deepspeed_tree
 from tests.checkpoint.deepspeed_tree import Tree
 from tests.engine.common import Net, batch, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard import CheckpointError, ConfigError
 from zeroshard.checkpoint.export import export
 from zeroshard.checkpoint.foreign import Imported, import_checkpoint

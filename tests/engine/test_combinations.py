@@ -22,7 +22,7 @@ from tests.engine.common import (
     make_model,
     two_groups,
 )
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard.optim import resting
 from zeroshard.runtime import unit as unit_module
 

@@ -21,7 +21,7 @@ from benchmarks.model import GPT
 from benchmarks.plan import Size
 from tests.engine.common import batch, make_model
 from tests.engine.test_memory import _live_storages
-from tests.harness import run_ranks, spawn_ranks
+from tests.support.harness import run_ranks, spawn_ranks
 from zeroshard.core.layout import ALIGN
 from zeroshard.core.placement import Mesh, Tier
 from zeroshard.core.policy import row as policy_row

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT
+from tests.support.harness import ROOT
 from zeroshard._version import __version__
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.launch import cli

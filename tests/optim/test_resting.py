@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.links import Endless
+from tests.support.endless_link import Endless
 from zeroshard.buffer import PagePool
 from zeroshard.optim import resting as module
 from zeroshard.optim.resting import DeviceResting, Resting, RestingPlace, TieredResting

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from tests.links import Endless
+from tests.support.endless_link import Endless
 from zeroshard.tier.host import HostStore
 from zeroshard.tier.link import Direct
 from zeroshard.tier.shelf import Shelf

@@ -1,0 +1,1 @@
+"""Test instruments: processes for ranks, links of known behaviour, storage that fails on demand."""
