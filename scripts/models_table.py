@@ -31,11 +31,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from tests.harness import RankError, close_pools, run_ranks  # noqa: E402
+from benchmarks.results import machine_facts  # noqa: E402
+from benchmarks.stats import Interval, bootstrap_median  # noqa: E402
 from tests.models.families import FAMILIES, SMALL, TINY  # noqa: E402
 from tests.models.training import STAGES, Measured, measure  # noqa: E402
-from zeroshard.launch.bench.results import machine_facts  # noqa: E402
-from zeroshard.launch.bench.stats import Interval, bootstrap_median  # noqa: E402
+from tests.support.harness import RankError, close_pools, run_ranks  # noqa: E402
 
 SIZES = {"small": SMALL, "tiny": TINY}
 NUM_RANKS = 2

@@ -39,6 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FAULTS = Path(__file__).with_name("mutations.toml")
 COPIED = (
     "src",
+    "benchmarks",
     "tests",
     "examples",
     "scripts",
@@ -143,7 +144,7 @@ class Tree:
             try:
                 code = process.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                process.kill()  # its ranks follow: tests/harness.py
+                process.kill()  # its ranks follow: tests/support/harness.py
                 code = process.wait()
             output.seek(0)
             return code, output.read()

@@ -21,8 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
-BENCHMARKS = PACKAGE / "launch" / "bench"
-FOLDERS = ("src", "tests", "scripts", "examples")
+FOLDERS = ("src", "benchmarks", "tests", "scripts", "examples")
 COLUMNS = 100
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -148,10 +147,9 @@ def measure() -> list[Row]:
     """Return every row of the table."""
     texts = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
     trees = {path: ast.parse(text) for path, text in texts.items()}
-    core = {path: tree for path, tree in trees.items() if BENCHMARKS not in path.parents}
     name = {path: str(path.relative_to(PACKAGE)) for path in trees}
 
-    lines = sum(texts[path].count("\n") for path in core)
+    lines = sum(texts[path].count("\n") for path in texts)
     wide = Counter(
         str(path.relative_to(ROOT))
         for folder in FOLDERS
@@ -160,12 +158,12 @@ def measure() -> list[Row]:
         if len(line.partition("  # type: ignore")[0].partition("  # noqa")[0]) > COLUMNS
     )
 
-    every = [(node, path) for path, tree in core.items() for node in functions(tree)]
+    every = [(node, path) for path, tree in trees.items() for node in functions(tree)]
     lengths = sorted((num_lines(node), f"{name[path]} {node.name}") for node, path in every)
     parameters = max((num_parameters(node), f"{name[path]} {node.name}") for node, path in every)
     classes = [
         (node, f"{name[path]} {node.name}")
-        for path, tree in core.items()
+        for path, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     ]
@@ -175,14 +173,14 @@ def measure() -> list[Row]:
     )
     stores = Counter(
         f"{name[path]} .{node.attr}"
-        for path, tree in core.items()
+        for path, tree in trees.items()
         if name[path].startswith("runtime/")
         for node in foreign_stores(tree)
     )
-    documented = set().union(*map(protocol_methods, core.values()))
+    documented = set().union(*map(protocol_methods, trees.values()))
     bare = [
         f"{name[path]} {thing}"
-        for path, tree in core.items()
+        for path, tree in trees.items()
         for thing in undocumented(tree, documented)
     ]
 
@@ -200,7 +198,7 @@ def measure() -> list[Row]:
 
     p95, longest = lengths[int(0.95 * len(lengths))][0], lengths[-1]
     return [
-        Row("lines in the package, benchmarks left out", lines),
+        Row("lines in the package", lines),
         Row(f"lines over {COLUMNS} columns", sum(wide.values()), ", ".join(wide), limit=0),
         Row("lines of a function: 95th percentile", p95, limit=32),
         Row("lines of a function: maximum", *longest, limit=120),

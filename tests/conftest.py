@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from tests.harness import close_pools
+from tests.support.harness import close_pools
 
 settings.register_profile("zeroshard", deadline=None, derandomize=True)
 settings.load_profile("zeroshard")

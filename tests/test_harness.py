@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import harness
-from tests.harness import RankError, run_ranks, spawn_ranks
+from tests.support import harness
+from tests.support.harness import RankError, run_ranks, spawn_ranks
 
 
 def _rank_and_sum(rank: int, world_size: int, offset: int) -> tuple[int, float]:
@@ -160,7 +160,7 @@ def test_a_local_function_is_refused_before_any_rank_sees_it() -> None:
 
 def test_a_pool_dies_with_the_process_that_started_it() -> None:
     code = (
-        "from tests.harness import run_ranks\nfrom tests.test_harness import"
+        "from tests.support.harness import run_ranks\nfrom tests.test_harness import"
         " _pid\nprint(*run_ranks(2, _pid), flush=True)\ninput()"
     )
     command = [sys.executable, "-c", code]

@@ -183,6 +183,16 @@ def test_no_object_travels_through_a_process_group() -> None:
     assert called == []
 
 
+def test_only_the_command_that_finds_the_benchmarks_imports_what_lies_beside_the_package() -> None:
+    beside = {"benchmarks", "examples", "scripts", "tests"}
+    assert {
+        name
+        for name, tree in TREES.items()
+        for module in _imports(tree, name)
+        if module.split(".")[0] in beside
+    } == {"launch/bench.py"}
+
+
 def test_every_module_says_what_it_is_and_what_it_offers() -> None:
     assert [name for name, tree in TREES.items() if not ast.get_docstring(tree)] == []
     assert [

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.harness import ROOT
+from tests.support.harness import ROOT
 
 CODE = '''
 class Base:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness import ROOT
+from tests.support.harness import ROOT
 
 pytest_plugins = ["pytester"]
 

@@ -1,4 +1,4 @@
-"""scripts/slow_wire.py: options, what it says where it may not run, closed forms and tables.
+"""benchmarks/slow_wire.py: options, what it says where it may not run, closed forms and tables.
 Namespaces are for the script itself to make.
 """
 
@@ -9,8 +9,8 @@ import io
 import pytest
 from rich.console import Console
 
-from scripts import slow_wire
-from scripts.slow_wire import (
+from benchmarks import slow_wire
+from benchmarks.slow_wire import (
     ROWS,
     AtRate,
     Measured,

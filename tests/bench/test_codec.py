@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.codec import Options, crossover, measure, run
 from zeroshard.errors import ConfigError
-from zeroshard.launch.bench.codec import Options, crossover, measure, run
 
 TINY = Options(numel=10_000, rounds=2)
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT
+from benchmarks.commands import report
+from benchmarks.leader import resident_bytes
+from benchmarks.results import ComparisonResult, ContenderResult, Report, Run
+from benchmarks.tables import markdown, summary
+from tests.support.harness import ROOT
 from zeroshard.errors import ConfigError
-from zeroshard.launch.bench.commands import report
-from zeroshard.launch.bench.leader import resident_bytes
-from zeroshard.launch.bench.results import ComparisonResult, ContenderResult, Report, Run
-from zeroshard.launch.bench.tables import markdown, summary
 from zeroshard.launch.cli import main
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import run_ranks
-from zeroshard.launch.bench.contenders import Setup, builder_for
-from zeroshard.launch.bench.model import GPT, Batches
-from zeroshard.launch.bench.plan import CONTENDERS, SIZES, Size
+from benchmarks.contenders import Setup, builder_for
+from benchmarks.model import GPT, Batches
+from benchmarks.plan import CONTENDERS, SIZES, Size
+from tests.support.harness import run_ranks
 
 STEPS = 4
 INSTALLED = [name for name in CONTENDERS if not name.startswith("deepspeed")]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from zeroshard.launch.bench import commands, driver
-from zeroshard.launch.bench.driver import ContenderError, Options, measure
-from zeroshard.launch.bench.plan import SIZES, Comparison
-from zeroshard.launch.bench.results import ComparisonResult, ContenderResult, Report, Run
+from benchmarks import commands, driver
+from benchmarks.driver import ContenderError, Options, measure
+from benchmarks.plan import SIZES, Comparison
+from benchmarks.results import ComparisonResult, ContenderResult, Report, Run
 
 AB = (Comparison("zero3", "torch-ddp", 1.0, pairs=3), Comparison("zero3", "fsdp2", 1.8, pairs=2))
 

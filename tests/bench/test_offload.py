@@ -17,16 +17,13 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.bench.test_command import MACHINE
-from tests.harness import run_ranks
-from zeroshard.config import build_config
-from zeroshard.launch.bench import commands, contenders, offload
-from zeroshard.launch.bench.contenders import Missing, Setup, builder_for
-from zeroshard.launch.bench.disk import Options as DiskOptions
-from zeroshard.launch.bench.driver import ContenderError, Options
-from zeroshard.launch.bench.model import GPT, Batches
-from zeroshard.launch.bench.offload import disk_step, host_step, largest, step_row
-from zeroshard.launch.bench.plan import (
+from benchmarks import commands, contenders, offload
+from benchmarks.contenders import Missing, Setup, builder_for
+from benchmarks.disk import step_row
+from benchmarks.driver import ContenderError, Options
+from benchmarks.model import GPT, Batches
+from benchmarks.offload import disk_step, host_step, largest
+from benchmarks.plan import (
     LARGEST,
     LARGEST_SIZE,
     OFFLOAD_ALIVE,
@@ -37,8 +34,12 @@ from zeroshard.launch.bench.plan import (
     blocks,
     comparisons_for,
 )
-from zeroshard.launch.bench.results import ComparisonResult, ContenderResult, Largest, Report, Run
-from zeroshard.launch.bench.tables import markdown
+from benchmarks.raw_disk import Options as DiskOptions
+from benchmarks.results import ComparisonResult, ContenderResult, Largest, Report, Run
+from benchmarks.tables import markdown
+from tests.bench.test_command import MACHINE
+from tests.support.harness import run_ranks
+from zeroshard.config import build_config
 from zeroshard.launch.cli import main
 
 OURS = [name for name in OFFLOAD_CONTENDERS if name.startswith("zero")]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zeroshard.launch.bench.model import GPT
-from zeroshard.launch.bench.plan import (
+from benchmarks.model import GPT
+from benchmarks.plan import (
     COMPARISONS,
     CONTENDERS,
     OVERHEAD_SIZE,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.launch.bench.stats import MIN_PAIRS, Interval, Verdict, bootstrap_median, judge
+from benchmarks.stats import MIN_PAIRS, Interval, Verdict, bootstrap_median, judge
 
 ratios = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=40)
 

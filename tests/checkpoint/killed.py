@@ -54,7 +54,7 @@ import xxhash
 
 import zeroshard as zs
 from tests.engine.common import VOCABULARY, make_model, two_groups
-from tests.harness import die_with_parent
+from tests.support.harness import die_with_parent
 from zeroshard.checkpoint.steps import list_steps, read_manifest
 
 WORLD = 2

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import zeroshard as zs
 from tests.checkpoint.common import make
 from tests.engine.common import batch, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard import CheckpointError
 from zeroshard.checkpoint.manifest import Manifest, ParameterEntry, ShardEntry, TensorEntry
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import zeroshard as zs
 from tests.engine.common import batch, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard.checkpoint.export import FORMATS
 from zeroshard.checkpoint.foreign import READERS
 from zeroshard.checkpoint.manifest import TensorEntry

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.common import Training, check_everything, make, train_and_save
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard import CheckpointError
 from zeroshard.checkpoint.steps import MANIFEST, list_steps, read_manifest
 

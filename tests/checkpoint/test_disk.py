@@ -29,7 +29,7 @@ import zeroshard as zs
 import zeroshard.checkpoint.save as saving
 import zeroshard.checkpoint.steps as steps
 from tests.checkpoint.common import Training, check_everything, make, train_and_save
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard import CheckpointError
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.engine.common import batch, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard import CheckpointError, ConfigError
 from zeroshard.checkpoint.export import export
 from zeroshard.checkpoint.foreign import import_checkpoint

@@ -19,7 +19,7 @@ import zeroshard as zs
 from tests.checkpoint.common import check_everything, make
 from tests.checkpoint.golden.make import HERE, STEP, Golden, whole
 from tests.checkpoint.golden.make import make as make_golden
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard.checkpoint.manifest import FORMAT, ITEMSIZE, VERSION, Manifest, digest
 from zeroshard.checkpoint.steps import list_steps
 

@@ -28,11 +28,11 @@ import zeroshard as zs
 from tests.checkpoint import deepspeed_tree
 from tests.checkpoint.deepspeed_tree import Tree
 from tests.engine.common import Net, batch, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard import CheckpointError, ConfigError
 from zeroshard.checkpoint.export import export
 from zeroshard.checkpoint.foreign import Imported, import_checkpoint
-from zeroshard.checkpoint.inert import read_inert
+from zeroshard.checkpoint.foreign.restricted_unpickler import read_inert
 from zeroshard.checkpoint.steps import list_steps, read_manifest
 from zeroshard.checkpoint.verify import verify
 
@@ -729,7 +729,7 @@ def test_an_import_that_fails_halfway_leaves_nothing(
         raise CheckpointError("no space")
 
     torch.save({"weight": torch.ones(3)}, tmp_path / "model.pt")
-    monkeypatch.setattr("zeroshard.checkpoint.foreign.write_new", full)
+    monkeypatch.setattr("zeroshard.checkpoint.foreign.formats.write_new", full)
     with pytest.raises(CheckpointError, match="no space"):
         import_checkpoint(tmp_path / "model.pt", tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]

@@ -16,7 +16,7 @@ import pytest
 import zeroshard as zs
 from tests.checkpoint import killed
 from tests.engine.common import make_model
-from tests.harness import ROOT
+from tests.support.harness import ROOT
 
 
 def kill(*arguments: str, timeout: float) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import nn
 import zeroshard as zs
 from tests.checkpoint.common import make
 from tests.checkpoint.test_manifest import sealed
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard import CheckpointError
 from zeroshard.checkpoint.steps import MANIFEST
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import zeroshard as zs
-from tests.harness import ROOT
+from tests.support.harness import ROOT
 from zeroshard.checkpoint.steps import list_steps, read_manifest
 from zeroshard.launch.run import SIGNAL_GRACE_S
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.engine.common import ROWS, TRANSPORTS, batch, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard import CheckpointError, PlanMismatch
 
 

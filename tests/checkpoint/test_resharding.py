@@ -17,7 +17,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.engine.common import Block, Net, batch, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 
 ROWS = ("ddp", "zero1", "zero2", "zero3")
 CUT, MORE = 3, 3  # steps before the checkpoint, and after it

@@ -21,7 +21,7 @@ import zeroshard as zs
 import zeroshard.checkpoint.save as saving
 import zeroshard.checkpoint.steps as steps
 from tests.checkpoint.common import check_everything, make
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard import CheckpointError, ConfigError, PlanMismatch
 
 # ------------------------------------------------------------------------------------- system calls

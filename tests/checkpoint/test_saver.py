@@ -15,7 +15,7 @@ from torch import nn
 import zeroshard as zs
 import zeroshard.checkpoint.save as saving
 from tests.engine.common import TRANSPORTS, Net, batch, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard import CheckpointError, ConfigError
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import zeroshard as zs
 from tests.engine.common import Net, batch, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard import CheckpointError, ConfigError
 
 CUT, MORE = 2, 2  # steps before the checkpoint, and after it

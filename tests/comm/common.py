@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tests.support.hosts import pretended_host
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.select import make_transport
 from zeroshard.comm.transport import Transport
@@ -100,17 +101,17 @@ def made(
     spec: Spec, rank: int, *, stall_timeout_s: float = 20.0, pool_bytes: int | None = None
 ) -> Transport:
     """Make `spec`'s transport over the default group."""
-    transport = make_transport(
-        None,
-        name=spec.name,
-        ordered=spec.ordered,
-        alias=spec.alias,
-        host_id=None if spec.host_size is None else str(rank // spec.host_size),
-        stall_timeout_s=stall_timeout_s,
-        pool_bytes=pool_bytes,
-        node_size=spec.node_size,
-        two_level=spec.two_level,
-    )
+    with pretended_host(None if spec.host_size is None else rank // spec.host_size):
+        transport = make_transport(
+            None,
+            name=spec.name,
+            ordered=spec.ordered,
+            alias=spec.alias,
+            stall_timeout_s=stall_timeout_s,
+            pool_bytes=pool_bytes,
+            node_size=spec.node_size,
+            two_level=spec.two_level,
+        )
     assert transport.name == spec.name or spec.node_size, (transport.name, spec)
     assert (transport.rank, transport.size) == (rank, spec.world_size)
     return transport

@@ -23,7 +23,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.harness import ROOT
+from tests.support.harness import ROOT
 from zeroshard.comm import codec as codecs
 from zeroshard.comm.codec import CODECS, Codec, codec
 

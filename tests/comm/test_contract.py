@@ -8,7 +8,7 @@ import pytest
 
 from tests.comm.cases import CASES
 from tests.comm.common import SPECS, Spec
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.label)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.comm import failures
 from tests.comm.common import MAPPED, PAIRED, Spec
-from tests.harness import run_ranks, spawn_ranks
+from tests.support.harness import run_ranks, spawn_ranks
 
 SHM2, SHM4 = Spec("shm2", 2, "shared_memory"), Spec("shm4", 4, "shared_memory")
 GLOO2, MIXED4 = Spec("gloo2", 2, "gloo"), Spec("mixed4", 4, "mixed", host_size=2)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.engine.common import ROWS, TRANSPORTS, train_row
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard import StateError
 
 WIDTH = 8

@@ -11,7 +11,7 @@ import torch
 
 import zeroshard as zs
 from tests.engine.common import ROWS, TRANSPORTS, Block, Run, train, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 
 STEPS = 200
 

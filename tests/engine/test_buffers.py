@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard.memory import Pages
 
 

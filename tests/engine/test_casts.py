@@ -13,7 +13,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.engine.common import ROWS, VOCABULARY, Run, batch, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 
 WIDTH = 16
 

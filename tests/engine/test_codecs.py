@@ -21,7 +21,7 @@ from tests.engine.common import (
     train,
     two_groups,
 )
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard.comm.codec import Codec, codec
 from zeroshard.core.cost import Wires
 from zeroshard.core.placement import Mesh

@@ -22,9 +22,9 @@ from tests.engine.common import (
     make_model,
     two_groups,
 )
-from tests.harness import run_ranks
-from zeroshard.optim import resting
+from tests.support.harness import run_ranks
 from zeroshard.runtime import unit as unit_module
+from zeroshard.state import gradient as resting
 
 State = dict[str, torch.Tensor]
 

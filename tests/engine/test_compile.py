@@ -11,7 +11,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.engine.common import batch, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard import ConfigError, StateError
 
 LAYERS = 4

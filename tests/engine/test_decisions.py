@@ -14,7 +14,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.engine.common import ROWS, TRANSPORTS, Net, batch, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard import PlanMismatch
 from zeroshard.runtime.decisions import Decisions
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import zeroshard as zs
 from tests.engine.cases import Case, Chain, compare_case, seeded, simple
 from tests.engine.common import ROWS, TRANSPORTS, Block, Run, batch, make_model, two_groups
-from tests.harness import run_ranks
 from tests.models.training import InBf16, narrowed
+from tests.support.harness import run_ranks
 from zeroshard.errors import ConfigError
 
 BF16 = torch.bfloat16

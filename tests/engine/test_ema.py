@@ -9,7 +9,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zeroshard as zs
 from tests.engine.common import ROWS, TRANSPORTS, batch, differences, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard import ConfigError, StateError
 
 DECAY, STEPS = 0.9, 5

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
 from tests.engine.common import ROWS, Net, batch, make_model, train, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard.errors import ConfigError, StateError
 
 SHARDED = ("zero3", "zero3-keep")  # rows whose weights rest in slices

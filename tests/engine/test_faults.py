@@ -31,7 +31,7 @@ from tests.engine.common import (
     train_with_ddp,
     two_groups,
 )
-from tests.harness import run_ranks, spawn_ranks
+from tests.support.harness import run_ranks, spawn_ranks
 from zeroshard.errors import PeerLostError, PlanMismatch, StallError, StateError
 
 State = dict[str, torch.Tensor]

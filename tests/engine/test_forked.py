@@ -17,7 +17,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.engine.common import TRANSPORTS, Net, batch, make_model, train, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 
 
 class _Rank:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
 from tests.engine.common import ROWS, TRANSPORTS, Run, batch, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard.errors import StateError
 
 Train = Callable[[nn.Module, torch.optim.Optimizer, int], None]

@@ -27,7 +27,7 @@ from tests.engine.cases import (
     train_case,
 )
 from tests.engine.common import ROWS, TRANSPORTS, Block, Net, batch, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.unit import UnitState
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
 from tests.engine.common import ROWS, TRANSPORTS, batch, differences, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard import ConfigError, PlanMismatch
 
 

@@ -13,7 +13,7 @@ import torch
 
 import zeroshard as zs
 from tests.engine.common import Net, batch, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard.core.layout import ALIGN
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row

@@ -25,7 +25,7 @@ from tests.engine.common import (
     train,
     two_groups,
 )
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard.core.cost import Wires
 from zeroshard.core.placement import Mesh, Tier
 from zeroshard.core.policy import row as policy_row

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
 from tests.engine.common import ROWS, batch, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard.errors import ConfigError, PlanMismatch, StateError
 
 

@@ -12,7 +12,7 @@ import torch
 
 import zeroshard as zs
 from tests.engine.common import ROWS, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard import ConfigError, PlanMismatch
 from zeroshard.config import build_config
 from zeroshard.core.placement import Cell, Cells, Placement, Tier

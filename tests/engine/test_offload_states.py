@@ -13,7 +13,7 @@ import torch
 import zeroshard as zs
 from tests.engine.common import batch, make_model, two_groups
 from tests.engine.test_memory import _live_storages
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 
 
 def _train(

@@ -9,7 +9,7 @@ import torch
 
 import zeroshard as zs
 from tests.engine.common import batch, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard.memory import Pages
 
 LAYERS = 4

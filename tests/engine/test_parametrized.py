@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 
 from tests.engine.cases import WIDTH, Case, Chain, compare_case, seeded, simple
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 
 
 class Symmetric(nn.Module):

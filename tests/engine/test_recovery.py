@@ -27,7 +27,7 @@ from tests.engine.common import (
     train_with_ddp,
     two_groups,
 )
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard.errors import CheckpointError, StallError, StateError
 
 

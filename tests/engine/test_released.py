@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.engine.common import ROWS, TRANSPORTS, batch, differences, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard import StateError
 from zeroshard.runtime.released import ReleasedParameter
 from zeroshard.runtime.unit import UnitState

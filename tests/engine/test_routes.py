@@ -9,7 +9,7 @@ import torch
 
 import zeroshard as zs
 from tests.engine.common import ROWS, Net, batch, padded_numel, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard.core.cost import LinkBytes
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row

@@ -17,7 +17,7 @@ import pytest
 
 import zeroshard as zs
 from tests.engine.common import Run, batch, differences, make_model, train, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard.runtime import recut, unit
 from zeroshard.state import gradient as resting
 from zeroshard.tier import direct_io, disk

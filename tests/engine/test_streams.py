@@ -11,7 +11,7 @@ import torch
 
 import zeroshard as zs
 from tests.engine.common import ROWS, batch, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard import api
 from zeroshard.runtime.streams import CheckingStreams
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
+from tests.support.paced_link import Paced
 from zeroshard.core.split import balanced
-from zeroshard.tier.link import Paced
 
 STEP_S = 4e-6  # per element, on either side
 WIDTH, LAYERS = 96, 12

@@ -5,7 +5,6 @@ every rank, and never a step that is half taken in silence.
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import hashlib
 import logging
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,97 +25,12 @@ import torch
 
 import zeroshard as zs
 import zeroshard.tier.disk as disk_tier
-import zeroshard.tier.host as host_tier
-import zeroshard.tier.swapdir as swapdir
 from tests.engine.common import TRANSPORTS, Net, Run, batch, make_model, two_groups
-from tests.harness import ROOT, run_ranks, spawn_ranks
+from tests.support.broken_storage import Broken, patched
+from tests.support.harness import ROOT, run_ranks, spawn_ranks
 from zeroshard import CheckpointError, StateError, StorageError
 
 CUT, STEPS = 1, 4  # where the checkpoint is, and the steps of a whole run
-
-# ---------------------------------------------------------------------------------------- injection
-
-
-class Broken:
-    """Lets this process's disk or host memory fail for states whose key contains `key`, while it
-    is armed.
-    """
-
-    def __init__(self, verb: str, key: str) -> None:
-        self.verb, self.key = verb, key
-        self.armed = False
-        self.fired = 0
-
-    def _fires(self, name: str) -> bool:
-        if self.armed and self.key in name:
-            self.fired += 1
-            return True
-        return False
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        patches: list[tuple[Any, str, Any]] = []
-
-        def patch(module: Any, name: str, make: Callable[[Any], Any]) -> None:
-            patches.append((module, name, getattr(module, name)))
-            setattr(module, name, make(getattr(module, name)))
-
-        def failing_io(real: Any) -> Any:
-            def io(fd: int, data: memoryview, offset: int) -> None:
-                if self._fires(os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))):
-                    raise OSError(errno.EIO, os.strerror(errno.EIO))
-                real(fd, data, offset)
-
-            return io
-
-        def failing_create(real: Any) -> Any:
-            def create(files: Any, key: str, num_bytes: int, *, direct: bool) -> Any:
-                if not self._fires(key):
-                    return real(files, key, num_bytes, direct=direct)
-                with _patched(swapdir, "reserve", _full):
-                    return real(files, key, num_bytes, direct=direct)
-
-            return create
-
-        def failing_slab(real: Any) -> Any:
-            def slab(store: Any, key: str, numel: int, dtype: torch.dtype) -> Any:
-                if not self._fires(key):
-                    return real(store, key, numel, dtype)
-                with _patched(host_tier, "host_memory", _no_memory):
-                    return real(store, key, numel, dtype)
-
-            return slab
-
-        if self.verb in ("read", "write"):
-            patch(disk_tier, f"{self.verb}_blocks", failing_io)
-        elif self.verb == "create":
-            patch(swapdir.SwapDirectory, "create", failing_create)
-        else:
-            patch(host_tier.HostStore, "slab", failing_slab)
-        try:
-            yield
-        finally:
-            for module, name, real in reversed(patches):
-                setattr(module, name, real)
-
-
-@contextlib.contextmanager
-def _patched(module: Any, name: str, value: Any) -> Iterator[None]:
-    real = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, real)
-
-
-def _full(fd: int, num_bytes: int) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _no_memory(num_bytes: int, **options: object) -> None:
-    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
 
 # ----------------------------------------------------------------------------------------- one case
 
@@ -986,7 +900,7 @@ def _abandoned(rank: int, world: int, transport: str, path: str) -> list[str]:
 
     # while the next block is being read
     handle = training.model.blocks[1].register_forward_hook(boom)
-    with _patched(disk_tier, "read_blocks", slow), pytest.raises(Boom):
+    with patched(disk_tier, "read_blocks", slow), pytest.raises(Boom):
         training.model(*batch(rank, 9))
     handle.remove()
     training.engine.reset()

@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from benchmarks.model import GPT
+from benchmarks.plan import Size
 from tests.engine.common import batch, make_model
 from tests.engine.test_memory import _live_storages
-from tests.harness import run_ranks, spawn_ranks
+from tests.support.harness import run_ranks, spawn_ranks
 from zeroshard.core.layout import ALIGN
 from zeroshard.core.placement import Mesh, Tier
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.precision import PRECISIONS
-from zeroshard.launch.bench.model import GPT
-from zeroshard.launch.bench.plan import Size
 
 MIB = 1 << 20
 LAYERS = 12  # units are small beside the model: a state that was left behind stands out

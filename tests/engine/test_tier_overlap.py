@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.harness import run_ranks
-from tests.links import Endless
+from tests.support.endless_link import Endless
+from tests.support.harness import run_ranks
 
 BLOCKS = 6
 WIDTH = 32

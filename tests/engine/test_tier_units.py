@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.engine.common import batch, make_model, train, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 
 CHECKPOINTS = {"kept": None, "recomputed": False, "reentrant": True}
 

@@ -14,7 +14,7 @@ import torch
 
 import zeroshard as zs
 from tests.engine.common import ROWS, Run, batch, make_model, train, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import row as policy_row
 from zeroshard.optim.streamed import StepJob, Streamed

@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, jvp, vmap
 
 import zeroshard as zs
 from tests.engine.common import TRANSPORTS, Net, batch, make_model, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard.errors import StateError
 
 X, Y = batch(0, 0)  # the same on every rank, so that an average is what plain torch has

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from tests.engine.cases import Backward, ByHand, Case, seeded, simple, train_case
 from tests.engine.common import ROWS, batch, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard.errors import PlanMismatch
 
 WIDTH = 16

@@ -15,7 +15,7 @@ import torch
 
 import zeroshard as zs
 from tests.engine.common import ROWS, Net, batch, padded_numel, two_groups
-from tests.harness import ROOT, run_ranks
+from tests.support.harness import ROOT, run_ranks
 from zeroshard.core.cost import Wires
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
@@ -145,7 +145,7 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
     fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh22x", b"lo", 0x41))
 sys.path.insert(0, {str(ROOT)!r})
 from tests.engine.test_wire import _interface
-from tests.harness import close_pools, run_ranks
+from tests.support.harness import close_pools, run_ranks
 print(json.dumps(run_ranks(int(sys.argv[1]), _interface, sys.argv[2], timeout=100)))
 close_pools()
 """

@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 
 import zeroshard as zs
-from tests.harness import ROOT
+from tests.support.harness import ROOT
 
 SCRIPT = ROOT / "examples" / "train_gpt.py"
 SMALL = [

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import zeroshard as zs
-from tests.harness import ROOT, run_ranks
+from tests.support.harness import ROOT, run_ranks
 
 SCRIPT = ROOT / "examples" / "zero_by_hand.py"
 STEPS = 5

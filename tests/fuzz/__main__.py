@@ -19,7 +19,7 @@ from tests.fuzz.draw import HELD_BACK, draw
 from tests.fuzz.program import Program
 from tests.fuzz.runner import Outcome, report, run_program
 from tests.fuzz.shrink import shrink
-from tests.harness import close_pools
+from tests.support.harness import close_pools
 
 
 def _arguments() -> argparse.Namespace:

@@ -21,7 +21,7 @@ from tests.fuzz.model import FEATURES, ROWS_IN_BATCH, VOCABULARY, FuzzNet
 from tests.fuzz.optimizers import make_optimizer
 from tests.fuzz.program import Micro, Program, describe
 from tests.fuzz.reference import DTYPES, ByHand
-from tests.harness import RankError, run_ranks
+from tests.support.harness import RankError, run_ranks
 from zeroshard.errors import ZeroshardError
 
 __all__ = ["Outcome", "command", "run_program"]

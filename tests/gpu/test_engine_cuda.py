@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import zeroshard as zs
 from tests.engine.common import ROWS, Net, batch, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,

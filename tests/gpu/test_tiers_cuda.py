@@ -22,7 +22,7 @@ import torch
 
 import zeroshard as zs
 from tests.engine.common import Net, batch, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard.core.placement import Tier
 from zeroshard.optim.shadow import Shadow
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 
 pytest.importorskip("transformers")
 

@@ -5,12 +5,14 @@ contract.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.harness import ROOT
 from zeroshard._version import __version__
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.launch import cli
@@ -142,3 +144,30 @@ def test_debug_shows_the_traceback(
     monkeypatch.setattr(cli, "_dispatch", lambda arguments: 1 // 0)
     assert cli.main(["run", "--debug"]) == 70
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_bench_runs_where_the_benchmarks_are_and_says_in_a_line_where_they_are_not(
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(ROOT / "src" / "zeroshard", tmp_path / "installed" / "zeroshard")
+    (tmp_path / "benchmarks").mkdir()  # of somebody else
+    (tmp_path / "benchmarks" / "__init__.py").write_text("raise SystemExit('imported')")
+
+    def bench(*path: Path) -> subprocess.CompletedProcess[str]:
+        environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+        return subprocess.run(
+            [sys.executable, "-m", "zeroshard", "bench", "step", "--help"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    missing = bench(tmp_path / "installed")
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert missing.stderr.startswith("zeroshard: bench: the benchmarks are not part of")
+    assert missing.stderr.count("\n") == 1
+    shutil.rmtree(tmp_path / "benchmarks")
+    for found in (bench(ROOT / "src"), bench(tmp_path / "installed", ROOT)):
+        assert found.returncode == 0 and "--contenders" in found.stdout

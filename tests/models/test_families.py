@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.harness import run_ranks
 from tests.models.families import FAMILIES, TINY
 from tests.models.training import STAGES, Contender, compare, train
+from tests.support.harness import run_ranks
 
 STEPS = 6
 

@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import zeroshard as zs
 from tests.engine.common import ROWS, Block, Net, batch, make_model, train, two_groups
-from tests.harness import run_ranks
-from tests.links import Endless
 from tests.models.training import STAGES, compare
+from tests.support.endless_link import Endless
+from tests.support.harness import run_ranks
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import ConfigError, StateError, StorageError

@@ -21,7 +21,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.engine.common import Net, batch, two_groups
-from tests.harness import RankError, run_ranks
+from tests.support.harness import RankError, run_ranks
 from zeroshard.nn.deferred import is_deferred
 from zeroshard.nn.hollow import _RECORDS
 from zeroshard.nn.recorder import LARGE_BYTES

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.engine.common import ROWS, Block, Net, batch, make_model, train, two_groups
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 from zeroshard.errors import CheckpointError, ConfigError, StateError
 from zeroshard.nn.deferred import is_deferred
 from zeroshard.nn.tiled import LinearTile, TiledLinear, join_tiles, tile_linears

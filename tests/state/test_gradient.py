@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.links import Endless
+from tests.support.endless_link import Endless
 from zeroshard.memory import Pages
 from zeroshard.state import gradient as module
 from zeroshard.state.gradient import GradientAllocator, RestingGradient

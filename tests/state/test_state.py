@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.links import Endless
+from tests.support.endless_link import Endless
 from zeroshard.state.state import DeviceStorage, State
 from zeroshard.tier.host import HostStore
 from zeroshard.tier.link import Direct

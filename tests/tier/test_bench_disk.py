@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.launch.bench import disk as bench
-from zeroshard.launch.bench.disk import Row
+from benchmarks.disk import Row
 from zeroshard.launch.cli import main
+from zeroshard.tier.direct_io import round_up
 
 ROUNDS = "1"
 SIZE = 5_000_000  # not a multiple of anything
@@ -130,11 +130,9 @@ def test_both_ways_touch_each_byte_once(
 
     counting("preadv")
     counting("pwritev")
-    monkeypatch.setattr(
-        "zeroshard.launch.bench.offload.step_row", lambda *_: Row("step", raw=[1.0], store=[1.0])
-    )
+    monkeypatch.setattr("benchmarks.disk.step_row", lambda *_: Row("step", raw=[1.0], store=[1.0]))
     assert run(tmp_path) == 0
-    state = 3 * bench.round_up(SIZE // 3, 4096)
+    state = 3 * round_up(SIZE // 3, 4096)
     rounds, contenders, probe = 2, 2, 4096
     assert moved == {
         "preadv": 2 * rounds * contenders * state + probe,

@@ -31,13 +31,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.harness import ROOT
+from tests.support.harness import ROOT
+from tests.support.paced_link import Paced
 from zeroshard.errors import StorageError
 from zeroshard.tier import crossing, direct_io, disk
 from zeroshard.tier.checksums import UNIT
 from zeroshard.tier.direct_io import BLOCK, round_up
 from zeroshard.tier.disk import DiskStore
-from zeroshard.tier.link import Paced
 from zeroshard.tier.pieces import cut
 from zeroshard.tier.staging import Staging
 from zeroshard.tier.swapdir import SwapDirectory, safe_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeroshard.tier.link import Paced
+from tests.support.paced_link import Paced
 
 
 @pytest.mark.parametrize("overlap", [True, False])

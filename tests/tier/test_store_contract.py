@@ -19,12 +19,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.paced_link import Paced
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work
 from zeroshard.tier import checksums, disk
 from zeroshard.tier.disk import DiskStore
 from zeroshard.tier.host import HostStore
-from zeroshard.tier.link import Paced
 from zeroshard.tier.store import Slab, Store
 
 CPU = torch.device("cpu")

@@ -1,7 +1,7 @@
 """Which ranks share this host's memory, agreed by all ranks before anything is mapped.
 
-Two ranks are near when they name the same host (boot id and network namespace, or `host_id` where a
-test pretends), both can make a memfd, and one could connect to the other's abstract Unix socket.
+Two ranks are near when they name the same host (boot id and network namespace), both can make a
+memfd, and one could connect to the other's abstract Unix socket.
 Nearness must be an equivalence, so a host where any pair failed to connect counts as separate
 hosts.
 
@@ -54,11 +54,11 @@ def boot_id() -> str:
     return f"{_BOOT_ID.read_text().strip()} {_NETWORK.stat().st_ino}"
 
 
-def meet_neighbours(rank: int, exchange: Exchange, *, host_id: str | None = None) -> Neighbours:
+def meet_neighbours(rank: int, exchange: Exchange) -> Neighbours:
     """Find the ranks of this host and connect to them. Collective over `exchange`; never raises
     on one rank only.
     """
-    listener, own = _introduce(host_id)
+    listener, own = _introduce()
     everyone = [json.loads(text) for text in exchange(json.dumps(own).encode())]
     sockets: dict[int, socket.socket] = {}
     report: dict[str, str] = {}  # rank we could not connect to -> why
@@ -96,7 +96,7 @@ def meet_neighbours(rank: int, exchange: Exchange, *, host_id: str | None = None
     return found
 
 
-def _introduce(host_id: str | None) -> tuple[socket.socket | None, dict[str, str]]:
+def _introduce() -> tuple[socket.socket | None, dict[str, str]]:
     """Open a listener and try the memory; what goes wrong is told to the others instead of
     raised.
     """
@@ -104,7 +104,7 @@ def _introduce(host_id: str | None) -> tuple[socket.socket | None, dict[str, str
     token = secrets.token_hex(16)
     name = f"zeroshard-{secrets.token_hex(16)}"
     try:
-        host = boot_id() if host_id is None else f"pretended {host_id} on {boot_id()}"
+        host = boot_id()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind("\0" + name)
         listener.listen(4096)

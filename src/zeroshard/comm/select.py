@@ -36,7 +36,6 @@ def make_transport(
     stall_timeout_s: float = 300.0,
     pool_bytes: int | None = None,
     alias: bool = True,
-    host_id: str | None = None,
     two_level: bool | None = None,
     columns: bool = False,
     node_sums: bool = False,
@@ -53,7 +52,6 @@ def make_transport(
     faster one of their own.
     `pool_bytes` bounds the gradient buffers (at least one is always given; None: twice the
     largest). `alias` lets sharded windows of one host be one mapping that is the full buffer.
-    `host_id` lets tests pretend that ranks live on different hosts.
     """
     device = torch.device("cpu") if device is None else device
     if group is None and dist.is_available() and dist.is_initialized():
@@ -94,7 +92,7 @@ def make_transport(
     ) -> PairedTransport:
         if only_gloo:
             return make_gloo(circle, node_size=node_size, traffic=traffic, **options)
-        shared: dict[str, Any] = {"required": name != "auto", "host_id": host_id, "alias": alias}
+        shared: dict[str, Any] = {"required": name != "auto", "alias": alias}
         return make_paired(circle, node_size=node_size, traffic=traffic, **shared, **options)
 
     circle = Circle.of(group)

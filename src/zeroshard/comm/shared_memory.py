@@ -41,7 +41,6 @@ def make_paired(
     circle: Circle,
     *,
     required: bool,
-    host_id: str | None = None,
     stall_timeout_s: float,
     **options: Any,
 ) -> PairedTransport:
@@ -49,8 +48,7 @@ def make_paired(
     the others.
 
     Where ranks of one host cannot share memory, `required` raises ConfigError on every rank; else
-    those use gloo, said once in a warning. `host_id` lets tests pretend that ranks live on
-    different hosts.
+    those use gloo, said once in a warning.
     """
     rank, size = circle.rank, circle.size
     connections = connect(circle, stall_timeout_s=max(stall_timeout_s, _MEETING_S))
@@ -64,9 +62,7 @@ def make_paired(
         stall_timeout_s=max(stall_timeout_s, _MEETING_S),
     )
     try:
-        neighbours = meet_neighbours(
-            rank, partial(meeting.exchange_quietly, call="shard()"), host_id=host_id
-        )
+        neighbours = meet_neighbours(rank, partial(meeting.exchange_quietly, call="shard()"))
     finally:
         meeting.close()
     if neighbours.problems:

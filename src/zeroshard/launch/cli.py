@@ -39,13 +39,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    parser, run_parser = _build_parser()
+    parser, run_parser, bench_parser = _build_parser()
     command = arguments[1:] if arguments[:1] == ["--debug"] else arguments
     if command[:1] == ["run"]:  # not by the parser: what follows the script is not ours to read
         options = parse_run(run_parser, [*arguments[: len(arguments) - len(command)], *command[1:]])
         from zeroshard.launch.run import launch, leave
 
         leave(launch(options))
+    # only now: most installations have no benchmarks, and most commands need none
+    if [word for word in arguments if not word.startswith("-")][:1] == ["bench"]:
+        bench.add_commands(bench_parser)
     parsed = parser.parse_args(arguments)
     if parsed.command is None:
         parser.print_help(sys.stderr)
@@ -53,7 +56,8 @@ def _dispatch(arguments: list[str]) -> int:
     return int(parsed.handler(parsed))
 
 
-def _build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+def _build_parser() -> tuple[argparse.ArgumentParser, ...]:
+    """The parser of all, and those of ``run`` and ``bench``, which _dispatch needs."""
     parser = LineParser(
         prog="zeroshard",
         description="ZeRO for PyTorch: launch, checkpoints, measure.",
@@ -68,8 +72,8 @@ def _build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     run_parser = commands.add_parser("run", help="start a script on every rank", allow_abbrev=False)
     add_run_options(run_parser)
     checkpoint.add_parser(commands)
-    bench.add_parser(commands)
-    return parser, run_parser
+    bench_parser = commands.add_parser("bench", help="measure this library beside the others")
+    return parser, run_parser, bench_parser
 
 
 def _explain(error: BaseException) -> tuple[int, str]:

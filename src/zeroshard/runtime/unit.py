@@ -330,8 +330,21 @@ class Segment:
         for parameter in self.parameters:
             release_class(parameter)
 
+    def outgoing(self) -> FlatBuffer:
+        """Return the buffer that a gather is about to fill."""
+        self.rewritten = False
+        return self.flat
+
+    def invalidate(self, *, frozen: bool) -> None:
+        """Trained weights have been rewritten, and `frozen` ones."""
+        self.flat.forget_column()
+        self.rewritten |= frozen
+
     def heal(self) -> None:
-        """Make released parameters read as NaN again, whatever was written there."""
+        """Make released parameters read as NaN again, whatever was written there; what was on its
+        way is lost.
+        """
+        self.rewritten = True
         for poison in self._poison:
             poison.fill_(placeholder_value(self.flat.dtype))
 
@@ -492,9 +505,7 @@ class Unit:
             if name is not None:
                 raise _lost(name, "while it was released")
         self._move(UnitState.GATHERING)
-        self._flight = gather([segment.flat for segment in gathered], streams, fork=fork)
-        for segment in gathered:
-            segment.rewritten = False
+        self._flight = gather([segment.outgoing() for segment in gathered], streams, fork=fork)
 
     def push(self) -> None:
         """Go on with a gather that has a second stage."""
@@ -583,7 +594,6 @@ class Unit:
         self.state = UnitState.RESTING
         self.dozing = False
         for segment in self.segments:
-            segment.rewritten = True
             segment.heal()
             segment.detach()
             segment.flat.forget_column()

@@ -321,8 +321,7 @@ class Weights:
         for unit in self.units:
             unit.forget_forwards()
             for segment in unit.segments:
-                segment.flat.forget_column()
-                segment.rewritten |= frozen
+                segment.invalidate(frozen=frozen)
             if unit.state is UnitState.FULL and unit.depth == 0 and unit.cells.optim.is_sharded:
                 self.release(unit)
         fork = True  # once for all: nothing touches compute between these gathers

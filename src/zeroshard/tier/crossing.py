@@ -2,7 +2,7 @@
 
     HostBytes     host memory beside the disk: the disk may use it itself where it is aligned, else
                   a plain copy
-    LinkedBytes   on an accelerator, or where a pretended link stands for one (link.py): through the
+    LinkedBytes   on an accelerator, or where a test's link stands for one: through the
                   worker's buffer, pinned, and the link
 
 [Note: device and disk] A transfer may run long after it was started, in another thread. So what was

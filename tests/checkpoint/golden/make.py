@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.harness import close_pools, run_ranks
+from tests.support.harness import close_pools, run_ranks
 from zeroshard.checkpoint.manifest import VERSION
 
 HERE = Path(__file__).resolve().parent

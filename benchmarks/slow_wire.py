@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
 """Step times over a slow wire: two hosts made of network namespaces, a veth pair between them
 limited by `tc`, two ranks on each.
 
     # no limit, 1 Gbit/s and 100 Mbit/s, bf16
-    sudo .venv/bin/python scripts/slow_wire.py
-    sudo .venv/bin/python scripts/slow_wire.py --rates none,1gbit --precision fp32 --rounds 3 \\
+    sudo .venv/bin/python -m benchmarks.slow_wire
+    sudo .venv/bin/python -m benchmarks.slow_wire --rates none,1gbit --precision fp32 --rounds 3 \\
         --rows zero3 zeropp-int4 --json
 
 zeroshard finds two hosts, since network namespaces differ: their ranks share memory inside and meet
@@ -42,17 +41,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "src")]
-
-from zeroshard.comm.codec import codec  # noqa: E402
-from zeroshard.core.cost import Wires  # noqa: E402
-from zeroshard.core.placement import Mesh  # noqa: E402
-from zeroshard.core.policy import row as policy_row  # noqa: E402
-from zeroshard.core.precision import PRECISIONS  # noqa: E402
-from zeroshard.launch.bench.plan import Size  # noqa: E402
-from zeroshard.launch.bench.results import machine_facts  # noqa: E402
-from zeroshard.launch.bench.stats import bootstrap_median, judge  # noqa: E402
+from benchmarks import PATH
+from benchmarks.plan import Size
+from benchmarks.results import machine_facts
+from benchmarks.stats import bootstrap_median, judge
+from zeroshard.comm.codec import codec
+from zeroshard.core.cost import Wires
+from zeroshard.core.placement import Mesh
+from zeroshard.core.policy import row as policy_row
+from zeroshard.core.precision import PRECISIONS
 
 MB = 1e6
 MESH = Mesh(2, 2)
@@ -291,7 +288,8 @@ class Ranks:
         self._processes: list[subprocess.Popen[str]] = []
         words = [
             sys.executable,
-            str(Path(__file__).with_name("slow_wire_worker.py")),
+            "-m",
+            "benchmarks.slow_wire_worker",
             json.dumps(asdict(size)),
             precision,
             DEVICE,
@@ -317,7 +315,7 @@ class Ranks:
             "GLOO_SOCKET_IFNAME": DEVICE,
             "OMP_NUM_THREADS": 1,
         }
-        path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join(filter(None, (*PATH, os.environ.get("PYTHONPATH"))))
         environment = (
             os.environ
             | {name: str(value) for name, value in settings.items()}
@@ -680,7 +678,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(words)
     # where a file lies is nobody's business
     shown = [Path(word).name if os.path.isabs(word) else word for word in words]
-    options.command = ["python", "scripts/slow_wire.py", *shown]
+    options.command = ["python", "-m", "benchmarks.slow_wire", *shown]
     options.rates = options.rates.split(",")
     for name in ("rounds", "steps", "layers", "tokens"):
         if getattr(options, name) < 1:
@@ -706,7 +704,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def refuse(reason: str) -> int:
     """Say loudly that nothing was measured."""
     print(
-        "SKIPPED, NOTHING MEASURED: scripts/slow_wire.py makes network namespaces and limits a"
+        "SKIPPED, NOTHING MEASURED: benchmarks/slow_wire.py makes network namespaces and limits a"
         f" veth pair, and lacks {reason}",
         file=sys.stderr,
     )

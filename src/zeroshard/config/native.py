@@ -8,10 +8,7 @@ cannot honour is refused, never dropped.
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections import Counter
-from math import isfinite
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -30,12 +27,14 @@ from pydantic_core import ErrorDetails
 
 from zeroshard.comm.codec import Codec, codec
 from zeroshard.comm.quantized import Codecs, Feedback
+from zeroshard.config.deepspeed import deepspeed_fields
+from zeroshard.config.reading import nearest, parse_json, read_json
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import STAGES, Policy, row
 from zeroshard.core.precision import PRECISIONS, Precision, dtype_name
 from zeroshard.errors import ConfigError
 
-__all__ = ["Comm", "Config", "Offload", "build_config", "nearest"]
+__all__ = ["Comm", "Config", "Offload", "build_config"]
 
 TierName = Literal["device", "host", "disk"]
 
@@ -180,7 +179,7 @@ class Offload(_Strict):
     staging_bytes: int | None = Field(default=None, ge=1 << 16)
     delayed_update: int | None = Field(default=None, ge=0)
     verify: bool = False
-    # what copies to and from the host go through, for tests: zeroshard.tier.link.Paced
+    # what copies to and from the host go through, for tests: tests/support/paced_link.py
     link: Any = Field(default=None, exclude=True, repr=False)
 
     @field_validator("weight", "grad", "optimizer", mode="before")
@@ -430,14 +429,14 @@ class Config(_Strict):
         """Read what `to_json` wrote; raises ConfigError naming a wrong key and the nearest right
         one.
         """
-        return build_config(_parse_json(text, "the configuration"))
+        return build_config(parse_json(text, "the configuration"))
 
     @classmethod
     def read(cls, source: Config | dict[str, Any] | str | Path | None) -> Config:
         """Return the configuration in `source`: one of ours (a Config, a dict, a path to JSON,
         None for the defaults), or DeepSpeed's.
         """
-        data = _read_json(source) if isinstance(source, (str, Path)) else source
+        data = read_json(source) if isinstance(source, (str, Path)) else source
         if isinstance(data, dict) and "zero_optimization" in data:
             return cls.from_deepspeed(data)
         return build_config(data)
@@ -453,202 +452,13 @@ class Config(_Strict):
         configuration without ``gradient_clipping`` clips at 1.0 (0 switches it off). Every other
         key raises ConfigError by name: an option without effect is an error here.
         """
-        data = _read_json(source) if isinstance(source, (str, Path)) else source
+        data = read_json(source) if isinstance(source, (str, Path)) else source
         if not isinstance(data, dict):
             raise ConfigError(
                 f"a DeepSpeed configuration is a JSON object, not a {type(data).__name__}"
             )
-        fields: dict[str, Any] = {"stage": 0, "gradient_clipping": 1.0}
-        for key, value in data.items():
-            if key in _BATCH_KEYS:
-                fields[key] = None if value == "auto" else value
-            elif key == "gradient_clipping":
-                fields[key] = (
-                    None if value == "auto" or (value == 0 and type(value) is not bool) else value
-                )
-            elif key == "zero_optimization":
-                fields |= _zero_section(value)
-            elif key in _HALF_PRECISIONS:
-                if _flag(f"{key}.enabled", _section_value(key, value, "enabled", False)):
-                    if "precision" in fields:
-                        raise ConfigError("bf16 and fp16 are both enabled: one of them decides")
-                    fields["precision"] = _HALF_PRECISIONS[key]
-            else:
-                known = [*_BATCH_KEYS, *_HALF_PRECISIONS, "gradient_clipping", "zero_optimization"]
-                raise ConfigError(
-                    f"DeepSpeed's key {key!r} is not supported in this"
-                    f" version{nearest(key, known)}: leave it out"
-                )
-        if isinstance(fields["stage"], bool):  # what stage 1 was called once
-            fields["stage"] = int(fields["stage"])
+        fields = deepspeed_fields(data)
         return build_config({key: value for key, value in fields.items() if value is not None})
-
-
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_HALF_PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
-
-
-def _section_value(section: str, value: Any, name: str, default: Any) -> Any:
-    """Return the one key of a section that is read; "auto" is the default, and any other key is
-    refused.
-    """
-    if not isinstance(value, dict):
-        raise ConfigError(f"DeepSpeed's section {section!r} is an object, not {value!r}")
-    others = [key for key in value if key != name]
-    if others:
-        raise ConfigError(
-            f"DeepSpeed's key '{section}.{others[0]}' is not supported in this"
-            f" version{nearest(others[0], [name])}: leave it out"
-        )
-    return default if value.get(name, "auto") == "auto" else value[name]
-
-
-def _flag(name: str, value: Any) -> bool:
-    """Return a truth value of DeepSpeed's; "auto" is false."""
-    if type(value) is not bool and value != "auto":
-        raise ConfigError(f"DeepSpeed's {name}={value!r} is neither true nor false")
-    return value is True
-
-
-def _object(name: str, value: Any, known: list[str]) -> dict[str, Any]:
-    """Return a section of DeepSpeed's with no keys but those `known`; none, empty or false is
-    one without keys.
-    """
-    if value in (None, False):
-        return {}
-    if not isinstance(value, dict):
-        raise ConfigError(f"DeepSpeed's section {name!r} is an object, not {value!r}")
-    wrong = [key for key in value if key not in known]
-    if wrong:
-        raise ConfigError(
-            f"DeepSpeed's key '{name}.{wrong[0]}' is not supported in this"
-            f" version{nearest(wrong[0], known)}: leave it out"
-        )
-    return value
-
-
-_PLUS_PLUS_KEYS = (
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_gradients",
-    "zeropp_loco_param",
-    "mics_shard_size",
-)
-_ZERO_KEYS = ("stage", "offload_optimizer", "offload_param", *_PLUS_PLUS_KEYS)
-_DEVICES = {"none": "device", "cpu": "host", "nvme": "disk"}
-
-
-def _zero_section(value: Any) -> dict[str, Any]:
-    """Read DeepSpeed's ``zero_optimization``: the stage, and what is offloaded (gradients go to
-    the host with the optimizer, as there).
-    """
-    if not isinstance(value, dict):
-        raise ConfigError(f"DeepSpeed's section 'zero_optimization' is an object, not {value!r}")
-    others = [key for key in value if key not in _ZERO_KEYS]
-    if others:
-        raise ConfigError(
-            f"DeepSpeed's key 'zero_optimization.{others[0]}' is not supported in this"
-            f" version{nearest(others[0], list(_ZERO_KEYS))}: leave it out"
-        )
-    stage = value.get("stage", 0)
-    fields: dict[str, Any] = {"stage": 0 if stage == "auto" else stage}
-    offload: dict[str, Any] = {}
-    for section, state in (("offload_optimizer", "optimizer"), ("offload_param", "weight")):
-        known = ["device", "nvme_path", "pin_memory", *(["ratio"] if state == "optimizer" else [])]
-        given = _object(f"zero_optimization.{section}", value.get(section), known)
-        device = given.get("device", "none")
-        if not isinstance(device, str) or device not in _DEVICES:
-            raise ConfigError(
-                f"zero_optimization.{section}.device={device!r} is not one of {', '.join(_DEVICES)}"
-            )
-        if _DEVICES[device] == "device":
-            continue
-        offload[state] = _DEVICES[device]
-        if device == "nvme":
-            offload["disk_path"] = given.get("nvme_path")
-        if given.get("ratio", 1.0) != 1.0 or given.get("ratio") is True:
-            offload["fraction"] = {"optimizer": given["ratio"], "grad": given["ratio"]}
-    if "optimizer" in offload and fields["stage"] in (2, 3):
-        offload["grad"] = "host"
-    elif isinstance(offload.get("fraction"), dict):
-        del offload["fraction"]["grad"]
-    if offload:
-        fields["offload"] = offload
-    return fields | _plus_plus(value, fields["stage"])
-
-
-def _plus_plus(section: dict[str, Any], stage: Any) -> dict[str, Any]:
-    """Read DeepSpeed's keys of ZeRO++ and MiCS; its int4 gradients and int8 weights."""
-    comm: dict[str, Any] = {}
-    row: str | None = None
-    for key, name in (("zero_hpz_partition_size", "hpz"), ("mics_shard_size", "mics")):
-        size = section.get(key, 1)
-        if type(size) is not int and size != "auto":
-            raise ConfigError(
-                f"DeepSpeed's zero_optimization.{key}={size!r} is not a number of ranks"
-            )
-        if size not in (1, -1, "auto"):
-            if row is not None:
-                raise ConfigError(
-                    "zero_hpz_partition_size and mics_shard_size are both set: one of them decides"
-                )
-            row, comm["node_size"] = name, size
-    for key, setting, codec_name in (
-        ("zero_quantized_weights", "weight_codec", "int8"),
-        ("zero_quantized_gradients", "grad_codec", "int4"),
-    ):
-        if _flag(f"zero_optimization.{key}", section.get(key, False)):
-            comm[setting] = codec_name
-    known = {"err_beta": "beta", "reset_T": "reset"}
-    loco = _object("zeropp_loco_param", section.get("zeropp_loco_param"), list(known))
-    if loco:
-        comm["error_feedback"] = {known[key]: number for key, number in loco.items()}
-    if (row or comm) and stage != 3:
-        raise ConfigError(f"zero_optimization: ZeRO++ and MiCS are stage 3, not {stage!r}")
-    out: dict[str, Any] = {"comm": comm} if comm else {}
-    return out | ({"policy": row, "stage": None} if row else {})
-
-
-def _read_json(path: str | Path) -> Any:
-    try:
-        data = Path(path).read_bytes()
-    except (OSError, ValueError) as error:  # a path with a zero in it is a ValueError
-        raise ConfigError(
-            f"config={str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from None
-    return _parse_json(data, f"config={str(path)!r}")
-
-
-def _parse_json(text: str | bytes, where: str) -> Any:
-    """Read JSON without what Python's reader adds to it (NaN, Infinity, a key twice); raises
-    ConfigError naming `where`.
-    """
-
-    def number(literal: str) -> float:
-        if not isfinite(float(literal)):
-            raise ValueError(f"{literal[:40]} is not a finite number")
-        return float(literal)
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        out = dict(pairs)
-        if len(out) < len(pairs):
-            raise ValueError(
-                f"the key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} is there twice"
-            )
-        return out
-
-    try:
-        if isinstance(text, bytes):
-            text = text.decode("utf-8-sig")
-        return json.loads(text, object_pairs_hook=unique, parse_float=number, parse_constant=number)
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{where} is not JSON: it is not UTF-8 text, from byte {error.start} on"
-        ) from None
-    except RecursionError:
-        raise ConfigError(f"{where} is not JSON that can be read: it is nested too deep") from None
-    except ValueError as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from None
 
 
 def _policy_name(policy: str | Policy) -> str:
@@ -662,12 +472,6 @@ def _precision_json(precision: Precision) -> dict[str, str]:
     }
 
 
-def nearest(name: str, choices: list[str]) -> str:
-    """Return "; did you mean 'x'?" for the choice nearest to `name`, or an empty string."""
-    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
 def build_config(source: Config | dict[str, Any] | str | Path | None, **overrides: Any) -> Config:
     """Return the configuration in `source` (a Config, a dict, a path to JSON) with `overrides`
     on top.
@@ -676,7 +480,7 @@ def build_config(source: Config | dict[str, Any] | str | Path | None, **override
     """
     data: dict[str, Any] = {}
     if isinstance(source, (str, Path)):
-        data = _read_json(source)
+        data = read_json(source)
     elif isinstance(source, Config):
         data = {name: getattr(source, name) for name in source.model_fields_set}
     elif source is not None:

@@ -1,7 +1,8 @@
 """A checkpoint of torch.distributed.checkpoint as the tree of dictionaries that was saved.
 
-Its ``.metadata`` is a pickle: it is read as data (inert.py), and says for each tensor which blocks
-lie where in which file. Each block is a torch file of its own, opened with ``weights_only=True``.
+Its ``.metadata`` is a pickle: it is read as data (restricted_unpickler.py), and says for each
+tensor which blocks lie where in which file. Each block is a torch file of its own, opened with
+``weights_only=True``.
 
 Invariant: blocks fill their tensor without gaps and overlaps; no file outside the directory is
 opened. Cost: what is wanted is held in memory.
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.inert import Name, Record, load_tensors, read_inert
+from zeroshard.checkpoint.foreign.restricted_unpickler import Name, Record, load_tensors, read_inert
 from zeroshard.checkpoint.shards import DTYPES
 from zeroshard.errors import CheckpointError
 

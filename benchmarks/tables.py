@@ -13,9 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zeroshard.launch.bench.plan import MEMORY_CLAIMS
-from zeroshard.launch.bench.results import ComparisonResult, ContenderResult, Report, Run
-from zeroshard.launch.bench.stats import bootstrap_median, judge
+from benchmarks.plan import MEMORY_CLAIMS
+from benchmarks.results import ComparisonResult, ContenderResult, Report, Run
+from benchmarks.stats import bootstrap_median, judge
 
 __all__ = ["markdown", "show", "summary"]
 

@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.results import machine_facts
 from zeroshard.comm.codec import CODECS, Codec, codec, engine_of
-from zeroshard.launch.bench.results import machine_facts
 
 __all__ = ["DTYPES", "Options", "crossover", "measure", "run"]
 

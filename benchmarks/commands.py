@@ -23,9 +23,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from zeroshard.errors import ConfigError
-from zeroshard.launch.bench.driver import Options, measure
-from zeroshard.launch.bench.plan import (
+from benchmarks.driver import Options, measure
+from benchmarks.plan import (
     COMPARISONS,
     LARGEST,
     OFFLOAD_ALIVE,
@@ -37,9 +36,10 @@ from zeroshard.launch.bench.plan import (
     blocks,
     comparisons_for,
 )
-from zeroshard.launch.bench.results import Report, Run, machine_facts
-from zeroshard.launch.bench.stats import MIN_PAIRS
-from zeroshard.launch.bench.tables import markdown, show, summary
+from benchmarks.results import Report, Run, machine_facts
+from benchmarks.stats import MIN_PAIRS
+from benchmarks.tables import markdown, show, summary
+from zeroshard.errors import ConfigError
 
 __all__ = ["offload", "overhead", "report", "step"]
 
@@ -145,7 +145,7 @@ def _run_alone(result: Report, arguments: argparse.Namespace, path: Path) -> Non
     parts = [part for part in ("host-step", "disk-step") if part in arguments.parts]
     if not parts:
         return
-    from zeroshard.launch.bench.offload import disk_step, host_step  # which import torch
+    from benchmarks.offload import disk_step, host_step  # which import torch
 
     runs: dict[str, tuple[int, Callable[..., Run]]] = {}
     if "host-step" in parts:
@@ -173,7 +173,7 @@ def _run_largest(
         )
         _save(result, arguments.out)
         return
-    from zeroshard.launch.bench.offload import largest
+    from benchmarks.offload import largest
 
     card = None if arguments.card_gib is None else int(arguments.card_gib * 2**30)
     options = Options(

@@ -6,7 +6,7 @@ step by itself, and the largest model.
                 is; and "weights back" to the device (on a CPU that is one more pass over memory)
     disk step   the streamed step of states on disk: read | step | write, beside two bounds that are
                 measured in the same turns:
-                    raw      the same bytes read and written by plain threads (disk.py), with no
+                    raw      the same bytes read and written by plain threads (raw_disk.py), with no
                              step and no order among them
                     compute  the same step with the same states on the host: what it takes when the
                              disk takes no time
@@ -33,13 +33,13 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from benchmarks.contenders import adamw
+from benchmarks.driver import ContenderError, Group, Options
+from benchmarks.plan import LARGEST, LARGEST_SIZE, Size
+from benchmarks.raw_disk import Options as DiskOptions
+from benchmarks.raw_disk import Raw
+from benchmarks.results import ComparisonResult, ContenderResult, Largest, Run
 from zeroshard.core.placement import Tier
-from zeroshard.launch.bench.contenders import adamw
-from zeroshard.launch.bench.disk import Options as DiskOptions
-from zeroshard.launch.bench.disk import Row, _Raw
-from zeroshard.launch.bench.driver import ContenderError, Group, Options
-from zeroshard.launch.bench.plan import LARGEST, LARGEST_SIZE, Size
-from zeroshard.launch.bench.results import ComparisonResult, ContenderResult, Largest, Run
 from zeroshard.tier.disk import DiskStore
 
 __all__ = [
@@ -49,7 +49,6 @@ __all__ = [
     "disk_step",
     "host_step",
     "largest",
-    "step_row",
 ]
 
 HOST_TARGET = 0.9  # of torch's elements per second
@@ -125,8 +124,8 @@ class _Plain:
         self._states = self._raw(12 * numel)
         self._gradient = self._raw(4 * numel) if with_gradient else None
 
-    def _raw(self, num_bytes: int) -> _Raw:
-        raw = _Raw(
+    def _raw(self, num_bytes: int) -> Raw:
+        raw = Raw(
             self._store,
             DiskOptions(path=None, num_bytes=num_bytes, rounds=0, queue_depth=8, verify=False),
         )
@@ -266,21 +265,6 @@ def disk_step(
     way = "" if plain.direct else ", BUFFERED (no O_DIRECT there)"
     title = f"disk step, gradient on {'disk' if on_disk else 'the device'}{way}"
     return _run(title, rig.numel, seconds, {"disk step": moved, "raw": moved}, targets)
-
-
-def step_row(options: DiskOptions, path: Path) -> Row:
-    """Return the disk step as a row of ``zeroshard bench disk``: GB/s of the raw bytes, and of
-    the step that moves as many.
-    """
-    run = disk_step(
-        options.num_bytes // 12, options.rounds, path, grad="device", verify=options.verify
-    )
-    speeds = {
-        c.name: [c.facts["bytes"] / seconds / 1e9 for seconds in c.step_s]
-        for c in run.contenders
-        if c.facts["bytes"]
-    }
-    return Row("step", raw=speeds["raw"], store=speeds["disk step"])
 
 
 def largest(

@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.inert import load_tensors
-from zeroshard.checkpoint.intake import Intake, optimizer_class
+from zeroshard.checkpoint.foreign.importer import Intake, optimizer_class
+from zeroshard.checkpoint.foreign.restricted_unpickler import load_tensors
 from zeroshard.checkpoint.manifest import STATE, VALUE
 from zeroshard.errors import CheckpointError, ConfigError
 

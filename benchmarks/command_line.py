@@ -1,8 +1,4 @@
-"""``zeroshard bench``: the project's benchmarks, and the command line of them.
-
-`plan` says what is compared, `driver` takes the turns, `leader` and `worker` are the processes,
-`contenders` and `model` what they train, `stats` and `results` what is made of the numbers,
-`tables` how they are shown. docs/benchmarks.md explains the method.
+"""The command line of ``zeroshard bench``.
 
 What it does not do: import torch. Only the worker processes do.
 """
@@ -14,14 +10,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from zeroshard.launch.bench.plan import CONTENDERS, OFFLOAD_CONTENDERS, OFFLOAD_PARTS, SIZES
+from benchmarks.plan import CONTENDERS, OFFLOAD_CONTENDERS, OFFLOAD_PARTS, SIZES
 
-__all__ = ["add_parser"]
+__all__ = ["add_commands"]
 
 
-def add_parser(commands: Any) -> None:
-    """Add ``bench`` with its subcommands to what ``ArgumentParser.add_subparsers`` returned."""
-    bench = commands.add_parser("bench", help="measure this library beside the others")
+def add_commands(bench: argparse.ArgumentParser) -> None:
+    """Add the subcommands to the parser of ``zeroshard bench``."""
     kinds = bench.add_subparsers(dest="bench", metavar="WHAT", required=True)
     _add_step(kinds)
     _add_overhead(kinds)
@@ -154,7 +149,7 @@ def _add_codec(kinds: Any) -> None:
 
 
 def _codec(arguments: argparse.Namespace) -> int:
-    from zeroshard.launch.bench.codec import Options, run
+    from benchmarks.codec import Options, run
 
     a = arguments
     return run(
@@ -331,27 +326,27 @@ def _count(least: int) -> Any:
 
 
 def _step(arguments: argparse.Namespace) -> int:
-    from zeroshard.launch.bench.commands import step
+    from benchmarks.commands import step
 
     threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // arguments.nproc)
     return step(arguments, threads=threads)
 
 
 def _offload(arguments: argparse.Namespace) -> int:
-    from zeroshard.launch.bench.commands import offload
+    from benchmarks.commands import offload
 
     threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // arguments.nproc)
     return offload(arguments, threads=threads)
 
 
 def _overhead(arguments: argparse.Namespace) -> int:
-    from zeroshard.launch.bench.commands import overhead
+    from benchmarks.commands import overhead
 
     return overhead(arguments, threads=arguments.threads or len(os.sched_getaffinity(0)))
 
 
 def _checkpoint(arguments: argparse.Namespace) -> int:
-    from zeroshard.launch.bench.checkpoint import run
+    from benchmarks.checkpoint import run
 
     size = int(arguments.gigabytes * 1e9)
     return run(
@@ -365,7 +360,7 @@ def _checkpoint(arguments: argparse.Namespace) -> int:
 
 
 def _disk(arguments: argparse.Namespace) -> int:
-    from zeroshard.launch.bench.disk import Options, run
+    from benchmarks.disk import Options, run
 
     options = Options(
         path=arguments.path,
@@ -378,6 +373,6 @@ def _disk(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from zeroshard.launch.bench.commands import report
+    from benchmarks.commands import report
 
     return report(arguments.files, as_json=arguments.json)

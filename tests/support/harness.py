@@ -47,7 +47,7 @@ __all__ = [
     "spawn_ranks",
 ]
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
 PEER_GRACE_S = 5.0  # how long the other ranks may go on after the first one failed
 BARRIER_TIMEOUT_S = 2.0
@@ -289,7 +289,8 @@ def _start(rank: int, world_size: int, init_group: bool, env: dict[str, str] | N
         **(env or {}),
     }
     code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.harness import worker_main; "
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+        "from tests.support.harness import worker_main; "
         f"worker_main({theirs.fileno()}, {os.getpid()}, {rank}, {world_size}, {init_group})"
     )
     process = subprocess.Popen(

@@ -1,7 +1,7 @@
 """One rank of one contender: builds the model once, then does what it is told, and sleeps on a
 pipe in between.
 
-    python -m zeroshard.launch.bench.worker REPLY_FD SPECIFICATION
+    python -m benchmarks.worker REPLY_FD SPECIFICATION
 
 `leader` starts it, with RANK, WORLD_SIZE and MASTER_* in the environment.
 Commands come as lines of JSON on stdin, replies go as lines of JSON to descriptor REPLY_FD, so that
@@ -28,9 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroshard.launch.bench.contenders import Builder, Missing, Setup, Trainee, adamw, builder_for
-from zeroshard.launch.bench.model import GPT, Batches
-from zeroshard.launch.bench.plan import Size
+from benchmarks.contenders import Builder, Missing, Setup, Trainee, adamw, builder_for
+from benchmarks.model import GPT, Batches
+from benchmarks.plan import Size
 from zeroshard.nn.deferred import deferred_init
 
 __all__ = ["Worker", "live_storage_bytes", "main"]

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeroshard.launch.bench.model import GPT
-from zeroshard.launch.bench.plan import CONTENDERS, OFFLOAD_CONTENDERS, OFFLOADS, Size
+from benchmarks.model import GPT
+from benchmarks.plan import CONTENDERS, OFFLOAD_CONTENDERS, OFFLOADS, Size
 
 __all__ = ["LEARNING_RATE", "Builder", "Missing", "Setup", "Trainee", "adamw", "builder_for"]
 

@@ -22,8 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroshard.launch.bench.plan import Comparison, Size, blocks
-from zeroshard.launch.bench.results import ComparisonResult, ContenderResult, Run
+from benchmarks import PATH
+from benchmarks.plan import Comparison, Size, blocks
+from benchmarks.results import ComparisonResult, ContenderResult, Run
 
 __all__ = ["ContenderError", "Group", "Options", "measure"]
 
@@ -83,6 +84,7 @@ class Group:
             "disk_path": None if self.disk is None else self.disk.name,
             "deferred": options.deferred,
             "device_bytes": options.device_bytes,
+            "path": PATH,
             "python": options.deepspeed_python if name.startswith("deepspeed") else sys.executable,
         }
         # as a script: it needs nothing of this package, and so no torch

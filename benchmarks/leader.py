@@ -101,15 +101,14 @@ class Rank:
             "OMP_NUM_THREADS": str(specification["threads"]),
             "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONPATH": os.pathsep.join(
-                path
-                for path in (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH"))
-                if path
+                path for path in (*specification["path"], os.environ.get("PYTHONPATH")) if path
             ),
         }
         command = [
             specification["python"],
+            "-P",  # another package of this name may lie in the current folder
             "-m",
-            "zeroshard.launch.bench.worker",
+            "benchmarks.worker",
             str(send),
             json.dumps(specification),
         ]

@@ -10,7 +10,8 @@ formats that do not say (`Intake.is_buffer`). Where there is no optimizer state,
 its parameters, the step has none, and ``load(strict=False)`` takes the weights.
 
 Invariant: torch's files are opened with ``weights_only=True``, other pickles are read as data
-(inert.py). Cost: files are mapped, not read into memory, but for DCP's, which are held whole.
+(restricted_unpickler.py). Cost: files are mapped, not read into memory, but for DCP's, which are
+held whole.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ from safetensors import SafetensorError, safe_open
 
 from zeroshard._version import __version__
 from zeroshard.checkpoint.files import write_new
-from zeroshard.checkpoint.foreign_dcp import read_dcp
-from zeroshard.checkpoint.foreign_deepspeed import read_deepspeed
-from zeroshard.checkpoint.inert import load_tensors
-from zeroshard.checkpoint.intake import (
+from zeroshard.checkpoint.foreign.dcp import read_dcp
+from zeroshard.checkpoint.foreign.deepspeed import read_deepspeed
+from zeroshard.checkpoint.foreign.importer import (
     MODEL_KEYS,
     OPTIMIZER_KEYS,
     STEP_KEYS,
@@ -40,6 +40,7 @@ from zeroshard.checkpoint.intake import (
     optimizer_class,
     take_state,
 )
+from zeroshard.checkpoint.foreign.restricted_unpickler import load_tensors
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.pretrained import weight_files
 from zeroshard.checkpoint.shards import write_shard

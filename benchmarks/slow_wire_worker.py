@@ -1,4 +1,4 @@
-"""One rank of scripts/slow_wire.py: makes engines, and takes steps with them when told to. Not
+"""One rank of benchmarks/slow_wire.py: makes engines, and takes steps with them when told to. Not
 started by hand.
 
 Commands come as lines of JSON on stdin, each answered by one line on stdout; the end of stdin ends
@@ -31,9 +31,9 @@ import torch
 from torch import distributed as dist
 
 import zeroshard as zs
+from benchmarks.model import GPT, Batches
+from benchmarks.plan import Size
 from zeroshard.core.precision import PRECISIONS
-from zeroshard.launch.bench.model import GPT, Batches
-from zeroshard.launch.bench.plan import Size
 
 QUIET_S = 0.03  # no packet for so long: nothing is under way
 NOISE_BYTES = 1024  # what the kernel sends by itself meanwhile (neighbour discovery)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zeroshard.launch.bench.stats import Interval, bootstrap_median
+from benchmarks.stats import Interval, bootstrap_median
 
 __all__ = ["ComparisonResult", "ContenderResult", "Largest", "Report", "Run", "machine_facts"]
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zeroshard.launch.bench.plan import Size
+from benchmarks.plan import Size
 
 __all__ = ["GPT", "Batches", "Block"]
 

@@ -35,13 +35,13 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import nn
 
+from benchmarks.results import machine_facts
+from benchmarks.stats import bootstrap_median, judge
 from zeroshard.api import shard
 from zeroshard.checkpoint.load import load
 from zeroshard.checkpoint.manifest import CHUNK_BYTES
 from zeroshard.checkpoint.save import Saver, save
 from zeroshard.checkpoint.shards import as_bytes
-from zeroshard.launch.bench.results import machine_facts
-from zeroshard.launch.bench.stats import bootstrap_median, judge
 
 __all__ = ["Comparison", "run"]
 

@@ -23,15 +23,12 @@ the page cache, and the title says so.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import queue
 import shutil
 import statistics
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -42,45 +39,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.offload import disk_step
+from benchmarks.raw_disk import NUM_GROUPS, NUM_STATES, REQUEST_BYTES, Options, Raw
+from benchmarks.results import machine_facts
 from zeroshard.core.work import Work
-from zeroshard.launch.bench.results import machine_facts
-from zeroshard.tier.direct_io import BLOCK, read_blocks, round_up, write_blocks
 from zeroshard.tier.disk import DiskStore
-from zeroshard.tier.staging import Memory
 
 __all__ = ["Options", "Row", "run"]
 
 _KINDS = ("read", "write", "mix")
-_NUM_STATES = 3
-_REQUEST = 2 << 20  # bytes
-_GROUP = 16 << 20  # bytes of each state that are read, and written, together
-_NUM_GROUPS = 3  # in memory
-
-
-@dataclass(frozen=True)
-class Options:
-    """What is measured."""
-
-    path: Path | None
-    num_bytes: int  # of the states, all together
-    rounds: int
-    queue_depth: int
-    verify: bool
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of one state, whole blocks."""
-        return round_up(max(self.num_bytes // _NUM_STATES, 1), BLOCK)
-
-    @property
-    def group_bytes(self) -> int:
-        """Bytes of each state in one group."""
-        return min(_GROUP, self.state_bytes)
-
-    @property
-    def ring_bytes(self) -> int:
-        """Bytes of the buffers that each contender reads into and writes from."""
-        return _NUM_GROUPS * _NUM_STATES * self.group_bytes
 
 
 @dataclass
@@ -108,65 +75,6 @@ def _ratio(ours: list[float], others: list[float]) -> str:
     return f"{statistics.median(ratios):.3f} [{min(ratios):.3f}, {max(ratios):.3f}]"
 
 
-class _Raw:
-    """Plain threads on one file per state."""
-
-    def __init__(self, store: DiskStore, options: Options) -> None:
-        self._state_bytes = options.state_bytes
-        files = [
-            store.files.create(f"raw {index}", options.state_bytes, direct=store.direct)
-            for index in range(_NUM_STATES)
-        ]
-        self.fds = [fd for fd, _ in files]
-        self.paths = [store.path / name for _, name in files]
-        # per thread; little memory would all stay in caches
-        places = max(1, options.ring_bytes // _REQUEST // options.queue_depth)
-        self._memories = [
-            Memory(places * _REQUEST, pinned=False) for _ in range(options.queue_depth)
-        ]
-        for memory in self._memories:
-            memory.tensor(0, places * _REQUEST // 4, torch.float32).normal_()
-
-    def turn(self, kind: str) -> None:
-        requests: queue.SimpleQueue[tuple[Callable[[int, memoryview, int], None], int, int]] = (
-            queue.SimpleQueue()
-        )
-        for start in range(0, self._state_bytes, _REQUEST):
-            for do in (read_blocks,) * (kind != "write") + (write_blocks,) * (kind != "read"):
-                for fd in self.fds:
-                    requests.put((do, fd, start))
-        failed: list[BaseException] = []
-        threads = [
-            threading.Thread(target=self._work, args=(requests, memory, failed))
-            for memory in self._memories
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failed:
-            raise failed[0]
-
-    def _work(
-        self,
-        requests: queue.SimpleQueue[tuple[Callable[[int, memoryview, int], None], int, int]],
-        memory: Memory,
-        failed: list[BaseException],
-    ) -> None:
-        try:
-            for place in itertools.cycle(range(0, memory.num_bytes, _REQUEST)):
-                do, fd, start = requests.get_nowait()
-                do(fd, memory.view[place : place + min(_REQUEST, self._state_bytes - start)], start)
-        except queue.Empty:
-            return
-        except OSError as error:
-            failed.append(error)
-
-    def close(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
-
-
 class _Slabs:
     """One slab per state, and a ring of groups of staging buffers."""
 
@@ -178,7 +86,7 @@ class _Slabs:
         self._slabs = [store.slab(name, numel, torch.float32) for name in names]
         self._ring = [
             [store.staging.tensor(self._group, torch.float32) for _ in names]
-            for _ in range(_NUM_GROUPS)
+            for _ in range(NUM_GROUPS)
         ]
         for buffer in (buffer for group in self._ring for buffer in group):
             buffer.normal_()
@@ -216,15 +124,15 @@ class _Fio:
     none of what is needed.
     """
 
-    def __init__(self, raw: _Raw, options: Options, *, direct: bool) -> None:
+    def __init__(self, raw: Raw, options: Options, *, direct: bool) -> None:
         self.name = ""
         self.missing = "fio is not installed: no outside reference"
         self._arguments = [
             "fio",
             "--name=zeroshard",
             f"--filename={':'.join(str(path).replace(':', chr(92) + ':') for path in raw.paths)}",
-            f"--size={options.state_bytes * _NUM_STATES}",
-            f"--bs={min(_REQUEST, options.state_bytes)}",
+            f"--size={options.state_bytes * NUM_STATES}",
+            f"--bs={min(REQUEST_BYTES, options.state_bytes)}",
             f"--iodepth={options.queue_depth}",
             f"--direct={int(direct)}",
             "--thread",
@@ -268,12 +176,12 @@ class _Fio:
 def _speed(turn: Callable[[str], None], kind: str, options: Options) -> float:
     start = time.perf_counter()
     turn(kind)
-    moved = options.state_bytes * _NUM_STATES * (2 if kind == "mix" else 1)
+    moved = options.state_bytes * NUM_STATES * (2 if kind == "mix" else 1)
     return moved / (time.perf_counter() - start) / 1e9
 
 
 def _measure(
-    raw: _Raw, slabs: _Slabs, fio: _Fio, options: Options
+    raw: Raw, slabs: _Slabs, fio: _Fio, options: Options
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield (kind, GB/s of every contender), round by round; the first round warms up and is not
     yielded.
@@ -295,6 +203,21 @@ def _measure(
                 yield kind, speeds
 
 
+def step_row(options: Options, path: Path) -> Row:
+    """Return the disk step as a row of ``zeroshard bench disk``: GB/s of the raw bytes, and of
+    the step that moves as many.
+    """
+    run = disk_step(
+        options.num_bytes // 12, options.rounds, path, grad="device", verify=options.verify
+    )
+    speeds = {
+        c.name: [c.facts["bytes"] / seconds / 1e9 for seconds in c.step_s]
+        for c in run.contenders
+        if c.facts["bytes"]
+    }
+    return Row("step", raw=speeds["raw"], store=speeds["disk step"])
+
+
 def run(options: Options, *, out: Path | None, as_json: bool) -> int:
     """Measure, and print a table (or JSON). Raises StorageError when the directory cannot be
     used or is full.
@@ -314,7 +237,7 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
     rows = {kind: Row(kind) for kind in _KINDS}
     try:
         slabs = _Slabs(store, options)
-        raw = _Raw(store, options)
+        raw = Raw(store, options)
         fio = _Fio(raw, options, direct=store.direct)
         with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
             task = bar.add_task(
@@ -327,8 +250,6 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
         raw.close()
     finally:
         store.close()
-    from zeroshard.launch.bench.offload import step_row  # which measures the disk as this file does
-
     rows["step"] = step_row(options, path)
     _show(options, list(rows.values()), fio, direct=store.direct, out=out, as_json=as_json)
     return 0
@@ -339,10 +260,10 @@ def _show(
 ) -> None:
     report = {
         "machine": machine_facts(),
-        "bytes": options.state_bytes * _NUM_STATES,
+        "bytes": options.state_bytes * NUM_STATES,
         "rounds": options.rounds,
         "queue_depth": options.queue_depth,
-        "request_bytes": _REQUEST,
+        "request_bytes": REQUEST_BYTES,
         "direct": direct,
         "verify": options.verify,
         "fio": fio.name or None,

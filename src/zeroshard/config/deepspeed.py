@@ -1,0 +1,165 @@
+"""DeepSpeed's JSON configuration as the fields of ours.
+
+Invariant: a key that is not read raises ConfigError by name; an option without effect is an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zeroshard.config.reading import nearest
+from zeroshard.errors import ConfigError
+
+__all__ = ["deepspeed_fields"]
+
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_HALF_PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
+_PLUS_PLUS_KEYS = (
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+    "zeropp_loco_param",
+    "mics_shard_size",
+)
+_ZERO_KEYS = ("stage", "offload_optimizer", "offload_param", *_PLUS_PLUS_KEYS)
+_DEVICES = {"none": "device", "cpu": "host", "nvme": "disk"}
+
+
+def deepspeed_fields(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of `zeroshard.Config` that a DeepSpeed configuration sets; None stands for
+    our default. Raises ConfigError for a key or a value that is not supported.
+    """
+    fields: dict[str, Any] = {"stage": 0, "gradient_clipping": 1.0}
+    for key, value in data.items():
+        if key in _BATCH_KEYS:
+            fields[key] = None if value == "auto" else value
+        elif key == "gradient_clipping":
+            fields[key] = (
+                None if value == "auto" or (value == 0 and type(value) is not bool) else value
+            )
+        elif key == "zero_optimization":
+            fields |= _zero_section(value)
+        elif key in _HALF_PRECISIONS:
+            if _flag(f"{key}.enabled", _section_value(key, value, "enabled", False)):
+                if "precision" in fields:
+                    raise ConfigError("bf16 and fp16 are both enabled: one of them decides")
+                fields["precision"] = _HALF_PRECISIONS[key]
+        else:
+            known = [*_BATCH_KEYS, *_HALF_PRECISIONS, "gradient_clipping", "zero_optimization"]
+            raise ConfigError(
+                f"DeepSpeed's key {key!r} is not supported in this"
+                f" version{nearest(key, known)}: leave it out"
+            )
+    if isinstance(fields["stage"], bool):  # what stage 1 was called once
+        fields["stage"] = int(fields["stage"])
+    return fields
+
+
+def _section_value(section: str, value: Any, name: str, default: Any) -> Any:
+    """Return the one key of a section that is read; "auto" is the default, and any other key is
+    refused.
+    """
+    if not isinstance(value, dict):
+        raise ConfigError(f"DeepSpeed's section {section!r} is an object, not {value!r}")
+    others = [key for key in value if key != name]
+    if others:
+        raise ConfigError(
+            f"DeepSpeed's key '{section}.{others[0]}' is not supported in this"
+            f" version{nearest(others[0], [name])}: leave it out"
+        )
+    return default if value.get(name, "auto") == "auto" else value[name]
+
+
+def _flag(name: str, value: Any) -> bool:
+    """Return a truth value of DeepSpeed's; "auto" is false."""
+    if type(value) is not bool and value != "auto":
+        raise ConfigError(f"DeepSpeed's {name}={value!r} is neither true nor false")
+    return value is True
+
+
+def _object(name: str, value: Any, known: list[str]) -> dict[str, Any]:
+    """Return a section of DeepSpeed's with no keys but those `known`; none, empty or false is
+    one without keys.
+    """
+    if value in (None, False):
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"DeepSpeed's section {name!r} is an object, not {value!r}")
+    wrong = [key for key in value if key not in known]
+    if wrong:
+        raise ConfigError(
+            f"DeepSpeed's key '{name}.{wrong[0]}' is not supported in this"
+            f" version{nearest(wrong[0], known)}: leave it out"
+        )
+    return value
+
+
+def _zero_section(value: Any) -> dict[str, Any]:
+    """Read DeepSpeed's ``zero_optimization``: the stage, and what is offloaded (gradients go to
+    the host with the optimizer, as there).
+    """
+    if not isinstance(value, dict):
+        raise ConfigError(f"DeepSpeed's section 'zero_optimization' is an object, not {value!r}")
+    others = [key for key in value if key not in _ZERO_KEYS]
+    if others:
+        raise ConfigError(
+            f"DeepSpeed's key 'zero_optimization.{others[0]}' is not supported in this"
+            f" version{nearest(others[0], list(_ZERO_KEYS))}: leave it out"
+        )
+    stage = value.get("stage", 0)
+    fields: dict[str, Any] = {"stage": 0 if stage == "auto" else stage}
+    offload: dict[str, Any] = {}
+    for section, state in (("offload_optimizer", "optimizer"), ("offload_param", "weight")):
+        known = ["device", "nvme_path", "pin_memory", *(["ratio"] if state == "optimizer" else [])]
+        given = _object(f"zero_optimization.{section}", value.get(section), known)
+        device = given.get("device", "none")
+        if not isinstance(device, str) or device not in _DEVICES:
+            raise ConfigError(
+                f"zero_optimization.{section}.device={device!r} is not one of {', '.join(_DEVICES)}"
+            )
+        if _DEVICES[device] == "device":
+            continue
+        offload[state] = _DEVICES[device]
+        if device == "nvme":
+            offload["disk_path"] = given.get("nvme_path")
+        if given.get("ratio", 1.0) != 1.0 or given.get("ratio") is True:
+            offload["fraction"] = {"optimizer": given["ratio"], "grad": given["ratio"]}
+    if "optimizer" in offload and fields["stage"] in (2, 3):
+        offload["grad"] = "host"
+    elif isinstance(offload.get("fraction"), dict):
+        del offload["fraction"]["grad"]
+    if offload:
+        fields["offload"] = offload
+    return fields | _plus_plus(value, fields["stage"])
+
+
+def _plus_plus(section: dict[str, Any], stage: Any) -> dict[str, Any]:
+    """Read DeepSpeed's keys of ZeRO++ and MiCS; its int4 gradients and int8 weights."""
+    comm: dict[str, Any] = {}
+    row: str | None = None
+    for key, name in (("zero_hpz_partition_size", "hpz"), ("mics_shard_size", "mics")):
+        size = section.get(key, 1)
+        if type(size) is not int and size != "auto":
+            raise ConfigError(
+                f"DeepSpeed's zero_optimization.{key}={size!r} is not a number of ranks"
+            )
+        if size not in (1, -1, "auto"):
+            if row is not None:
+                raise ConfigError(
+                    "zero_hpz_partition_size and mics_shard_size are both set: one of them decides"
+                )
+            row, comm["node_size"] = name, size
+    for key, setting, codec_name in (
+        ("zero_quantized_weights", "weight_codec", "int8"),
+        ("zero_quantized_gradients", "grad_codec", "int4"),
+    ):
+        if _flag(f"zero_optimization.{key}", section.get(key, False)):
+            comm[setting] = codec_name
+    known = {"err_beta": "beta", "reset_T": "reset"}
+    loco = _object("zeropp_loco_param", section.get("zeropp_loco_param"), list(known))
+    if loco:
+        comm["error_feedback"] = {known[key]: number for key, number in loco.items()}
+    if (row or comm) and stage != 3:
+        raise ConfigError(f"zero_optimization: ZeRO++ and MiCS are stage 3, not {stage!r}")
+    out: dict[str, Any] = {"comm": comm} if comm else {}
+    return out | ({"policy": row, "stage": None} if row else {})

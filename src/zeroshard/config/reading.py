@@ -1,0 +1,63 @@
+"""Strict JSON, and the nearest right name for a wrong one: for both kinds of configuration."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections import Counter
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from zeroshard.errors import ConfigError
+
+__all__ = ["nearest", "parse_json", "read_json"]
+
+
+def read_json(path: str | Path) -> Any:
+    """Read a JSON file; raises ConfigError naming `path`."""
+    try:
+        data = Path(path).read_bytes()
+    except (OSError, ValueError) as error:  # a path with a zero in it is a ValueError
+        raise ConfigError(
+            f"config={str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
+    return parse_json(data, f"config={str(path)!r}")
+
+
+def parse_json(text: str | bytes, where: str) -> Any:
+    """Read JSON without what Python's reader adds to it (NaN, Infinity, a key twice); raises
+    ConfigError naming `where`.
+    """
+
+    def number(literal: str) -> float:
+        if not isfinite(float(literal)):
+            raise ValueError(f"{literal[:40]} is not a finite number")
+        return float(literal)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) < len(pairs):
+            raise ValueError(
+                f"the key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} is there twice"
+            )
+        return out
+
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8-sig")
+        return json.loads(text, object_pairs_hook=unique, parse_float=number, parse_constant=number)
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{where} is not JSON: it is not UTF-8 text, from byte {error.start} on"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{where} is not JSON that can be read: it is nested too deep") from None
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from None
+
+
+def nearest(name: str, choices: list[str]) -> str:
+    """Return "; did you mean 'x'?" for the choice nearest to `name`, or an empty string."""
+    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
