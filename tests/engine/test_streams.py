@@ -11,9 +11,9 @@ import torch
 
 import zeroshard as zs
 from tests.engine.common import ROWS, batch, make_model, two_groups
+from tests.support.checking_streams import CheckingStreams
 from tests.support.harness import run_ranks
 from zeroshard import api
-from zeroshard.runtime.streams import CheckingStreams
 
 HOST = ("zero2+grad", "zero3+all")  # rows whose states rest on the host
 QUICK = ("zero1", "zero3")

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import zeroshard as zs
 from tests.engine.common import ROWS, Block, Net, batch, make_model, train, two_groups
 from tests.models.training import STAGES, compare
+from tests.support.checking_streams import CheckingStreams
 from tests.support.endless_link import Endless
 from tests.support.harness import run_ranks
 from zeroshard.core.placement import Tier
@@ -32,7 +33,6 @@ from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.nn import inputs, stash
 from zeroshard.nn.checkpointing import checkpoint, checkpoint_blocks, uncheckpoint_blocks
-from zeroshard.runtime.streams import CheckingStreams
 from zeroshard.tier.host import HostStore
 
 TIERS = ("device", "host", "disk")

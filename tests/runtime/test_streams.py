@@ -13,14 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.checking_streams import CheckingStreams, StreamRace
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.streams import (
     LANES,
     AcceleratorStreams,
-    CheckingStreams,
     Lane,
     NoStreams,
-    StreamRace,
     Streams,
     make_streams,
 )

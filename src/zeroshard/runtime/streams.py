@@ -10,8 +10,9 @@ the lane's event before it touches or frees the buffer (``join``).
     gather:                  \\_ write(full) _ mark _/
 
 Invariant: any two accesses of one buffer, one of which writes (allocation and freeing count as
-writes), are ordered by a chain of program order and events. CheckingStreams proves it with vector
-clocks on CPU; NoStreams does nothing; AcceleratorStreams enqueues for real.
+writes), are ordered by a chain of program order and events. NoStreams does nothing;
+AcceleratorStreams enqueues for real; tests prove the invariant on CPU with vector clocks
+(tests/support/checking_streams.py).
 
 What it does not do: it never makes the host wait, and it knows nothing of what collectives do on
 streams of their own (a transport's ``Work.wait()`` orders those with the lane it is called on).
@@ -21,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -31,11 +31,9 @@ from zeroshard.errors import ConfigError
 __all__ = [
     "LANES",
     "AcceleratorStreams",
-    "CheckingStreams",
     "Event",
     "Lane",
     "NoStreams",
-    "StreamRace",
     "Streams",
     "make_streams",
 ]
@@ -175,163 +173,3 @@ class AcceleratorStreams:
     def read(self, buffer: Hashable) -> None: ...
 
     def write(self, buffer: Hashable) -> None: ...
-
-
-class StreamRace(AssertionError):
-    """Two accesses of one buffer that nothing orders, or an access of freed memory."""
-
-    def __init__(self, buffer: Hashable, first: _Access, second: _Access, reason: str) -> None:
-        super().__init__(f"buffer {buffer!r}: {second} {reason} {first}")
-        self.buffer = buffer
-        self.first = first
-        self.second = second
-
-
-Clock = dict[Lane, int]  # per lane: how many of its accesses are known to have finished
-
-
-@dataclass(frozen=True)
-class _Access:
-    operation: Literal["alloc", "free", "read", "write"]
-    lane: Lane
-    time: int  # how many accesses `lane` had made, this one included
-    number: int  # how many accesses all lanes had made: where to look in a log
-
-    def __str__(self) -> str:
-        return f"{self.operation} on lane {self.lane} (access {self.number})"
-
-    def before(self, clock: Clock) -> bool:
-        return self.time <= clock[self.lane]
-
-
-@dataclass
-class _History:
-    """What later accesses of one buffer must come after. One read per lane is enough: earlier
-    ones precede it in program order.
-    """
-
-    write: _Access | None = None  # the last alloc, write or free
-    reads: dict[Lane, _Access] = field(default_factory=dict)  # since then
-    home: Lane | None = None  # the lane that allocated it
-
-
-class CheckingStreams:
-    """Vector clocks over what the engine reports: proves the module's invariant for the run it
-    has seen, on any device.
-
-    Each lane's clock says how many accesses of every lane it is known to come after; fork, mark and
-    join copy clocks as events do. An access by a lane whose clock does not cover the conflicting
-    one before it is a StreamRace. Memory returns to the lane that allocated it (that is how caching
-    allocators reuse it), so a free must be ordered before that lane's next allocation too.
-
-    `drop` leaves out one synchronisation operation: forks and joins are counted together from 0 in
-    the order of their calls, and a run with ``drop=k`` that raises shows that the k-th is needed.
-    With `collect`, races are appended to ``races`` instead of raised.
-
-    For one thread at a time; it keeps one small record per buffer name, for ever.
-    """
-
-    drop: int | None
-    collect: bool
-    races: list[StreamRace]
-    syncs: list[str]  # what each synchronisation operation was, dropped or not
-    num_accesses: int
-
-    def __init__(self, *, drop: int | None = None, collect: bool = False) -> None:
-        self.drop = drop
-        self.collect = collect
-        self.races = []
-        self.syncs = []
-        self.num_accesses = 0
-        self._clocks: dict[Lane, Clock] = {lane: dict.fromkeys(LANES, 0) for lane in LANES}
-        self._lane: Lane = "compute"
-        self._histories: dict[Hashable, _History] = {}
-
-    @property
-    def num_syncs(self) -> int:
-        """The number of waits so far."""
-        return len(self.syncs)
-
-    def fork(self, lane: Lane) -> None:
-        self._synchronise(f"fork({lane})", lane, self._clocks["compute"])
-
-    @contextmanager
-    def on(self, lane: Lane) -> Iterator[None]:
-        outer, self._lane = self._lane, lane
-        try:
-            yield
-        finally:
-            self._lane = outer
-
-    def mark(self, lane: Lane) -> Event:
-        return lane, dict(self._clocks[lane])
-
-    def join(self, event: Event) -> None:
-        lane, clock = event
-        self._synchronise(f"join({lane})", "compute", clock)
-
-    def alloc(self, buffer: Hashable) -> None:
-        self._access("alloc", buffer)
-
-    def free(self, buffer: Hashable) -> None:
-        self._access("free", buffer)
-
-    def read(self, buffer: Hashable) -> None:
-        self._access("read", buffer)
-
-    def write(self, buffer: Hashable) -> None:
-        self._access("write", buffer)
-
-    def _synchronise(self, name: str, waiter: Lane, clock: Clock) -> None:
-        dropped = self.num_syncs == self.drop
-        self.syncs.append(name)
-        if not dropped:
-            mine = self._clocks[waiter]
-            mine.update({lane: max(mine[lane], clock[lane]) for lane in LANES})
-
-    def _access(
-        self, operation: Literal["alloc", "free", "read", "write"], buffer: Hashable
-    ) -> None:
-        lane, clock = self._lane, self._clocks[self._lane]
-        clock[lane] += 1
-        self.num_accesses += 1
-        access = _Access(operation, lane, clock[lane], self.num_accesses)
-        history = self._histories.setdefault(buffer, _History())
-        last = history.write
-        if last is not None:
-            if last.operation == "free" and operation in ("read", "write"):
-                self._report(StreamRace(buffer, last, access, "uses memory given back by"))
-            self._require(buffer, last, access, clock)
-        if operation == "read":
-            history.reads[lane] = access
-            return
-        for read in history.reads.values():
-            self._require(buffer, read, access, clock)
-        if operation == "free" and history.home not in (None, lane):
-            self._require_home(buffer, access, history)
-        if operation == "alloc":
-            history.home = lane
-        history.write = access
-        history.reads.clear()
-
-    def _require(self, buffer: Hashable, first: _Access, second: _Access, clock: Clock) -> None:
-        if not first.before(clock):
-            self._report(StreamRace(buffer, first, second, "is not ordered after"))
-
-    def _require_home(self, buffer: Hashable, access: _Access, history: _History) -> None:
-        assert history.home is not None
-        for used in (history.write, *history.reads.values()):
-            if used is not None and not used.before(self._clocks[history.home]):
-                self._report(
-                    StreamRace(
-                        buffer,
-                        used,
-                        access,
-                        f"gives memory back to lane {history.home}, which is not ordered after",
-                    )
-                )
-
-    def _report(self, race: StreamRace) -> None:
-        if not self.collect:
-            raise race
-        self.races.append(race)
