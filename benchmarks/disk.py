@@ -6,7 +6,8 @@ system; the first round warms up:
 
     raw     plain threads with preadv and pwritev on aligned memory, past the page cache: what the
             disk gives to Python
-    store   tier/disk.py: three slabs, through a ring of staging buffers, as the optimizer step uses
+    store   tier/disk.py: three storages, through a ring of staging buffers, as the optimizer step
+            uses
             them
     fio     the outside reference on the raw contender's files, as many requests of the same size in
             flight, its buffers in huge pages too
@@ -75,15 +76,15 @@ def _ratio(ours: list[float], others: list[float]) -> str:
     return f"{statistics.median(ratios):.3f} [{min(ratios):.3f}, {max(ratios):.3f}]"
 
 
-class _Slabs:
-    """One slab per state, and a ring of groups of staging buffers."""
+class _Storages:
+    """One storage per state, and a ring of groups of staging buffers."""
 
     def __init__(self, store: DiskStore, options: Options) -> None:
         numel = options.state_bytes // 4
         self._numel = numel
         self._group = options.group_bytes // 4
         names = ("fp32 master", "fp32 exp_avg", "fp32 exp_avg_sq")
-        self._slabs = [store.slab(name, numel, torch.float32) for name in names]
+        self._storages = [store.allocate(name, numel, torch.float32) for name in names]
         self._ring = [
             [store.staging.tensor(self._group, torch.float32) for _ in names]
             for _ in range(NUM_GROUPS)
@@ -109,8 +110,8 @@ class _Slabs:
         start = number * self._group
         stop = min(start + self._group, self._numel)
         works[place] = [
-            getattr(slab, verb)(start, stop, buffer[: stop - start])
-            for slab, buffer in zip(self._slabs, self._ring[place], strict=True)
+            getattr(storage, verb)(start, stop, buffer[: stop - start])
+            for storage, buffer in zip(self._storages, self._ring[place], strict=True)
         ]
 
 
@@ -181,16 +182,16 @@ def _speed(turn: Callable[[str], None], kind: str, options: Options) -> float:
 
 
 def _measure(
-    raw: Raw, slabs: _Slabs, fio: _Fio, options: Options
+    raw: Raw, storages: _Storages, fio: _Fio, options: Options
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield (kind, GB/s of every contender), round by round; the first round warms up and is not
     yielded.
     """
     raw.turn("write")  # what was never written is not read from the disk either
-    slabs.turn("write")
+    storages.turn("write")
     contenders: list[tuple[str, Callable[[str], float]]] = [
         ("raw", lambda kind: _speed(raw.turn, kind, options)),
-        ("store", lambda kind: _speed(slabs.turn, kind, options)),
+        ("store", lambda kind: _speed(storages.turn, kind, options)),
         *([("fio", fio.speed)] if fio.name else []),
     ]
     for number in range(options.rounds + 1):
@@ -236,14 +237,14 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
     )
     rows = {kind: Row(kind) for kind in _KINDS}
     try:
-        slabs = _Slabs(store, options)
+        storages = _Storages(store, options)
         raw = Raw(store, options)
         fio = _Fio(raw, options, direct=store.direct)
         with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
             task = bar.add_task(
                 f"{options.num_bytes / 1e9:.2f} GB", total=options.rounds * len(_KINDS)
             )
-            for kind, speeds in _measure(raw, slabs, fio, options):
+            for kind, speeds in _measure(raw, storages, fio, options):
                 for contender, speed in speeds.items():
                     getattr(rows[kind], contender).append(speed)
                 bar.advance(task)

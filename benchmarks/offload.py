@@ -84,8 +84,8 @@ class _Rig:
         """Make a gradient, step, and return the seconds of the tiles."""
         self._model(self._input).square().sum().backward()
         for store in self._engine._context.tiering.stores.values():
-            for slab in getattr(store, "slabs", []) if store.tier is Tier.DISK else []:
-                slab.settle()  # gradients on their way to the disk are the backward's
+            for storage in getattr(store, "storages", []) if store.tier is Tier.DISK else []:
+                storage.settle()  # gradients on their way to the disk are the backward's
         begin = time.perf_counter()
         self._optimizer.step()
         self._engine._join_step()

@@ -64,8 +64,10 @@ def _census(engine: Any, before: dict[int, int]) -> Census:
     }
     idle: dict[str, int] = {}
     for path in engine._backward.paths():
-        for slab in path._place._idle:
-            idle[slab.tier.value] = idle.get(slab.tier.value, 0) + slab.numel * slab.dtype.itemsize
+        for storage in path._place._idle:
+            idle[storage.tier.value] = (
+                idle.get(storage.tier.value, 0) + storage.numel * storage.dtype.itemsize
+            )
     return Census(live, report.tiers, report.at_rest, accounts, report.tier_peaks, idle)
 
 

@@ -174,8 +174,8 @@ def test_the_host_step_works_in_pinned_memory(
         optimizer.zero_grad()
     engine._join_step()
     assert len(seen) > 4 * len(list(model.parameters())) / 2 and set(seen) == {("cpu", True)}
-    for slab in getattr(engine._context.tiering.stores.get(Tier.HOST), "slabs", []):
-        assert torch.frombuffer(slab._memory, dtype=torch.uint8).is_pinned(), slab.key
+    for storage in getattr(engine._context.tiering.stores.get(Tier.HOST), "storages", []):
+        assert torch.frombuffer(storage._memory, dtype=torch.uint8).is_pinned(), storage.key
     engine.close()
 
 

@@ -31,7 +31,8 @@ from tests.support.harness import run_ranks
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import ConfigError, StateError, StorageError
-from zeroshard.nn import inputs, stash
+from zeroshard.nn import activation_store, inputs
+from zeroshard.nn.activation_store import ActivationStore, activation_store_for
 from zeroshard.nn.checkpointing import checkpoint, checkpoint_blocks, uncheckpoint_blocks
 from zeroshard.tier.host import HostStore
 
@@ -41,18 +42,18 @@ WIDTH = 64  # activations of [32, 64] fp32 are 8 KiB
 
 
 @pytest.fixture
-def host() -> Iterator[stash.Depot]:
-    """A host depot of the test's own."""
-    with stash.using(stash.Depot(HostStore(CPU), CPU)) as depot:
-        yield depot
+def host() -> Iterator[ActivationStore]:
+    """A host store of the test's own."""
+    with activation_store.using(ActivationStore(HostStore(CPU), CPU)) as store:
+        yield store
 
 
 @pytest.fixture
-def where(tmp_path: Path, host: stash.Depot) -> Iterator[Callable[[str], dict[str, Any]]]:
+def where(tmp_path: Path, host: ActivationStore) -> Iterator[Callable[[str], dict[str, Any]]]:
     """Return the keywords of a tier."""
     yield lambda tier: {"tier": tier} | ({"disk_path": str(tmp_path)} if tier == "disk" else {})
-    for key in [key for key in stash._depots if key[2] == str(tmp_path)]:
-        stash._depots.pop(key).close()
+    for key in [key for key in activation_store._stores if key[2] == str(tmp_path)]:
+        activation_store._stores.pop(key).close()
 
 
 def activation(seed: int = 0, *, grad: bool = True) -> torch.Tensor:
@@ -278,7 +279,7 @@ def test_gradients_have_the_bits_of_a_plain_call(
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_without_gradients_it_is_a_plain_call(
-    tier: str, where: Callable[[str], dict[str, Any]], host: stash.Depot
+    tier: str, where: Callable[[str], dict[str, Any]], host: ActivationStore
 ) -> None:
     with torch.no_grad():
         y = checkpoint(torch.sin, activation(), **where(tier))
@@ -307,7 +308,9 @@ def test_backward_may_run_twice_and_be_differentiated(
     )
 
 
-def test_two_forwards_before_the_backwards_in_either_order(host: stash.Depot) -> None:
+def test_two_forwards_before_the_backwards_in_either_order(
+    host: ActivationStore,
+) -> None:
     model = Stack(3, lambda fn, x: checkpoint(fn, x, tier="host"))
     plain = Stack(3)
 
@@ -330,7 +333,7 @@ def test_two_forwards_before_the_backwards_in_either_order(host: stash.Depot) ->
 
 
 def test_the_inputs_and_nothing_else_are_put_away(
-    host: stash.Depot, monkeypatch: pytest.MonkeyPatch
+    host: ActivationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed: list[tuple[int, ...]] = []
     pack = inputs.Call.pack
@@ -347,7 +350,7 @@ def test_the_inputs_and_nothing_else_are_put_away(
         activation(), weight, weight.t(), torch.arange(32), frozen, frozen.t(), tier="host",
     )  # fmt: skip
     assert packed == shapes
-    assert host.used == stash.size_class(4 * 32 * WIDTH), (
+    assert host.used == activation_store.size_class(4 * 32 * WIDTH), (
         "the intermediate tensors of [32, 256] are not kept, and parameters stay"
     )
     y.sum().backward()
@@ -372,7 +375,7 @@ class Census:
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_between_forward_and_backward_the_device_holds_no_input(
-    tier: str, where: Callable[[str], dict[str, Any]], host: stash.Depot
+    tier: str, where: Callable[[str], dict[str, Any]], host: ActivationStore
 ) -> None:
     depth, one = 12, 4 * 32 * WIDTH
     census, counts = Census(), []
@@ -392,37 +395,37 @@ def test_between_forward_and_backward_the_device_holds_no_input(
     if tier == "device":
         assert census.alive == depth and growth.bytes == depth * one + ours
         return
-    depot = stash.depot_for(Tier(tier), CPU, where(tier).get("disk_path"))
+    store = activation_store_for(Tier(tier), CPU, where(tier).get("disk_path"))
     deadline = time.monotonic() + 5
     while census.alive and time.monotonic() < deadline:
-        depot.poll()
+        store.poll()
     assert census.alive == 0 and growth.bytes == ours, "all of it is away"
     # this one, and the first: the model's caller holds it
-    assert max(counts) <= 2 + (0 if tier == "host" else stash._MOST_LEAVING), counts
+    assert max(counts) <= 2 + (0 if tier == "host" else activation_store._MOST_LEAVING), counts
     counts.clear()
     loss.backward()
     assert len(counts) == depth and max(counts) <= 2, counts
-    assert depot.most_used == depth * stash.size_class(one)
+    assert store.most_used == depth * activation_store.size_class(one)
 
 
-def test_steps_that_repeat_use_the_same_slabs(host: stash.Depot) -> None:
+def test_steps_that_repeat_use_the_same_storages(host: ActivationStore) -> None:
     model = Stack(4, lambda fn, x: checkpoint(fn, x, tier="host"))
     for step in range(6):
         model(activation(step)).backward()
-        assert (host._num_slabs, host.store.account.live) == (
+        assert (host._num_storages, host.store.account.live) == (
             4,
-            4 * stash.size_class(4 * 32 * WIDTH),
+            4 * activation_store.size_class(4 * 32 * WIDTH),
         )
 
 
 def test_sizes_that_change_take_no_more_than_the_most_that_was_used_at_once(
-    host: stash.Depot,
+    host: ActivationStore,
 ) -> None:
     most = 0
     for step in range(40):
         rows = 32 + 29 * step % 97
         xs = [torch.randn(rows + 3 * index, WIDTH) for index in range(4)]
-        most = max(most, sum(stash.size_class(4 * x.numel()) for x in xs))
+        most = max(most, sum(activation_store.size_class(4 * x.numel()) for x in xs))
         weight = torch.ones((), requires_grad=True)
         sum(
             checkpoint(lambda h, w=weight: (h * w).sin().sum(), x, tier="host") for x in xs
@@ -430,7 +433,9 @@ def test_sizes_that_change_take_no_more_than_the_most_that_was_used_at_once(
     assert host.store.account.peak <= most
 
 
-def test_a_graph_that_dies_without_backward_gives_its_slabs_back(host: stash.Depot) -> None:
+def test_a_graph_that_dies_without_backward_gives_its_storages_back(
+    host: ActivationStore,
+) -> None:
     model = Stack(4, lambda fn, x: checkpoint(fn, x, tier="host"))
     loss = model(activation())
     assert host.used > 0
@@ -443,7 +448,7 @@ def test_a_graph_that_dies_without_backward_gives_its_slabs_back(host: stash.Dep
         gc.enable()
 
 
-def test_a_backward_frees_input_after_input(host: stash.Depot) -> None:
+def test_a_backward_frees_input_after_input(host: ActivationStore) -> None:
     held: list[int] = []
 
     def looked(fn: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -455,18 +460,18 @@ def test_a_backward_frees_input_after_input(host: stash.Depot) -> None:
         return checkpoint(run, x, tier="host")
 
     Stack(4, looked)(activation()).backward()
-    one = stash.size_class(4 * 32 * WIDTH)
+    one = activation_store.size_class(4 * 32 * WIDTH)
     assert held[4:] == [4 * one, 3 * one, 2 * one, one]
 
 
 def test_one_tensor_that_many_calls_are_given_is_stored_once_until_it_is_written_to(
-    host: stash.Depot,
+    host: ActivationStore,
 ) -> None:
     x, shared = activation(), activation(1)
     y = x
     for _ in range(5):
         y = checkpoint(lambda a, b: torch.tanh(a + b), y, shared, tier="host")
-    one = stash.size_class(4 * 32 * WIDTH)
+    one = activation_store.size_class(4 * 32 * WIDTH)
     assert host.used == 6 * one
     with torch.no_grad():
         shared.mul_(2)
@@ -476,8 +481,10 @@ def test_one_tensor_that_many_calls_are_given_is_stored_once_until_it_is_written
     assert all(len(known) <= 2 for known in inputs._stored.values())
 
 
-def test_inside_another_checkpoint_inputs_are_not_put_away(host: stash.Depot) -> None:
-    one = stash.size_class(4 * 32 * WIDTH)
+def test_inside_another_checkpoint_inputs_are_not_put_away(
+    host: ActivationStore,
+) -> None:
+    one = activation_store.size_class(4 * 32 * WIDTH)
 
     def inner(h: torch.Tensor) -> torch.Tensor:
         return checkpoint(torch.tanh, h * 2, tier="host") * 3
@@ -512,7 +519,7 @@ class Failing:
     [pytest.param(at, marks=[pytest.mark.slow] * (at in (2, 4, 5))) for at in range(1, 7)],
     ids=lambda at: f"run {at}",
 )
-def test_after_an_exception_nothing_is_left(at: int, host: stash.Depot) -> None:
+def test_after_an_exception_nothing_is_left(at: int, host: ActivationStore) -> None:
     growth, fails = Growth(), Failing(at)
     with pytest.raises(ValueError, match="as asked"):
         x = activation()
@@ -539,14 +546,14 @@ class Recording:
         self.store = HostStore(CPU)
         self.account = self.store.account
         self.events: list[str] = []
-        self.written: list[str] = []  # slabs, in the order of the last writes
+        self.written: list[str] = []  # storages, in the order of the last writes
         self.fail: str | None = None
 
-    def slab(self, key: str, numel: int, dtype: torch.dtype) -> Any:
-        if self.fail == "slab":
+    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Any:
+        if self.fail == "storage":
             raise StorageError(f"{key}: full")
-        slab = self.store.slab(key, numel, dtype)
-        read, write = slab.read, slab.write
+        storage = self.store.allocate(key, numel, dtype)
+        read, write = storage.read, storage.write
 
         def noted(what: str, copy: Callable[..., Work]) -> Callable[..., Work]:
             def start(start: int, stop: int, tensor: torch.Tensor) -> Work:
@@ -560,8 +567,8 @@ class Recording:
 
             return start
 
-        slab.read, slab.write = noted("read", read), noted("write", write)  # type: ignore[method-assign]
-        return slab
+        storage.read, storage.write = noted("read", read), noted("write", write)  # type: ignore[method-assign]
+        return storage
 
     def close(self) -> None:
         self.store.close()
@@ -577,7 +584,7 @@ class _Failed:
 
 def test_the_read_of_the_call_before_starts_before_a_call_is_computed_again() -> None:
     store = Recording()
-    with stash.using(stash.Depot(store, CPU)):
+    with activation_store.using(ActivationStore(store, CPU)):
 
         def call(fn: nn.Module, x: torch.Tensor) -> torch.Tensor:
             return checkpoint(lambda h: (store.events.append("run"), fn(h))[1], x, tier="host")
@@ -628,7 +635,7 @@ def test_an_input_travels_while_other_calls_compute(overlaps: bool) -> None:
             tier="host",
         )
 
-    with stash.using(stash.Depot(HostStore(CPU, link=link), CPU)):
+    with activation_store.using(ActivationStore(HostStore(CPU, link=link), CPU)):
         model = Stack(6, call)
         first = gradients(model, lambda: model(activation()))
     model = Stack(6)
@@ -644,18 +651,18 @@ def test_an_input_travels_while_other_calls_compute(overlaps: bool) -> None:
 
 def test_a_link_slower_than_compute_holds_back_the_forward_instead_of_the_memory() -> None:
     # a copy ends where it is waited for
-    with stash.using(stash.Depot(HostStore(CPU, link=Held()), CPU)) as depot:
+    with activation_store.using(ActivationStore(HostStore(CPU, link=Held()), CPU)) as store:
         census, counts = Census(), []
         x = activation()
         for _ in range(10):
             census.show(x)
             counts.append(census.alive)
             x = checkpoint(torch.tanh, x, tier="host")
-        assert max(counts) == stash._MOST_LEAVING + 2, counts
+        assert max(counts) == activation_store._MOST_LEAVING + 2, counts
         x.sum().backward()
         del x
-        depot.collect()
-        assert depot.used == 0
+        store.collect()
+        assert store.used == 0
 
 
 class Held:
@@ -692,11 +699,11 @@ def test_an_input_written_to_while_its_copy_is_under_way_is_refused_in_backward(
     landed: bool,
 ) -> None:
     link, leaf = Held(), torch.randn(32, WIDTH, requires_grad=True)
-    with stash.using(stash.Depot(HostStore(CPU, link=link), CPU)) as depot:
+    with activation_store.using(ActivationStore(HostStore(CPU, link=link), CPU)) as store:
         x = leaf * 1
         y = checkpoint(lambda h: torch.tanh(h) * 2, x, tier="host").sum()
         link.go = landed
-        depot.poll()
+        store.poll()
         with torch.no_grad():
             x.zero_()
         link.go = True
@@ -711,7 +718,7 @@ def test_an_input_written_to_while_its_copy_is_under_way_is_refused_in_backward(
 
 def test_copies_are_ordered_by_streams_and_no_order_is_superfluous() -> None:
     def step(streams: CheckingStreams) -> None:
-        with stash.using(stash.Depot(HostStore(CPU), CPU, streams)):  # type: ignore[arg-type]
+        with activation_store.using(ActivationStore(HostStore(CPU), CPU, streams)):  # type: ignore[arg-type]
             x = activation()
             for _ in range(3):
                 x = checkpoint(torch.tanh, x, tier="host")
@@ -729,20 +736,20 @@ def test_copies_are_ordered_by_streams_and_no_order_is_superfluous() -> None:
 # --------------------------------------------------------------------------------- failures, misuse
 
 
-@pytest.mark.parametrize("fail", ["slab", "start", "write", "read"])
+@pytest.mark.parametrize("fail", ["storage", "start", "write", "read"])
 def test_a_tier_that_fails_says_so_and_leaves_nothing(fail: str) -> None:
-    store = Recording()
-    with stash.using(stash.Depot(store, CPU)) as depot:
-        store.fail = fail
+    recording = Recording()
+    with activation_store.using(ActivationStore(recording, CPU)) as store:
+        recording.fail = fail
         with pytest.raises(StorageError):
             x = activation()
             for _ in range(3):
                 x = checkpoint(torch.tanh, x, tier="host")
             x.sum().backward()
-        x, store.fail = None, None
+        x, recording.fail = None, None
         gc.collect()
-        depot.collect()
-        assert depot.used == 0
+        store.collect()
+        assert store.used == 0
         checkpoint(torch.tanh, activation(), tier="host").sum().backward()
 
 
@@ -773,31 +780,34 @@ def test_a_cache_among_the_inputs_is_refused() -> None:
         checkpoint(lambda x, cache: x, activation(), cache=transformers.DynamicCache())
 
 
-def test_depots_are_few_and_idle_ones_make_room(tmp_path: Path) -> None:
-    before = dict(stash._depots)
-    stash._depots.clear()
+def test_activation_stores_are_few_and_idle_ones_make_room(tmp_path: Path) -> None:
+    before = dict(activation_store._stores)
+    activation_store._stores.clear()
     try:
         held = []
-        for number in range(stash._MOST_DEPOTS + 4):
+        for number in range(activation_store._MOST_STORES + 4):
             path = tmp_path / str(number)
             path.mkdir()
             y = checkpoint(torch.tanh, activation(), tier="disk", disk_path=str(path))
             y.sum().backward()
             del y
-            assert len(stash._depots) <= stash._MOST_DEPOTS
-        assert sum(1 for path in tmp_path.iterdir() if list(path.iterdir())) == stash._MOST_DEPOTS
+            assert len(activation_store._stores) <= activation_store._MOST_STORES
+        assert (
+            sum(1 for path in tmp_path.iterdir() if list(path.iterdir()))
+            == activation_store._MOST_STORES
+        )
         with pytest.raises(ConfigError, match="use fewer values of disk_path"):
-            for number in range(stash._MOST_DEPOTS + 4):
+            for number in range(activation_store._MOST_STORES + 4):
                 held.append(
                     checkpoint(
                         torch.tanh, activation(), tier="disk", disk_path=str(tmp_path / str(number))
                     )
                 )
-        assert len(held) == stash._MOST_DEPOTS
+        assert len(held) == activation_store._MOST_STORES
         del held
     finally:
-        stash._close_all()
-        stash._depots.update(before)
+        activation_store._close_all()
+        activation_store._stores.update(before)
     assert not any(list(path.iterdir()) for path in tmp_path.iterdir())
 
 
@@ -820,9 +830,9 @@ def _partitioned(rank: int, world: int, tier: str) -> dict[str, Any]:
     """Return the bytes of an odd-sized input at rest, alone and in slices, and whether the
     gradients have equal bits.
     """
-    depot = stash.Depot(HostStore(CPU), CPU)
+    store = ActivationStore(HostStore(CPU), CPU)
     out: dict[str, Any] = {}
-    with stash.using(depot):
+    with activation_store.using(store):
         group = dist.group.WORLD
         weight = torch.randn(
             333, 333, generator=torch.Generator().manual_seed(0), requires_grad=True
@@ -834,14 +844,14 @@ def _partitioned(rank: int, world: int, tier: str) -> dict[str, Any]:
             before = growth.bytes - 4 * h.numel()
             for _ in range(4):
                 h = checkpoint(lambda x, w: torch.tanh(x @ w) + x, h, weight, **options)
-            out["held"] = growth.bytes - before - 4 * h.numel() + depot.used
+            out["held"] = growth.bytes - before - 4 * h.numel() + store.used
             (grad,) = torch.autograd.grad(h.square().sum(), weight)
             return [h.detach(), grad]
 
         plain = run()
         out["whole"] = out["held"]
         out["same"] = same(plain, run(tier=tier, partition=group))
-        out["used"] = depot.store.account.peak
+        out["used"] = store.store.account.peak
     return out
 
 
@@ -857,7 +867,9 @@ def test_ranks_with_equal_inputs_keep_a_slice_each(tier: str) -> None:
 # -------------------------------------------------------------------------------- blocks of a model
 
 
-def test_blocks_are_those_that_shard_finds_and_the_switch_can_be_undone(host: stash.Depot) -> None:
+def test_blocks_are_those_that_shard_finds_and_the_switch_can_be_undone(
+    host: ActivationStore,
+) -> None:
     model = make_model(width=WIDTH)
     reference = gradients(model, lambda: model(*batch(0, 0)))
     names = checkpoint_blocks(model, tier="host")
@@ -883,7 +895,9 @@ def test_blocks_are_those_that_shard_finds_and_the_switch_can_be_undone(host: st
         checkpoint_blocks(nn.Linear(3, 3))
 
 
-def test_a_copy_of_a_checkpointed_model_computes_with_its_own_weights(host: stash.Depot) -> None:
+def test_a_copy_of_a_checkpointed_model_computes_with_its_own_weights(
+    host: ActivationStore,
+) -> None:
     model = make_model()
     # a forward of the block's own, bound to it
     model.blocks[0].forward = MethodType(Block.forward, model.blocks[0])
@@ -899,7 +913,9 @@ def test_a_copy_of_a_checkpointed_model_computes_with_its_own_weights(host: stas
     assert uncheckpoint_blocks(twin) == uncheckpoint_blocks(model)
 
 
-def test_a_forward_of_the_blocks_own_is_kept_and_given_back(host: stash.Depot) -> None:
+def test_a_forward_of_the_blocks_own_is_kept_and_given_back(
+    host: ActivationStore,
+) -> None:
     model = make_model()
     own = model.blocks[0].forward
     model.blocks[0].forward = doubled = lambda x: 2 * own(x)
@@ -931,12 +947,14 @@ def _at_every_row(rank: int, world: int) -> dict[str, list[str]]:
         "zero3 on gloo": {"comm": zs.Comm(transport="gloo")}
     }
     found = {}
-    with stash.using(stash.Depot(HostStore(CPU), CPU)) as depot:
+    with activation_store.using(ActivationStore(HostStore(CPU), CPU)) as store:
         for name, option in options.items():
             found[name] = train(
                 rank, name.split()[0], 3, model=_checkpointed, **option
             ).differs_from(reference)
-        assert depot.most_used == 4 * stash.size_class(4 * 3 * 8 * 2 * WIDTH), depot.most_used
+        assert store.most_used == 4 * activation_store.size_class(4 * 3 * 8 * 2 * WIDTH), (
+            store.most_used
+        )
     return found
 
 
@@ -948,7 +966,7 @@ def test_checkpointed_blocks_train_to_ddps_bits_in_every_row() -> None:
 def _switched(rank: int, world: int, transport: str) -> list[list[torch.Tensor]]:
     """Return losses and weights at stage 3, switched on and off between steps or never."""
     runs = []
-    with stash.using(stash.Depot(HostStore(CPU), CPU)):
+    with activation_store.using(ActivationStore(HostStore(CPU), CPU)):
         for switches in (False, True):
             model = _wide()
             optimizer = two_groups(model)

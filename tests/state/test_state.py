@@ -24,10 +24,10 @@ NUMEL = 50
 def test_ranges_on_either_side_of_a_cut_and_over_it_are_those_of_one_tensor(
     cuts: tuple[int, ...], link: Direct | Endless
 ) -> None:
-    """The first cut is where the device tensor ends; after it each part is a slab of its own."""
+    """The first cut is where the device tensor ends; after it each part is a storage of its own."""
     store = HostStore(CPU, link=link)
     near = [DeviceStorage(torch.zeros(cuts[0]), link)] if cuts[0] else []
-    away = [store.slab("state", high - low, torch.float32) for low, high in pairwise(cuts)]
+    away = [store.allocate("state", high - low, torch.float32) for low, high in pairwise(cuts)]
     state = State(*near, *away)
     assert (state.numel, state.split, state.on_device) == (NUMEL, cuts[0], not away)
     plain = torch.zeros(NUMEL)

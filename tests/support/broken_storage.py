@@ -60,21 +60,21 @@ class Broken:
 
             return create
 
-        def failing_slab(real: Any) -> Any:
-            def slab(store: Any, key: str, numel: int, dtype: torch.dtype) -> Any:
+        def failing_allocate(real: Any) -> Any:
+            def allocate(store: Any, key: str, numel: int, dtype: torch.dtype) -> Any:
                 if not self._fires(key):
                     return real(store, key, numel, dtype)
                 with patched(host_tier, "host_memory", _no_memory):
                     return real(store, key, numel, dtype)
 
-            return slab
+            return allocate
 
         if self.verb in ("read", "write"):
             patch(disk_tier, f"{self.verb}_blocks", failing_io)
         elif self.verb == "create":
             patch(swapdir.SwapDirectory, "create", failing_create)
         else:
-            patch(host_tier.HostStore, "slab", failing_slab)
+            patch(host_tier.HostStore, "allocate", failing_allocate)
         try:
             yield
         finally:

@@ -65,14 +65,14 @@ def checked(tmp_path: Path) -> Iterator[DiskStore]:
 
 
 def filled(store: DiskStore, key: str = KEY, numel: int = NUMEL, value: float = 1.0) -> Any:
-    slab = store.slab(key, numel, torch.float32)
-    slab.write(0, numel, torch.full((numel,), float(value))).wait()
-    return slab
+    storage = store.allocate(key, numel, torch.float32)
+    storage.write(0, numel, torch.full((numel,), float(value))).wait()
+    return storage
 
 
-def read(slab: Any, start: int, stop: int) -> torch.Tensor:
-    out = torch.empty(stop - start, dtype=slab.dtype)
-    slab.read(start, stop, out).wait()
+def read(storage: Any, start: int, stop: int) -> torch.Tensor:
+    out = torch.empty(stop - start, dtype=storage.dtype)
+    storage.read(start, stop, out).wait()
     return out
 
 
@@ -104,9 +104,9 @@ def test_files_are_opened_past_the_page_cache_wherever_the_file_system_can(
         can = True
     except OSError:
         can = False
-    slab = store.slab(KEY, 10, torch.float32)
+    storage = store.allocate(KEY, 10, torch.float32)
     assert store.direct is can
-    assert bool(fcntl.fcntl(slab._fd, fcntl.F_GETFL) & os.O_DIRECT) is can
+    assert bool(fcntl.fcntl(storage._fd, fcntl.F_GETFL) & os.O_DIRECT) is can
 
 
 @pytest.mark.parametrize("refuses", ["open", "write"])
@@ -137,8 +137,11 @@ def test_where_o_direct_is_refused_rank_0_says_so_once_and_all_works(
     )
     with caplog.at_level(logging.WARNING, "zeroshard"):
         store = DiskStore(tmp_path, CPU, rank=rank)
-        slabs = [filled(store, value=index) for index in range(2)]
-    assert not store.direct and [read(slab, 5, 9).tolist() for slab in slabs] == [[0] * 4, [1] * 4]
+        storages = [filled(store, value=index) for index in range(2)]
+    assert not store.direct and [read(storage, 5, 9).tolist() for storage in storages] == [
+        [0] * 4,
+        [1] * 4,
+    ]
     store.close()
     assert len(caplog.records) == (rank == 0) and all(
         "O_DIRECT" in record.message for record in caplog.records
@@ -148,7 +151,7 @@ def test_where_o_direct_is_refused_rank_0_says_so_once_and_all_works(
 def test_aligned_buffers_go_to_the_disk_without_a_copy(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slab, copies = filled(store), []
+    storage, copies = filled(store), []
     real = ctypes.memmove
     monkeypatch.setattr(
         crossing.ctypes,
@@ -156,10 +159,10 @@ def test_aligned_buffers_go_to_the_disk_without_a_copy(
         lambda *arguments: (copies.append(arguments[2]), real(*arguments)),
     )
     buffer = store.staging.tensor(NUMEL, torch.float32)
-    slab.read(0, NUMEL, buffer).wait()
-    slab.write(1024, NUMEL, buffer[: NUMEL - 1024]).wait()
+    storage.read(0, NUMEL, buffer).wait()
+    storage.write(1024, NUMEL, buffer[: NUMEL - 1024]).wait()
     assert copies == [] and (buffer == 1).all()
-    slab.read(0, NUMEL - 1, buffer[:-1]).wait()
+    storage.read(0, NUMEL - 1, buffer[:-1]).wait()
     assert copies == [BLOCK - 4]  # only the last block is not whole
     store.staging.give(buffer)
 
@@ -168,7 +171,7 @@ def test_a_large_transfer_is_several_requests_in_flight(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numel = 16 << 18
-    slab = filled(store, numel=numel)
+    storage = filled(store, numel=numel)
     real, meeting = os.preadv, threading.Barrier(8, timeout=MAX_SECONDS)
 
     def meet(*arguments: Any) -> int:
@@ -177,7 +180,7 @@ def test_a_large_transfer_is_several_requests_in_flight(
 
     buffer = store.staging.tensor(numel, torch.float32)
     monkeypatch.setattr(os, "preadv", meet)
-    slab.read(0, numel, buffer).wait()
+    storage.read(0, numel, buffer).wait()
     monkeypatch.undo()
     assert (buffer == 1).all()
 
@@ -186,20 +189,23 @@ units = st.sampled_from([BLOCK, 4 * BLOCK])
 
 
 @given(
-    slab_bytes=st.integers(0, 60 * BLOCK), data=st.data(), unit=units, per_chunk=st.integers(1, 3)
+    storage_bytes=st.integers(0, 60 * BLOCK),
+    data=st.data(),
+    unit=units,
+    per_chunk=st.integers(1, 3),
 )
 def test_pieces_tile_the_transfer_and_share_no_unit(
-    slab_bytes: int, data: st.DataObject, unit: int, per_chunk: int
+    storage_bytes: int, data: st.DataObject, unit: int, per_chunk: int
 ) -> None:
-    start = data.draw(st.integers(0, slab_bytes))
-    stop = data.draw(st.integers(start, slab_bytes))
-    pieces = cut(start, stop, slab_bytes=slab_bytes, unit=unit, chunk=unit * per_chunk)
+    start = data.draw(st.integers(0, storage_bytes))
+    stop = data.draw(st.integers(start, storage_bytes))
+    pieces = cut(start, stop, storage_bytes=storage_bytes, unit=unit, chunk=unit * per_chunk)
     assert sum(piece.stop - piece.start for piece in pieces) == stop - start
     assert all(a.stop == b.start and a.high == b.low for a, b in itertools.pairwise(pieces))
     for piece in pieces:
-        assert piece.low <= piece.start < piece.stop <= piece.high <= round_up(slab_bytes, BLOCK)
+        assert piece.low <= piece.start < piece.stop <= piece.high <= round_up(storage_bytes, BLOCK)
         assert piece.low % unit == 0 and (
-            piece.high % unit == 0 or piece.high == round_up(slab_bytes, BLOCK)
+            piece.high % unit == 0 or piece.high == round_up(storage_bytes, BLOCK)
         )
         assert piece.high - piece.low <= unit * per_chunk
         assert piece.whole or piece.high - piece.low <= unit, (
@@ -232,33 +238,33 @@ class Gate:
 def test_a_read_waits_for_the_overlapping_write_before_it_and_for_no_other(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slab, other = filled(store), filled(store, "other")
+    storage, other = filled(store), filled(store, "other")
     gate = Gate(monkeypatch, "pwritev")
-    write = slab.write(0, 1000, torch.full((1000,), 2.0))
+    write = storage.write(0, 1000, torch.full((1000,), 2.0))
     out, beside = torch.empty(10), torch.empty(1024)
-    behind = slab.read(990, 1000, out)
-    slab.read(NUMEL - 1024, NUMEL, beside).wait()
+    behind = storage.read(990, 1000, out)
+    storage.read(NUMEL - 1024, NUMEL, beside).wait()
     other.read(0, 1024, beside).wait()
     assert gate.reached.wait(MAX_SECONDS)
     time.sleep(0.02)
     assert not write.done() and not behind.done()
     gate.open.set()
     behind.wait()
-    assert (out == 2).all() and (read(slab, 1000, 1100) == 1).all()
+    assert (out == 2).all() and (read(storage, 1000, 1100) == 1).all()
 
 
 def test_a_write_waits_for_the_overlapping_read_before_it(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slab, out = filled(store), torch.empty(NUMEL)
+    storage, out = filled(store), torch.empty(NUMEL)
     gate = Gate(monkeypatch, "preadv")
-    reading, writing = slab.read(0, NUMEL, out), slab.write(0, NUMEL, torch.zeros(NUMEL))
+    reading, writing = storage.read(0, NUMEL, out), storage.write(0, NUMEL, torch.zeros(NUMEL))
     time.sleep(0.02)
     assert not writing.done()
     gate.open.set()
     writing.wait()
     reading.wait()
-    assert (out == 1).all() and not read(slab, 0, NUMEL).any()
+    assert (out == 1).all() and not read(storage, 0, NUMEL).any()
 
 
 # ------------------------------------------------------------------------------- full, no directory
@@ -275,11 +281,11 @@ def file_limit(num_bytes: int) -> Iterator[None]:
 
 
 def check_full(store: DiskStore, num_bytes: int) -> None:
-    """A slab that does not fit is refused where it is made, leaves nothing, and others go on."""
+    """A storage that does not fit is refused where it is made, leaves nothing, and others go on."""
     small = filled(store, "small", 1024)
     live, names = store.account.live, os.listdir(store.path)
     with pytest.raises(StorageError) as error:
-        store.slab(KEY, num_bytes // 4, torch.float32)
+        store.allocate(KEY, num_bytes // 4, torch.float32)
     for part in (KEY, str(round_up(num_bytes, BLOCK)), "are free", str(store.path)):
         assert part in str(error.value), (part, str(error.value))
     assert store.account.live == live and os.listdir(store.path) == names
@@ -287,7 +293,7 @@ def check_full(store: DiskStore, num_bytes: int) -> None:
     assert not read(small, 0, 1024).any()
 
 
-def test_a_slab_that_does_not_fit_is_refused_when_it_is_made(store: DiskStore) -> None:
+def test_a_storage_that_does_not_fit_is_refused_when_it_is_made(store: DiskStore) -> None:
     with file_limit(100_000):
         check_full(store, 200_000)
 
@@ -301,21 +307,21 @@ from zeroshard.errors import StorageError
 from zeroshard.tier.disk import DiskStore
 folder, other, may_mount = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "yes"
 left = DiskStore(other, torch.device("cpu"), rank=0)  # closed by nobody
-slab = left.slab("state", 100_000, torch.float32)
-slab.write(0, 100_000, torch.ones(100_000))
+storage = left.allocate("state", 100_000, torch.float32)
+storage.write(0, 100_000, torch.ones(100_000))
 if not may_mount:
     sys.exit()
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], check=True)
 store = DiskStore(folder, torch.device("cpu"), rank=0)
 check_full(store, 1 << 20)
-rest = [store.slab(str(i), 4096, torch.float32) for i in range(8)]
+rest = [store.allocate(str(i), 4096, torch.float32) for i in range(8)]
 try:
     for i in range(100):
-        rest.append(store.slab(str(i), 4096, torch.float32))
+        rest.append(store.allocate(str(i), 4096, torch.float32))
 except StorageError as error:
     print("full:", error)
-for slab in rest:
-    slab.write(0, 4096, torch.ones(4096)).wait()
+for storage in rest:
+    storage.write(0, 4096, torch.ones(4096)).wait()
 store.close()
 subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
 try:
@@ -378,24 +384,25 @@ def test_too_many_open_files_are_told_with_the_remedy(store: DiskStore) -> None:
     try:
         with pytest.raises(StorageError, match="ulimit -n"):
             for index in range(100):
-                store.slab(f"{KEY} {index}", 4, torch.float32)
+                store.allocate(f"{KEY} {index}", 4, torch.float32)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_files_are_set_aside_in_whole_blocks_and_named_readably(store: DiskStore) -> None:
-    slab = store.slab(KEY, 1025, torch.float32)
-    facts = os.stat(slab.path)
+    storage = store.allocate(KEY, 1025, torch.float32)
+    facts = os.stat(storage.path)
     assert facts.st_size == 2 * BLOCK and facts.st_blocks * 512 >= 2 * BLOCK
     assert (
-        slab.path.name == "0000-blocks.3_fp32_exp_avg.slab" and stat.S_IMODE(facts.st_mode) == 0o600
+        storage.path.name == "0000-blocks.3_fp32_exp_avg.storage"
+        and stat.S_IMODE(facts.st_mode) == 0o600
     )
     assert stat.S_IMODE(os.stat(store.path).st_mode) == 0o700
     for key in ("../../outside", "a/b", "", "ä" * 300, "x" * 500, ".", "same", "same"):
-        assert store.slab(key, 1, torch.float32).path.parent == store.path
+        assert store.allocate(key, 1, torch.float32).path.parent == store.path
     assert len(os.listdir(store.path)) == 10 and safe_name("..") == ".."
-    slab.close()
-    assert not slab.path.exists()
+    storage.close()
+    assert not storage.path.exists()
 
 
 # --------------------------------------------------------------------------- what a disk does wrong
@@ -404,10 +411,10 @@ def test_files_are_set_aside_in_whole_blocks_and_named_readably(store: DiskStore
 def test_a_file_that_was_cut_off_is_told_by_name_again_and_again_and_others_go_on(
     store: DiskStore,
 ) -> None:
-    slab, other = filled(store), filled(store, "other", value=2.0)
-    os.truncate(slab.path, BLOCK)
+    storage, other = filled(store), filled(store, "other", value=2.0)
+    os.truncate(storage.path, BLOCK)
     out = torch.empty(NUMEL)
-    work = slab.read(0, NUMEL, out)
+    work = storage.read(0, NUMEL, out)
     messages = set()
     for _ in range(3):
         with pytest.raises(StorageError) as error:
@@ -416,41 +423,45 @@ def test_a_file_that_was_cut_off_is_told_by_name_again_and_again_and_others_go_o
     assert len(messages) == 1 and work.done()
     assert (
         KEY in messages.pop()
-        and str(slab.path) in str(error.value)
+        and str(storage.path) in str(error.value)
         and f"byte {BLOCK}" in str(error.value)
     )
-    with pytest.raises(StorageError, match="cut off"), slab.borrowed(0, 10, write=True):
+    with pytest.raises(StorageError, match="cut off"), storage.borrowed(0, 10, write=True):
         pass
     assert store.staging.lent_bytes == 0
     assert (read(other, 0, NUMEL) == 2).all()
 
 
 def test_writing_to_a_file_that_was_cut_off_does_not_hide_the_hole(store: DiskStore) -> None:
-    slab = filled(store)
-    os.truncate(slab.path, 0)
+    storage = filled(store)
+    os.truncate(storage.path, 0)
     with pytest.raises(StorageError, match="cut off"):
-        slab.write(NUMEL - 1024, NUMEL, torch.ones(1024)).wait()
+        storage.write(NUMEL - 1024, NUMEL, torch.ones(1024)).wait()
     with pytest.raises(StorageError, match=KEY):
-        read(slab, 0, 10)
+        read(storage, 0, 10)
 
 
 def test_a_short_read_is_an_error(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    slab, real = filled(store), os.preadv
+    storage, real = filled(store), os.preadv
     monkeypatch.setattr(
         os,
         "preadv",
         lambda fd, views, offset: real(fd, [views[0][:BLOCK]], offset) if offset == 0 else 0,
     )
     with pytest.raises(StorageError, match=f"ends at byte {BLOCK}"):
-        read(slab, 0, 4096)
+        read(storage, 0, 4096)
     monkeypatch.undo()
-    assert (read(slab, 0, 4096) == 1).all()
+    assert (read(storage, 0, 4096) == 1).all()
 
 
 def test_partial_reads_and_writes_are_continued(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slab, real_read, real_write = store.slab(KEY, NUMEL, torch.float32), os.preadv, os.pwritev
+    storage, real_read, real_write = (
+        store.allocate(KEY, NUMEL, torch.float32),
+        os.preadv,
+        os.pwritev,
+    )
     monkeypatch.setattr(
         os, "preadv", lambda fd, views, offset: real_read(fd, [views[0][: 2 * BLOCK]], offset)
     )
@@ -458,8 +469,8 @@ def test_partial_reads_and_writes_are_continued(
         os, "pwritev", lambda fd, views, offset: real_write(fd, [views[0][: 2 * BLOCK]], offset)
     )
     values = torch.arange(float(NUMEL))
-    slab.write(0, NUMEL, values).wait()
-    assert torch.equal(read(slab, 0, NUMEL), values)
+    storage.write(0, NUMEL, values).wait()
+    assert torch.equal(read(storage, 0, NUMEL), values)
 
 
 def test_a_deleted_or_replaced_file_goes_on_working(store: DiskStore) -> None:
@@ -467,10 +478,10 @@ def test_a_deleted_or_replaced_file_goes_on_working(store: DiskStore) -> None:
     os.unlink(deleted.path)
     os.unlink(replaced.path)
     replaced.path.write_bytes(bytes(100))
-    for slab in (deleted, replaced):
-        slab.write(0, 10, torch.zeros(10)).wait()
-        assert read(slab, 8, 12).tolist() == [0, 0, 1, 1]
-        slab.close()
+    for storage in (deleted, replaced):
+        storage.write(0, 10, torch.zeros(10)).wait()
+        assert read(storage, 8, 12).tolist() == [0, 0, 1, 1]
+        storage.close()
 
 
 def broken(real: Callable[..., int], fd: int, code: int = errno.EIO) -> Callable[..., int]:
@@ -485,64 +496,67 @@ def broken(real: Callable[..., int], fd: int, code: int = errno.EIO) -> Callable
 def test_a_read_error_surfaces_at_wait_and_passes_when_the_disk_recovers(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slab, other = filled(store), filled(store, "other")
-    monkeypatch.setattr(os, "preadv", broken(os.preadv, slab._fd))
-    work = slab.read(0, NUMEL, torch.empty(NUMEL))
+    storage, other = filled(store), filled(store, "other")
+    monkeypatch.setattr(os, "preadv", broken(os.preadv, storage._fd))
+    work = storage.read(0, NUMEL, torch.empty(NUMEL))
     for _ in range(2):
         with pytest.raises(StorageError, match="Input/output error") as error:
             work.wait()
         assert (
             KEY in str(error.value)
-            and str(slab.path) in str(error.value)
+            and str(storage.path) in str(error.value)
             and "cannot read bytes" in str(error.value)
         )
-    with pytest.raises(StorageError, match=KEY), slab.borrowed(0, NUMEL, write=False):
+    with pytest.raises(StorageError, match=KEY), storage.borrowed(0, NUMEL, write=False):
         raise AssertionError("must not be entered")
     assert (read(other, 0, NUMEL) == 1).all()
     monkeypatch.undo()
-    assert (read(slab, 0, NUMEL) == 1).all()
+    assert (read(storage, 0, NUMEL) == 1).all()
 
 
 @pytest.mark.parametrize("edge", [False, True], ids=["whole", "edge"])
 def test_after_a_write_error_nothing_stale_is_ever_read(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch, edge: bool
 ) -> None:
-    slab, other = filled(store), filled(store, "other")
+    storage, other = filled(store), filled(store, "other")
     stop = 10 if edge else NUMEL
     call = "preadv" if edge else "pwritev"  # an edge is read first: that may fail as well
-    monkeypatch.setattr(os, call, broken(getattr(os, call), slab._fd))
-    write, behind = slab.write(0, stop, torch.zeros(stop)), slab.read(0, stop, torch.empty(stop))
+    monkeypatch.setattr(os, call, broken(getattr(os, call), storage._fd))
+    write, behind = (
+        storage.write(0, stop, torch.zeros(stop)),
+        storage.read(0, stop, torch.empty(stop)),
+    )
     for work in (write, behind):
         with pytest.raises(StorageError, match=KEY):
             work.wait()
     monkeypatch.undo()
     with pytest.raises(StorageError, match="an earlier write to it failed"):
-        read(slab, 0, stop)
+        read(storage, 0, stop)
     with pytest.raises(StorageError, match="an earlier write to it failed"):
-        slab.write(0, NUMEL, torch.ones(NUMEL)).wait()
+        storage.write(0, NUMEL, torch.ones(NUMEL)).wait()
     other.write(0, 5, torch.zeros(5)).wait()
     assert read(other, 4, 6).tolist() == [0, 1]
-    slab.close()
+    storage.close()
 
 
 def test_a_failed_write_back_of_borrowed_is_an_error_and_gives_its_buffer_back(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slab = filled(store)
+    storage = filled(store)
     with (
         pytest.raises(StorageError, match="cannot write"),
-        slab.borrowed(0, NUMEL, write=True) as tensor,
+        storage.borrowed(0, NUMEL, write=True) as tensor,
     ):
-        monkeypatch.setattr(os, "pwritev", broken(os.pwritev, slab._fd))
+        monkeypatch.setattr(os, "pwritev", broken(os.pwritev, storage._fd))
     assert tensor.isnan().all() and store.staging.lent_bytes == 0
 
 
 def test_a_failed_work_that_is_kept_keeps_no_tensor_alive(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slab, out = filled(store), torch.empty(NUMEL)
-    monkeypatch.setattr(os, "preadv", broken(os.preadv, slab._fd))
-    work, alive = slab.read(1, NUMEL, out[1:]), weakref.ref(out)
+    storage, out = filled(store), torch.empty(NUMEL)
+    monkeypatch.setattr(os, "preadv", broken(os.preadv, storage._fd))
+    work, alive = storage.read(1, NUMEL, out[1:]), weakref.ref(out)
     with pytest.raises(StorageError):
         work.wait()
     del out
@@ -553,7 +567,7 @@ def test_a_failed_work_that_is_kept_keeps_no_tensor_alive(
 def test_an_interrupted_borrower_keeps_its_buffer_until_the_disk_is_done_with_it(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slab = filled(store)
+    storage = filled(store)
     gate = Gate(monkeypatch, "preadv")
     ended: list[BaseException] = []
 
@@ -563,7 +577,7 @@ def test_an_interrupted_borrower_keeps_its_buffer_until_the_disk_is_done_with_it
 
     def borrow() -> None:
         try:
-            with slab.borrowed(0, NUMEL, write=True):
+            with storage.borrowed(0, NUMEL, write=True):
                 pass
         except KeyboardInterrupt as error:
             ended.append(error)
@@ -582,71 +596,75 @@ def test_an_interrupted_borrower_keeps_its_buffer_until_the_disk_is_done_with_it
 def test_our_own_mistakes_surface_at_wait_too(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slab = filled(store)
+    storage = filled(store)
 
     def wrong(*_: Any) -> int:
         raise ZeroDivisionError
 
     monkeypatch.setattr(os, "preadv", wrong)
-    work = slab.read(0, NUMEL, torch.empty(NUMEL))
+    work = storage.read(0, NUMEL, torch.empty(NUMEL))
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             work.wait()
     monkeypatch.undo()
-    assert (read(slab, 0, 10) == 1).all()
+    assert (read(storage, 0, 10) == 1).all()
 
 
 # ---------------------------------------------------------------------------------------- checksums
 
 
 def test_with_verify_a_changed_byte_is_found_wherever_its_unit_is_read(checked: DiskStore) -> None:
-    slab = filled(checked)
-    with slab.path.open("r+b") as file:
+    storage = filled(checked)
+    with storage.path.open("r+b") as file:
         file.seek(UNIT + 77)
         file.write(b"\x01")
         os.fsync(file.fileno())
     first = UNIT // 4
     for start, stop in ((0, NUMEL), (first, 2 * first), (2 * first - 3, 2 * first)):
         with pytest.raises(StorageError) as error:
-            read(slab, start, stop)
-        for part in (KEY, str(slab.path), f"bytes {UNIT} to {2 * UNIT} are not what was written"):
+            read(storage, start, stop)
+        for part in (
+            KEY,
+            str(storage.path),
+            f"bytes {UNIT} to {2 * UNIT} are not what was written",
+        ):
             assert part in str(error.value)
-    assert (read(slab, 0, first) == 1).all() and (read(slab, 2 * first, NUMEL) == 1).all()
+    assert (read(storage, 0, first) == 1).all() and (read(storage, 2 * first, NUMEL) == 1).all()
     # the rest of the unit would be made valid by a new sum
     with pytest.raises(StorageError, match="are not what was written"):
-        slab.write(first, first + 1, torch.zeros(1)).wait()
+        storage.write(first, first + 1, torch.zeros(1)).wait()
 
 
 def test_with_verify_a_write_that_never_arrived_is_found(
     checked: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slab = filled(checked)
+    storage = filled(checked)
     monkeypatch.setattr(os, "pwritev", lambda fd, views, offset: len(views[0]))
-    slab.write(0, NUMEL, torch.zeros(NUMEL)).wait()
+    storage.write(0, NUMEL, torch.zeros(NUMEL)).wait()
     monkeypatch.undo()
     with pytest.raises(StorageError, match="are not what was written"):
-        read(slab, 0, 10)
+        read(storage, 0, 10)
 
 
 def test_with_verify_a_file_whose_older_contents_are_put_back_is_found(checked: DiskStore) -> None:
-    slab = filled(checked, value=1.0)
-    old = slab.path.read_bytes()
-    slab.write(0, NUMEL, torch.zeros(NUMEL)).wait()
-    with slab.path.open("r+b") as file:
+    storage = filled(checked, value=1.0)
+    old = storage.path.read_bytes()
+    storage.write(0, NUMEL, torch.zeros(NUMEL)).wait()
+    with storage.path.open("r+b") as file:
         file.write(old)
         os.fsync(file.fileno())
     with pytest.raises(StorageError, match="are not what was written"):
-        read(slab, 0, NUMEL)
+        read(storage, 0, NUMEL)
 
 
 def test_with_verify_ragged_ranges_and_ends_are_still_right(checked: DiskStore) -> None:
     numel = UNIT // 4 + 1500
-    slab, plain = checked.slab(KEY, numel, torch.float32), torch.zeros(numel)
+    storage, plain = checked.allocate(KEY, numel, torch.float32), torch.zeros(numel)
     for start, stop in ((0, 5), (UNIT // 4 - 3, numel), (5, UNIT // 4 - 3), (100, numel - 1)):
         values = torch.rand(stop - start)
         plain[start:stop] = values
-        slab.write(start, stop, values).wait()
-    assert torch.equal(read(slab, 0, numel), plain)
+        storage.write(start, stop, values).wait()
+    assert torch.equal(read(storage, 0, numel), plain)
 
 
 def test_without_verify_nothing_is_hashed(
@@ -664,8 +682,8 @@ WRITE_AND_WAIT = """
 import sys, torch
 from zeroshard.tier.disk import DiskStore
 store = DiskStore(sys.argv[1], torch.device("cpu"), rank=0)
-slab = store.slab("state", 100_000, torch.float32)
-work = slab.write(0, 100_000, torch.ones(100_000))
+storage = store.allocate("state", 100_000, torch.float32)
+work = storage.write(0, 100_000, torch.ones(100_000))
 print(store.path, flush=True)
 sys.stdin.read()
 """
@@ -686,7 +704,7 @@ def test_what_a_killed_process_leaves_the_next_one_removes_and_the_living_keep_t
             "it lives, in another process"
         )
         process.kill()
-    assert (dead / "0000-state.slab").exists()
+    assert (dead / "0000-state.storage").exists()
     with caplog.at_level(logging.INFO, "zeroshard"):
         third = DiskStore(tmp_path, CPU, rank=3)
     assert {first.path, second.path, third.path} == set(tmp_path.iterdir())
@@ -726,36 +744,36 @@ def test_threads_are_named_daemons_and_end_with_the_store(tmp_path: Path) -> Non
         f"zeroshard-disk-{index}" for index in range(3)
     ]
     assert all(thread.daemon for thread in threads)
-    slab = filled(store)
+    storage = filled(store)
     store.close()
     assert not any(thread.is_alive() for thread in threads) and list(tmp_path.iterdir()) == []
     with pytest.raises(AssertionError, match="closed"):
-        slab.read(0, 1, torch.empty(1))
+        storage.read(0, 1, torch.empty(1))
 
 
 def test_what_is_under_way_when_the_process_ends_still_ends(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slab = filled(store)
+    storage = filled(store)
     gate = Gate(monkeypatch, "pwritev")
     # each waits for the one before
-    works = [slab.write(0, NUMEL, torch.ones(NUMEL)) for _ in range(3)]
+    works = [storage.write(0, NUMEL, torch.ones(NUMEL)) for _ in range(3)]
     store._end()  # what happens at exit, before others close their stores there
     gate.open.set()
     for work in works:
         work.wait()
     with pytest.raises(AssertionError, match="closed"):
-        slab.read(0, 1, torch.empty(1))
+        storage.read(0, 1, torch.empty(1))
     store.close()
 
 
 def test_two_stores_in_one_directory_do_not_meet(tmp_path: Path) -> None:
     stores = [DiskStore(tmp_path, CPU, rank=0, run="same run") for _ in range(2)]
-    slabs = [filled(store, value=index) for index, store in enumerate(stores)]
-    assert [read(slab, 0, 1).item() for slab in slabs] == [0, 1]
+    storages = [filled(store, value=index) for index, store in enumerate(stores)]
+    assert [read(storage, 0, 1).item() for storage in storages] == [0, 1]
     assert all("zeroshard-swap-same_run-0-" in store.path.name for store in stores)
     stores[0].close()
-    assert read(slabs[1], NUMEL - 1, NUMEL).item() == 1 and list(tmp_path.iterdir()) == [
+    assert read(storages[1], NUMEL - 1, NUMEL).item() == 1 and list(tmp_path.iterdir()) == [
         stores[1].path
     ]
     stores[1].close()
@@ -764,7 +782,7 @@ def test_two_stores_in_one_directory_do_not_meet(tmp_path: Path) -> None:
 def abandoned(folder: Path, *, hidden: bool = False, lock: bool = True, number: int = 0) -> Path:
     path = folder / f"{'.' * hidden}zeroshard-swap-run-0-{2**22 + number}-0123abcd"
     path.mkdir()
-    (path / "0000-state.slab").write_bytes(bytes(10))
+    (path / "0000-state.storage").write_bytes(bytes(10))
     if lock:
         (path / "lock").touch()
     return path
@@ -816,15 +834,15 @@ def test_only_what_is_ours_and_dead_is_removed(
 ) -> None:
     target = tmp_path / "precious"
     target.mkdir()
-    (target / "0000-state.slab").write_text("mine")
+    (target / "0000-state.storage").write_text("mine")
     (target / "lock").touch()
     link = tmp_path / "zeroshard-swap-run-0-1-aaaaaaaa"
     link.symlink_to(target)
     inner = abandoned(tmp_path, number=1)
-    (inner / "0001-link.slab").symlink_to(target / "0000-state.slab")
+    (inner / "0001-link.storage").symlink_to(target / "0000-state.storage")
     foreign = abandoned(tmp_path, number=2)
     (foreign / "notes.txt").write_text("not made by zeroshard")
-    (foreign / "folder.slab").mkdir()
+    (foreign / "folder.storage").mkdir()
     others = tmp_path / "zeroshard-swap-is-my-folder"
     others.mkdir()
     fresh, old = (
@@ -841,25 +859,26 @@ def test_only_what_is_ours_and_dead_is_removed(
         kept.add(strange)
         SwapDirectory(tmp_path, run="run", rank=0).remove()
     assert set(tmp_path.iterdir()) == kept and not half.exists()
-    assert (target / "0000-state.slab").read_text() == "mine" and (target / "lock").exists()
+    assert (target / "0000-state.storage").read_text() == "mine" and (target / "lock").exists()
     assert (
-        sorted(os.listdir(foreign)) == ["folder.slab", "notes.txt"] and str(foreign) in caplog.text
+        sorted(os.listdir(foreign)) == ["folder.storage", "notes.txt"]
+        and str(foreign) in caplog.text
     )
 
 
 def test_a_forked_child_is_refused_and_removes_nothing(store: DiskStore) -> None:
-    slab = filled(store)
+    storage = filled(store)
     child = os.fork()
     if child == 0:
         try:
-            slab.read(0, 1, torch.empty(1))
+            storage.read(0, 1, torch.empty(1))
         except StorageError as error:
             store.close()
             store.files.remove()
             os._exit(0 if KEY in str(error) and "forked child" in str(error) else 1)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert slab.path.exists() and (read(slab, 0, NUMEL) == 1).all()
+    assert storage.path.exists() and (read(storage, 0, NUMEL) == 1).all()
 
 
 # ---------------------------------------------------------------------------------- staging buffers
@@ -993,13 +1012,13 @@ def test_many_threads_share_a_small_pool() -> None:
 
 def test_transfers_go_on_while_the_callers_hold_the_whole_pool(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, CPU, rank=0, staging_bytes=BLOCK)
-    slab = filled(store)
+    storage = filled(store)
     held = store.staging.take(BLOCK)
-    assert (read(slab, 1, NUMEL - 1) == 1).all()  # not aligned: through the workers' own buffers
-    with pytest.raises(StorageError, match="staging_bytes"), slab.borrowed(0, 10, write=False):
+    assert (read(storage, 1, NUMEL - 1) == 1).all()  # not aligned: through the workers' own buffers
+    with pytest.raises(StorageError, match="staging_bytes"), storage.borrowed(0, 10, write=False):
         pass
     store.staging.give(held)
-    with slab.borrowed(0, NUMEL, write=False) as tensor:  # larger than the limit, alone
+    with storage.borrowed(0, NUMEL, write=False) as tensor:  # larger than the limit, alone
         assert (tensor == 1).all()
     store.close()
 
@@ -1007,12 +1026,12 @@ def test_transfers_go_on_while_the_callers_hold_the_whole_pool(tmp_path: Path) -
 def test_a_pretended_device_is_reached_over_its_link_and_staging_is_not(tmp_path: Path) -> None:
     link = Paced(1e12)
     store = DiskStore(tmp_path, CPU, rank=0, link=link)
-    slab = filled(store, numel=1000)
+    storage = filled(store, numel=1000)
     assert link.busy_s == pytest.approx(4000 / 1e12)
     buffer = store.staging.tensor(1000, torch.float32)
-    slab.read(1, 1000, buffer[1:]).wait()
-    slab.write(1, 1000, buffer[1:]).wait()
-    with slab.borrowed(0, 7, write=True):
+    storage.read(1, 1000, buffer[1:]).wait()
+    storage.write(1, 1000, buffer[1:]).wait()
+    with storage.borrowed(0, 7, write=True):
         pass
     assert link.busy_s == pytest.approx(4000 / 1e12) and (buffer[1:] == 1).all()
     store.staging.give(buffer)

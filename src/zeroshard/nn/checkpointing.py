@@ -5,7 +5,7 @@ hold the same ones (ZeRO-R, section 6.1).
                                  backward: run fn again from them
 
     tier="host", "disk"          P_a+cpu, and ZeRO-Infinity's section 5.1.2: the inputs leave the
-                                 device (nn/stash.py)
+                                 device (nn/activation_store.py)
     partition=group              P_a: of each input only this rank's 1/T stays; in backward the
                                  ranks of the group gather it
 

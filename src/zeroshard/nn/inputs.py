@@ -27,7 +27,7 @@ from torch import nn
 
 from zeroshard.core.placement import Tier
 from zeroshard.errors import ConfigError
-from zeroshard.nn.stash import depot_for
+from zeroshard.nn.activation_store import activation_store_for
 from zeroshard.runtime.unit import flatten, memory_stride
 
 __all__ = ["Call", "Input", "Rest", "unpack"]
@@ -68,7 +68,7 @@ class Rest:
 
 
 class _Bytes(Protocol):
-    """Bytes at rest: a stash.Parcel, or here."""
+    """Bytes at rest: a a SavedActivation of nn/activation_store.py, or here."""
 
     def ahead(self) -> None: ...
 
@@ -94,18 +94,18 @@ class Call:
 
     def __init__(self, rest: Rest) -> None:
         self._rest = rest
-        self._parcels: list[weakref.ref[_Bytes]] = []
+        self._saved: list[weakref.ref[_Bytes]] = []
         self._before: weakref.ref[Call] | None = None
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Put an input away; torch keeps what is returned in its place."""
         if not _may_leave(tensor):
             return tensor
-        if not self._parcels:
+        if not self._saved:
             self._before, _thread.last = getattr(_thread, "last", None), weakref.ref(self)
-        parcel = self._put(tensor)
-        self._parcels.append(weakref.ref(parcel))
-        return Input(self, parcel, tensor, self._rest.group)
+        saved = self._put(tensor)
+        self._saved.append(weakref.ref(saved))
+        return Input(self, saved, tensor, self._rest.group)
 
     def _put(self, tensor: torch.Tensor) -> _Bytes:
         rest = self._rest
@@ -124,22 +124,22 @@ class Call:
         if rest.group is not None:
             flat = _slice_of(flat, rest.group)
         on_device = rest.tier is Tier.DEVICE
-        parcel: _Bytes = (
+        saved: _Bytes = (
             _Here(flat)
             if on_device
-            else depot_for(rest.tier, tensor.device, rest.disk_path).put(flat, self)
+            else activation_store_for(rest.tier, tensor.device, rest.disk_path).put(flat, self)
         )
         for gone in [key for key, reference in stored.items() if reference() is None]:
             del stored[gone]
-        stored[rest, place] = weakref.ref(parcel)
-        return parcel
+        stored[rest, place] = weakref.ref(saved)
+        return saved
 
     def ahead(self) -> None:
         """Start bringing the inputs back."""
-        for reference in self._parcels:
-            parcel = reference()
-            if parcel is not None:
-                parcel.ahead()
+        for reference in self._saved:
+            saved = reference()
+            if saved is not None:
+                saved.ahead()
 
     def ahead_of_before(self) -> None:
         """Start bringing the inputs of the call before this one back."""
@@ -157,20 +157,20 @@ _stored: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[Any, weakref.ref[_
 class Input:
     """What torch holds in place of an input."""
 
-    __slots__ = ("_call", "_dtype", "_group", "_is_dense", "_parcel", "_shape", "_stride")
+    __slots__ = ("_call", "_dtype", "_group", "_is_dense", "_saved", "_shape", "_stride")
 
     def __init__(
-        self, call: Call, parcel: _Bytes, tensor: torch.Tensor, group: dist.ProcessGroup | None
+        self, call: Call, saved: _Bytes, tensor: torch.Tensor, group: dist.ProcessGroup | None
     ) -> None:
-        self._call, self._parcel, self._group = call, parcel, group
+        self._call, self._saved, self._group = call, saved, group
         self._shape, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
         self._is_dense = memory_stride(tensor) == tensor.stride()
 
     def fetch(self) -> torch.Tensor:
         """Return the input, in the memory order in which it came."""
-        self._parcel.ahead()
+        self._saved.ahead()
         self._call.ahead_of_before()
-        data = self._parcel.fetch()
+        data = self._saved.fetch()
         if self._group is not None:
             parts = data.new_empty(data.numel() * dist.get_world_size(self._group))
             dist.all_gather_into_tensor(parts, data, group=self._group)

@@ -45,7 +45,7 @@ from zeroshard.optim.shadow import Shadow
 from zeroshard.state.gradient import RestingGradient
 from zeroshard.state.state import State
 from zeroshard.tier.staging import Memory
-from zeroshard.tier.store import Slab, Store
+from zeroshard.tier.store import Storage, Store
 
 __all__ = ["StateAtRest", "StepJob", "SteppedSegment", "Streamed", "Tile"]
 
@@ -70,7 +70,7 @@ class SteppedSegment:
     can_bring_from_rest: Callable[[int, int], bool]  # whether that needs no cast
     bring_from_rest: Callable[[int, int], list[Work]]  # the same from where the master rests
     # the optimizer's state of elements [split, numel), by key
-    slabs: dict[str, Slab] = field(default_factory=dict)
+    storages: dict[str, Storage] = field(default_factory=dict)
     stepped: threading.Event = field(default_factory=threading.Event)  # no step of it is under way
 
     def __post_init__(self) -> None:
@@ -100,8 +100,8 @@ class Tile:
         return self.stop <= self.segment.split
 
     @property
-    def slab_range(self) -> tuple[int, int]:
-        """Where the tile lies in the slabs of its segment."""
+    def storage_range(self) -> tuple[int, int]:
+        """Where the tile lies in the storages of its segment."""
         return self.start - self.segment.split, self.stop - self.segment.split
 
 
@@ -120,13 +120,13 @@ class StepJob:
 class StateAtRest:
     """One tensor of the optimizer's state of one piece, on another tier."""
 
-    slab: Slab
+    storage: Storage
     start: int
     stop: int
 
     def borrowed(self) -> AbstractContextManager[torch.Tensor]:
         """Lend it, to be read."""
-        return self.slab.borrowed(self.start, self.stop, write=False)
+        return self.storage.borrowed(self.start, self.stop, write=False)
 
 
 class Streamed:
@@ -237,8 +237,8 @@ class Streamed:
                 segment.master.borrowed(tile.start, tile.stop, write=write)
             )
             states = {
-                key: stack.enter_context(slab.borrowed(*tile.slab_range, write=write))
-                for key, slab in segment.slabs.items()
+                key: stack.enter_context(storage.borrowed(*tile.storage_range, write=write))
+                for key, storage in segment.storages.items()
                 if write or self._rests_at(tile, key)
             }
             opened = self._open(tile, states)
@@ -246,29 +246,29 @@ class Streamed:
             if write:
                 self._park(tile, opened, states, make)
         for key, numbers in added.items():
-            with self._slab_of(segment, key, numbers.dtype).borrowed(
-                *tile.slab_range, write=True
+            with self._storage_of(segment, key, numbers.dtype).borrowed(
+                *tile.storage_range, write=True
             ) as room:
                 room.copy_(numbers)
 
-    def _slab_of(self, segment: SteppedSegment, key: str, dtype: torch.dtype) -> Slab:
-        if key not in segment.slabs:
+    def _storage_of(self, segment: SteppedSegment, key: str, dtype: torch.dtype) -> Storage:
+        if key not in segment.storages:
             assert segment.store is not None, segment.key
-            segment.slabs[key] = segment.store.slab(
+            segment.storages[key] = segment.store.allocate(
                 f"{segment.key} {key}", segment.master.numel - segment.split, dtype
             )
-        return segment.slabs[key]
+        return segment.storages[key]
 
     def at_rest(self, owned: OwnedPiece) -> dict[str, StateAtRest]:
         """Return what of a piece's state rests off the device, by key."""
         tile, low = self._places[id(owned)]
         if tile.on_device:
             return {}
-        start = tile.slab_range[0] + low
+        start = tile.storage_range[0] + low
         return {
-            key: StateAtRest(slab, start, start + owned.piece.numel)
-            for key, slab in tile.segment.slabs.items()
-            if self._state(owned).get(key) is self._placeholder(owned.piece.numel, slab.dtype)
+            key: StateAtRest(storage, start, start + owned.piece.numel)
+            for key, storage in tile.segment.storages.items()
+            if self._state(owned).get(key) is self._placeholder(owned.piece.numel, storage.dtype)
         }
 
     def forget(self) -> None:
@@ -280,9 +280,9 @@ class Streamed:
         """Give back what rests of the segment called `key`."""
         for tile in self.tiles:
             if tile.segment.key == key:
-                for slab in tile.segment.slabs.values():
-                    slab.close()
-                tile.segment.slabs = {}
+                for storage in tile.segment.storages.values():
+                    storage.close()
+                tile.segment.storages = {}
 
     def park(self) -> None:
         """Put to rest what stands in the optimizer as real numbers: state from before the
@@ -403,10 +403,10 @@ class Streamed:
             tile, resting, buffers, buffers.tensor("master", tile.numel, segment.master.dtype)
         )
         works = buffers.works = segment.master.read(tile.start, tile.stop, passing.master)
-        for key, slab in segment.slabs.items():
-            passing.states[key] = buffers.tensor(key, tile.numel, slab.dtype)
+        for key, storage in segment.storages.items():
+            passing.states[key] = buffers.tensor(key, tile.numel, storage.dtype)
             if self._rests_at(tile, key):
-                works.append(slab.read(*tile.slab_range, passing.states[key]))
+                works.append(storage.read(*tile.storage_range, passing.states[key]))
         if not resting.on_device and resting.state.split == 0:
             resting.settle()
             passing.grad = buffers.tensor("gradient", tile.numel, resting.state.dtype)
@@ -431,7 +431,7 @@ class Streamed:
         works = buffers.works = segment.master.write(tile.start, tile.stop, passing.master)
         for key, numbers in passing.states.items():
             works.append(
-                self._slab_of(segment, key, numbers.dtype).write(*tile.slab_range, numbers)
+                self._storage_of(segment, key, numbers.dtype).write(*tile.storage_range, numbers)
             )
         if not job.late:
             works += segment.bring(tile.start, tile.stop, passing.master, True)
@@ -470,8 +470,10 @@ class Streamed:
         """Return the bytes of the optimizer's state that rest off the device."""
         out: dict[Tier, int] = {}
         for segment in {id(tile.segment): tile.segment for tile in self.tiles}.values():
-            for slab in segment.slabs.values():
-                out[slab.tier] = out.get(slab.tier, 0) + slab.numel * slab.dtype.itemsize
+            for storage in segment.storages.values():
+                out[storage.tier] = (
+                    out.get(storage.tier, 0) + storage.numel * storage.dtype.itemsize
+                )
         return out
 
 

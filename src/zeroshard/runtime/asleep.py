@@ -29,7 +29,7 @@ from zeroshard.runtime.weights import Weights
 from zeroshard.state.gradient import RestingGradient
 from zeroshard.state.state import State
 from zeroshard.tier.host import HostStore
-from zeroshard.tier.store import Slab
+from zeroshard.tier.store import Storage
 
 __all__ = ["Sleep"]
 
@@ -50,10 +50,10 @@ class Sleep:
         self._sharded = sharded
         self._transport = transport
         self._store = HostStore(device)
-        # of our own: a view, the bytes of its storage, what it held
-        self._memory: list[tuple[torch.Tensor, int, Slab]] = []
-        self._tensors: list[tuple[torch.Tensor, Slab]] = []  # the user's to see: pieces' moments
-        self._resting: list[tuple[RestingGradient, Slab]] = []
+        # of our own: a view, the bytes of its memory, what it held
+        self._memory: list[tuple[torch.Tensor, int, Storage]] = []
+        self._tensors: list[tuple[torch.Tensor, Storage]] = []  # the user's to see: pieces' moments
+        self._resting: list[tuple[RestingGradient, Storage]] = []
 
     @property
     def num_bytes(self) -> int:
@@ -86,19 +86,19 @@ class Sleep:
 
     def end(self) -> None:
         """Bring everything back. Collective."""
-        for tensor, num_bytes, slab in reversed(self._memory):
-            storage = tensor.untyped_storage()
-            if storage.nbytes() < num_bytes:
-                storage.resize_(num_bytes)
-            slab.read(0, slab.numel, tensor).wait()
-        for tensor, slab in self._tensors:
-            back = torch.empty(slab.numel, dtype=slab.dtype, device=tensor.device)
-            slab.read(0, slab.numel, back).wait()
+        for tensor, num_bytes, storage in reversed(self._memory):
+            memory = tensor.untyped_storage()
+            if memory.nbytes() < num_bytes:
+                memory.resize_(num_bytes)
+            storage.read(0, storage.numel, tensor).wait()
+        for tensor, storage in self._tensors:
+            back = torch.empty(storage.numel, dtype=storage.dtype, device=tensor.device)
+            storage.read(0, storage.numel, back).wait()
             tensor.data = back
-        for resting, slab in self._resting:
+        for resting, storage in self._resting:
             device = resting.state.whole.device
-            back = torch.empty(slab.numel, dtype=slab.dtype, device=device)
-            slab.read(0, slab.numel, back).wait()
+            back = torch.empty(storage.numel, dtype=storage.dtype, device=device)
+            storage.read(0, storage.numel, back).wait()
             resting.state = State.of(back)
         if self._sharded is not None:
             self._sharded.repoint()
@@ -107,19 +107,19 @@ class Sleep:
                 segment.flat.publish()
         self._store.close()
 
-    def _copy_out(self, name: str, tensor: torch.Tensor) -> Slab:
-        slab = self._store.slab(name, tensor.numel(), tensor.dtype)
-        slab.write(0, tensor.numel(), tensor.detach().reshape(-1)).wait()
-        return slab
+    def _copy_out(self, name: str, tensor: torch.Tensor) -> Storage:
+        storage = self._store.allocate(name, tensor.numel(), tensor.dtype)
+        storage.write(0, tensor.numel(), tensor.detach().reshape(-1)).wait()
+        return storage
 
     def _put_memory(self, key: str, tensor: torch.Tensor) -> None:
         if not tensor.numel():
             return
-        slab = self._copy_out(key, tensor)
-        storage = tensor.untyped_storage()
-        self._memory.append((tensor, storage.nbytes(), slab))
-        if storage.resizable():
-            storage.resize_(0)
+        storage = self._copy_out(key, tensor)
+        memory = tensor.untyped_storage()
+        self._memory.append((tensor, memory.nbytes(), storage))
+        if memory.resizable():
+            memory.resize_(0)
         else:
             _give_back_pages(tensor)
 

@@ -39,7 +39,7 @@ from zeroshard.runtime.unit import Segment, Unit, UnitState, memory_stride
 from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.gradient import GradientAllocator
 from zeroshard.state.state import State
-from zeroshard.tier.store import Slab, Store
+from zeroshard.tier.store import Storage, Store
 
 __all__ = ["Context", "Dtypes", "build_units", "compute_dtypes", "make_master"]
 
@@ -229,22 +229,22 @@ def _split(plans: Sequence[_SegmentPlan], tiering: Tiering) -> list[Splits]:
 
 
 class _Reserved:
-    """A store that hands out slabs that were made before, by key."""
+    """A store that hands out storages that were made before, by key."""
 
-    def __init__(self, store: Store, slabs: dict[str, Slab]) -> None:
+    def __init__(self, store: Store, storages: dict[str, Storage]) -> None:
         self.tier, self.account = store.tier, store.account
-        self._slabs = slabs
+        self._storages = storages
 
-    def slab(self, key: str, numel: int, dtype: torch.dtype) -> Slab:
-        slab = self._slabs.pop(key)
-        assert slab.numel == numel and slab.dtype is dtype, (
+    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Storage:
+        storage = self._storages.pop(key)
+        assert storage.numel == numel and storage.dtype is dtype, (
             key,
             numel,
             dtype,
-            slab.numel,
-            slab.dtype,
+            storage.numel,
+            storage.dtype,
         )
-        return slab
+        return storage
 
     def close(self) -> None: ...
 
@@ -252,22 +252,24 @@ class _Reserved:
 def _reserve(
     plans: Sequence[_SegmentPlan], splits: Mapping[str, Splits], context: Context
 ) -> dict[Tier, _Reserved]:
-    """Make the slabs of all weights and masters before anything is touched: a shortage on one
+    """Make the storages of all weights and masters before anything is touched: a shortage on one
     rank is then a StorageError on every one.
     """
-    made: dict[Tier, dict[str, Slab]] = {tier: {} for tier in context.tiering.stores}
+    made: dict[Tier, dict[str, Storage]] = {tier: {} for tier in context.tiering.stores}
     with context.faults.noted():
         for plan in plans:
-            for key, numel, dtype, tier in _slabs_of(plan, splits[plan.key], context):
-                made[tier][key] = context.tiering.stores[tier].slab(key, numel, dtype)
+            for key, numel, dtype, tier in _storages_of(plan, splits[plan.key], context):
+                made[tier][key] = context.tiering.stores[tier].allocate(key, numel, dtype)
     context.faults.agree()
-    return {tier: _Reserved(context.tiering.stores[tier], slabs) for tier, slabs in made.items()}
+    return {
+        tier: _Reserved(context.tiering.stores[tier], storages) for tier, storages in made.items()
+    }
 
 
-def _slabs_of(
+def _storages_of(
     plan: _SegmentPlan, splits: Splits, context: Context
 ) -> list[tuple[str, int, torch.dtype, Tier]]:
-    """Return key, elements, dtype and tier of the slabs that the weights and the master of a
+    """Return key, elements, dtype and tier of the storages that the weights and the master of a
     segment need.
     """
     share, cells, master = plan.num_weights, plan.cells, context.precision.master
@@ -374,7 +376,7 @@ def _rest_of_weights(
     )
     return State.of(
         near,
-        store.slab(f"{plan.key} weights", share - splits.weight, plan.dtype),
+        store.allocate(f"{plan.key} weights", share - splits.weight, plan.dtype),
         link=context.tiering.link,
     )
 
@@ -406,7 +408,7 @@ def _gradient_path(
         # a sum of a node's ranks: the transport adds to it
         if store is None or scope is Scope.COLUMN:
             return State.of(context.pages.empty(numel, precision.accumulate, context.device))
-        return State(store.slab(f"{plan.key} partial gradient", numel, precision.accumulate))
+        return State(store.allocate(f"{plan.key} partial gradient", numel, precision.accumulate))
 
     return GradientPath(
         flat,

@@ -165,10 +165,10 @@ class Segment:
         ):
             self.master, self.aliased = weight, weight.numel
             return
-        slab = (
+        storage = (
             None
             if store is None or split == weight.numel
-            else store.slab(f"{self.key} master", weight.numel - split, dtype)
+            else store.allocate(f"{self.key} master", weight.numel - split, dtype)
         )
         shares_device_part = alike and weight.tensor is not None and weight.split >= split
         if shares_device_part:
@@ -177,7 +177,7 @@ class Segment:
         else:
             # padding is published, too
             near, self.aliased = pages.empty(split, dtype, flat.full.device).zero_(), 0
-        self.master = State.of(near, slab, link=link)
+        self.master = State.of(near, storage, link=link)
 
     def fill_master(self) -> None:
         """Take the master's numbers from the weights."""

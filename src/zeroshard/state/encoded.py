@@ -1,4 +1,4 @@
-"""Weights that rest encoded: a slab on the device whose elements are kept as blocks of int8,
+"""Weights that rest encoded: a storage on the device whose elements are kept as blocks of int8,
 int4 or fp8 (MixZ++, for frozen weights).
 
     encoded   | scale | codes | scale | codes | ...  what rests, and what travels in a gather
@@ -25,7 +25,7 @@ __all__ = ["EncodedStorage"]
 
 
 class EncodedStorage:
-    """A Slab (tier/store.py) of `numel` elements, encoded on `device`."""
+    """A Storage (tier/store.py) of `numel` elements, encoded on `device`."""
 
     tier = Tier.DEVICE
 

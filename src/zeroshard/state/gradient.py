@@ -31,7 +31,7 @@ from zeroshard.memory import Pages
 from zeroshard.state.deferred_scale import DeferredScale
 from zeroshard.state.state import State
 from zeroshard.tier.link import Direct, Link
-from zeroshard.tier.store import Slab, Store
+from zeroshard.tier.store import Storage, Store
 
 __all__ = ["GradientAllocator", "RestingGradient"]
 
@@ -48,7 +48,7 @@ class RestingGradient:
         self,
         state: State,
         *,
-        keep: Callable[[Slab], None],
+        keep: Callable[[Storage], None],
         pages: Pages,
         link: Link,
         device: torch.device,
@@ -331,14 +331,14 @@ class GradientAllocator:
         self._pages = pages
         self._device = device
         self._note = note
-        self._idle: list[Slab] = []
+        self._idle: list[Storage] = []
 
     def open(self) -> RestingGradient:
         """Return memory for a gradient, its contents undefined."""
         near, away, lost = None, None, None
         if self.tiered:
             try:
-                away = self._take_slab()
+                away = self._take_storage()
             except StorageError as error:
                 lost = error
         if self._split or away is None:
@@ -353,12 +353,14 @@ class GradientAllocator:
             lost=lost,
         )
 
-    def _take_slab(self) -> Slab:
+    def _take_storage(self) -> Storage:
         assert self._store is not None
         return (
             self._idle.pop()
             if self._idle
-            else self._store.slab(f"{self._key} gradient", self._numel - self._split, self._dtype)
+            else self._store.allocate(
+                f"{self._key} gradient", self._numel - self._split, self._dtype
+            )
         )
 
     def forget_memory(self) -> None:
@@ -366,15 +368,17 @@ class GradientAllocator:
         while self._idle:
             self._idle.pop().close()
 
-    def _take_back(self, slab: Slab) -> None:
-        self._idle.append(slab) if slab.numel == self._numel - self._split else slab.close()
+    def _take_back(self, storage: Storage) -> None:
+        self._idle.append(
+            storage
+        ) if storage.numel == self._numel - self._split else storage.close()
 
     def move(self, split: int) -> None:
         """Let the gradients to come rest on the device up to `split`."""
         idle, self._idle, self._split = self._idle, [], split
         self.tiered = split < self._numel
-        for slab in idle:
-            slab.close()
+        for storage in idle:
+            storage.close()
 
     def scratch(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return undefined memory [numel] on the device, for what is only passing through."""

@@ -21,13 +21,13 @@ import torch
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.tier.link import Direct, Link
-from zeroshard.tier.store import Slab, Store
+from zeroshard.tier.store import Storage, Store
 
 __all__ = ["DeviceStorage", "State"]
 
 
 class DeviceStorage:
-    """A Slab (tier/store.py) that is a device tensor [numel]; written over `link`."""
+    """A Storage (tier/store.py) that is a device tensor [numel]; written over `link`."""
 
     key = "device"
     tier = Tier.DEVICE
@@ -59,7 +59,7 @@ class DeviceStorage:
 class State:
     """`numel` elements of one dtype at rest, in `parts`, one after another."""
 
-    def __init__(self, *parts: Slab) -> None:
+    def __init__(self, *parts: Storage) -> None:
         assert len({part.dtype for part in parts}) == 1, parts
         self.parts = parts
         self.dtype = parts[0].dtype
@@ -67,7 +67,7 @@ class State:
 
     @classmethod
     def of(
-        cls, tensor: torch.Tensor | None, away: Slab | None = None, *, link: Link | None = None
+        cls, tensor: torch.Tensor | None, away: Storage | None = None, *, link: Link | None = None
     ) -> State:
         """Return the state that is `tensor` [split], on its device, and what is `away`."""
         near = [] if tensor is None else [DeviceStorage(tensor, link)]
@@ -96,7 +96,7 @@ class State:
         return self.tensor
 
     @property
-    def away(self) -> Slab | None:
+    def away(self) -> Storage | None:
         """The part that is no device tensor, if there is one."""
         return next((part for part in self.parts if not isinstance(part, DeviceStorage)), None)
 
@@ -107,7 +107,7 @@ class State:
             out[part.tier] = out.get(part.tier, 0) + part.num_bytes
         return {tier: num_bytes for tier, num_bytes in out.items() if num_bytes}
 
-    def _cover(self, start: int, stop: int) -> Iterator[tuple[Slab, int, int, slice]]:
+    def _cover(self, start: int, stop: int) -> Iterator[tuple[Storage, int, int, slice]]:
         """Yield each part that holds some of [start, stop): the part, from where to where in it,
         and where that lies in the range.
         """
@@ -160,7 +160,7 @@ class State:
         """
         for part in self.parts:
             if part.tier is store.tier:
-                other = store.slab(part.key, part.numel, part.dtype)
+                other = store.allocate(part.key, part.numel, part.dtype)
                 self.parts = tuple(other if old is part else old for old in self.parts)
                 part.close()
 

@@ -1,4 +1,4 @@
-"""What every unit of a slab must hold: xxh3-64 of what was written last, kept in memory.
+"""What every unit of a storage must hold: xxh3-64 of what was written last, kept in memory.
 
 Because the sums are not on the disk, a write that the disk lost or put elsewhere is found as surely
 as a flipped bit. (DeepSpeed, which keeps none, was seen training on stale bytes without an error.)

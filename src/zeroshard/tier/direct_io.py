@@ -52,7 +52,7 @@ def accepts_direct(folder_fd: int, block: memoryview) -> bool:
     if not _DIRECT:
         return False
     try:
-        fd = open_new("probe.slab", folder_fd, direct=True)
+        fd = open_new("probe.storage", folder_fd, direct=True)
     except OSError as error:
         if error.errno in _REFUSALS:
             return False
@@ -66,7 +66,7 @@ def accepts_direct(folder_fd: int, block: memoryview) -> bool:
         raise
     finally:
         os.close(fd)
-        os.unlink("probe.slab", dir_fd=folder_fd)
+        os.unlink("probe.storage", dir_fd=folder_fd)
     return True
 
 

@@ -1,30 +1,30 @@
-"""The disk tier: slabs as files that are read and written past the page cache by worker threads
+"""The disk tier: storages as files that are read and written past the page cache by worker threads
 (ZeRO-Infinity, arXiv 2104.07857, section 6.3).
 
 Its DeepNVMe asks for bulk reads and writes that start now and end later, many requests in flight
 for one transfer, and a small reused pool of pinned buffers. Here:
 
-    slab       one file, preallocated, its end rounded up to the block     swapdir.py, direct_io.py
+    storage    one file, preallocated, its end rounded up to the block      swapdir.py, direct_io.py
     transfer   cut into pieces of 2 MiB, `queue_depth` of them in flight    pieces.py, transfer.py
     tensor     aligned host memory: the disk's own; else through a buffer   crossing.py, staging.py
     verify     a checksum per MiB, in memory: stale bytes are found too     checksums.py
 
     store = DiskStore("/mnt/nvme", device, rank=0)
-    slab = store.slab("blocks.3:fp32 exp_avg", numel, torch.float32)
+    storage = store.allocate("blocks.3:fp32 exp_avg", numel, torch.float32)
     # aligned: no copy where start is a multiple of a block
     buffer = store.staging.tensor(stop - start, torch.float32)
-    slab.read(start, stop, buffer).wait()
+    storage.read(start, stop, buffer).wait()
 
 Invariant: what a read returns is what was written last, or it raises StorageError naming file,
 state and bytes. Always found: a read or write that the disk fails, a file that was cut off. With
-`verify`: any other change, and writes that never arrived. A slab whose write failed never reads
+`verify`: any other change, and writes that never arrived. A storage whose write failed never reads
 again. A file that somebody deletes or replaces by another goes on working: the descriptor is open,
 and the disk keeps it until close.
 
-Cost: numel * itemsize bytes of disk per slab, one descriptor each; `queue_depth` * 2 MiB of buffers
-for what is not aligned, plus the staging pool. An edge inside a block (with `verify`: inside a MiB)
-is read, changed and written: keep ranges on block boundaries. What it does not do: survive its
-process, sync anything to the disk, or know other ranks.
+Cost: numel * itemsize bytes of disk per storage, one descriptor each; `queue_depth` * 2 MiB of
+buffers for what is not aligned, plus the staging pool. An edge inside a block (with `verify`:
+inside a MiB) is read, changed and written: keep ranges on block boundaries. What it does not do:
+survive its process, sync anything to the disk, or know other ranks.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class DiskStore:
         self.staging = Staging(
             _STAGING_BYTES if staging_bytes is None else staging_bytes, pinned=pinned
         )
-        self.slabs: list[_DiskSlab] = []
+        self.storages: list[_DiskStorage] = []
         self.crossings = Crossings(device, self.link, self.staging)
         self.files = SwapDirectory(Path(directory), run=run, rank=rank)
         self.direct = _probe(self.files, rank)
@@ -103,20 +103,20 @@ class DiskStore:
         """The directory of this rank."""
         return self.files.path
 
-    def slab(self, key: str, numel: int, dtype: torch.dtype) -> _DiskSlab:
-        slab = _DiskSlab(self, key, numel, dtype)
-        self.slabs.append(slab)
+    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> _DiskStorage:
+        storage = _DiskStorage(self, key, numel, dtype)
+        self.storages.append(storage)
         self.account.add(numel * dtype.itemsize)
-        return slab
+        return storage
 
-    def forget(self, slab: _DiskSlab) -> None:
-        """Stop counting `slab`, which was closed."""
-        self.slabs.remove(slab)
-        self.account.remove(slab.numel * slab.dtype.itemsize)
+    def forget(self, storage: _DiskStorage) -> None:
+        """Stop counting `storage`, which was closed."""
+        self.storages.remove(storage)
+        self.account.remove(storage.numel * storage.dtype.itemsize)
 
     def close(self) -> None:
-        for slab in list(self.slabs):
-            slab.close()
+        for storage in list(self.storages):
+            storage.close()
         if self._end.alive:
             self._end()
             self.workers.join()
@@ -143,7 +143,7 @@ def _probe(files: SwapDirectory, rank: int) -> bool:
     return direct
 
 
-class _DiskSlab:
+class _DiskStorage:
     """A file, preallocated."""
 
     def __init__(self, store: DiskStore, key: str, numel: int, dtype: torch.dtype) -> None:
@@ -191,7 +191,7 @@ class _DiskSlab:
         self._store.workers.settle(self._under_way)
 
     def close(self) -> None:
-        if self in self._store.slabs:
+        if self in self._store.storages:
             self.settle()
             self._store.forget(self)
             self._close_file()
@@ -213,7 +213,7 @@ class _DiskSlab:
         pieces = cut(
             first,
             last,
-            slab_bytes=self.num_bytes,
+            storage_bytes=self.num_bytes,
             unit=BLOCK if self._sums is None else UNIT,
             chunk=_CHUNK,
         )
@@ -245,7 +245,7 @@ class _DiskSlab:
                 memory = scratch.memory
                 view = memory.view[: piece.high - piece.low]
                 if piece.start == piece.low and piece.stop == self.num_bytes:
-                    # beyond the slab's end there is nothing to keep
+                    # beyond the storage's end there is nothing to keep
                     view[num_bytes:] = bytes(len(view) - num_bytes)
                 elif not piece.whole:
                     self._fetch(view, piece.low)

@@ -2,11 +2,11 @@
 tensor refers to at rest.
 
 On the CPU, device and host are the same RAM, and a mistake would go unnoticed: state that should
-rest on the host but is read where it lies gives the right numbers. So a slab's memory is an
+rest on the host but is read where it lies gives the right numbers. So a storage's memory is an
 anonymous mapping, and a tensor on it exists only inside ``borrowed`` (the host step) and for the
 length of a copy; afterwards that tensor reads as NaN. Whoever counts live tensors does not find it.
 
-Cost: numel * itemsize bytes per slab, in pages of 4 KiB; a copy each way over the link.
+Cost: numel * itemsize bytes per storage, in pages of 4 KiB; a copy each way over the link.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class HostStore:
         self.account = MemoryCounter()
         self.link = link_of(device) if link is None else link
         self._pinned = device.type != "cpu"
-        self.slabs: list[_HostSlab] = []
+        self.storages: list[_HostStorage] = []
 
-    def slab(self, key: str, numel: int, dtype: torch.dtype) -> _HostSlab:
+    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> _HostStorage:
         num_bytes = numel * dtype.itemsize
         try:
             memory = host_memory(num_bytes, pinned=self._pinned)
@@ -43,23 +43,23 @@ class HostStore:
             raise StorageError(
                 f"{key}: no {num_bytes} bytes of host memory ({error}): put less of it on the host"
             ) from None
-        slab = _HostSlab(self, key, numel, dtype, memory)
-        self.slabs.append(slab)
+        storage = _HostStorage(self, key, numel, dtype, memory)
+        self.storages.append(storage)
         self.account.add(num_bytes)
-        return slab
+        return storage
 
-    def forget(self, slab: _HostSlab) -> None:
-        """Stop counting `slab`, which was closed."""
-        self.slabs.remove(slab)
-        self.account.remove(slab.numel * slab.dtype.itemsize)
+    def forget(self, storage: _HostStorage) -> None:
+        """Stop counting `storage`, which was closed."""
+        self.storages.remove(storage)
+        self.account.remove(storage.numel * storage.dtype.itemsize)
 
     def close(self) -> None:
-        for slab in list(self.slabs):
-            slab.close()
+        for storage in list(self.storages):
+            storage.close()
         self.link.close()
 
 
-class _HostSlab:
+class _HostStorage:
     """A range of host memory."""
 
     def __init__(
@@ -136,7 +136,7 @@ class _HostSlab:
             to_placeholder(tensor)
 
     def close(self) -> None:
-        if self in self._store.slabs:
+        if self in self._store.storages:
             self.settle(0, self.numel, write=True)
             self._store.forget(self)
             self._memory = memoryview(b"")

@@ -22,7 +22,7 @@ __all__ = ["Piece", "cut"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes [start, stop) of a slab, inside the whole units [low, high) of its file."""
+    """Bytes [start, stop) of a storage, inside the whole units [low, high) of its file."""
 
     start: int
     stop: int
@@ -35,18 +35,18 @@ class Piece:
         return self.start == self.low and self.stop == self.high
 
 
-def cut(start: int, stop: int, *, slab_bytes: int, unit: int, chunk: int) -> list[Piece]:
+def cut(start: int, stop: int, *, storage_bytes: int, unit: int, chunk: int) -> list[Piece]:
     """Return the pieces of bytes [start, stop), in order; units end where the file does, at
-    `slab_bytes` rounded up to the block.
+    `storage_bytes` rounded up to the block.
     """
-    assert 0 <= start <= stop <= slab_bytes and chunk % unit == 0 and unit % BLOCK == 0, (
+    assert 0 <= start <= stop <= storage_bytes and chunk % unit == 0 and unit % BLOCK == 0, (
         start,
         stop,
-        slab_bytes,
+        storage_bytes,
         unit,
         chunk,
     )
-    file_bytes = round_up(slab_bytes, BLOCK)
+    file_bytes = round_up(storage_bytes, BLOCK)
     pieces = []
     while start < stop:
         if start % unit:

@@ -1,9 +1,9 @@
 """Buffers between disk and computation: a bounded pool of memory that O_DIRECT accepts, used
 again and again (ZeRO-Infinity, section 6.3).
 
-    buffer = staging.tensor(numel, dtype)     1-D, aligned to the disk's block: a slab reads and
+    buffer = staging.tensor(numel, dtype)     1-D, aligned to the disk's block: a storage reads and
                                               writes it without a copy
-    slab.read(a, b, buffer) ... slab.write(a, b, buffer) ...
+    storage.read(a, b, buffer) ... storage.write(a, b, buffer) ...
     staging.give(buffer)                      it reads as NaN from here on; its memory is the next
                                               one's
 

@@ -1,25 +1,25 @@
 """The one protocol between the engine and where states rest.
 
-A **store** is one tier's memory on this rank; a **slab** is one state of one segment in it: `numel`
-elements of one dtype, flat. ZeRO-Offload (section 4) rests gradients and optimizer state in host
-slabs, ZeRO-Infinity (section 5) also weights, in slabs on disk as well.
+A **store** is one tier's memory on this rank; a **storage** is one state of one segment in it:
+`numel` elements of one dtype, flat. ZeRO-Offload (section 4) rests gradients and optimizer state in
+host storages, ZeRO-Infinity (section 5) also weights, in storages on disk as well.
 
-The engine computes on a slab in one of two ways only::
+The engine computes on a storage in one of two ways only::
 
     # started now, waited for later
-    slab.read(start, stop, out)   out (on the device, or in a staging buffer) <-- slab
-    slab.write(start, stop, src)  src --> slab
+    storage.read(start, stop, out)   out (on the device, or in a staging buffer) <-- storage
+    storage.write(start, stop, src)  src --> storage
     # the host step; host memory lends itself, disk a copy
-    with slab.borrowed(start, stop, write=True) as tensor:
+    with storage.borrowed(start, stop, write=True) as tensor:
 
 Invariants. What was started first takes effect first: a read that is started after an overlapping
 write sees what was written, a write that is started after an overlapping read does not disturb it.
-`out` and `src` must not be touched before the Work has been waited for. No tensor on a slab's
+`out` and `src` must not be touched before the Work has been waited for. No tensor on a storage's
 memory exists outside ``borrowed``: what rests elsewhere cannot be read by mistake. Bytes never
 written are undefined.
 
-Calls are for one thread at a time per slab; different slabs may be used by different threads. No
-collective: a store knows no other rank.
+Calls are for one thread at a time per storage; different storages may be used by different threads.
+No collective: a store knows no other rank.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work
 from zeroshard.memory import MemoryCounter
 
-__all__ = ["Slab", "Store"]
+__all__ = ["Storage", "Store"]
 
 
-class Slab(Protocol):
-    """`numel` elements of `dtype` at rest on one tier; elements are counted from the slab's own
+class Storage(Protocol):
+    """`numel` elements of `dtype` at rest on one tier; elements are counted from the storage's own
     start.
     """
 
@@ -64,7 +64,7 @@ class Slab(Protocol):
         """Lend elements [start, stop) as a CPU tensor (the device tier: a device tensor) that is
         valid inside the context only.
 
-        With `write`, what is written to it rests in the slab when the context ends without an
+        With `write`, what is written to it rests in the storage when the context ends without an
         exception. Waits for what is under way.
         """
 
@@ -78,10 +78,10 @@ class Store(Protocol):
     tier: Tier
     account: MemoryCounter
 
-    def slab(self, key: str, numel: int, dtype: torch.dtype) -> Slab:
-        """Allocate a slab now, so that a shortage is a StorageError here, naming `key`, the
+    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Storage:
+        """Allocate a storage now, so that a shortage is a StorageError here, naming `key`, the
         bytes and the place, and not in a later write.
         """
 
     def close(self) -> None:
-        """Close every slab and give back threads and files. Idempotent."""
+        """Close every storage and give back threads and files. Idempotent."""

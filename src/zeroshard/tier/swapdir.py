@@ -3,7 +3,7 @@
     <disk_path>/zeroshard-swap-<run>-<rank>-<pid>-<nonce>/    mode 0700
         lock                                                  flock is held for the life of the
                                                               process
-        0003-blocks.3_fp32_exp_avg.slab
+        0003-blocks.3_fp32_exp_avg.storage
 
 It is removed by `remove`: when the store is closed or collected, or at a normal exit. A killed
 process leaves it, and the kernel drops the lock: whoever makes a directory here next removes those
@@ -39,7 +39,7 @@ __all__ = ["SwapDirectory", "free_bytes", "safe_name"]
 
 _log = logging.getLogger("zeroshard")
 _PATTERN = re.compile(r"(\.?)zeroshard-swap-[A-Za-z0-9._+=-]+-\d+-\d+-[0-9a-f]{8}")
-_LOCK, _SUFFIX = "lock", ".slab"
+_LOCK, _SUFFIX = "lock", ".storage"
 _HIDDEN_S = 3600.0
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -2,7 +2,7 @@
 section 6.3, without native code).
 
 A transfer's pieces are done by whichever threads are free, at most `queue_depth` at a time. Order
-is kept between transfers of one slab: one that touches the units of an earlier one, unless both
+is kept between transfers of one storage: one that touches the units of an earlier one, unless both
 read, starts when the earlier one has ended::
 
     write [0, 6000)   ====            both change block 1: one after the other
@@ -48,8 +48,8 @@ class Scratch:
 
 
 class Transfer:
-    """A read or a write of one slab: a Work. `beside` is the slab's list of what is under way,
-    which the workers keep.
+    """A read or a write of one storage: a Work. `beside` is the storage's list of what is under
+    way, which the workers keep.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Workers:
                 self._hand_out(transfer)
 
     def settle(self, transfers: list[Transfer]) -> None:
-        """Wait for the end of what is in a slab's list now."""
+        """Wait for the end of what is in a storage's list now."""
         with self._lock:
             now = list(transfers)
         for transfer in now:

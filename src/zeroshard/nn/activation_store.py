@@ -1,22 +1,22 @@
 """Tensors put away on another tier between forward and backward, and brought back ahead of their
 use (ZeRO-R's P_a+cpu, ZeRO-Infinity's 5.1.2).
 
-    put      source --Slab.write--> slab           the source is let go once the copy has landed
-    ahead    arrival <--Slab.read-- slab           started before it is needed
+    put      source --Storage.write--> storage     the source is released once the copy has landed
+    ahead    arrival <--Storage.read-- storage     started before it is needed
     fetch    arrival, waited for; the source itself where it is still here
 
-A **depot** is one store with its slabs, which are used again; a **parcel** is one tensor's bytes in
-it, and goes with its last reference.
+An **activation store** is one store with its storages, which are used again; a **saved activation**
+is one tensor's bytes in it, and goes with its last reference.
 
-Invariants. A depot never holds more bytes than were in use at once at some time, in size classes an
-eighth apart, so steps that repeat do not grow. Of the sources only those of the last
-`_MOST_LEAVING` + 1 calls are still here. Copies run on the engine's discipline of lanes
+Invariants. An activation store never holds more bytes than were in use at once at some time, in
+size classes an eighth apart, so steps that repeat do not grow. Of the sources only those of the
+last `_MOST_LEAVING` + 1 calls are still here. Copies run on the engine's discipline of lanes
 (runtime/streams.py): writes on "reduce", reads on "gather", each forked from compute and joined
 before memory is given back or used. A source that was written to before its copy had landed is
 refused in backward: the copy may hold either.
 
-Cost: a copy each way; on the device the sources that leave and what was read ahead. Depots are
-closed when the program ends.
+Cost: a copy each way; on the device the sources that leave and what was read ahead.
+Activation stores are closed when the program ends.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from zeroshard.core.work import Work
 from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.runtime.streams import make_streams
 from zeroshard.tier.host import HostStore
-from zeroshard.tier.store import Slab, Store
+from zeroshard.tier.store import Storage, Store
 
-__all__ = ["Depot", "Parcel", "depot_for", "size_class", "using"]
+__all__ = ["ActivationStore", "SavedActivation", "activation_store_for", "size_class", "using"]
 
 _MOST_LEAVING = 2  # calls whose sources may still be here while another one's begin to leave
-_MOST_DEPOTS = 8
+_MOST_STORES = 8
 
 
 def size_class(num_bytes: int) -> int:
@@ -52,39 +52,42 @@ def size_class(num_bytes: int) -> int:
     return -(-num_bytes // step) * step
 
 
-class Parcel:
-    """One tensor's bytes in a depot."""
+class SavedActivation:
+    """One tensor's bytes in an activation store."""
 
     __slots__ = (
         "__weakref__",
         "_arrival",
         "_arriving",
-        "_depot",
         "_leaving",
         "_num_bytes",
-        "_slab",
         "_source",
         "_spoiled",
+        "_storage",
+        "_store",
         "_version",
     )
 
-    def __init__(self, depot: Depot, source: torch.Tensor) -> None:
+    def __init__(self, store: ActivationStore, source: torch.Tensor) -> None:
         data = source.view(torch.uint8)
-        self._depot = depot
+        self._store = store
         self._num_bytes = data.numel()
         self._source: torch.Tensor | None = source
         self._version = source._version
         self._spoiled = False
         self._arrival: torch.Tensor | None = None
         self._arriving: Flight | None = None
-        self._slab = slab = depot.take(self._num_bytes)
-        depot.streams.alloc(id(self))
+        self._storage = storage = store.take(self._num_bytes)
+        store.streams.alloc(id(self))
         try:
-            self._leaving = depot.start(
-                "reduce", lambda: slab.write(0, data.numel(), data), reads=id(self), writes=slab.key
+            self._leaving = store.start(
+                "reduce",
+                lambda: storage.write(0, data.numel(), data),
+                reads=id(self),
+                writes=storage.key,
             )
         except BaseException:
-            depot.drop(slab)
+            store.drop(storage)
             raise
 
     def landed(self) -> bool:
@@ -99,19 +102,19 @@ class Parcel:
             return
         self._leaving.wait()
         self._spoiled = self._source._version != self._version
-        self._depot.streams.free(id(self))
+        self._store.streams.free(id(self))
         self._source = None
 
     def ahead(self) -> None:
         """Start bringing the bytes back, unless they are here."""
-        if not self.landed() or self._arriving is not None or self._depot.is_closed:
+        if not self.landed() or self._arriving is not None or self._store.is_closed:
             return
-        out = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._depot.device)
-        streams, slab = self._depot.streams, self._slab
+        out = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._store.device)
+        streams, storage = self._store.streams, self._storage
         streams.alloc(id(out))
         self._arrival = out
-        self._arriving = self._depot.start(
-            "gather", lambda: slab.read(0, out.numel(), out), reads=slab.key, writes=id(out)
+        self._arriving = self._store.start(
+            "gather", lambda: storage.read(0, out.numel(), out), reads=storage.key, writes=id(out)
         )
 
     def fetch(self) -> torch.Tensor:
@@ -129,10 +132,12 @@ class Parcel:
             return self._source.view(torch.uint8)
         self.ahead()
         out, flight = self._arrival, self._arriving
-        assert out is not None and flight is not None, "the depot was closed under its parcels"
+        assert out is not None and flight is not None, (
+            "the activation store was closed under what it holds"
+        )
         self._arrival = self._arriving = None
         flight.wait()
-        self._depot.streams.read(id(out))
+        self._store.streams.read(id(out))
         return out
 
     def __del__(self) -> None:
@@ -145,44 +150,44 @@ class Parcel:
                 )
                 if tensor is not None
             ]
-            self._depot.returned.append((self._slab, flights, (self._source, self._arrival)))
+            self._store.returned.append((self._storage, flights, (self._source, self._arrival)))
 
 
-class Depot:
-    """One store for tensors of `device`, and its slabs."""
+class ActivationStore:
+    """One store for tensors of `device`, and its storages."""
 
     def __init__(self, store: Store, device: torch.device, streams: Lanes | None = None) -> None:
         self.store = store
         self.device = device
         self.streams: Lanes = make_streams(device) if streams is None else streams
         self.is_closed = False
-        self.used = 0  # bytes of slabs that hold a parcel
+        self.used = 0  # bytes of storages that hold a saved activation
         self.most_used = 0
         # Parcels end wherever the last reference does, in the garbage collector too: they only
         # leave word here.
-        self.returned: deque[tuple[Slab, list[Flight | None], object]] = deque()
-        self._idle: dict[int, list[Slab]] = {}  # by size
+        self.returned: deque[tuple[Storage, list[Flight | None], object]] = deque()
+        self._idle: dict[int, list[Storage]] = {}  # by size
         # by call, oldest first
-        self._leaving: deque[tuple[object, list[weakref.ref[Parcel]]]] = deque()
-        self._num_slabs = 0
+        self._leaving: deque[tuple[object, list[weakref.ref[SavedActivation]]]] = deque()
+        self._num_storages = 0
         self._lock = threading.RLock()
 
-    def put(self, source: torch.Tensor, call: object) -> Parcel:
+    def put(self, source: torch.Tensor, call: object) -> SavedActivation:
         """Start copying `source` (1-D, contiguous) away, as an input of `call`; wait for the
         sources of older calls.
         """
         with self._lock:
-            parcel = Parcel(self, source)
+            saved = SavedActivation(self, source)
             if not self._leaving or self._leaving[-1][0] is not call:
                 self._leaving.append((call, []))
-            self._leaving[-1][1].append(weakref.ref(parcel))
+            self._leaving[-1][1].append(weakref.ref(saved))
             self.poll()
             while len(self._leaving) > _MOST_LEAVING + 1:
                 for reference in self._leaving.popleft()[1]:
                     late = reference()
                     if late is not None:
                         late.let_go()
-            return parcel
+            return saved
 
     def poll(self) -> None:
         """Let sources go whose copies have landed."""
@@ -191,7 +196,7 @@ class Depot:
                 left = [
                     reference
                     for reference in self._leaving[0][1]
-                    if (parcel := reference()) is not None and not parcel.landed()
+                    if (saved := reference()) is not None and not saved.landed()
                 ]
                 if left:
                     self._leaving[0][1][:] = left
@@ -216,44 +221,44 @@ class Depot:
                 event = self.streams.mark(lane)
             return Flight([work], self.streams, event)
 
-    def take(self, num_bytes: int) -> Slab:
-        """Return a slab of at least `num_bytes` bytes. Raises StorageError where the tier is
+    def take(self, num_bytes: int) -> Storage:
+        """Return a storage of at least `num_bytes` bytes. Raises StorageError where the tier is
         full.
         """
         with self._lock:
             self.collect()
             size = size_class(num_bytes)
-            slab = self._idle[size].pop() if self._idle.get(size) else self._new(size)
+            storage = self._idle[size].pop() if self._idle.get(size) else self._new(size)
             self.used += size
             self.most_used = max(self.most_used, self.used)
-            return slab
+            return storage
 
-    def _new(self, size: int) -> Slab:
+    def _new(self, size: int) -> Storage:
         most = max(self.most_used, self.used + size)
-        for slabs in self._idle.values():  # of other sizes: this one has none
-            while slabs and self.store.account.live + size > most:
-                slabs.pop().close()
-        self._num_slabs += 1
-        return self.store.slab(f"activations.{self._num_slabs}", size, torch.uint8)
+        for storages in self._idle.values():  # of other sizes: this one has none
+            while storages and self.store.account.live + size > most:
+                storages.pop().close()
+        self._num_storages += 1
+        return self.store.allocate(f"activations.{self._num_storages}", size, torch.uint8)
 
     def collect(self) -> None:
-        """Take back the slabs of parcels that have ended."""
+        """Take back the storages of saved activations that have ended."""
         while self.returned:
-            slab, flights, _ = self.returned.popleft()
+            storage, flights, _ = self.returned.popleft()
             try:
                 for flight in flights:
                     if flight is not None:
                         flight.wait()
-            except StorageError:  # nobody will read it, but a slab whose write failed stays lost
-                self.drop(slab)
+            except StorageError:  # nobody will read it, but a storage whose write failed stays lost
+                self.drop(storage)
             else:
-                self.used -= slab.numel
-                self._idle.setdefault(slab.numel, []).append(slab)
+                self.used -= storage.numel
+                self._idle.setdefault(storage.numel, []).append(storage)
 
-    def drop(self, slab: Slab) -> None:
-        """Close a slab that was taken."""
-        self.used -= slab.numel
-        slab.close()
+    def drop(self, storage: Storage) -> None:
+        """Close a storage that was taken."""
+        self.used -= storage.numel
+        storage.close()
 
     def close(self) -> None:
         """Close the store. What still rests there is lost."""
@@ -262,25 +267,27 @@ class Depot:
         self._idle.clear()
 
 
-# ----------------------------------------------------------------------------- the program's depots
+# ------------------------------------------------------------------ the program's activation stores
 
 _Key = tuple[Tier, torch.device, str]
-_depots: dict[_Key, Depot] = {}
+_stores: dict[_Key, ActivationStore] = {}
 _lock = threading.Lock()
 
 
-def depot_for(tier: Tier, device: torch.device, disk_path: str | None) -> Depot:
-    """Return the program's depot on `tier` for tensors of `device`, made when it is first asked
-    for.
+def activation_store_for(
+    tier: Tier, device: torch.device, disk_path: str | None
+) -> ActivationStore:
+    """Return the program's activation store on `tier` for tensors of `device`, made when it is
+    first asked for.
 
     Raises ConfigError when more than a few are in use, and StorageError where it cannot be made.
     """
     key = (tier, device, disk_path or "")
     with _lock:
-        if key not in _depots:
+        if key not in _stores:
             _make_room()
-            _depots[key] = Depot(_make_store(tier, device, disk_path), device)
-        return _depots[key]
+            _stores[key] = ActivationStore(_make_store(tier, device, disk_path), device)
+        return _stores[key]
 
 
 def _make_store(tier: Tier, device: torch.device, disk_path: str | None) -> Store:
@@ -295,36 +302,38 @@ def _make_store(tier: Tier, device: torch.device, disk_path: str | None) -> Stor
 
 
 def _make_room() -> None:
-    for key, depot in list(_depots.items()):
-        if len(_depots) < _MOST_DEPOTS:
+    for key, store in list(_stores.items()):
+        if len(_stores) < _MOST_STORES:
             return
-        depot.collect()
-        if not depot.used:
-            _depots.pop(key).close()
-    if len(_depots) >= _MOST_DEPOTS:
-        places = sorted({path or tier.value for tier, _, path in _depots})
+        store.collect()
+        if not store.used:
+            _stores.pop(key).close()
+    if len(_stores) >= _MOST_STORES:
+        places = sorted({path or tier.value for tier, _, path in _stores})
         raise ConfigError(
-            f"checkpointed inputs rest in {_MOST_DEPOTS} places already ({', '.join(places)}): use"
+            f"checkpointed inputs rest in {_MOST_STORES} places already ({', '.join(places)}): use"
             " fewer values of disk_path"
         )
 
 
 @contextmanager
-def using(depot: Depot, tier: Tier = Tier.HOST, disk_path: str | None = None) -> Iterator[Depot]:
-    """Have `depot` stand for the program's own one inside the context; it is closed at the end."""
-    key = (tier, depot.device, disk_path or "")
-    before = _depots.get(key)
-    _depots[key] = depot
+def using(
+    store: ActivationStore, tier: Tier = Tier.HOST, disk_path: str | None = None
+) -> Iterator[ActivationStore]:
+    """Have `store` stand for the program's own one inside the context; it is closed at the end."""
+    key = (tier, store.device, disk_path or "")
+    before = _stores.get(key)
+    _stores[key] = store
     try:
-        yield depot
+        yield store
     finally:
-        depot.close()
-        _depots.pop(key)
+        store.close()
+        _stores.pop(key)
         if before is not None:
-            _depots[key] = before
+            _stores[key] = before
 
 
 @atexit.register
 def _close_all() -> None:
-    while _depots:
-        _depots.popitem()[1].close()
+    while _stores:
+        _stores.popitem()[1].close()
