@@ -39,7 +39,6 @@ from zeroshard.optim.elementwise import check_elementwise
 from zeroshard.optim.sharded import check_parameters
 from zeroshard.runtime.balance import first_fraction
 from zeroshard.runtime.build import Context, Dtypes, compute_dtypes
-from zeroshard.runtime.cut import UnitPlan, cut_units, named_parameters_once
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.guards import OWNED
@@ -47,6 +46,7 @@ from zeroshard.runtime.overlap import check_overlap
 from zeroshard.runtime.replicas import digest_of
 from zeroshard.runtime.streams import make_streams
 from zeroshard.runtime.tiering import Tiering
+from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_units
 from zeroshard.tier.disk import DiskStore
 from zeroshard.tier.host import HostStore
 from zeroshard.tier.link import link_of
@@ -132,7 +132,7 @@ def shard(
         _check_precision(model, precision)
         dtypes = compute_dtypes(model, precision)
         _check_codecs(model, dtypes, settings)
-        plans = cut_units(model, settings.units)
+        plans = partition_units(model, settings.units)
         report = {"sync_from": str(sync_from), **_report(model, optimizer, settings, dtypes, plans)}
         if sync_from is None:
             values = _initial_values(model)

@@ -14,7 +14,7 @@ import torch
 from tests.comm.cases import check_sum, expected_sum, fill, same
 from tests.comm.common import CPU, Spec, opened, values
 from zeroshard.comm.links import Kind
-from zeroshard.comm.parts import Contribution
+from zeroshard.comm.matching import Part
 from zeroshard.comm.transport import Transport, Window
 from zeroshard.core.layout import end_of
 from zeroshard.errors import ConfigError, PeerLostError, PlanMismatch, StallError, StateError
@@ -55,13 +55,13 @@ def a_slow_rank_costs_no_copies(rank: int, world_size: int, spec: Spec) -> tuple
     """
     copied = 0
 
-    def copy_out(part: Contribution) -> None:
+    def copy_out(part: Part) -> None:
         nonlocal copied
         copied += 1
         original(part)
 
     ranges, numel = spec.cut(*[640] * world_size), 640 * world_size
-    original, Contribution.copy_out = Contribution.copy_out, copy_out  # type: ignore[method-assign]
+    original, Part.copy_out = Part.copy_out, copy_out  # type: ignore[method-assign]
     try:
         with opened(spec, rank, pool_bytes=1) as transport:
             for step in range(8):
@@ -77,7 +77,7 @@ def a_slow_rank_costs_no_copies(rank: int, world_size: int, spec: Spec) -> tuple
             transport.exchange(b"")
             return copied, len(transport.collectives.slots.slots)  # type: ignore[attr-defined]
     finally:
-        Contribution.copy_out = original  # type: ignore[method-assign]
+        Part.copy_out = original  # type: ignore[method-assign]
 
 
 def a_late_rank_is_named(rank: int, world_size: int, spec: Spec) -> None:
@@ -165,7 +165,7 @@ def a_dead_rank_is_an_error(rank: int, world_size: int, spec: Spec, operation: i
 
 def _leave_a_child_with_our_sockets(transport: Transport) -> None:
     """Do what a data loader's worker does: live on for a while with everything that was open."""
-    kept = {sock.fileno() for sock in transport.mail.links._sockets.values()}  # type: ignore[attr-defined]
+    kept = {sock.fileno() for sock in transport.dispatcher.links._sockets.values()}  # type: ignore[attr-defined]
     if os.fork() == 0:
         for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
             if descriptor not in kept:  # the harness waits for its pipe to close
@@ -185,7 +185,7 @@ def kill_yourself_with_memory_mapped(rank: int, world_size: int, spec: Spec) -> 
                 1.0
             )
         fill(transport, "a", 0, numel, torch.float32)
-        for sock in transport.mail.links._sockets.values():  # type: ignore[attr-defined]
+        for sock in transport.dispatcher.links._sockets.values():  # type: ignore[attr-defined]
             print(
                 *(
                     bytes(name).decode()
@@ -324,7 +324,7 @@ class _SlowCopies:
         self.window = window
 
     def run(self) -> None:
-        transport, collect = self.transport, self.transport.mail.collect  # type: ignore[attr-defined]
+        transport, collect = self.transport, self.transport.dispatcher.collect  # type: ignore[attr-defined]
         calls = 0
 
         def collect_late(timeout_s: float) -> bool:
@@ -332,16 +332,16 @@ class _SlowCopies:
             calls += 1
             # the first is progress before the copy, the second the look at the epoch after it
             if calls == 2:
-                transport.mail.collect = collect  # type: ignore[attr-defined]
+                transport.dispatcher.collect = collect  # type: ignore[attr-defined]
                 transport.exchange(b"now")
                 transport.exchange(b"published")
             return bool(collect(timeout_s))
 
-        transport.mail.collect = collect_late  # type: ignore[attr-defined]
+        transport.dispatcher.collect = collect_late  # type: ignore[attr-defined]
         try:
             self.window.gather(torch.empty(128)).wait()
         finally:
-            transport.mail.collect = collect  # type: ignore[attr-defined]
+            transport.dispatcher.collect = collect  # type: ignore[attr-defined]
 
 
 def different_windows_are_refused_by_all(rank: int, world_size: int, spec: Spec) -> None:
@@ -454,7 +454,7 @@ def the_next_call_is_told_where_a_payload_is_late(
     """
     last = world_size - 1
     with opened(spec, rank, stall_timeout_s=40.0) as transport:
-        links = transport.mail.links  # type: ignore[attr-defined]
+        links = transport.dispatcher.links  # type: ignore[attr-defined]
         send = links.send
 
         def send_late(peer: int, kind: Kind, *args: int, **options: object) -> None:

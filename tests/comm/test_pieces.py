@@ -11,8 +11,8 @@ import torch
 from zeroshard.comm import serving
 from zeroshard.comm.gloo_peers import Waiters
 from zeroshard.comm.links import MAX_TAIL, Kind, Links, Message
+from zeroshard.comm.matching import Matching, Part
 from zeroshard.comm.mesh import Axes
-from zeroshard.comm.parts import Contribution, Meetings
 from zeroshard.comm.rendezvous import _agree
 from zeroshard.comm.select import make_transport
 from zeroshard.comm.slots import FAR, SlotPool
@@ -131,18 +131,18 @@ def test_a_loan_from_before_an_abandon_cannot_be_given_back() -> None:
 
 
 def test_relief_copies_what_is_owed_and_tells_the_owner() -> None:
-    meetings = Meetings()
+    matching = Matching()
     told: list[str] = []
     data = torch.arange(8, dtype=torch.uint8)
-    meetings.contribute("unit", 0, 1, Contribution(data, lambda: told.append("ack"), near=True))
-    meetings.relieve(0)
+    matching.contribute("unit", 0, 1, Part(data, lambda: told.append("ack"), near=True))
+    matching.relieve(0)
     assert not told
-    meetings.relieve(1)
+    matching.relieve(1)
     assert told == ["ack"]
     data.zero_()
-    assert meetings.contributions["unit", 0][1].data is not None
-    assert meetings.contributions["unit", 0][1].data.tolist() == list(range(8))
-    meetings.relieve(1)
+    assert matching.contributions["unit", 0][1].data is not None
+    assert matching.contributions["unit", 0][1].data.tolist() == list(range(8))
+    matching.relieve(1)
     assert told == ["ack"]
 
 

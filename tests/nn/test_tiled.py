@@ -21,7 +21,7 @@ from tests.support.harness import run_ranks
 from zeroshard.errors import CheckpointError, ConfigError, StateError
 from zeroshard.nn.deferred import is_deferred
 from zeroshard.nn.tiled import LinearTile, TiledLinear, join_tiles, tile_linears
-from zeroshard.runtime.cut import cut_units, find_blocks
+from zeroshard.runtime.units import find_blocks, partition_units
 
 # ------------------------------------------------------------------------------------------ numbers
 
@@ -383,7 +383,7 @@ def test_each_tile_is_a_unit_of_its_own() -> None:
         == [f"blocks.{index}" for index in range(4)]
     )
     for units in (None, [Block], ["blocks.0", "blocks.1"]):
-        plans = {plan.name: plan for plan in cut_units(tiled, units)}
+        plans = {plan.name: plan for plan in partition_units(tiled, units)}
         for name, module in tiled.named_modules():
             if isinstance(module, LinearTile):
                 assert list(plans[name].parameters) == [
@@ -396,7 +396,7 @@ def test_each_tile_is_a_unit_of_its_own() -> None:
         [TiledLinear],
         [f"blocks.{index}.{part}" for index in range(4) for part in ("up", "down")],
     ):
-        plans = {plan.name: plan for plan in cut_units(tiled, units)}
+        plans = {plan.name: plan for plan in partition_units(tiled, units)}
         assert len(plans["blocks.0.up"].parameters) == 3 * 2 + 3 and not any(
             "tile" in name for name in plans
         )
@@ -407,7 +407,7 @@ def test_no_unit_is_larger_than_a_tile_or_the_largest_other_parameter() -> None:
         *[nn.Linear(64, 64) for _ in range(6)], *[nn.LayerNorm(width) for width in range(64, 74)]
     )
     tile_linears(model, lambda name, linear: True, out_tiles=8)
-    plans = cut_units(model)
+    plans = partition_units(model)
     assert max(plan.numel for plan in plans) == 8 * 65 and len(plans) == 6 * 8 + 3
 
 

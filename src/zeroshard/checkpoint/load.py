@@ -47,7 +47,7 @@ from zeroshard.checkpoint.steps import (
 from zeroshard.checkpoint.values import decode
 from zeroshard.core.placement import Tier
 from zeroshard.errors import CheckpointError, ConfigError, StorageError
-from zeroshard.optim.pieces import OwnedPiece
+from zeroshard.optim.pieces import ParamShard
 from zeroshard.optim.trial import fitted_state, state_after_trial
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, RestingPiece
@@ -451,7 +451,7 @@ class _Reading:
                 read = partial(self._state_of, there, owned, kinds.get(there, ()))
                 self._optimizer_states[id(owned)] = self._held(read, again=again)
 
-    def _state_of(self, name: str, owned: OwnedPiece, kinds: Iterable[str]) -> dict[str, Any]:
+    def _state_of(self, name: str, owned: ParamShard, kinds: Iterable[str]) -> dict[str, Any]:
         """Return the optimizer's state of one piece."""
         assert self.manifest.optimizer is not None
         state = {
@@ -620,7 +620,7 @@ class _Reading:
     def _apply_optimizer(
         self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
     ) -> None:
-        def take_over(owned: OwnedPiece) -> None:
+        def take_over(owned: ParamShard) -> None:
             if id(owned) not in self._optimizer_states:
                 return
             with _too_late():

@@ -23,7 +23,7 @@ from zeroshard.checkpoint.shards import Lent, Stored, as_bytes, dtype_code
 from zeroshard.checkpoint.values import encode
 from zeroshard.core.layout import Range
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.optim.pieces import OwnedPiece
+from zeroshard.optim.pieces import ParamShard
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine
 
@@ -184,7 +184,7 @@ def divide(engine: Engine, part: RankPart) -> None:
 
 
 def _collect_pieces(engine: Engine, averages: Mapping[str, EMA], part: RankPart) -> None:
-    stepped: dict[int, list[OwnedPiece]] = {}
+    stepped: dict[int, list[ParamShard]] = {}
     for owned in engine.stepped_pieces():
         stepped.setdefault(id(owned.parameter), []).append(owned)
     firsts = {id(parameter): name for name, parameter in engine.module.named_parameters()}
@@ -206,7 +206,7 @@ def _collect_pieces(engine: Engine, averages: Mapping[str, EMA], part: RankPart)
 
 
 def _collect_state(
-    engine: Engine, name: str, owned: OwnedPiece, wanted: Range, part: RankPart
+    engine: Engine, name: str, owned: ParamShard, wanted: Range, part: RankPart
 ) -> None:
     """Collect the optimizer's state of what one piece has of elements `wanted` of a parameter."""
     assert engine.optimizer is not None

@@ -25,7 +25,7 @@ import torch
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.gloo_peers import LOOSE_GATHER, REDUCE_SCATTER, Transfer
 from zeroshard.comm.links import Kind
-from zeroshard.comm.parts import Contribution, Meetings, Pending, checked_parts, sum_parts
+from zeroshard.comm.matching import Matching, Part, Pending, checked_parts, sum_parts
 from zeroshard.comm.slots import FAR, SlotPool
 from zeroshard.comm.transport import GradBuffer, Work
 from zeroshard.core.layout import Range
@@ -47,7 +47,7 @@ class Collectives:
     def __init__(
         self, transport: PairedTransport, *, node_size: int | None, pool_bytes: int | None
     ) -> None:
-        self.meetings = Meetings()
+        self.matching = Matching()
         self.slots = SlotPool(
             self._announce_slot if transport.near else None, self._withdraw_slot, pool_bytes
         )
@@ -80,10 +80,10 @@ class Collectives:
         def idle() -> None:
             """Ask for relief once, and relieve ourselves once the peers have ([Note: relief])."""
             stuck_on = self.slots.readers() - {FAR, self._rank}
-            self._transport.mail.tell(Kind.STUCK, to=sorted(stuck_on - told))
+            self._transport.dispatcher.send(Kind.STUCK, to=sorted(stuck_on - told))
             told.update(stuck_on)
             if any(slot.readers == {self._rank} for slot in self.slots.slots.values()):
-                self.meetings.relieve(self._rank)
+                self.matching.relieve(self._rank)
 
         self._transport.wait_until(
             free,
@@ -111,7 +111,7 @@ class Collectives:
             ranges = [codec.bytes_of(span) for span in ranges]
             start, stop = ranges[self._rank]
         what, name = f"reduce of {key}", f"reduce {key}"
-        sequence = self.meetings.next_sequence(name)
+        sequence = self.matching.next_sequence(name)
         readers = self._tell_near(
             name,
             sequence,
@@ -121,8 +121,8 @@ class Collectives:
         )
         own_bytes = (stop - start) * wire_dtype.itemsize
         if own_bytes:
-            own = Contribution(None) if buffer is None else self._own_part(buffer, start, stop)
-            self.meetings.contribute(name, sequence, self._rank, own)
+            own = Part(None) if buffer is None else self._own_part(buffer, start, stop)
+            self.matching.contribute(name, sequence, self._rank, own)
             readers.add(self._rank)
         loans = (
             {
@@ -149,7 +149,7 @@ class Collectives:
         if buffer is not None:
             self.slots.hand_over(buffer, readers)
 
-        def consume(parts: dict[int, Contribution]) -> None:
+        def consume(parts: dict[int, Part]) -> None:
             if own_bytes:
                 data = checked_parts(parts, what, self._transport.members, num_bytes=own_bytes)
                 typed = [None if d is None else d.view(wire_dtype) for d in data]
@@ -170,7 +170,7 @@ class Collectives:
         own = out[slice(*ranges[self._rank])]
         assert local.numel() == own.numel(), (key, local.numel(), ranges[self._rank])
         what, name = f"gather of {key}", f"gather {key}"
-        sequence = self.meetings.next_sequence(name)
+        sequence = self.matching.next_sequence(name)
         if own.numel() and own.data_ptr() != local.data_ptr():
             own.copy_(local)
         if local.numel() and self._transport.near:
@@ -196,12 +196,12 @@ class Collectives:
             self.arriving.append(
                 (
                     transfer,
-                    lambda: self.meetings.contribute(name, sequence, FAR, Contribution(None)),
+                    lambda: self.matching.contribute(name, sequence, FAR, Part(None)),
                 )
             )
             contributors.add(FAR)
 
-        def consume(parts: dict[int, Contribution]) -> None:
+        def consume(parts: dict[int, Part]) -> None:
             for rank in contributors - {FAR}:
                 target = out[slice(*ranges[rank])]
                 data = parts[rank].checked(
@@ -225,10 +225,10 @@ class Collectives:
         what: str,
         sequence: int,
         contributors: Iterable[int],
-        consume: Callable[[dict[int, Contribution]], None],
+        consume: Callable[[dict[int, Part]], None],
     ) -> Work:
         transfer = self.arriving[-1][0] if self._transport.far else None
-        pending = self.meetings.begin(name, sequence, contributors, consume)
+        pending = self.matching.begin(name, sequence, contributors, consume)
         self._transport.progress()
         return PartsWork(
             self._transport,
@@ -255,16 +255,16 @@ class Collectives:
             if start == stop:
                 continue
             if buffer is None:
-                self._transport.mail.links.send(peer, Kind.NONE, sequence, tail=name.encode())
+                self._transport.dispatcher.links.send(peer, Kind.NONE, sequence, tail=name.encode())
             else:
-                self._transport.mail.links.send(
+                self._transport.dispatcher.links.send(
                     peer, Kind.READY, sequence, buffer.slot, start, stop - start, tail=name.encode()
                 )
                 readers.add(peer)
         return readers
 
-    def _own_part(self, buffer: GradBuffer, start: int, stop: int) -> Contribution:
-        return Contribution(
+    def _own_part(self, buffer: GradBuffer, start: int, stop: int) -> Part:
+        return Part(
             buffer.data[start:stop].view(torch.uint8),
             lambda: self.slots.release(buffer.slot, self._rank),
         )
@@ -273,18 +273,18 @@ class Collectives:
         self, name: str, sequence: int, loans: dict[int, torch.Tensor], buffer: GradBuffer | None
     ) -> None:
         for peer, tensor in loans.items():
-            self.meetings.contribute(name, sequence, peer, Contribution(tensor.view(torch.uint8)))
+            self.matching.contribute(name, sequence, peer, Part(tensor.view(torch.uint8)))
         if buffer is not None:
             self.slots.release(buffer.slot, FAR)
 
     def _missing(self, name: str, sequence: int) -> set[int]:
-        return self.meetings.missing(name, sequence).intersection(self._transport.near)
+        return self.matching.missing(name, sequence).intersection(self._transport.near)
 
     def _announce_slot(self, number: int, num_bytes: int, fd: int) -> None:
-        self._transport.mail.tell(Kind.SLOT, number, num_bytes, fd=fd)
+        self._transport.dispatcher.send(Kind.SLOT, number, num_bytes, fd=fd)
 
     def _withdraw_slot(self, number: int) -> None:
-        self._transport.mail.tell(Kind.DROP, number)
+        self._transport.dispatcher.send(Kind.DROP, number)
 
     def progress(self) -> None:
         """Take in far parts that have come, and finish what has become possible."""
@@ -293,8 +293,8 @@ class Collectives:
             transfer.land()
             self.arriving = [entry for entry in self.arriving if entry[0] is not transfer]
             then()
-        while self.meetings.finish_ripe():
-            self._transport.mail.collect(0.0)
+        while self.matching.finish_ripe():
+            self._transport.dispatcher.collect(0.0)
 
     def forget(self) -> list[Transfer]:
         """Drop what is under way, but not yet the slots, which peers may still read; return the
@@ -302,7 +302,7 @@ class Collectives:
         """
         left = [transfer for transfer, _ in self.arriving]
         self.arriving = []
-        self.meetings.forget()
+        self.matching.forget()
         return left
 
     def close(self) -> None:

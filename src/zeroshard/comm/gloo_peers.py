@@ -54,8 +54,8 @@ __all__ = [
     "CONTROL",
     "LOOSE_GATHER",
     "REDUCE_SCATTER",
-    "Circle",
     "GlooPeers",
+    "Subgroup",
     "Transfer",
     "connect",
     "notices_of",
@@ -238,7 +238,7 @@ def _lost(what: str, peer: int, error: Exception) -> PeerLostError:
 
 
 @dataclass(frozen=True)
-class Circle:
+class Subgroup:
     """Ranks that make connections of their own: `rank` of `size`, under a `name` that no other
     circle has.
     """
@@ -249,14 +249,14 @@ class Circle:
     members: tuple[int, ...]  # what errors call its ranks
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Circle:
+    def of(cls, group: dist.ProcessGroup) -> Subgroup:
         """Return the circle of all ranks of `group`. Collective."""
         name = gather_bytes(group, secrets.token_bytes(16))[0].hex()
         return cls(name, group.rank(), group.size(), tuple(range(group.size())))
 
-    def part(self, ranks: Sequence[int]) -> Circle:
+    def part(self, ranks: Sequence[int]) -> Subgroup:
         """Return the circle of some of our `ranks`, this one among them."""
-        return Circle(
+        return Subgroup(
             f"{self.name}/{'-'.join(map(str, ranks))}",
             ranks.index(self.rank),
             len(ranks),
@@ -264,7 +264,7 @@ class Circle:
         )
 
 
-def connect(circle: Circle, *, stall_timeout_s: float) -> Any:
+def connect(circle: Subgroup, *, stall_timeout_s: float) -> Any:
     """Return gloo connections between the ranks of `circle`, theirs alone. Collective.
 
     What comes back is a bare ProcessGroupGloo under the circle's name in the job's store, not
@@ -276,14 +276,14 @@ def connect(circle: Circle, *, stall_timeout_s: float) -> Any:
     )
 
 
-def notices_of(circle: Circle) -> Notices:
+def notices_of(circle: Subgroup) -> Notices:
     """Return the notes that the ranks of `circle` leave each other in the job's store."""
     return Notices(
         distributed_c10d.PrefixStore("given up", _store_of(circle)), circle.rank, circle.size
     )
 
 
-def _store_of(circle: Circle) -> distributed_c10d.PrefixStore:
+def _store_of(circle: Subgroup) -> distributed_c10d.PrefixStore:
     return distributed_c10d.PrefixStore(
         f"zeroshard/{circle.name}", distributed_c10d._get_default_store()
     )

@@ -28,8 +28,8 @@ from torch import distributed as dist
 from zeroshard.comm.calls import framed, unframed
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.compat import all_gather_single, reduce_scatter_single
+from zeroshard.comm.matching import sum_parts
 from zeroshard.comm.mesh import Axes
-from zeroshard.comm.parts import sum_parts
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import GradBuffer, Traffic, Work
 from zeroshard.core.layout import Range, end_of

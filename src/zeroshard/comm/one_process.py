@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from zeroshard.comm.codec import Codec
-from zeroshard.comm.parts import sum_parts
+from zeroshard.comm.matching import sum_parts
 from zeroshard.comm.transport import DoneWork, GradBuffer, Traffic, Work
 from zeroshard.core.layout import Range, end_of
 from zeroshard.memory import Pool

@@ -29,12 +29,12 @@ from zeroshard.comm import serving
 from zeroshard.comm.calls import framed, unframed
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.dispatcher import Dispatcher, given_up
 from zeroshard.comm.gloo_peers import GlooPeers, Transfer
 from zeroshard.comm.links import Kind, Links
-from zeroshard.comm.mailroom import Mailroom, given_up
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.notices import Notices
-from zeroshard.comm.rendezvous import Neighbours
+from zeroshard.comm.rendezvous import HostGroups
 from zeroshard.comm.transport import GradBuffer, Traffic, Work
 from zeroshard.comm.windows import GatherWork, PairedWindow, make_window
 from zeroshard.core.layout import Range
@@ -54,7 +54,7 @@ class PairedTransport:
         self,
         rank: int,
         size: int,
-        neighbours: Neighbours,
+        neighbours: HostGroups,
         *,
         connections: Any,
         notices: Notices | None = None,
@@ -82,8 +82,8 @@ class PairedTransport:
         self.collectives = Collectives(self, node_size=node_size, pool_bytes=pool_bytes)
         self.members = tuple(range(size)) if members is None else tuple(members)
         links = Links(neighbours.sockets, members=self.members, stall_timeout_s=stall_timeout_s)
-        self.mail = Mailroom(
-            rank, links, self.near, self.collectives.meetings, self.collectives.slots.release
+        self.dispatcher = Dispatcher(
+            rank, links, self.near, self.collectives.matching, self.collectives.slots.release
         )
         self.messages = GlooPeers(
             connections, rank, members=self.members, wake=links.wake, wait=self._wait_transfers
@@ -139,12 +139,11 @@ class PairedTransport:
         for work in list(self._gathers):
             work.wait()
         self._num_writes += 1
-        self.mail.tell(Kind.READ, self._num_writes)
+        self.dispatcher.send(Kind.READ, self._num_writes)
 
         def missing() -> set[int]:
-            return {
-                peer for peer in self.near if self.mail.counts.reads.get(peer, 0) < self._num_writes
-            }
+            reads = self.dispatcher.counts.reads
+            return {peer for peer in self.near if reads.get(peer, 0) < self._num_writes}
 
         what = "waiting for all ranks to finish reading"
         self.wait_until(
@@ -184,13 +183,13 @@ class PairedTransport:
     # -------------------------------------------------------------------------------------- waiting
 
     def progress(self) -> None:
-        self.mail.collect(0.0)
+        self.dispatcher.collect(0.0)
         self._gathers = [work for work in self._gathers if not work.advance()]
         self.collectives.progress()
 
     def check_peers(self, what: str) -> None:
         self.progress()
-        self.mail.links.require(self.near, what)
+        self.dispatcher.links.require(self.near, what)
 
     def wait_until(
         self,
@@ -204,7 +203,7 @@ class PairedTransport:
         transfer: Transfer | None = None,
     ) -> None:
         """Serve the peers, those of every transport of this process, until `ready()`; see
-        Mailroom.wait_until.
+        Dispatcher.wait_until.
 
         `transfer` is what this waits for from far ranks, in `call`.
         """
@@ -228,7 +227,7 @@ class PairedTransport:
             ahead = (
                 ()
                 if notices is None
-                else notices.ahead(self.mail.links.generation, self.messages.run)
+                else notices.ahead(self.dispatcher.links.generation, self.messages.run)
             )
             if ahead and not ready():
                 raise given_up([self.members[rank] for rank in ahead], what)
@@ -240,7 +239,7 @@ class PairedTransport:
             "call": call,
         }
         options["listen"] = None if transfer is None else listen
-        self.mail.wait_until(ready, what, progress=progress, near=near, far=far, **options)
+        self.dispatcher.wait_until(ready, what, progress=progress, near=near, far=far, **options)
 
     @property
     def is_waiting(self) -> bool:
@@ -248,7 +247,7 @@ class PairedTransport:
 
     def serve(self) -> None:
         self.progress()
-        self.mail.relieve_stuck()
+        self.dispatcher.relieve_stuck()
 
     def _wait_transfers(self, transfers: Sequence[Transfer]) -> None:
         def ready() -> bool:
@@ -289,16 +288,16 @@ class PairedTransport:
     def exchange_quietly(self, payload: bytes, call: str) -> list[bytes]:
         """Exchange what is not the engine's payload, and so is not counted."""
         frame = framed(call, payload)
-        sequence = self.mail.send_payload(frame)
+        sequence = self.dispatcher.send_payload(frame)
         parts = {self.rank: frame}
         if self.far:
             parts |= self.messages.exchange(frame, self.far, f"exchange of {call}")
 
         def missing() -> set[int]:
-            return self.mail.payloads_missing(sequence)
+            return self.dispatcher.payloads_missing(sequence)
 
         self.wait_until(lambda: not missing(), f"exchange of {call}", near=missing, call=call)
-        parts |= self.mail.take_payloads(sequence)
+        parts |= self.dispatcher.take_payloads(sequence)
         return unframed([parts[rank] for rank in range(self.size)], self.members)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
@@ -321,9 +320,9 @@ class PairedTransport:
             buffer = self.grad_buffer("broadcast", part.numel(), torch.uint8, torch.device("cpu"))
             buffer.data.copy_(part)
             self.collectives.slots.hand_over(buffer, set(self.near))
-            self.mail.tell(Kind.BROADCAST, buffer.slot, part.numel())
+            self.dispatcher.send(Kind.BROADCAST, buffer.slot, part.numel())
             return
-        queue = self.mail.counts.broadcasts.setdefault(source, deque())
+        queue = self.dispatcher.counts.broadcasts.setdefault(source, deque())
         self.wait_until(
             lambda: bool(queue),
             f"broadcast from rank {source}",
@@ -336,8 +335,8 @@ class PairedTransport:
                 f"broadcast: rank {source} sends {num_bytes} bytes where {part.numel()} are"
                 " expected"
             )
-        part.copy_(self.mail.slot_of(source, slot)[:num_bytes])
-        self.mail.tell(Kind.ACK, slot, to=[source])
+        part.copy_(self.dispatcher.slot_of(source, slot)[:num_bytes])
+        self.dispatcher.send(Kind.ACK, slot, to=[source])
 
     def give_up(self) -> None:
         if self._has_given_up:
@@ -346,20 +345,20 @@ class PairedTransport:
         transfers = [work.transfer for work in self._gathers if work.transfer is not None]
         self.messages.abandon([*transfers, *self.collectives.forget()])
         self._gathers, self._num_writes = [], 0
-        self.mail.forget()
+        self.dispatcher.forget()
         for window in self.windows.values():
             window.epoch = 0
-        self.mail.tell(Kind.ABANDON)
+        self.dispatcher.send(Kind.ABANDON)
         if self._notices is not None:
-            self._notices.give_up(self.mail.links.generation)
+            self._notices.give_up(self.dispatcher.links.generation)
 
     def abandon(self) -> None:
         self.give_up()
         self._has_given_up = False
-        generation, stall_timeout_s = self.mail.links.generation, self.stall_timeout_s
+        generation, stall_timeout_s = self.dispatcher.links.generation, self.stall_timeout_s
 
         def missing() -> set[int]:
-            return {peer for peer in self.near if self.mail.abandons[peer] < generation}
+            return {peer for peer in self.near if self.dispatcher.abandons[peer] < generation}
 
         self.stall_timeout_s *= 2  # the others may wait for us until they stall, and come then
         try:
@@ -375,7 +374,7 @@ class PairedTransport:
     def close(self) -> None:
         serving.unregister(self)
         self.messages.close()
-        self.mail.close()
+        self.dispatcher.close()
         self.collectives.close()
         self.windows.clear()
         self._gathers = []

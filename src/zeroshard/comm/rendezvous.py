@@ -22,7 +22,7 @@ from pathlib import Path
 from zeroshard.comm import memfd
 from zeroshard.comm.links import peer_credentials, send_record
 
-__all__ = ["Neighbours", "boot_id", "meet_neighbours"]
+__all__ = ["HostGroups", "boot_id", "meet_neighbours"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
@@ -31,7 +31,7 @@ Exchange = Callable[[bytes], list[bytes]]
 
 
 @dataclass
-class Neighbours:
+class HostGroups:
     """What `meet_neighbours` found."""
 
     groups: list[list[int]]  # the ranks of each host, in rank order; the same on every rank
@@ -54,7 +54,7 @@ def boot_id() -> str:
     return f"{_BOOT_ID.read_text().strip()} {_NETWORK.stat().st_ino}"
 
 
-def meet_neighbours(rank: int, exchange: Exchange) -> Neighbours:
+def meet_neighbours(rank: int, exchange: Exchange) -> HostGroups:
     """Find the ranks of this host and connect to them. Collective over `exchange`; never raises
     on one rank only.
     """
@@ -73,7 +73,7 @@ def meet_neighbours(rank: int, exchange: Exchange) -> Neighbours:
             except OSError as error:
                 report[str(peer)] = str(error)
     reports = [json.loads(text) for text in exchange(json.dumps(report).encode())]
-    found = Neighbours(*_agree(everyone, reports))
+    found = HostGroups(*_agree(everyone, reports))
     mine = found.group_of(rank)
     trouble = ""
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from zeroshard.comm.gloo_peers import Circle
+from zeroshard.comm.gloo_peers import Subgroup
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.nccl import NcclTransport
 from zeroshard.comm.one_process import OneProcess
@@ -88,14 +88,14 @@ def make_transport(
         )
 
     def make(
-        circle: Circle, node_size: int | None, traffic: Traffic | None = None
+        circle: Subgroup, node_size: int | None, traffic: Traffic | None = None
     ) -> PairedTransport:
         if only_gloo:
             return make_gloo(circle, node_size=node_size, traffic=traffic, **options)
         shared: dict[str, Any] = {"required": name != "auto", "alias": alias}
         return make_paired(circle, node_size=node_size, traffic=traffic, **shared, **options)
 
-    circle = Circle.of(group)
+    circle = Subgroup.of(group)
     flat = make(circle, axes.node_size)
     # one host has no slow wire to spare
     is_fast = flat.name == "shared_memory" and two_level is None

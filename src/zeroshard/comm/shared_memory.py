@@ -11,9 +11,9 @@ import logging
 from functools import partial
 from typing import Any
 
-from zeroshard.comm.gloo_peers import Circle, connect, notices_of
+from zeroshard.comm.gloo_peers import Subgroup, connect, notices_of
 from zeroshard.comm.paired import PairedTransport
-from zeroshard.comm.rendezvous import Neighbours, meet_neighbours
+from zeroshard.comm.rendezvous import HostGroups, meet_neighbours
 from zeroshard.errors import ConfigError
 
 __all__ = ["make_gloo", "make_paired"]
@@ -22,12 +22,12 @@ _logger = logging.getLogger(__name__)
 _MEETING_S = 60.0  # ranks start at different times: connecting never waits for less
 
 
-def make_gloo(circle: Circle, *, stall_timeout_s: float, **options: Any) -> PairedTransport:
+def make_gloo(circle: Subgroup, *, stall_timeout_s: float, **options: Any) -> PairedTransport:
     """Return a transport that sends messages to every rank of `circle`. Options are
     PairedTransport's.
     """
     connections = connect(circle, stall_timeout_s=max(stall_timeout_s, _MEETING_S))
-    alone = Neighbours([[rank] for rank in range(circle.size)])
+    alone = HostGroups([[rank] for rank in range(circle.size)])
     options |= {
         "connections": connections,
         "notices": notices_of(circle),
@@ -38,7 +38,7 @@ def make_gloo(circle: Circle, *, stall_timeout_s: float, **options: Any) -> Pair
 
 
 def make_paired(
-    circle: Circle,
+    circle: Subgroup,
     *,
     required: bool,
     stall_timeout_s: float,
@@ -52,7 +52,7 @@ def make_paired(
     """
     rank, size = circle.rank, circle.size
     connections = connect(circle, stall_timeout_s=max(stall_timeout_s, _MEETING_S))
-    alone = Neighbours([[peer] for peer in range(size)])
+    alone = HostGroups([[peer] for peer in range(size)])
     meeting = PairedTransport(
         rank,
         size,

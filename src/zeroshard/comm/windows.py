@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from zeroshard.comm import memfd
+from zeroshard.comm.dispatcher import WindowMemory
 from zeroshard.comm.gloo_peers import ALL_GATHER, Transfer
 from zeroshard.comm.links import Kind
-from zeroshard.comm.mailroom import WindowMemory
 from zeroshard.comm.transport import Work
 from zeroshard.core.layout import Range, end_of
 from zeroshard.errors import ConfigError, StateError
@@ -101,11 +101,11 @@ class PairedWindow:
 
     def publish(self) -> None:
         self.epoch += 1
-        self._transport.mail.tell(Kind.PUBLISHED, self.serial, self.epoch)
+        self._transport.dispatcher.send(Kind.PUBLISHED, self.serial, self.epoch)
 
     def peer_epochs(self) -> dict[int, int]:
         """Return how often each near peer that owns something has published."""
-        epochs = self._transport.mail.counts.epochs
+        epochs = self._transport.dispatcher.counts.epochs
         return {
             r: epochs.get((self.serial, r), 0)
             for r in self._transport.near
@@ -141,7 +141,7 @@ class GatherWork:
             before = self._window.peer_epochs()
             for target, source in self._copies:
                 target.copy_(source)
-            self._transport.mail.collect(0.0)
+            self._transport.dispatcher.collect(0.0)
             if self._window.peer_epochs() != before:
                 raise StateError(
                     f"gather of {self._window.key}: a slice was published during the copy; call"
@@ -274,14 +274,14 @@ def _offer(
         own = WindowMemory(memfd.create(num_bytes, reserved=reserved), num_bytes, "")
     except OSError as error:
         own = WindowMemory(None, 0, str(error))
-    transport.mail.tell(Kind.WINDOW, serial, num_bytes, fd=own.fd, tail=own.reason.encode())
+    transport.dispatcher.send(Kind.WINDOW, serial, num_bytes, fd=own.fd, tail=own.reason.encode())
     return own
 
 
 def _await_memory(
     transport: PairedTransport, key: str, serial: int, peers: Sequence[int]
 ) -> list[WindowMemory]:
-    memory = transport.mail.memory
+    memory = transport.dispatcher.memory
 
     def missing() -> set[int]:
         return {peer for peer in peers if (serial, peer) not in memory}

@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.nn.inputs import Call, Rest, unpack
-from zeroshard.runtime.cut import UnitSpec, find_blocks
+from zeroshard.runtime.units import UnitSpec, find_blocks
 
 __all__ = ["checkpoint", "checkpoint_blocks", "uncheckpoint_blocks"]
 

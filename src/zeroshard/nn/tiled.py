@@ -12,7 +12,7 @@
               | 2,0    | 2,1   |                                   tile_i_j(x[columns of j])
               +--------+-------+
 
-Sharded at stage 3 a tile is a unit of its own (``unit_of_its_own``, read by runtime/cut.py):
+Sharded at stage 3 a tile is a unit of its own (``unit_of_its_own``, read by runtime/units.py):
 gathered, used and released before the next one, in forward and backward, and so are the buffers of
 its gradient.
 

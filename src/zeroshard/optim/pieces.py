@@ -10,11 +10,11 @@ from torch import nn
 
 from zeroshard.core.layout import Piece
 
-__all__ = ["OwnedPiece"]
+__all__ = ["ParamShard"]
 
 
 @dataclass
-class OwnedPiece:
+class ParamShard:
     """One piece that this rank steps."""
 
     name: str  # of the parameter

@@ -28,7 +28,7 @@ from zeroshard.core.placement import Tier
 from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.optim.delayed import StepRunner
 from zeroshard.optim.elementwise import check_elementwise, shard_state
-from zeroshard.optim.pieces import OwnedPiece
+from zeroshard.optim.pieces import ParamShard
 from zeroshard.optim.sealed import SealedGrad
 from zeroshard.optim.streamed import Streamed, Tile
 
@@ -97,7 +97,7 @@ class ShardedOptimizer:
         self, optimizer: torch.optim.Optimizer, hooks: StepHooks, *, rank: int, world: int
     ) -> None:
         self.optimizer = optimizer
-        self.groups: list[list[OwnedPiece]] = []
+        self.groups: list[list[ParamShard]] = []
         self.parameters: list[list[nn.Parameter]] = []  # per group, the model's own
         self.sealed = False
         self.is_part = False  # whether other ranks hold states that this one does not
@@ -123,7 +123,7 @@ class ShardedOptimizer:
 
     def attach(
         self,
-        pieces: dict[int, list[OwnedPiece]],
+        pieces: dict[int, list[ParamShard]],
         device: torch.device,
         *,
         tiles: Sequence[Tile] = (),
@@ -251,7 +251,7 @@ class ShardedOptimizer:
             self.join()
             self.streamed.park()
 
-    def set_states(self, set_state: Callable[[OwnedPiece], None]) -> None:
+    def set_states(self, set_state: Callable[[ParamShard], None]) -> None:
         """Call `set_state` for every piece; the state that it sets is put to rest a tile at a
         time.
         """
@@ -288,7 +288,7 @@ class ShardedOptimizer:
             group["params"] = originals
         self.optimizer.state.clear()
 
-    def pieces(self) -> Iterable[OwnedPiece]:
+    def pieces(self) -> Iterable[ParamShard]:
         """Yield this rank's pieces of every param group."""
         for group in self.groups:
             yield from group
@@ -310,7 +310,7 @@ class ShardedOptimizer:
             if owned.on_device:
                 owned.tensor.data = owned.at_rest()
 
-    def retie(self, pieces: dict[int, list[OwnedPiece]], tiles: Sequence[Tile]) -> None:
+    def retie(self, pieces: dict[int, list[ParamShard]], tiles: Sequence[Tile]) -> None:
         """Take other pieces of the same parameters, which have their state already: what rests
         where has changed. No step is under way.
         """

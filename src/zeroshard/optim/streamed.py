@@ -40,7 +40,7 @@ from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work
 from zeroshard.errors import StorageError
 from zeroshard.memory import Trimmer, placeholder
-from zeroshard.optim.pieces import OwnedPiece
+from zeroshard.optim.pieces import ParamShard
 from zeroshard.optim.shadow import Shadow
 from zeroshard.state.gradient import RestingGradient
 from zeroshard.state.state import State
@@ -87,7 +87,7 @@ class Tile:
     start: int
     stop: int
     # index of the param group, piece, where it begins in the tile
-    pieces: list[tuple[int, OwnedPiece, int]] = field(default_factory=list)
+    pieces: list[tuple[int, ParamShard, int]] = field(default_factory=list)
 
     @property
     def numel(self) -> int:
@@ -164,7 +164,7 @@ class Streamed:
             self._placeholders[key] = placeholder((numel,), dtype)
         return self._placeholders[key]
 
-    def _state(self, owned: OwnedPiece) -> dict[str, Any]:
+    def _state(self, owned: ParamShard) -> dict[str, Any]:
         """Return the optimizer's state of a piece, {} before its first step."""
         state: dict[str, Any] = self._optimizer.state.get(owned.tensor, {})
         return state
@@ -259,7 +259,7 @@ class Streamed:
             )
         return segment.storages[key]
 
-    def at_rest(self, owned: OwnedPiece) -> dict[str, StateAtRest]:
+    def at_rest(self, owned: ParamShard) -> dict[str, StateAtRest]:
         """Return what of a piece's state rests off the device, by key."""
         tile, low = self._places[id(owned)]
         if tile.on_device:

@@ -31,11 +31,11 @@ from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.memory import MemoryCounter, Pages, return_freed_memory
-from zeroshard.runtime.cut import UnitPlan
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.tiering import Tiering
 from zeroshard.runtime.unit import Segment, Unit, UnitState, memory_stride
+from zeroshard.runtime.units import UnitPlan
 from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.gradient import GradientAllocator
 from zeroshard.state.state import State

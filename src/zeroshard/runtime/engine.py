@@ -29,25 +29,25 @@ from zeroshard.core.precision import Precision
 from zeroshard.core.split import splits
 from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardError
 from zeroshard.memory import Trimmer
-from zeroshard.optim.pieces import OwnedPiece
+from zeroshard.optim.pieces import ParamShard
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import INTERRUPTED, ShardedOptimizer, check_parameters
 from zeroshard.optim.streamed import StateAtRest, Tile
-from zeroshard.runtime.asleep import Sleep
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.balance import Balance
 from zeroshard.runtime.build import Context, build_units, make_master
-from zeroshard.runtime.cut import UnitPlan, named_parameters_once
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.forked import refuse_in_children
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.join import Join
+from zeroshard.runtime.offload_states import OffloadedStates
 from zeroshard.runtime.owned import own
 from zeroshard.runtime.recovery import Recovery
-from zeroshard.runtime.recut import recut
+from zeroshard.runtime.repartition import repartition
 from zeroshard.runtime.replicas import compare_replicas
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, memory_report
 from zeroshard.runtime.rest import Rest, RestingPiece
+from zeroshard.runtime.units import UnitPlan, named_parameters_once
 from zeroshard.runtime.watch import Watch
 from zeroshard.runtime.weights import Until, Weights
 from zeroshard.runtime.whole import Whole
@@ -124,9 +124,9 @@ class Engine:
             module, (p for unit in self._weights.units for s in unit.segments for p in s.parameters)
         )
         self._sharded: ShardedOptimizer | None = None
-        self._owned: dict[str, tuple[list[OwnedPiece], list[Tile]]] = {}  # by segment
+        self._owned: dict[str, tuple[list[ParamShard], list[Tile]]] = {}  # by segment
         self._balance: Balance | None = None
-        self._sleep: Sleep | None = None
+        self._offloaded: OffloadedStates | None = None
         self._closed = False
         self.refuse_steps: str | None = None  # why, while they are refused
         self._faults.agree()  # that the weights have been written to where they rest
@@ -239,11 +239,11 @@ class Engine:
             raise StateError("no optimizer is attached: give it to shard() or engine.attach()")
         return self._sharded.part()
 
-    def _pieces_and_tiles(self) -> tuple[dict[int, list[OwnedPiece]], list[Tile]]:
+    def _pieces_and_tiles(self) -> tuple[dict[int, list[ParamShard]], list[Tile]]:
         """Return the pieces that this rank steps by id of their parameter, and the tiles that
         hold those off the device.
         """
-        pieces: dict[int, list[OwnedPiece]] = {}
+        pieces: dict[int, list[ParamShard]] = {}
         tiles: list[Tile] = []
         for owned, streamed in self._owned.values():
             tiles += streamed
@@ -273,7 +273,7 @@ class Engine:
         for (unit, segment), split in zip(trained, splits(numels, fraction), strict=True):
             if split != segment.split:
                 before, _ = self._owned[segment.key]
-                self._owned[segment.key] = recut(
+                self._owned[segment.key] = repartition(
                     segment, split, unit.cells, self._context, sharded, before
                 )
         sharded.retie(*self._pieces_and_tiles())
@@ -474,16 +474,16 @@ class Engine:
         self._join_step()
         return self._rest.pieces(share=share)
 
-    def stepped_pieces(self) -> Iterator[OwnedPiece]:
+    def stepped_pieces(self) -> Iterator[ParamShard]:
         """Yield what the optimizer steps here, a tensor of its own per piece of a parameter."""
         return iter(()) if self._sharded is None else iter(self._sharded.pieces())
 
-    def state_at_rest(self, owned: OwnedPiece) -> dict[str, StateAtRest]:
+    def state_at_rest(self, owned: ParamShard) -> dict[str, StateAtRest]:
         """Return what of the optimizer's state of a piece rests on another tier, by key."""
         streamed = None if self._sharded is None else self._sharded.streamed
         return {} if streamed is None or not owned.streamed else streamed.at_rest(owned)
 
-    def set_states(self, set_state: Callable[[OwnedPiece], None]) -> None:
+    def set_states(self, set_state: Callable[[ParamShard], None]) -> None:
         """Call `set_state` for everything that the optimizer steps here, and put the state that
         it sets to rest where it belongs, a tile at a time.
 
@@ -686,8 +686,8 @@ class Engine:
         backward or ``gathered()``.
         """
         self._check_open()
-        if self._sleep is not None:
-            return self._sleep.num_bytes
+        if self._offloaded is not None:
+            return self._offloaded.num_bytes
         if (
             self._backward.running
             or self._weights.running
@@ -699,18 +699,20 @@ class Engine:
         self._backward.finish()
         self._join_step()
         self._weights.end_pass()
-        sleep = Sleep(self._weights, self._sharded, self._context.transport, self._context.device)
-        sleep.begin()
+        offloaded = OffloadedStates(
+            self._weights, self._sharded, self._context.transport, self._context.device
+        )
+        offloaded.begin()
         self._context.pages.clear()
-        self._sleep, self._weights.asleep = sleep, True
-        return sleep.num_bytes
+        self._offloaded, self._weights.offloaded = offloaded, True
+        return offloaded.num_bytes
 
     def reload_states(self) -> None:
         """Bring back what `offload_states` took away, bit for bit. Collective."""
         self._check_open()
-        if self._sleep is not None:
-            self._sleep.end()
-            self._sleep, self._weights.asleep = None, False
+        if self._offloaded is not None:
+            self._offloaded.end()
+            self._offloaded, self._weights.offloaded = None, False
 
     # ------------------------------------------------------------------ recovery and the end
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from zeroshard.core.storage import storage_of
 from zeroshard.errors import ConfigError
-from zeroshard.runtime.cut import named_parameters_once
+from zeroshard.runtime.units import named_parameters_once
 
 __all__ = ["check_overlap"]
 

@@ -20,7 +20,7 @@ from zeroshard.core.layout import Piece
 from zeroshard.core.placement import Cells, Tier
 from zeroshard.core.split import tiles
 from zeroshard.memory import placeholder
-from zeroshard.optim.pieces import OwnedPiece
+from zeroshard.optim.pieces import ParamShard
 from zeroshard.optim.streamed import SteppedSegment, Tile
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.unit import Segment
@@ -32,7 +32,7 @@ _TENSORS = {Tier.DISK: 16, Tier.HOST: 4, Tier.DEVICE: 4}
 _ALIGN = 1024  # elements: a tile of fp32 begins on a page
 
 
-def own(segment: Segment, cells: Cells, context: Context) -> tuple[list[OwnedPiece], list[Tile]]:
+def own(segment: Segment, cells: Cells, context: Context) -> tuple[list[ParamShard], list[Tile]]:
     """Return the pieces of `segment` that this rank steps, and the tiles that hold those to be
     streamed.
     """
@@ -56,7 +56,7 @@ def own(segment: Segment, cells: Cells, context: Context) -> tuple[list[OwnedPie
         segment.bring_from_rest,
     )
     segment.step = stepped.stepped
-    owned: list[OwnedPiece] = []
+    owned: list[ParamShard] = []
     streamed: list[Tile] = []
     if not near and segment.split:
         owned += [
@@ -79,7 +79,7 @@ def _placed(piece: Piece, start: int) -> Piece:
     return replace(piece, shard_start=piece.shard_start + start)
 
 
-def _piece(segment: Segment, piece: Piece) -> OwnedPiece:
+def _piece(segment: Segment, piece: Piece) -> ParamShard:
     path, master = segment.grad, segment.master
     assert path is not None and master is not None
     start, stop = piece.shard_start, piece.shard_stop
@@ -101,7 +101,7 @@ def _piece(segment: Segment, piece: Piece) -> OwnedPiece:
 
     tensor = nn.Parameter(at_rest() if on_device else placeholder((piece.numel,), master.dtype))
     parameter, stride = segment.parameters[piece.index], segment.flat.strides[piece.index]
-    return OwnedPiece(
+    return ParamShard(
         piece.name,
         parameter,
         piece,

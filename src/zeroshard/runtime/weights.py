@@ -80,7 +80,7 @@ class Weights:
         self._prefetched: dict[int, Unit] = {}
         self.pinned = 0  # gathered() contexts that hold every unit
         self.exact = 0  # gathered() contexts, which show what rests
-        self.asleep = False  # between offload_states() and reload_states()
+        self.offloaded = False  # between offload_states() and reload_states()
         self.refusal: str | None = None  # why nothing may be used here: in a forked child
         self.evaluates = False  # the forward of the model under way runs without gradients
         self.running = 0  # forwards under way, of the model or of any module that needs a unit
@@ -290,7 +290,7 @@ class Weights:
         """Raise StateError while the states are off the device, and in a forked child."""
         if self.refusal is not None:
             raise StateError(self.refusal)
-        if self.asleep:
+        if self.offloaded:
             raise StateError(
                 "the states are off the device: call engine.reload_states() on every rank first"
             )

@@ -6,7 +6,7 @@ for one transfer, and a small reused pool of pinned buffers. Here:
 
     storage    one file, preallocated, its end rounded up to the block      swapdir.py, direct_io.py
     transfer   cut into pieces of 2 MiB, `queue_depth` of them in flight    pieces.py, transfer.py
-    tensor     aligned host memory: the disk's own; else through a buffer   crossing.py, staging.py
+    tensor     aligned host memory: the disk's own; else through a buffer   bounce.py, staging.py
     verify     a checksum per MiB, in memory: stale bytes are found too     checksums.py
 
     store = DiskStore("/mnt/nvme", device, rank=0)
@@ -42,8 +42,8 @@ from zeroshard.core.placement import Tier
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StorageError
 from zeroshard.memory import MemoryCounter
+from zeroshard.tier.bounce import BounceBuffers, Bytes
 from zeroshard.tier.checksums import UNIT, Checksums
-from zeroshard.tier.crossing import Bytes, Crossings
 from zeroshard.tier.direct_io import BLOCK, accepts_direct, read_blocks, round_up, write_blocks
 from zeroshard.tier.link import Link, link_of
 from zeroshard.tier.pieces import Piece, cut
@@ -92,7 +92,7 @@ class DiskStore:
             _STAGING_BYTES if staging_bytes is None else staging_bytes, pinned=pinned
         )
         self.storages: list[_DiskStorage] = []
-        self.crossings = Crossings(device, self.link, self.staging)
+        self.crossings = BounceBuffers(device, self.link, self.staging)
         self.files = SwapDirectory(Path(directory), run=run, rank=rank)
         self.direct = _probe(self.files, rank)
         self.workers = Workers(queue_depth, max(_CHUNK, UNIT), pinned=pinned)

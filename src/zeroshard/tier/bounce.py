@@ -24,7 +24,7 @@ import torch
 from zeroshard.tier.link import Direct, Direction, Link
 from zeroshard.tier.staging import Memory, Staging
 
-__all__ = ["Bytes", "Crossings"]
+__all__ = ["BounceBuffers", "Bytes"]
 
 
 class Bytes(Protocol):
@@ -98,7 +98,7 @@ class _LinkedBytes:
         )
 
 
-class Crossings:
+class BounceBuffers:
     """Decides for each tensor, and owns the stream of the copies on an accelerator."""
 
     def __init__(self, device: torch.device, link: Link, staging: Staging) -> None:

@@ -16,26 +16,26 @@ from typing import Any
 import torch
 
 from zeroshard.core.placement import Cells, Tier
-from zeroshard.optim.pieces import OwnedPiece
+from zeroshard.optim.pieces import ParamShard
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.streamed import Tile
 from zeroshard.runtime.build import Context, make_master
 from zeroshard.runtime.owned import own
 from zeroshard.runtime.unit import Segment
 
-__all__ = ["recut"]
+__all__ = ["repartition"]
 
 _TILE = 1 << 20
 
 
-def recut(
+def repartition(
     segment: Segment,
     split: int,
     cells: Cells,
     context: Context,
     sharded: ShardedOptimizer,
-    before: list[OwnedPiece],
-) -> tuple[list[OwnedPiece], list[Tile]]:
+    before: list[ParamShard],
+) -> tuple[list[ParamShard], list[Tile]]:
     """Cut a segment's optimizer state at `split`; return its new pieces and tiles, whose state
     stands in the optimizer as real numbers.
     """
@@ -70,7 +70,7 @@ def recut(
 
 
 def _states(
-    sharded: ShardedOptimizer, pieces: list[OwnedPiece]
+    sharded: ShardedOptimizer, pieces: list[ParamShard]
 ) -> dict[int, list[tuple[int, int, dict[str, Any]]]]:
     """Return copies of the state of `pieces` by parameter of the segment: (start, stop, state)."""
     out: dict[int, list[tuple[int, int, dict[str, Any]]]] = {}
@@ -88,7 +88,7 @@ def _states(
     return out
 
 
-def _cut(parts: list[tuple[int, int, dict[str, Any]]], owned: OwnedPiece) -> dict[str, Any]:
+def _cut(parts: list[tuple[int, int, dict[str, Any]]], owned: ParamShard) -> dict[str, Any]:
     """Return the state of one new piece out of those of the old pieces of its parameter."""
     mine = [part for part in parts if part[0] < owned.piece.stop and owned.piece.start < part[1]]
     if not mine or not mine[0][2]:

@@ -29,11 +29,11 @@ from zeroshard.comm.codec import Codec
 from zeroshard.comm.ordered import ordered_sum
 from zeroshard.errors import PlanMismatch
 
-__all__ = ["Contribution", "Meetings", "Pending", "checked_parts", "sum_parts"]
+__all__ = ["Matching", "Part", "Pending", "checked_parts", "sum_parts"]
 
 
 @dataclass
-class Contribution:
+class Part:
     """One rank's part of an operation, as far as it concerns us; `data` None stands for zeros."""
 
     data: torch.Tensor | None  # uint8
@@ -64,7 +64,7 @@ class Contribution:
         return self.data
 
 
-Parts = dict[int, Contribution]
+Parts = dict[int, Part]
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Pending:
 
 
 @dataclass
-class Meetings:
+class Matching:
     """Contributions and pending operations of one rank, by (key, sequence number)."""
 
     contributions: dict[tuple[str, int], Parts] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Meetings:
         self.sequences[key] = sequence + 1
         return sequence
 
-    def contribute(self, key: str, sequence: int, rank: int, contribution: Contribution) -> None:
+    def contribute(self, key: str, sequence: int, rank: int, contribution: Part) -> None:
         """Note `rank`'s part of an operation, which we need not have begun."""
         parts = self.contributions.setdefault((key, sequence), {})
         assert rank not in parts, (key, sequence, rank)

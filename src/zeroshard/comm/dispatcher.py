@@ -20,10 +20,10 @@ import torch
 from zeroshard.comm import memfd
 from zeroshard.comm.calls import call_of, different_calls
 from zeroshard.comm.links import MAX_TAIL, Kind, Links, Message
-from zeroshard.comm.parts import Contribution, Meetings
+from zeroshard.comm.matching import Matching, Part
 from zeroshard.errors import PlanMismatch, StallError, StateError
 
-__all__ = ["IDLE_S", "Mailroom", "WindowMemory", "given_up"]
+__all__ = ["IDLE_S", "Dispatcher", "WindowMemory", "given_up"]
 
 # a rank that waits for a slot and hears nothing for so long is stuck ([Note: relief])
 IDLE_S = 0.0002
@@ -57,7 +57,7 @@ class Counts:
     stuck: set[int] = field(default_factory=set)  # ranks to relieve when we are blocked
 
 
-class Mailroom:
+class Dispatcher:
     """The records of one rank's near peers."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Mailroom:
         rank: int,
         links: Links,
         peers: Sequence[int],
-        meetings: Meetings,
+        matching: Matching,
         on_ack: Callable[[int, int], None],
     ) -> None:
         self.rank = rank
@@ -74,14 +74,14 @@ class Mailroom:
         self.counts = Counts()
         self.abandons: dict[int, int] = dict.fromkeys(peers, 0)  # rank -> generation it has entered
         self.memory: dict[tuple[int, int], WindowMemory] = {}  # (window serial, rank)
-        self._meetings = meetings
+        self._matching = matching
         self._on_ack = on_ack  # (slot, rank)
         # (rank, slot) -> its memory, mapped here
         self._slots: dict[tuple[int, int], torch.Tensor] = {}
         self._num_exchanges = self._num_ended = 0  # begun and ended here
         self._call = ""  # of the last exchange
 
-    def tell(
+    def send(
         self,
         kind: Kind,
         a: int = 0,
@@ -127,12 +127,10 @@ class Mailroom:
         peer, kind, counts = message.peer, message.kind, self.counts
         if kind is Kind.READY:
             data = self._slots[peer, message.b][message.c : message.c + message.d]
-            part = Contribution(
-                data, partial(self.links.send, peer, Kind.ACK, message.b), near=True
-            )
-            self._meetings.contribute(message.tail.decode(), message.a, peer, part)
+            part = Part(data, partial(self.links.send, peer, Kind.ACK, message.b), near=True)
+            self._matching.contribute(message.tail.decode(), message.a, peer, part)
         elif kind is Kind.NONE:
-            self._meetings.contribute(message.tail.decode(), message.a, peer, Contribution(None))
+            self._matching.contribute(message.tail.decode(), message.a, peer, Part(None))
         elif kind is Kind.ACK:
             self._on_ack(message.a, peer)
         elif kind is Kind.PUBLISHED:
@@ -163,7 +161,7 @@ class Mailroom:
         self._num_exchanges += 1
         self._call = call_of(payload)
         for start in range(0, max(len(payload), 1), MAX_TAIL):
-            self.tell(Kind.EXCHANGE, sequence, len(payload), tail=payload[start : start + MAX_TAIL])
+            self.send(Kind.EXCHANGE, sequence, len(payload), tail=payload[start : start + MAX_TAIL])
         return sequence
 
     def payloads_missing(self, sequence: int) -> set[int]:
@@ -240,7 +238,7 @@ class Mailroom:
         blocked.
         """
         while self.counts.stuck:
-            self._meetings.relieve(self.counts.stuck.pop())
+            self._matching.relieve(self.counts.stuck.pop())
 
     def _require_same_generation(self, peers: Sequence[int], what: str) -> None:
         """Raise StateError when one of `peers` has forgotten what we wait for."""
@@ -284,7 +282,7 @@ class Mailroom:
 
     def _refuse(self, reason: str) -> NoReturn:
         """Tell every peer that ranks wait for each other in different calls, and raise it."""
-        self.tell(Kind.REFUSED, self._num_ended, tail=reason.encode()[:MAX_TAIL])
+        self.send(Kind.REFUSED, self._num_ended, tail=reason.encode()[:MAX_TAIL])
         self._num_ended = self._num_exchanges
         raise PlanMismatch(reason)
 

@@ -27,10 +27,10 @@ from zeroshard.errors import ConfigError
 __all__ = [
     "UnitPlan",
     "UnitSpec",
-    "cut_units",
     "describe_units",
     "find_blocks",
     "named_parameters_once",
+    "partition_units",
 ]
 
 UnitSpec = Callable[[str, nn.Module], bool] | Sequence[str | type[nn.Module]]
@@ -59,7 +59,7 @@ def named_parameters_once(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters(remove_duplicate=True))
 
 
-def cut_units(model: nn.Module, units: UnitSpec | None = None) -> list[UnitPlan]:
+def partition_units(model: nn.Module, units: UnitSpec | None = None) -> list[UnitPlan]:
     """Return the units of `model` in definition order; `units` are module classes, qualified
     names or a callable(name, module) -> bool.
 

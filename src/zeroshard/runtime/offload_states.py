@@ -31,12 +31,12 @@ from zeroshard.state.state import State
 from zeroshard.tier.host import HostStore
 from zeroshard.tier.store import Storage
 
-__all__ = ["Sleep"]
+__all__ = ["OffloadedStates"]
 
 _PAGE = mmap.PAGESIZE
 
 
-class Sleep:
+class OffloadedStates:
     """The states of one engine while they are off the device."""
 
     def __init__(
