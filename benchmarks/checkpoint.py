@@ -91,7 +91,7 @@ class _Rig:
         self.optimizer.zero_grad()
         self.folder = folder
         self.warm = warm
-        pieces = [piece.tensor for piece in self.engine.resting_pieces()]
+        pieces = [piece.tensor for piece in self.engine.states.resting_pieces()]
         moments = [
             value
             for state in self.optimizer.state.values()

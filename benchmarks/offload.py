@@ -88,7 +88,7 @@ class _Rig:
                 storage.settle()  # gradients on their way to the disk are the backward's
         begin = time.perf_counter()
         self._optimizer.step()
-        self._engine._join_step()
+        self._engine.states.join_step()
         self.whole_s = time.perf_counter() - begin
         self._optimizer.zero_grad()
         return self._streamed.step_s

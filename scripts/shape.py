@@ -203,9 +203,9 @@ def measure() -> list[Row]:
         Row("lines of a function: 95th percentile", p95, limit=32),
         Row("lines of a function: maximum", *longest, limit=120),
         Row("attributes of a class: maximum", *held, limit=32),
-        Row("methods of a class: maximum", *methods, limit=65),
+        Row("methods of a class: maximum", *methods, limit=50),
         Row("parameters of a function: maximum", *parameters, limit=14),
-        Row("attributes stored from outside in runtime", len(stores), limit=54),
+        Row("attributes stored from outside in runtime", len(stores), limit=52),
         Row("public names without docstring", len(bare), ", ".join(bare), limit=0),
         Row("groups of modules that import one another", len(circles), circled, limit=3),
     ]

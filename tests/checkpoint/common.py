@@ -69,9 +69,9 @@ class Training:
         """Return a hash of everything that a load may change on this rank, by name."""
         out = {
             f"{piece.name}[{piece.start}:]": digest(as_bytes(piece.tensor))
-            for piece in self.engine.resting_pieces()
+            for piece in self.engine.states.resting_pieces()
         }
-        for owned in self.engine.stepped_pieces():
+        for owned in self.engine.states.stepped_pieces():
             for key, value in sorted(self.optimizer.state.get(owned.tensor, {}).items()):
                 out[f"{owned.name}.{key}"] = digest(as_bytes(torch.as_tensor(value)))
         out |= {name: digest(as_bytes(buffer)) for name, buffer in self.model.named_buffers()}

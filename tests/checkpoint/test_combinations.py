@@ -55,7 +55,7 @@ def _delayed(rank: int, world: int, folder: Path, cut: int) -> None:
             _trained(rank, range(cut), model, optimizer)
             zs.save(folder, engine, step=cut)
         losses = _trained(rank, range(cut, cut + 3), model, optimizer)
-        engine.finish_step()
+        engine.states.finish_step()
         ends.append((losses, engine.full_state_dict(rank0_only=False)))
         engine.close()
     (losses, saved), (again, loaded) = ends

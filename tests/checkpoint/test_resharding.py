@@ -217,9 +217,9 @@ def _collected(rank: int, world: int, layout: Layout, folder: Path) -> dict[str,
     zs.load(folder, engine)
     out = {
         f"{piece.name}|value|{piece.start}": piece.tensor.float().clone()
-        for piece in engine.resting_pieces(share=True)
+        for piece in engine.states.resting_pieces(share=True)
     }
-    for owned in engine.stepped_pieces():
+    for owned in engine.states.stepped_pieces():
         for key, value in optimizer.state[owned.tensor].items():
             out[f"{owned.name}|{key}|{owned.piece.start}"] = value.clone()
     engine.close()

@@ -86,7 +86,7 @@ class Made:
             self.losses.append(loss.item())
 
     def state(self) -> dict[str, torch.Tensor]:
-        self.engine.finish_step()
+        self.engine.states.finish_step()
         return self.engine.full_state_dict(rank0_only=False)
 
     def differs_from(self, other: Made) -> list[str]:

@@ -295,7 +295,9 @@ def _moment_differs(rank: int, world: int, row: str, key: str) -> str:
         model(*batch(rank, step)).backward()
         if step == 2 and rank == 1:
             piece = next(
-                piece for piece in engine.stepped_pieces() if piece.name == "blocks.1.up.weight"
+                piece
+                for piece in engine.states.stepped_pieces()
+                if piece.name == "blocks.1.up.weight"
             )
             optimizer.state[piece.tensor][key].view(-1).view(torch.int32)[-1] ^= 1
         try:

@@ -250,7 +250,7 @@ def _closed(rank: int, world: int, row: str, precision: str, transport: str) -> 
     weights = engine.full_state_dict(rank0_only=False)
     masters = {
         piece.name: (piece.start, piece.stop, piece.tensor.clone())
-        for piece in engine.resting_pieces()
+        for piece in engine.states.resting_pieces()
     }
     engine.close()
     again = copy.deepcopy(model)

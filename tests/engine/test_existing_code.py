@@ -303,7 +303,7 @@ def test_writeback_leaves_the_masters_of_what_was_not_edited(
 
     def masters() -> dict[str, torch.Tensor]:
         found = {}
-        for piece in engine.resting_pieces():
+        for piece in engine.states.resting_pieces():
             with piece.borrowed() as numbers:
                 found[piece.name] = numbers.clone()
         return found

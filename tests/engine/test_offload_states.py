@@ -57,7 +57,9 @@ def _sleep(
         except zs.StateError as error:
             errors.append(str(error))
     seen["errors"] = errors
-    seen["pieces"] = all(bool(piece.tensor.isnan().all()) for piece in engine.stepped_pieces())
+    seen["pieces"] = all(
+        bool(piece.tensor.isnan().all()) for piece in engine.states.stepped_pieces()
+    )
     engine.reload_states()
 
 

@@ -327,7 +327,7 @@ def _reference(rank: int, world: int, case: Case, folder: Path) -> tuple[Run, Pa
         if step == CUT:
             zs.save(place, training.engine, step=CUT)
         training.step(step)
-    training.engine.finish_step()
+    training.engine.states.finish_step()
     run = Run(
         [loss for losses in training.losses.values() for loss in losses],
         training.engine.full_state_dict(rank0_only=False),
@@ -377,7 +377,7 @@ def _fault(
         for step in range(CUT):
             training.step(step)
         if not case.exact:
-            engine.finish_step()  # as the save of the reference did
+            engine.states.finish_step()  # as the save of the reference did
     broken = Broken(case.verb, case.key)
     first = 0 if case.fresh else CUT
     with (
@@ -399,7 +399,7 @@ def _fault(
             step, expected.losses[step * case.micro_batches :][: case.micro_batches]
         )
     ]
-    engine.finish_step()
+    engine.states.finish_step()
     seen.differs = Run(losses, engine.full_state_dict(rank0_only=False)).differs_from(expected)
     engine.close()
     deadline = time.monotonic() + 2

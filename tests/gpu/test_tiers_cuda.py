@@ -83,7 +83,9 @@ def _train(
         optimizer.zero_grad()
         losses.append(loss.item())
     state = engine.full_state_dict(rank0_only=False)
-    pieces = [(piece.tensor.device.type, piece.streamed) for piece in engine.stepped_pieces()]
+    pieces = [
+        (piece.tensor.device.type, piece.streamed) for piece in engine.states.stepped_pieces()
+    ]
     out = {"losses": losses, "state": state, "tiers": engine.memory().tiers, "pieces": pieces}
     engine.close()
     return out
@@ -172,7 +174,7 @@ def test_the_host_step_works_in_pinned_memory(
         model(*(t.to(DEVICE) for t in batch(0, number))).backward()
         optimizer.step()
         optimizer.zero_grad()
-    engine._join_step()
+    engine.states.join_step()
     assert len(seen) > 4 * len(list(model.parameters())) / 2 and set(seen) == {("cpu", True)}
     for storage in getattr(engine._context.tiering.stores.get(Tier.HOST), "storages", []):
         assert torch.frombuffer(storage._memory, dtype=torch.uint8).is_pinned(), storage.key
@@ -234,7 +236,7 @@ def test_what_leaves_the_device_leaves_its_memory() -> None:
         model(*(t.to(DEVICE) for t in batch(0, 0))).backward()
         optimizer.step()
         optimizer.zero_grad()
-        engine._join_step()
+        engine.states.join_step()
         torch.cuda.synchronize()
         used[name] = (torch.cuda.memory_allocated() - before) / numel  # bytes per parameter
         engine.close()
@@ -275,7 +277,7 @@ class _Timed:
         return (time.perf_counter() - begin) / num
 
     def _settle(self) -> None:
-        self.engine._join_step()
+        self.engine.states.join_step()
         torch.cuda.synchronize()
 
     @property

@@ -105,7 +105,7 @@ def load(
     """
     check_arguments(directory, engine, states)
     directory = Path(directory)
-    engine.begin_load()
+    engine.states.begin_load()
     candidates = _candidates(directory, engine, step)
     damaged: list[str] = []
     while True:
@@ -174,7 +174,7 @@ def _load_step(
                     f"{path} does not fit {type(engine.module).__name__}: {_some(reading.misfits)};"
                     " strict=False loads what fits"
                 )
-            if engine.is_lost and reading.misfits:
+            if engine.states.is_lost and reading.misfits:
                 raise _Misfit(
                     f"{path} would leave out {_some(reading.misfits)}, and what rests here is lost"
                     " since a tier failed: load all of it"
@@ -241,7 +241,7 @@ class _Reading:
         self._engine = engine
         self._states = states
         self._shards = OpenShards(path, self.manifest, stack, verify=verify)
-        self._trimmer, self._trimmed = engine.trimmer(), 0
+        self._trimmer, self._trimmed = engine.states.trimmer(), 0
         self._pieces = self.manifest.pieces()
         self._loose = self.manifest.loose()
         # (to, from): masters, weights, averages
@@ -315,7 +315,7 @@ class _Reading:
             return None
         mine = [
             sorted(self._there.get(id(parameter), "?") for parameter in group)
-            for group in self._engine.param_groups()
+            for group in self._engine.states.param_groups()
         ]
         theirs = [sorted(group["params"]) for group in saved["groups"]]
         if mine != theirs and not self.misfits:
@@ -363,7 +363,7 @@ class _Reading:
             if name in self._states or name in (RNG, EXTRA, SCALER):
                 self._read_state(name)
         try:
-            self._engine.check_restored(self._values.get(SCALER, {}))
+            self._engine.states.check_restored(self._values.get(SCALER, {}))
         except (ConfigError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{self.path}: the loss scaler does not take what was saved: {error}"
@@ -378,7 +378,7 @@ class _Reading:
             for name, state in self._states.items()
             if isinstance(state, EMA) and self._averages(name)
         }
-        for piece in self._engine.resting_pieces():
+        for piece in self._engine.states.resting_pieces():
             name = self._there.get(id(piece.parameter))
             if name is None:
                 continue
@@ -445,7 +445,7 @@ class _Reading:
             if kind.startswith(STATE):
                 kinds.setdefault(name, []).append(kind)
         again = self._engine.policy.default.optim.tier is Tier.DISK
-        for owned in self._engine.stepped_pieces():
+        for owned in self._engine.states.stepped_pieces():
             there = self._there.get(id(owned.parameter))
             if there is not None:
                 read = partial(self._state_of, there, owned, kinds.get(there, ()))
@@ -560,9 +560,9 @@ class _Reading:
         """Take everything over. Collective; every rank has read and verified what it needs."""
         engine = self._engine
         self._load_states()
-        engine.restored(self._values.get(SCALER, {}))
-        with torch.no_grad(), engine.repairing(everything=not self.misfits):
-            with engine.rewriting():
+        engine.states.restored(self._values.get(SCALER, {}))
+        with torch.no_grad(), engine.states.repairing(everything=not self.misfits):
+            with engine.states.rewriting():
                 for target, source in self._copies:
                     with _too_late():
                         numbers = source()
@@ -572,7 +572,7 @@ class _Reading:
                         target.write(numbers)
                     del numbers
                     self._forget_memory()
-            engine.overwritten(self._there)
+            engine.states.overwritten(self._there)
             for buffer, value in self._buffers:
                 buffer.copy_(value)
             if engine.optimizer is not None and self._groups is not None:
@@ -630,7 +630,7 @@ class _Reading:
                 optimizer.state[owned.tensor] = state
             self._forget_memory()
 
-        self._engine.set_states(take_over)
+        self._engine.states.set_states(take_over)
         for group, options in zip(optimizer.param_groups, groups, strict=True):
             group.update(options)
 

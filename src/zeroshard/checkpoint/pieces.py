@@ -75,7 +75,7 @@ def parameters_of(engine: Engine) -> dict[str, ParameterEntry]:
     names: dict[int, list[str]] = {}
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    layouts = engine.parameter_layouts()
+    layouts = engine.states.parameter_layouts()
     out = {}
     for first, parameter in engine.module.named_parameters():
         stride, trained = layouts[id(parameter)]
@@ -124,9 +124,9 @@ def collect(engine: Engine, states: Mapping[str, Stateful], extra: Any) -> RankP
     form in a checkpoint.
     """
     part = RankPart([])
-    if engine.unsaved is not None:
-        raise CheckpointError(f"what rests must not be saved: {engine.unsaved}")
-    if engine.has_pending_gradients:
+    if engine.states.unsaved is not None:
+        raise CheckpointError(f"what rests must not be saved: {engine.states.unsaved}")
+    if engine.states.has_pending_gradients:
         raise CheckpointError(
             "there are gradients that no step has taken, and a checkpoint holds none: save after"
             " optimizer.step()"
@@ -143,7 +143,7 @@ def collect(engine: Engine, states: Mapping[str, Stateful], extra: Any) -> RankP
     values: dict[str, Any] = {
         name: _state_dict(name, state) for name, state in states.items() if name not in averages
     }
-    values |= {RNG: generators(), EXTRA: extra, SCALER: engine.scaler_state()}
+    values |= {RNG: generators(), EXTRA: extra, SCALER: engine.states.scaler_state()}
     part.encoded = {name: _encoded(name, value) for name, value in values.items()}
     part.encoded |= {
         f"{BUFFER}{name}": (None, {f"{BUFFER}{name}": tensor})
@@ -185,10 +185,10 @@ def divide(engine: Engine, part: RankPart) -> None:
 
 def _collect_pieces(engine: Engine, averages: Mapping[str, EMA], part: RankPart) -> None:
     stepped: dict[int, list[ParamShard]] = {}
-    for owned in engine.stepped_pieces():
+    for owned in engine.states.stepped_pieces():
         stepped.setdefault(id(owned.parameter), []).append(owned)
     firsts = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    for piece in engine.resting_pieces(share=True):
+    for piece in engine.states.resting_pieces(share=True):
         name = firsts[id(piece.parameter)]
         values = piece.tensor if piece.state.on_device else piece.borrowed
         part.stored.append(_piece(name, VALUE, piece.start, piece.stop, values, piece.state.dtype))
@@ -213,7 +213,7 @@ def _collect_state(
     start, stop = max(wanted[0], owned.piece.start), min(wanted[1], owned.piece.stop)
     if start >= stop:
         return
-    away = engine.state_at_rest(owned)
+    away = engine.states.state_at_rest(owned)
     for key, value in engine.optimizer.state.get(owned.tensor, {}).items():
         if not (isinstance(value, torch.Tensor) and value.dim() > 0):
             part.scalars.setdefault(name, {})[key] = encode(
@@ -238,7 +238,7 @@ def _collect_groups(engine: Engine, part: RankPart) -> None:
         return
     firsts = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     for index, (group, parameters) in enumerate(
-        zip(engine.optimizer.param_groups, engine.param_groups(), strict=True)
+        zip(engine.optimizer.param_groups, engine.states.param_groups(), strict=True)
     ):
         options = {
             key: encode(value, f"optimizer param group {index}: {key}", _no_tensors)

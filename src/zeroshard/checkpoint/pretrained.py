@@ -103,15 +103,15 @@ def load_pretrained(
 
 
 def _fill_engine(engine: Engine, files: _Files, found: _Found) -> None:
-    with engine.rewriting():
-        for piece in engine.resting_pieces():
+    with engine.states.rewriting():
+        for piece in engine.states.resting_pieces():
             name = found.parameters.get(id(piece.parameter))
             if name is not None:
                 values = _in_memory_order(
                     files, name, tuple(piece.parameter.shape), piece.stride, piece.start, piece.stop
                 )
                 piece.write(values)
-    engine.overwritten(found.parameters)
+    engine.states.overwritten(found.parameters)
 
 
 def _fill_module(model: nn.Module, files: _Files, found: _Found) -> None:

@@ -139,8 +139,8 @@ class Saver:
         self._engine = engine
         self._states = dict(states or {})
         self._keep_last, self._keep_every = keep_last, keep_every
-        self._background = background and not engine.rests_on_disk
-        if background and engine.rests_on_disk and engine.rank == 0:
+        self._background = background and not engine.states.rests_on_disk
+        if background and engine.states.rests_on_disk and engine.rank == 0:
             _log.info(
                 "saves of %s are written in the foreground: a copy in memory of what rests on disk"
                 " would undo the offload",
@@ -193,11 +193,11 @@ class Saver:
             return
         try:
             while not job.tried.wait(_LOOK_S):
-                self._engine.check_peers("a save in the background")
+                self._engine.states.check_peers("a save in the background")
             job.told = _first(self._engine, job.failure, "zs.save()")
             while self._writer is not None and self._writer.is_alive():
                 self._writer.join(_LOOK_S)
-                self._engine.check_peers("a save in the background")
+                self._engine.states.check_peers("a save in the background")
         except PeerLostError:
             self._hurry.set()
             self._join_writer()
@@ -260,10 +260,10 @@ class Saver:
 
     def _prepare(self, step: int, extra: Any) -> _Job:
         engine, error, part = self._engine, None, RankPart([])
-        if engine.is_lost:
-            raise CheckpointError(f"what rests must not be saved: {engine.unsaved}")
+        if engine.states.is_lost:
+            raise CheckpointError(f"what rests must not be saved: {engine.states.unsaved}")
         try:
-            engine.finish_step()
+            engine.states.finish_step()
         except StorageError as failed:  # on every rank
             raise CheckpointError(f"what rests cannot be saved: {failed}") from failed
         try:

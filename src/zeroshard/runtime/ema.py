@@ -44,7 +44,7 @@ class EMA:
             )
         self.decay = decay
         self._engine = engine
-        self.averages = [master.clone() for master in engine.masters()]
+        self.averages = [master.clone() for master in engine.states.masters()]
 
     @property
     def bytes(self) -> int:
@@ -56,7 +56,7 @@ class EMA:
         """Move the average towards the weights; call it after ``optimizer.step()``. Nothing is
         sent.
         """
-        torch._foreach_lerp_(self.averages, self._engine.masters(), 1.0 - self.decay)
+        torch._foreach_lerp_(self.averages, self._engine.states.masters(), 1.0 - self.decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -77,8 +77,8 @@ class EMA:
             self._swap()
 
     def _swap(self) -> None:
-        with torch.no_grad(), self._engine.rewriting():
-            for average, master in zip(self.averages, self._engine.masters(), strict=True):
+        with torch.no_grad(), self._engine.states.rewriting():
+            for average, master in zip(self.averages, self._engine.states.masters(), strict=True):
                 for here, there in zip(
                     torch.split(average, _CHUNK), torch.split(master, _CHUNK), strict=True
                 ):

@@ -14,8 +14,8 @@ reduce, accumulate, finalize, step, publish.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -23,16 +23,15 @@ from torch import nn
 
 from zeroshard.comm.agree import compare
 from zeroshard.core.digest import Digest
-from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
 from zeroshard.core.split import splits
 from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardError
-from zeroshard.memory import Trimmer
 from zeroshard.optim.pieces import ParamShard
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import INTERRUPTED, ShardedOptimizer, check_parameters
-from zeroshard.optim.streamed import StateAtRest, Tile
+from zeroshard.optim.streamed import Tile
+from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.balance import Balance
 from zeroshard.runtime.build import Context, build_units, make_master
@@ -55,7 +54,6 @@ from zeroshard.runtime.whole import Whole
 __all__ = ["Engine", "RestingPiece"]
 
 _log = logging.getLogger("zeroshard")
-_DELAYED = "delayed_steps"
 
 
 class Engine:
@@ -111,13 +109,22 @@ class Engine:
         self._whole = Whole(
             module, self._weights, self._hooks, self._finalizer, context.transport, self._faults
         )
-        self._whole.join_step = self._join_step
         self._rest = Rest(
             self._weights, transport=context.transport, streams=context.streams, faults=self._faults
         )
         self._recovery = Recovery(
             self._weights, self._rest, self._faults, self._digest, context.transport
         )
+        self.states = StateAccess(
+            context,
+            self._weights,
+            self._rest,
+            self._backward,
+            self._finalizer,
+            self._recovery,
+            self._scaler,
+        )
+        self._whole.join_step = self.states.join_step
         if context.broadcast_buffers:
             self._hooks.broadcast = context.transport.broadcast
         self._watch = Watch(
@@ -180,7 +187,7 @@ class Engine:
         elementwise; StorageError on every rank where one has no room for masters and moments on
         their tier.
         """
-        self._check_open()
+        self.states.check_open()
         if self._sharded is not None:
             raise ConfigError(
                 "an optimizer is attached already: one engine has one optimizer; use param groups,"
@@ -217,6 +224,7 @@ class Engine:
             sharded.detach()
             raise
         self._sharded = sharded
+        self.states.attach(sharded)
         self._backward.optimizer = sharded
         self._backward.decisions.optimizer = optimizer
         if sharded.streamed is not None:
@@ -234,7 +242,7 @@ class Engine:
         It is no checkpoint by itself: `zeroshard.save` writes one, which loads on any number of
         ranks.
         """
-        self._check_open()
+        self.states.check_open()
         if self._sharded is None:
             raise StateError("no optimizer is attached: give it to shard() or engine.attach()")
         return self._sharded.part()
@@ -292,7 +300,7 @@ class Engine:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward of `loss` (0-d); in fp16 of the scaled loss."""
-        self._check_open()
+        self.states.check_open()
         self._backward.scaling = self._scaler is not None
         try:
             (loss.float() * self._scaler.scale if self._scaler is not None else loss).backward()  # type: ignore[no-untyped-call]
@@ -322,7 +330,7 @@ class Engine:
         it after the context, or load its state from a rank with the most batches. Collective;
         raises PlanMismatch where ranks with data do different things.
         """
-        self._check_open()
+        self.states.check_open()
         if self._sharded is None:
             raise ConfigError("join() needs an optimizer: give it to shard() or engine.attach()")
         with Join(
@@ -336,7 +344,7 @@ class Engine:
         Returns the norm before, a 0-d fp32 tensor, the same number on every rank and in every row.
         Raises StateError without a gradient.
         """
-        self._check_open()
+        self.states.check_open()
         return self._finalizer.clip(float(max_norm))
 
     def before_step(self) -> bool:
@@ -390,7 +398,7 @@ class Engine:
         """Raise on every rank where one has an `error` or another `report`, which would
         otherwise be a hang on the others. Collective.
         """
-        self._check_open()
+        self.states.check_open()
         compare(self._context.transport, report, call="zs.load_pretrained()", error=error)
 
     def zero_gradient(self, parameter: nn.Parameter | None) -> None:
@@ -417,17 +425,17 @@ class Engine:
         With `writeback`, edits inside are kept: those of rank 0, or the same on every rank; others
         raise StateError at the end. Edits without it are lost and raise where they are seen.
         """
-        self._check_open()
+        self.states.check_open()
         self._before_reading()
         if writeback:
-            self.finish_step()
+            self.states.finish_step()
         return self._whole.gathered(params, writeback=writeback)
 
     def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, torch.Tensor]:
         """Return the model's whole ``state_dict()`` on CPU, streamed a unit at a time; empty on
         other ranks unless `rank0_only` is False.
         """
-        self._check_open()
+        self.states.check_open()
         self._before_reading()
         return self._whole.full_state_dict(rank0_only=rank0_only)
 
@@ -437,135 +445,22 @@ class Engine:
         """
         self._faults.check(passes=False)
         if self._may_step_into_forward and self._context.tiering.stores:
-            self._join_step()
+            self.states.join_step()
             self._faults.agree()
 
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return the averaged gradient of `param` [its shape] on every rank, or None where no
         rank used it. Collective.
         """
-        self._check_open()
+        self.states.check_open()
         return self._whole.full_grad(param)
-
-    def rewriting(self) -> AbstractContextManager[None]:
-        """Return a context in which `masters` and `resting_pieces` may be written; then the
-        weights follow, as after a step. Collective.
-        """
-        self._check_open()
-        self._join_step()
-        return self._rest.rewriting()
-
-    def overwritten(self, parameters: Iterable[int]) -> None:
-        """Called when every rank has read the same values for these parameters, given by id."""
-        self._faults.overwritten(parameters)
-
-    def masters(self) -> list[torch.Tensor]:
-        """Return this rank's part of the fp32 masters of all trained parameters, flat, a tensor
-        per segment in unit order.
-        """
-        return self._rest.masters()
-
-    def resting_pieces(self, *, share: bool = False) -> Iterator[RestingPiece]:
-        """Yield what rests here of every parameter: the master where there is one, else the weight.
-
-        With `share`, of what rests on every rank only this rank's share: all ranks' pieces together
-        are then every element once.
-        """
-        self._join_step()
-        return self._rest.pieces(share=share)
-
-    def stepped_pieces(self) -> Iterator[ParamShard]:
-        """Yield what the optimizer steps here, a tensor of its own per piece of a parameter."""
-        return iter(()) if self._sharded is None else iter(self._sharded.pieces())
-
-    def state_at_rest(self, owned: ParamShard) -> dict[str, StateAtRest]:
-        """Return what of the optimizer's state of a piece rests on another tier, by key."""
-        streamed = None if self._sharded is None else self._sharded.streamed
-        return {} if streamed is None or not owned.streamed else streamed.at_rest(owned)
-
-    def set_states(self, set_state: Callable[[ParamShard], None]) -> None:
-        """Call `set_state` for everything that the optimizer steps here, and put the state that
-        it sets to rest where it belongs, a tile at a time.
-
-        Collective; raises StorageError on every rank.
-        """
-        with self._faults.noted(lost=True):
-            if self._sharded is not None:
-                self._sharded.set_states(set_state)
-        self._faults.agree()
-
-    def _join_step(self) -> None:
-        """Return when no step is under way; what went wrong in it is noted."""
-        self._weights.check_awake()
-        with self._faults.noted(lost=True):
-            if self._sharded is not None:
-                self._sharded.join()
-
-    def finish_step(self) -> None:
-        """Return when no step is under way, and one that was taken late is in the weights.
-
-        Collective; raises StorageError on every rank, and StateError where what rests is lost.
-        """
-        self._faults.check(passes=False)
-        self._join_step()
-        if self._sharded is not None and self._sharded.take_late():
-            with self._rest.rewriting():
-                pass
-
-    @property
-    def unsaved(self) -> str | None:
-        """Why what rests here must not be saved, if so."""
-        return self._faults.unsaved
-
-    def trimmer(self) -> Trimmer:
-        """Return what keeps the allocator from holding on to temporaries."""
-        return self._context.tiering.trimmer()
-
-    @property
-    def rests_on_disk(self) -> bool:
-        """Whether any state rests on disk."""
-        return Tier.DISK in self._context.tiering.stores
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether a tier has failed in the middle of a write, on any rank, so that only a load
-        of everything helps.
-        """
-        return self._faults.is_lost
-
-    def parameter_layouts(self) -> dict[int, tuple[tuple[int, ...], bool]]:
-        """Return, by id of each parameter, the stride in which it lies here, and whether it is
-        trained.
-        """
-        segments = [segment for unit in self._weights.units for segment in unit.segments]
-        return {
-            id(parameter): (stride, segment.grad is not None)
-            for segment in segments
-            for parameter, stride in zip(segment.parameters, segment.flat.strides, strict=True)
-        }
-
-    @property
-    def has_pending_gradients(self) -> bool:
-        """Whether a backward has run whose gradients no step has taken yet."""
-        self._backward.collect_dropped()
-        return self._finalizer.pending
-
-    def param_groups(self) -> list[list[nn.Parameter]]:
-        """Return the model's parameters of each of the optimizer's param groups."""
-        return [] if self._sharded is None else [list(group) for group in self._sharded.parameters]
 
     def exchange(self, payload: bytes, call: str = "engine.exchange()") -> list[bytes]:
         """Return every rank's `payload`, in rank order. Collective; PlanMismatch, on every rank,
         where other ranks are in another `call`.
         """
-        self._check_open()
+        self.states.check_open()
         return self._context.transport.exchange(payload, call)
-
-    def check_peers(self, what: str) -> None:
-        """Raise PeerLostError, saying that it was during `what`, where another rank is known to
-        have ended.
-        """
-        self._context.transport.check_peers(what)
 
     @property
     def rank(self) -> int:
@@ -581,74 +476,6 @@ class Engine:
     def precision(self) -> Precision:
         """The dtypes in force."""
         return self._context.precision
-
-    def scaler_state(self) -> dict[str, float]:
-        """Return the fp16 loss scaler's state, empty in other precisions, and how many steps
-        `delayed_update` has counted.
-        """
-        state = {} if self._scaler is None else self._scaler.state_dict()
-        if self._sharded is not None and self._context.tiering.delayed_update is not None:
-            state[_DELAYED] = self._sharded.num_steps
-        return state
-
-    def begin_load(self) -> None:
-        """Called before a load: no step is under way, and whether what rests is lost is known on
-        every rank. Collective.
-        """
-        self._weights.check_awake()
-        self._end_step()
-        with suppress(StorageError):
-            self._faults.agree()
-            if self._recovery.meet(self._sharded, "zs.load()"):
-                self._backward.abandon()
-                self._finalizer.abandon()
-
-    def check_restored(self, scaler: Mapping[str, object]) -> None:
-        """Raise ConfigError for what `restored` could not take over."""
-        numbers = dict(scaler)
-        late = numbers.pop(_DELAYED, 0)
-        if type(late) is not int or late < 0:
-            raise ConfigError(f"{_DELAYED} is {late!r}, not a number of steps")
-        if self._scaler is not None and numbers:
-            LossScaler().load_state_dict(numbers)
-
-    def restored(self, scaler: Mapping[str, float]) -> None:
-        """Called when another state has been loaded: gradients are dropped, and `scaler` is
-        taken over in fp16.
-        """
-        self._backward.abandon()
-        self._finalizer.abandon()
-        numbers = dict(scaler)
-        late = numbers.pop(_DELAYED, None)
-        if self._sharded is not None and late is not None:
-            self._sharded.num_steps = int(late)
-        if self._scaler is not None and numbers:
-            self._scaler.load_state_dict(numbers)
-
-    @contextmanager
-    def repairing(self, *, everything: bool) -> Iterator[None]:
-        """Write what rests inside, by `rewriting` and `set_states`; `everything` of it: what was
-        lost is whole again then.
-
-        What rests on other tiers gets memory of its own again if something has failed: the file
-        that was there may be cut off or damaged. Collective; raises StorageError on every rank.
-        """
-        if everything and self._faults.is_suspect:
-            with self._faults.noted(lost=True):
-                self._renew()
-            self._faults.agree()
-        yield
-        if everything:
-            self._faults.repaired()
-
-    def _renew(self) -> None:
-        for unit in self._weights.units:
-            for segment in unit.segments:
-                segment.renew(self._context.tiering.store)
-                if segment.grad is not None:
-                    segment.grad.forget_memory()
-        if self._sharded is not None and self._sharded.streamed is not None:
-            self._sharded.streamed.forget()
 
     # ------------------------------------------------------------------ reports
 
@@ -685,7 +512,7 @@ class Engine:
         Until `reload_states`, whatever needs a state raises StateError. Raises StateError inside a
         backward or ``gathered()``.
         """
-        self._check_open()
+        self.states.check_open()
         if self._offloaded is not None:
             return self._offloaded.num_bytes
         if (
@@ -697,7 +524,7 @@ class Engine:
                 "offload_states() inside a forward, a backward or gathered(): call it between steps"
             )
         self._backward.finish()
-        self._join_step()
+        self.states.join_step()
         self._weights.end_pass()
         offloaded = OffloadedStates(
             self._weights, self._sharded, self._context.transport, self._context.device
@@ -709,7 +536,7 @@ class Engine:
 
     def reload_states(self) -> None:
         """Bring back what `offload_states` took away, bit for bit. Collective."""
-        self._check_open()
+        self.states.check_open()
         if self._offloaded is not None:
             self._offloaded.end()
             self._offloaded, self._weights.offloaded = None, False
@@ -724,20 +551,14 @@ class Engine:
         Where ranks have finished different numbers of steps, forwards and steps are refused until
         zs.load(). Collective.
         """
-        self._check_open()
-        self._end_step()
+        self.states.check_open()
+        self.states.end_step()
         self._context.transport.abandon()
         self._weights.abandon()
         self._backward.abandon()
         self._finalizer.abandon()
         self._faults.reset()
         self._recovery.meet(self._sharded, "engine.reset()")
-
-    def _end_step(self) -> None:
-        """Return when no step is under way, whatever it ended by."""
-        with suppress(Exception), self._faults.noted(lost=True):
-            if self._sharded is not None:
-                self._sharded.join()
 
     def close(self) -> None:
         """Give back a plain module, in the dtypes it came with (trained parameters with their
@@ -749,11 +570,11 @@ class Engine:
         """
         if self._closed:
             return
-        self._check_open()
+        self.states.check_open()
         told = self._faults.refusal if self._faults.is_lost else None
         self.reload_states()
         self._backward.abandon()
-        self._join_step()
+        self.states.join_step()
         self._weights.let_go(Until.STEP)
         self._whole.give_back()
         self._hooks.remove()
@@ -769,6 +590,7 @@ class Engine:
         self._context.tiering.close()
         self._context.pages.clear()
         self._closed = True
+        self.states.close()
         if told is not None:
             _log.warning("the module is given back although a tier failed before: %s", told)
         elif failure is not None:
@@ -784,12 +606,3 @@ class Engine:
         self._faults.check()
         if self._sharded is not None and self._sharded.is_interrupted:
             raise StateError(INTERRUPTED)
-
-    def _check_open(self) -> None:
-        if self._weights.refusal is not None:
-            raise StateError(self._weights.refusal)
-        if self._closed:
-            raise StateError(
-                "this engine is closed: the module is plain again; call zeroshard.shard() for a"
-                " new one"
-            )

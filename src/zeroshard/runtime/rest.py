@@ -43,7 +43,7 @@ class RestingPiece:
     stop: int
     state: State
     place: slice  # in the state
-    # which of `Engine.masters()` it lies in, and where; None for a frozen parameter's weight
+    # which of `Engine.states.masters()` it lies in, and where; None for a frozen parameter's weight
     master: tuple[int, slice] | None
 
     @property
@@ -52,12 +52,12 @@ class RestingPiece:
         return self.state.whole[self.place]
 
     def borrowed(self, *, write: bool = False) -> AbstractContextManager[torch.Tensor]:
-        """Lend the numbers [stop - start]; written only inside ``Engine.rewriting()``."""
+        """Lend the numbers [stop - start]; written only inside ``Engine.states.rewriting()``."""
         return self.state.borrowed(self.place.start, self.place.stop, write=write)
 
     def write(self, numbers: torch.Tensor) -> None:
         """Write `numbers` [stop - start], of any dtype, here; only inside
-        ``Engine.rewriting()``. What was there is not read.
+        ``Engine.states.rewriting()``. What was there is not read.
         """
         if self.state.on_device:
             self.tensor.copy_(numbers)

@@ -1,0 +1,265 @@
+"""What rests, for those who save, load or average it: checkpoints, averages and the engine itself.
+
+    states.finish_step()                no step is under way, none is late
+    for piece in states.resting_pieces(): ...          masters and frozen weights, read or lent
+    with states.rewriting(): ...        they are written; then the weights follow, as after a step
+
+Invariant: what is read is never a step behind, and what is written reaches every rank before the
+next forward. Cost: that of what is asked for; nothing is kept here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+
+import torch
+from torch import nn
+
+from zeroshard.core.placement import Tier
+from zeroshard.errors import ConfigError, StateError, StorageError
+from zeroshard.memory import Trimmer
+from zeroshard.optim.pieces import ParamShard
+from zeroshard.optim.scaler import LossScaler
+from zeroshard.optim.sharded import ShardedOptimizer
+from zeroshard.optim.streamed import StateAtRest
+from zeroshard.runtime.backward import Backward
+from zeroshard.runtime.build import Context
+from zeroshard.runtime.finalize import Finalizer
+from zeroshard.runtime.recovery import Recovery
+from zeroshard.runtime.rest import Rest, RestingPiece
+from zeroshard.runtime.weights import Weights
+
+__all__ = ["StateAccess"]
+
+_DELAYED = "delayed_steps"
+
+
+class StateAccess:
+    """The states of one engine at rest."""
+
+    def __init__(
+        self,
+        context: Context,
+        weights: Weights,
+        rest: Rest,
+        backward: Backward,
+        finalizer: Finalizer,
+        recovery: Recovery,
+        scaler: LossScaler | None,
+    ) -> None:
+        self._context = context
+        self._weights = weights
+        self._rest = rest
+        self._backward = backward
+        self._finalizer = finalizer
+        self._recovery = recovery
+        self._scaler = scaler
+        self._faults = context.faults
+        self._sharded: ShardedOptimizer | None = None
+        self._closed = False
+
+    def attach(self, sharded: ShardedOptimizer) -> None:
+        """Take note of the optimizer, whose state is one of ours."""
+        self._sharded = sharded
+
+    def close(self) -> None:
+        """Refuse everything from here on."""
+        self._closed = True
+
+    def rewriting(self) -> AbstractContextManager[None]:
+        """Return a context in which `masters` and `resting_pieces` may be written; then the
+        weights follow, as after a step. Collective.
+        """
+        self.check_open()
+        self.join_step()
+        return self._rest.rewriting()
+
+    def overwritten(self, parameters: Iterable[int]) -> None:
+        """Called when every rank has read the same values for these parameters, given by id."""
+        self._faults.overwritten(parameters)
+
+    def masters(self) -> list[torch.Tensor]:
+        """Return this rank's part of the fp32 masters of all trained parameters, flat, a tensor
+        per segment in unit order.
+        """
+        return self._rest.masters()
+
+    def resting_pieces(self, *, share: bool = False) -> Iterator[RestingPiece]:
+        """Yield what rests here of every parameter: the master where there is one, else the weight.
+
+        With `share`, of what rests on every rank only this rank's share: all ranks' pieces together
+        are then every element once.
+        """
+        self.join_step()
+        return self._rest.pieces(share=share)
+
+    def stepped_pieces(self) -> Iterator[ParamShard]:
+        """Yield what the optimizer steps here, a tensor of its own per piece of a parameter."""
+        return iter(()) if self._sharded is None else iter(self._sharded.pieces())
+
+    def state_at_rest(self, owned: ParamShard) -> dict[str, StateAtRest]:
+        """Return what of the optimizer's state of a piece rests on another tier, by key."""
+        streamed = None if self._sharded is None else self._sharded.streamed
+        return {} if streamed is None or not owned.streamed else streamed.at_rest(owned)
+
+    def set_states(self, set_state: Callable[[ParamShard], None]) -> None:
+        """Call `set_state` for everything that the optimizer steps here, and put the state that
+        it sets to rest where it belongs, a tile at a time.
+
+        Collective; raises StorageError on every rank.
+        """
+        with self._faults.noted(lost=True):
+            if self._sharded is not None:
+                self._sharded.set_states(set_state)
+        self._faults.agree()
+
+    def finish_step(self) -> None:
+        """Return when no step is under way, and one that was taken late is in the weights.
+
+        Collective; raises StorageError on every rank, and StateError where what rests is lost.
+        """
+        self._faults.check(passes=False)
+        self.join_step()
+        if self._sharded is not None and self._sharded.take_late():
+            with self._rest.rewriting():
+                pass
+
+    @property
+    def unsaved(self) -> str | None:
+        """Why what rests here must not be saved, if so."""
+        return self._faults.unsaved
+
+    def trimmer(self) -> Trimmer:
+        """Return what keeps the allocator from holding on to temporaries."""
+        return self._context.tiering.trimmer()
+
+    @property
+    def rests_on_disk(self) -> bool:
+        """Whether any state rests on disk."""
+        return Tier.DISK in self._context.tiering.stores
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a tier has failed in the middle of a write, on any rank, so that only a load
+        of everything helps.
+        """
+        return self._faults.is_lost
+
+    def parameter_layouts(self) -> dict[int, tuple[tuple[int, ...], bool]]:
+        """Return, by id of each parameter, the stride in which it lies here, and whether it is
+        trained.
+        """
+        segments = [segment for unit in self._weights.units for segment in unit.segments]
+        return {
+            id(parameter): (stride, segment.grad is not None)
+            for segment in segments
+            for parameter, stride in zip(segment.parameters, segment.flat.strides, strict=True)
+        }
+
+    @property
+    def has_pending_gradients(self) -> bool:
+        """Whether a backward has run whose gradients no step has taken yet."""
+        self._backward.collect_dropped()
+        return self._finalizer.pending
+
+    def param_groups(self) -> list[list[nn.Parameter]]:
+        """Return the model's parameters of each of the optimizer's param groups."""
+        return [] if self._sharded is None else [list(group) for group in self._sharded.parameters]
+
+    def check_peers(self, what: str) -> None:
+        """Raise PeerLostError, saying that it was during `what`, where another rank is known to
+        have ended.
+        """
+        self._context.transport.check_peers(what)
+
+    def scaler_state(self) -> dict[str, float]:
+        """Return the fp16 loss scaler's state, empty in other precisions, and how many steps
+        `delayed_update` has counted.
+        """
+        state = {} if self._scaler is None else self._scaler.state_dict()
+        if self._sharded is not None and self._context.tiering.delayed_update is not None:
+            state[_DELAYED] = self._sharded.num_steps
+        return state
+
+    def begin_load(self) -> None:
+        """Called before a load: no step is under way, and whether what rests is lost is known on
+        every rank. Collective.
+        """
+        self._weights.check_awake()
+        self.end_step()
+        with suppress(StorageError):
+            self._faults.agree()
+            if self._recovery.meet(self._sharded, "zs.load()"):
+                self._backward.abandon()
+                self._finalizer.abandon()
+
+    def check_restored(self, scaler: Mapping[str, object]) -> None:
+        """Raise ConfigError for what `restored` could not take over."""
+        numbers = dict(scaler)
+        late = numbers.pop(_DELAYED, 0)
+        if type(late) is not int or late < 0:
+            raise ConfigError(f"{_DELAYED} is {late!r}, not a number of steps")
+        if self._scaler is not None and numbers:
+            LossScaler().load_state_dict(numbers)
+
+    def restored(self, scaler: Mapping[str, float]) -> None:
+        """Called when another state has been loaded: gradients are dropped, and `scaler` is
+        taken over in fp16.
+        """
+        self._backward.abandon()
+        self._finalizer.abandon()
+        numbers = dict(scaler)
+        late = numbers.pop(_DELAYED, None)
+        if self._sharded is not None and late is not None:
+            self._sharded.num_steps = int(late)
+        if self._scaler is not None and numbers:
+            self._scaler.load_state_dict(numbers)
+
+    @contextmanager
+    def repairing(self, *, everything: bool) -> Iterator[None]:
+        """Write what rests inside, by `rewriting` and `set_states`; `everything` of it: what was
+        lost is whole again then.
+
+        What rests on other tiers gets memory of its own again if something has failed: the file
+        that was there may be cut off or damaged. Collective; raises StorageError on every rank.
+        """
+        if everything and self._faults.is_suspect:
+            with self._faults.noted(lost=True):
+                self._renew()
+            self._faults.agree()
+        yield
+        if everything:
+            self._faults.repaired()
+
+    def _renew(self) -> None:
+        for unit in self._weights.units:
+            for segment in unit.segments:
+                segment.renew(self._context.tiering.store)
+                if segment.grad is not None:
+                    segment.grad.forget_memory()
+        if self._sharded is not None and self._sharded.streamed is not None:
+            self._sharded.streamed.forget()
+
+    def join_step(self) -> None:
+        """Return when no step is under way; what went wrong in it is noted."""
+        self._weights.check_awake()
+        with self._faults.noted(lost=True):
+            if self._sharded is not None:
+                self._sharded.join()
+
+    def end_step(self) -> None:
+        """Return when no step is under way, whatever it ended by."""
+        with suppress(Exception), self._faults.noted(lost=True):
+            if self._sharded is not None:
+                self._sharded.join()
+
+    def check_open(self) -> None:
+        """Raise StateError where the engine is closed, or refuses to be used."""
+        if self._weights.refusal is not None:
+            raise StateError(self._weights.refusal)
+        if self._closed:
+            raise StateError(
+                "this engine is closed: the module is plain again; call zeroshard.shard() for a"
+                " new one"
+            )
