@@ -119,16 +119,17 @@ def _peak(rank: int, world: int, row: str) -> dict[str, int]:
         nonlocal peak
         full = sum(segment.flat.full.untyped_storage().nbytes() for segment in segments)
         grads = sum(
-            s.grad.buffer_bytes
+            s.grad.bucket.num_bytes
             for s in segments
-            if s.grad is not None and s.grad._buffer is not None
+            if s.grad is not None and s.grad.bucket.is_open
         )
         flying = sum(
-            s.grad._flight_loan.num_bytes
+            s.grad.reduction.loan.num_bytes
             for s in segments
             if s.grad is not None
-            and s.grad._flight_loan is not None
-            and not s.grad._flight_loan.lent_again
+            and s.grad.reduction is not None
+            and s.grad.reduction.loan is not None
+            and not s.grad.reduction.loan.lent_again
         )
         peak = max(peak, full + grads + flying)
 

@@ -473,11 +473,13 @@ def _peak(
         sampled = max(
             sampled,
             full
-            + sum(g.buffer_bytes for g in grads if g._buffer is not None)
+            + sum(g.bucket.num_bytes for g in grads if g.bucket.is_open)
             + sum(
-                g._flight_loan.num_bytes
+                g.reduction.loan.num_bytes
                 for g in grads
-                if g._flight_loan is not None and not g._flight_loan.lent_again
+                if g.reduction is not None
+                and g.reduction.loan is not None
+                and not g.reduction.loan.lent_again
             ),
         )
 

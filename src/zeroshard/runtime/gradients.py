@@ -18,8 +18,8 @@ What it does not do: it does not know when a backward ends or who reads the resu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,16 +27,43 @@ import torch
 from zeroshard.buffer import FlatBuffer, Flight, Lanes, mesh_of
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.quantized import Feedback, Residual
-from zeroshard.comm.transport import GradBuffer, Transport, Work
+from zeroshard.comm.transport import Transport, Work
 from zeroshard.core.placement import Cells, Scope, Tier
 from zeroshard.core.precision import Precision
 from zeroshard.core.work import DoneWork
 from zeroshard.errors import StorageError
-from zeroshard.memory import Loan, MemoryCounter
+from zeroshard.memory import Loan, MemoryCounter, Pages
+from zeroshard.runtime.bucket import GradBucket, PartialSum
 from zeroshard.state.gradient import GradientAllocator, RestingGradient
 from zeroshard.state.state import State
 
 __all__ = ["GradientPath"]
+
+
+@dataclass
+class Reduction:
+    """One reduce under way."""
+
+    fresh: bool  # the sum is the first to rest
+    loan: Loan | None  # of the bucket
+    # our slice of the sum, where the gradient rests on another tier
+    total: torch.Tensor | None = None
+    frees: list[str] = field(default_factory=list)  # what streams call the memory that ends with it
+    flight: Flight = field(init=False)
+
+    def sum_into(self, total: torch.Tensor, name: str) -> None:
+        """Let the sum be left in `total`, which streams call `name`."""
+        self.total = total
+        self.frees.append(name)
+
+    def take_total(self) -> torch.Tensor | None:
+        """Return what `sum_into` was given, once."""
+        total, self.total = self.total, None
+        return total
+
+    def start(self, flight: Flight) -> None:
+        """Take note that it is under way."""
+        self.flight = flight
 
 
 class GradientPath:
@@ -52,6 +79,7 @@ class GradientPath:
         streams: Lanes,
         meter: MemoryCounter,
         place: GradientAllocator,
+        pages: Pages,
         codec: Codec | None,
         feedback: Feedback | None,
         partial: Callable[[], State],
@@ -67,24 +95,19 @@ class GradientPath:
         self._place = place
         self._codec = codec
         self.residual = None if codec is None or feedback is None else Residual(feedback)
-        self._make_partial = partial
-        self._note = note
-        self._buffer: GradBuffer | None = None
-        self._views: list[torch.Tensor] = []
-        self._seen = [False] * len(self.used)
-        self._partial: State | None = None
-        self._partial_seen = [False] * len(self.used)
-        self._partial_lost = False  # it could not be made, read or written: it is NaN
-        self._flight: Flight | None = None
-        self._loan: Loan | None = None  # of the buffer, but where that is the resting gradient
-        self._flight_loan: Loan | None = None
-        self._flight_fresh = False
-        self._flight_frees: list[str] = []  # what streams call the memory that ends with it
-        self._round = 0  # buffers borrowed so far: names them apart
+        self.bucket = GradBucket(
+            flat,
+            precision.wire,
+            transport=transport,
+            streams=streams,
+            meter=meter,
+            pages=pages,
+            codec=codec,
+        )
+        self.partial = PartialSum(flat, partial, note)
+        self.reduction: Reduction | None = None
         self._held: RestingGradient | None = None
         self._resting: weakref.ref[RestingGradient] | None = None
-        # where a reduce under way leaves our slice, if the gradient rests elsewhere
-        self._sum: torch.Tensor | None = None
         # nothing to sum: the buffer is the resting gradient
         self._direct = transport.size == 1 and precision.wire is precision.accumulate
         (low, high), (first, _) = flat.own_span, flat.stepped
@@ -108,15 +131,6 @@ class GradientPath:
         return len(self.members) > 1
 
     @property
-    def _buffer_name(self) -> str:
-        return f"{self.key}.grad.{self._round}"
-
-    @property
-    def buffer_bytes(self) -> int:
-        """The bytes of one gradient buffer in the wire dtype."""
-        return self.flat.layout.numel * self.precision.wire.itemsize
-
-    @property
     def rest_bytes(self) -> int:
         """Bytes of the gradient at rest now, partial sums included."""
         return sum(self.bytes_by_tier().values())
@@ -124,7 +138,7 @@ class GradientPath:
     def bytes_by_tier(self) -> dict[Tier, int]:
         """Return the bytes of the gradient at rest now on each tier, partial sums included."""
         out: dict[Tier, int] = {}
-        for held in (self._partial, self.resting()):
+        for held in (self.partial, self.resting()):
             if held is not None:
                 for tier, num_bytes in held.bytes_by_tier().items():
                     out[tier] = out.get(tier, 0) + num_bytes
@@ -154,7 +168,7 @@ class GradientPath:
     @property
     def in_flight(self) -> bool:
         """Whether a reduce of this segment is under way."""
-        return self._flight is not None
+        return self.reduction is not None
 
     def add(
         self, index: int, grad: torch.Tensor, *, sync: bool, make_room: Callable[[int], None]
@@ -163,81 +177,31 @@ class GradientPath:
         buffer is borrowed.
         """
         self.used[index] = True
-        if self.sums_micro_batches and (self._has_partial or not sync):
-            self._add_partial(index, grad)
+        if self.sums_micro_batches and (self.partial.is_there or not sync):
+            self.partial.add(index, grad)
             return
-        if self._buffer is None:
-            self._borrow(make_room)
-        view = self._views[index]
-        if self._seen[index]:
-            view.add_(grad)
-        else:
-            view.copy_(grad)
-            self._seen[index] = True
+        self._open_bucket(make_room)
+        self.bucket.add(index, grad)
 
-    def _borrow(self, make_room: Callable[[int], None]) -> None:
-        flat = self.flat
+    def _open_bucket(self, make_room: Callable[[int], None]) -> None:
+        if self.bucket.is_open:
+            return
         if self._direct and not self.tiered and self.resting() is None:
-            self._buffer = GradBuffer(self._open_resting()[0].fetch(*self._own))
-            self._views = flat.views_of(self._buffer.data)
-            return
-        make_room(self.buffer_bytes)
-        if self._codec is None:
-            self._buffer = self._transport.grad_buffer(
-                self.key, flat.layout.numel, self.precision.wire, flat.full.device
-            )
+            self.bucket.open_at_rest(self._open_resting()[0].fetch(*self._own))
         else:
-            self._buffer = GradBuffer(self._place.scratch(flat.layout.numel, self.precision.wire))
-        self._loan = self._meter.lend(self._buffer.data, self.buffer_bytes)
-        self._round += 1
-        self._streams.alloc(self._buffer_name)
-        self._views = flat.views_of(self._buffer.data)
-
-    def _add_partial(self, index: int, grad: torch.Tensor) -> None:
-        slot = self.flat.layout.slots[index]
-        with self._losing_partial():
-            if self._partial is None:
-                self._partial = self._make_partial()
-            with self._partial.borrowed(slot.offset, slot.stop, write=True) as part:
-                view = self.flat.view_in(part, index)
-                if self._partial_seen[index]:
-                    view.add_(grad.to(view.device))
-                else:
-                    view.copy_(grad)
-        self._partial_seen[index] = True
-
-    @contextmanager
-    def _losing_partial(self) -> Iterator[None]:
-        try:
-            yield
-        except StorageError as error:
-            self._partial_lost = True
-            self._note(error)
-
-    def _close_partial(self) -> None:
-        if self._partial is not None:
-            self._partial.close()
-        self._partial, self._partial_seen, self._partial_lost = (
-            None,
-            [False] * len(self.used),
-            False,
-        )
+            self.bucket.open(make_room)
 
     @property
     def has_local(self) -> bool:
         """Whether gradients are here that no reduce has taken yet."""
-        return self._buffer is not None or (self._has_partial and not self.sums_nodes)
+        return self.bucket.is_open or (self.partial.is_there and not self.sums_nodes)
 
     @property
     def has_node_sum(self) -> bool:
         """Whether a sum over this node's ranks is here that no reduce between nodes has taken
         yet.
         """
-        return self.sums_nodes and self._has_partial
-
-    @property
-    def _has_partial(self) -> bool:
-        return self._partial is not None or self._partial_lost
+        return self.sums_nodes and self.partial.is_there
 
     def reduce(self, *, make_room: Callable[[int], None], with_earlier: bool = True) -> None:
         """Hand what is here to the transport (nothing here: contribute zeros); the sum is added
@@ -246,43 +210,44 @@ class GradientPath:
         Without `with_earlier`, sums of earlier micro-batches stay here for the next reduce.
         """
         self.finish()
-        if with_earlier and self._has_partial and not self.sums_nodes:
-            if self._buffer is None:
-                self._borrow(make_room)
-            for index, seen in enumerate(self._partial_seen):
-                if seen:
-                    self._take_partial(index)
-            self._close_partial()
-        self._zero_unseen()
+        if with_earlier and self.partial.is_there and not self.sums_nodes:
+            self._open_bucket(make_room)
+            self.partial.move_to(self.bucket)
+        self.bucket.zero_unseen()
         resting, fresh = self._open_resting()
-        if self._buffer is not None and self._loan is None:  # summed in place
-            self._end_round()
+        if self.bucket.rests:
+            self.bucket.close()
             return
         if resting.is_average:  # no zero_grad() since the last step: more is added to that average
             self._streams.write(f"{self.key}.resting")
             resting.reopen(self._own)
-        out, accumulate = self._room_for_sum(resting, fresh)
+        coming = Reduction(fresh, self.bucket.loan)
+        out, accumulate = self._room_for_sum(resting, coming)
         self._streams.fork("reduce")
         with self._streams.on("reduce"):
-            if self._buffer is not None:
-                self._streams.read(self._buffer_name)
-            self._streams.write(f"{self.key}.resting" if self._sum is None else f"{self.key}.sum")
-            work = self._start_reduce(out, accumulate=accumulate, with_earlier=with_earlier)
+            if self.bucket.is_open:
+                self._streams.read(self.bucket.name)
+            self._streams.write(
+                f"{self.key}.resting" if coming.total is None else f"{self.key}.sum"
+            )
+            work = self._start_reduce(out, coming, accumulate=accumulate, with_earlier=with_earlier)
             if self.flat.full.device.type != "cpu":
                 work.wait()  # enqueues
-                self._land(fresh)
+                self._land(coming)
             event = self._streams.mark("reduce")
-        self._take_off(work, event, fresh=fresh)
+        self._take_off(coming, work, event)
 
-    def _start_reduce(self, out: torch.Tensor, *, accumulate: bool, with_earlier: bool) -> Work:
-        buffer, options = self._encoded(), self._wire(accumulate)
+    def _start_reduce(
+        self, out: torch.Tensor, coming: Reduction, *, accumulate: bool, with_earlier: bool
+    ) -> Work:
+        buffer, options = self.bucket.outgoing(self.residual), self._wire(accumulate)
         if not self.sums_nodes:
             return self._transport.reduce(self.key, buffer, self.flat.layout.ranges, out, **options)
         held = None
-        if with_earlier and self._partial is not None:
-            held, self._partial = self._partial.whole, None
+        if with_earlier and self.partial.state is not None:
+            held = self.partial.take()
             self._streams.read(f"{self.key}.partial")
-            self._flight_frees.append(f"{self.key}.partial")
+            coming.frees.append(f"{self.key}.partial")
         return mesh_of(self._transport).reduce(
             self.key, buffer, self.flat.layout.ranges, out, partial=held, **options
         )
@@ -291,102 +256,58 @@ class GradientPath:
         dtype = self.precision.wire if self._codec is None else torch.uint8
         return {"wire_dtype": dtype, "accumulate": accumulate, "codec": self._codec}
 
-    def _encoded(self) -> GradBuffer | None:
-        """Return the transport's buffer with what is to be sent, encoded where gradients travel
-        so.
-        """
-        codec, buffer = self._codec, self._buffer
-        if codec is None or buffer is None:
-            return buffer
-        coded = self._transport.grad_buffer(
-            self.key, codec.encoded_bytes(buffer.data.numel()), torch.uint8, buffer.data.device
-        )
-        if self.residual is None:
-            codec.encode(buffer.data, coded.data)
-        else:
-            self.residual.encode(codec, buffer.data, coded.data)
-        return coded
-
     def reduce_inside(self) -> None:
         """Hand what is here to the other ranks of this node; their sum waits here for the reduce
         that goes on between nodes.
         """
         self.finish()
-        self._zero_unseen()
-        accumulate = self._partial is not None
-        if self._partial is None:
-            self._partial = self._make_partial()
+        self.bucket.zero_unseen()
+        state, accumulate = self.partial.state, self.partial.state is not None
+        if state is None:
+            state = self.partial.open()
             self._streams.alloc(f"{self.key}.partial")
         self._streams.fork("reduce")
         with self._streams.on("reduce"):
-            if self._buffer is not None:
-                self._streams.read(self._buffer_name)
+            if self.bucket.is_open:
+                self._streams.read(self.bucket.name)
             self._streams.write(f"{self.key}.partial")
             work = mesh_of(self._transport).reduce_inside(
                 self.key,
-                self._encoded(),
+                self.bucket.outgoing(self.residual),
                 self.flat.layout.ranges,
-                self._partial.whole,
+                state.whole,
                 **self._wire(accumulate),
             )
             if self.flat.full.device.type != "cpu":
                 work.wait()  # enqueues
             event = self._streams.mark("reduce")
-        self._take_off(work, event, fresh=False)
+        self._take_off(Reduction(False, self.bucket.loan), work, event)
 
-    def _take_off(self, work: Work, event: object, *, fresh: bool) -> None:
-        self._flight = Flight([work], self._streams, event)
-        self._flight_fresh = fresh
-        self._flight_loan = self._loan
-        if self._buffer is not None:
-            self._flight_frees.append(self._buffer_name)
-        self._end_round()
+    def _take_off(self, coming: Reduction, work: Work, event: object) -> None:
+        coming.start(Flight([work], self._streams, event))
+        if self.bucket.is_open:
+            coming.frees.append(self.bucket.name)
+        self.reduction = coming
+        self.bucket.close()
 
-    def _take_partial(self, index: int) -> None:
-        slot = self.flat.layout.slots[index]
-        with self._losing_partial():
-            if self._partial is not None and not self._partial_lost:
-                with self._partial.borrowed(slot.offset, slot.stop, write=False) as part:
-                    self._views[index].copy_(self.flat.view_in(part, index))
-        if self._partial_lost:
-            self._views[index].fill_(float("nan"))
-        self._seen[index] = True
-
-    def _room_for_sum(self, resting: RestingGradient, fresh: bool) -> tuple[torch.Tensor, bool]:
+    def _room_for_sum(
+        self, resting: RestingGradient, coming: Reduction
+    ) -> tuple[torch.Tensor, bool]:
         """Return where the reduce leaves our slice of the sum, and whether it adds to what is
         there.
         """
         if resting.on_device:
-            return resting.fetch(*self._own), not fresh
-        numel = self._own[1] - self._own[0]
-        self._sum = self._place.scratch(numel)
-        self._flight_frees.append(f"{self.key}.sum")
+            return resting.fetch(*self._own), not coming.fresh
+        total = self._place.scratch(self._own[1] - self._own[0])
+        coming.sum_into(total, f"{self.key}.sum")
         self._streams.alloc(f"{self.key}.sum")
-        return self._sum, False
+        return total, False
 
-    def _land(self, fresh: bool) -> None:
+    def _land(self, coming: Reduction) -> None:
         """Hand a finished sum over to the tier where the gradient rests."""
-        resting = self._held if self._held is not None else self.resting()
-        if self._sum is not None and resting is not None:
-            resting.take(self._own, self._sum, fresh=fresh)
-        self._sum = None
-
-    def _end_round(self) -> None:
-        self._buffer, self._loan, self._views = None, None, []
-        self._seen = [False] * len(self.used)
-
-    def _zero_unseen(self) -> None:
-        if self._buffer is None:
-            return
-        end = 0
-        for slot, seen in zip(self.flat.layout.slots, self._seen, strict=True):
-            if seen:
-                if slot.offset > end:
-                    self._buffer.data[end : slot.offset].zero_()
-                end = slot.stop
-        if end < self.flat.layout.numel:
-            self._buffer.data[end:].zero_()
-        self._streams.write(self._buffer_name)
+        resting, total = self.resting(), coming.take_total()
+        if total is not None and resting is not None:
+            resting.take(self._own, total, fresh=coming.fresh)
 
     def _open_resting(self) -> tuple[RestingGradient, bool]:
         """Return the resting gradient, held by us until `seal`, and whether it was made just
@@ -405,16 +326,15 @@ class GradientPath:
         """Wait for the reduce under way (or only take note that it is over); its buffer is free
         again.
         """
-        if self._flight is None or not (block or self._flight.done()):
+        coming = self.reduction
+        if coming is None or not (block or coming.flight.done()):
             return
-        self._flight.wait()
-        self._flight = None
-        self._land(self._flight_fresh)
-        for name in self._flight_frees:
+        coming.flight.wait()
+        self.reduction = None
+        self._land(coming)
+        for name in coming.frees:
             self._streams.free(name)
-        self._flight_frees = []
-        self._meter.give_back(self._flight_loan)
-        self._flight_loan = None
+        self._meter.give_back(coming.loan)
 
     @property
     def gathers_averages(self) -> bool:
@@ -426,7 +346,7 @@ class GradientPath:
         caller forks, waits and joins.
         """
         resting = self.resting()
-        assert resting is not None and self._flight is None, self.key
+        assert resting is not None and self.reduction is None, self.key
         if not resting.on_device:
             return self._gather_through(resting)
         with self._streams.on("reduce"):
@@ -469,9 +389,9 @@ class GradientPath:
             self._zero_partial(set(indices))
         for index in indices:
             self.used[index] = False
-            self._partial_seen[index] = False
+            self.partial.seen[index] = False
         if not any(self.used):
-            self._close_partial()
+            self.partial.close()
             self._held, self._resting = None, None
             return
         resting = self.resting()
@@ -492,16 +412,14 @@ class GradientPath:
                 resting.zero(start, stop)
 
     def _zero_partial(self, indices: set[int]) -> None:
-        if self._partial is None:
-            return
         span = self.flat.layout.span(self._transport.rank, self.flat.layout.scope(self.cells.grad))
-        for piece in self.flat.layout.pieces_in(span):
-            if piece.index in indices and (self.sums_nodes or self._partial_seen[piece.index]):
-                with (
-                    self._losing_partial(),
-                    self._partial.borrowed(piece.shard_start, piece.shard_stop, write=True) as part,
-                ):
-                    part.zero_()
+        self.partial.zero(
+            [
+                (piece.shard_start, piece.shard_stop)
+                for piece in self.flat.layout.pieces_in(span)
+                if piece.index in indices and (self.sums_nodes or self.partial.seen[piece.index])
+            ]
+        )
 
     def _owned_spans(self, indices: set[int]) -> list[tuple[int, int]]:
         return [
@@ -566,13 +484,9 @@ class GradientPath:
         way.
         """
         self.forget_residual()
-        if self._buffer is not None and self._loan is not None and self._codec is None:
-            self._transport.return_buffer(self._buffer)
-        self._meter.give_back(self._loan)
-        self._meter.give_back(self._flight_loan)
-        self._end_round()
-        self._flight, self._flight_loan = None, None
-        self._held, self._resting, self._sum = None, None, None
-        self._flight_frees = []
-        self._close_partial()
+        self.bucket.abandon()
+        if self.reduction is not None:
+            self._meter.give_back(self.reduction.loan)
+        self._held, self._resting, self.reduction = None, None, None
+        self.partial.close()
         self.used = [False] * len(self.used)

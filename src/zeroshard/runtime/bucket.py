@@ -1,0 +1,233 @@
+"""The gradients of one segment between autograd and a reduce: a buffer that is being filled, and a
+sum of micro-batches that waits for it.
+
+    param.grad --copy--> GradBucket                                          --> a reduce
+    inside no_sync, where the row adds micro-batches before ranks:
+    param.grad --add---> PartialSum ... --cast--> GradBucket                 --> a reduce
+
+Invariant: a bucket is handed over whole; parameters without a gradient and padding are zeros. Cost:
+one copy of each gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from zeroshard.buffer import FlatBuffer, Lanes
+from zeroshard.comm.codec import Codec
+from zeroshard.comm.quantized import Residual
+from zeroshard.comm.transport import GradBuffer, Transport
+from zeroshard.core.placement import Tier
+from zeroshard.errors import StorageError
+from zeroshard.memory import Loan, MemoryCounter, Pages
+from zeroshard.state.state import State
+
+__all__ = ["GradBucket", "PartialSum"]
+
+
+class GradBucket:
+    """The buffer [numel] of one segment, in the dtype of the wire; at most one is open."""
+
+    def __init__(
+        self,
+        flat: FlatBuffer,
+        wire: torch.dtype,
+        *,
+        transport: Transport,
+        streams: Lanes,
+        meter: MemoryCounter,
+        pages: Pages,
+        codec: Codec | None,
+    ) -> None:
+        self.buffer: GradBuffer | None = None
+        self.views: list[torch.Tensor] = []
+        self.seen = [False] * len(flat.layout.slots)
+        self.loan: Loan | None = None  # None where the gradient is summed where it rests
+        self._flat = flat
+        self._wire = wire
+        self._transport = transport
+        self._streams = streams
+        self._meter = meter
+        self._pages = pages
+        self._codec = codec  # the buffer is encoded into one of the transport's
+        self._round = 0  # buffers opened so far: names them apart
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a buffer."""
+        return self.buffer is not None
+
+    @property
+    def name(self) -> str:
+        """What streams call the buffer."""
+        return f"{self._flat.key}.grad.{self._round}"
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of a buffer."""
+        return self._flat.layout.numel * self._wire.itemsize
+
+    @property
+    def rests(self) -> bool:
+        """Whether the buffer is the resting gradient itself, so that there is nothing to sum."""
+        return self.buffer is not None and self.loan is None
+
+    def open_at_rest(self, resting: torch.Tensor) -> None:
+        """Fill the resting gradient [numel] itself."""
+        self.buffer = GradBuffer(resting)
+        self.views = self._flat.views_of(resting)
+
+    def open(self, make_room: Callable[[int], None]) -> None:
+        """Borrow a buffer; `make_room(num_bytes)` is called before."""
+        make_room(self.num_bytes)
+        numel = self._flat.layout.numel
+        if self._codec is None:
+            device = self._flat.full.device
+            self.buffer = self._transport.grad_buffer(self._flat.key, numel, self._wire, device)
+        else:
+            self.buffer = GradBuffer(self._pages.empty(numel, self._wire, self._flat.full.device))
+        self.loan = self._meter.lend(self.buffer.data, self.num_bytes)
+        self._round += 1
+        self._streams.alloc(self.name)
+        self.views = self._flat.views_of(self.buffer.data)
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        """Take in a gradient of parameter `index`."""
+        view = self.views[index]
+        if self.seen[index]:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            self.seen[index] = True
+
+    def zero_unseen(self) -> None:
+        """Set to zero what has no gradient."""
+        if self.buffer is None:
+            return
+        end, layout = 0, self._flat.layout
+        for slot, seen in zip(layout.slots, self.seen, strict=True):
+            if seen:
+                if slot.offset > end:
+                    self.buffer.data[end : slot.offset].zero_()
+                end = slot.stop
+        if end < layout.numel:
+            self.buffer.data[end:].zero_()
+        self._streams.write(self.name)
+
+    def outgoing(self, residual: Residual | None) -> GradBuffer | None:
+        """Return the transport's buffer with what is to be sent, encoded where gradients travel
+        so; `residual` is added to it first.
+        """
+        codec, buffer = self._codec, self.buffer
+        if codec is None or buffer is None:
+            return buffer
+        numel = codec.encoded_bytes(buffer.data.numel())
+        coded = self._transport.grad_buffer(self._flat.key, numel, torch.uint8, buffer.data.device)
+        if residual is None:
+            codec.encode(buffer.data, coded.data)
+        else:
+            residual.encode(codec, buffer.data, coded.data)
+        return coded
+
+    def close(self) -> None:
+        """Let the next gradient open another."""
+        self.buffer, self.loan, self.views = None, None, []
+        self.seen = [False] * len(self.seen)
+
+    def abandon(self) -> None:
+        """After an exception: give back what was borrowed."""
+        if self.buffer is not None and self.loan is not None and self._codec is None:
+            self._transport.return_buffer(self.buffer)
+        self._meter.give_back(self.loan)
+        self.close()
+
+
+class PartialSum:
+    """A sum of gradients that no reduce has taken yet: of micro-batches on this rank, or of the
+    ranks of this node.
+
+    One that could not be made, read or written is lost: it reads as NaN.
+    """
+
+    def __init__(
+        self,
+        flat: FlatBuffer,
+        make: Callable[[], State],
+        note: Callable[[StorageError], None],
+    ) -> None:
+        self.state: State | None = None
+        self.seen = [False] * len(flat.layout.slots)  # which parameters it has a gradient of
+        self._flat = flat
+        self._make = make
+        self._note = note
+        self._lost = False
+
+    @property
+    def is_there(self) -> bool:
+        """Whether anything waits."""
+        return self.state is not None or self._lost
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
+        except StorageError as error:
+            self._lost = True
+            self._note(error)
+
+    def open(self) -> State:
+        """Make the state, its contents undefined."""
+        self.state = self._make()
+        return self.state
+
+    def take(self) -> torch.Tensor:
+        """Return the sum, which lies on the device, and hold it no longer."""
+        assert self.state is not None, self._flat.key
+        whole, self.state = self.state.whole, None
+        return whole
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        """Add a gradient of parameter `index`."""
+        slot = self._flat.layout.slots[index]
+        with self._losing():
+            state = self.open() if self.state is None else self.state
+            with state.borrowed(slot.offset, slot.stop, write=True) as part:
+                view = self._flat.view_in(part, index)
+                if self.seen[index]:
+                    view.add_(grad.to(view.device))
+                else:
+                    view.copy_(grad)
+        self.seen[index] = True
+
+    def move_to(self, bucket: GradBucket) -> None:
+        """Hand the sums of every parameter over to `bucket`, which is open, and close."""
+        for index in [index for index, seen in enumerate(self.seen) if seen]:
+            slot = self._flat.layout.slots[index]
+            with self._losing():
+                if self.state is not None and not self._lost:
+                    with self.state.borrowed(slot.offset, slot.stop, write=False) as part:
+                        bucket.views[index].copy_(self._flat.view_in(part, index))
+            if self._lost:
+                bucket.views[index].fill_(float("nan"))
+            bucket.seen[index] = True
+        self.close()
+
+    def zero(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Set ranges of the sum to zero."""
+        for start, stop in spans if self.state is not None else ():
+            assert self.state is not None
+            with self._losing(), self.state.borrowed(start, stop, write=True) as part:
+                part.zero_()
+
+    def bytes_by_tier(self) -> dict[Tier, int]:
+        """Return the bytes at rest."""
+        return {} if self.state is None else self.state.bytes_by_tier()
+
+    def close(self) -> None:
+        """Give the memory back; nothing waits any more."""
+        if self.state is not None:
+            self.state.close()
+        self.state, self.seen, self._lost = None, [False] * len(self.seen), False
