@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -114,87 +115,26 @@ def shard(
     rank, before anything is changed.
     """
     group = _group_of(mesh)
-    error: ZeroshardError | None = None
-    report: dict[str, str] = {}
-    built: dict[str, str] = {}
+    asked, error = None, None
     try:
         settings = build_config(config, stage=stage, policy=policy, units=units, **overrides)
-        settings.refuse_unsupported()
-        settings.check_batch(1 if group is None else group.size())
-        world = 1 if group is None else group.size()
-        axes = Axes.of(world, _node_size(settings))
-        _check_nodes(axes, settings)
-        if sync_from is not None and not 0 <= sync_from < world:
-            raise ConfigError(f"sync_from={sync_from} is not a rank of this group of {world}")
-        refuse_inside("shard()")
-        _check_model(model, optimizer, group)
-        precision = settings.resolved_precision()
-        _check_precision(model, precision)
-        dtypes = compute_dtypes(model, precision)
-        _check_codecs(model, dtypes, settings)
-        plans = partition_units(model, settings.units)
-        report = {"sync_from": str(sync_from), **_report(model, optimizer, settings, dtypes, plans)}
-        if sync_from is None:
-            values = _initial_values(model)
-            is_deferred = any(
-                fingerprint_of(parameter) is not None for parameter in model.parameters()
-            )
-            report |= {"a deferred model": "yes"} if is_deferred else values
-            built = values if is_deferred else {}
+        asked = _checked(model, optimizer, settings, group, sync_from)
     except ZeroshardError as refused:
         error = refused
-    agree(group, report, error=error)
+    agree(group, {} if asked is None else asked.report, error=error)
+    assert asked is not None  # else that has raised
     # of a deferred model: told only where no file overwrites them
-    differences = differing(group, built) if built else {}
-    device = next(model.parameters()).device
-    tiering = _make_tiering(settings, model, group, device)
-    policy = settings.resolved_policy()
-    transport = make_transport(
-        group,
-        name=settings.comm.transport,
-        device=device,
-        node_size=axes.node_size,
-        two_level=settings.comm.hierarchical,
-        columns=policy.keeps_columns,
-        node_sums=policy.sums_nodes,
-        hop_dtype=torch.bfloat16 if settings.comm.grad_codec == "bf16" else torch.float32,
-        ordered=settings.comm.ordered,
-        stall_timeout_s=settings.stall_timeout_s,
-        pool_bytes=2 * max(plan.numel for plan in plans) * dtypes.widest(precision),
-    )
-
-    def prepare(tensors: Iterable[torch.Tensor]) -> None:
-        _prepare(tensors, transport, sync_from)
-
-    prepare(model.buffers())
-    faults = Faults(transport, active=bool(tiering.stores))
+    differences = differing(group, asked.values) if asked.values else {}
+    context = _make_context(model, asked, group, sync_from, trains=optimizer is not None)
+    faults = context.faults
     faults.in_shard = True
     faults.differing = _told(model, differences)
-    context = Context(
-        policy=policy,
-        precision=precision,
-        dtypes=dtypes,
-        transport=transport,
-        mesh=axes.mesh,
-        codecs=settings.comm.codecs(),
-        streams=make_streams(device),
-        meter=MemoryCounter(),
-        pages=Pages(),
-        device=device,
-        faults=faults,
-        trains=optimizer is not None,
-        strict=settings.strict,
-        verify_every=settings.verify_every,
-        broadcast_buffers=settings.broadcast_buffers,
-        clip_norm=settings.gradient_clipping,
-        prepare=prepare,
-        tiering=tiering,
-    )
+    context.prepare(list(model.buffers()))
     try:
-        engine = Engine(model, plans, context, prefetch_bytes=settings.prefetch_bytes)
+        engine = Engine(model, asked.plans, context, prefetch_bytes=asked.settings.prefetch_bytes)
     except StorageError:
-        transport.close()
-        tiering.close()
+        context.transport.close()
+        context.tiering.close()
         raise
     if optimizer is not None:
         try:
@@ -204,6 +144,97 @@ def shard(
             raise
     faults.in_shard = False
     return engine
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What this rank was asked for, checked, and not yet compared with the others."""
+
+    settings: Config
+    axes: Axes
+    dtypes: Dtypes
+    plans: list[UnitPlan]
+    report: dict[str, str]  # must be the same on every rank
+    values: dict[str, str]  # of a deferred model: should be
+
+
+def _checked(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Config,
+    group: dist.ProcessGroup | None,
+    sync_from: int | None,
+) -> _Asked:
+    """Refuse what can be refused on this rank. Nothing is changed, and nothing is sent."""
+    world = 1 if group is None else group.size()
+    settings.refuse_unsupported()
+    settings.check_batch(world)
+    axes = Axes.of(world, _node_size(settings))
+    _check_nodes(axes, settings)
+    if sync_from is not None and not 0 <= sync_from < world:
+        raise ConfigError(f"sync_from={sync_from} is not a rank of this group of {world}")
+    refuse_inside("shard()")
+    _check_model(model, optimizer)
+    precision = settings.resolved_precision()
+    _check_precision(model, precision)
+    dtypes = compute_dtypes(model, precision)
+    _check_codecs(model, dtypes, settings)
+    plans = partition_units(model, settings.units)
+    report = {"sync_from": str(sync_from), **_report(model, optimizer, settings, dtypes, plans)}
+    if sync_from is not None:
+        return _Asked(settings, axes, dtypes, plans, report, {})
+    values = _initial_values(model)
+    if any(fingerprint_of(parameter) is not None for parameter in model.parameters()):
+        return _Asked(settings, axes, dtypes, plans, report | {"a deferred model": "yes"}, values)
+    return _Asked(settings, axes, dtypes, plans, report | values, {})
+
+
+def _make_context(
+    model: nn.Module,
+    asked: _Asked,
+    group: dist.ProcessGroup | None,
+    sync_from: int | None,
+    *,
+    trains: bool,
+) -> Context:
+    """Make what all parts of the engine share: the transport, the stores. Collective."""
+    settings, policy = asked.settings, asked.settings.resolved_policy()
+    precision = settings.resolved_precision()
+    device = next(model.parameters()).device
+    tiering = _make_tiering(settings, model, group, device)
+    transport = make_transport(
+        group,
+        name=settings.comm.transport,
+        device=device,
+        node_size=asked.axes.node_size,
+        two_level=settings.comm.hierarchical,
+        columns=policy.keeps_columns,
+        node_sums=policy.sums_nodes,
+        hop_dtype=torch.bfloat16 if settings.comm.grad_codec == "bf16" else torch.float32,
+        ordered=settings.comm.ordered,
+        stall_timeout_s=settings.stall_timeout_s,
+        pool_bytes=2 * max(plan.numel for plan in asked.plans) * asked.dtypes.widest(precision),
+    )
+    return Context(
+        policy=policy,
+        precision=precision,
+        dtypes=asked.dtypes,
+        transport=transport,
+        mesh=asked.axes.mesh,
+        codecs=settings.comm.codecs(),
+        streams=make_streams(device),
+        meter=MemoryCounter(),
+        pages=Pages(),
+        device=device,
+        faults=Faults(transport, active=bool(tiering.stores)),
+        trains=trains,
+        strict=settings.strict,
+        verify_every=settings.verify_every,
+        broadcast_buffers=settings.broadcast_buffers,
+        clip_norm=settings.gradient_clipping,
+        prepare=lambda tensors: _prepare(tensors, transport, sync_from),
+        tiering=tiering,
+    )
 
 
 def _make_tiering(
@@ -283,9 +314,7 @@ def _group_of(mesh: Any) -> dist.ProcessGroup | None:
     return None
 
 
-def _check_model(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, group: dist.ProcessGroup | None
-) -> None:
+def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model is a {type(model).__name__}, not a torch.nn.Module: give shard() one module"
@@ -306,6 +335,20 @@ def _check_model(
     parameters = named_parameters_once(model)
     if not parameters:
         raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to shard")
+    _check_parameters(parameters)
+    check_overlap(model)
+    for name, module in model.named_modules():
+        _check_module(name, module)
+    if optimizer is not None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer"
+            )
+        check_parameters(optimizer, parameters)
+        check_elementwise(optimizer)
+
+
+def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
     devices: dict[torch.device, str] = {}
     for name, parameter in parameters.items():
         if nn.parameter.is_lazy(parameter):
@@ -336,49 +379,39 @@ def _check_model(
             "the model is on the meta device and has no values: build it inside"
             " zeroshard.deferred_init() instead"
         )
-    check_overlap(model)
-    for name, module in model.named_modules():
-        if (
-            isinstance(module, torch.jit.ScriptModule)
-            and next(module.parameters(), None) is not None
-        ):
-            raise ConfigError(
-                f"module {name or 'itself'!r} is traced or scripted (torch.jit), so that no hook of"
-                " Python's runs in it: give shard() the module that it was made from"
-            )
-        if module.__dict__.get(OWNED):
-            raise ConfigError(
-                f"submodule {name!r} is sharded already: shard the whole model once, from the"
-                " outside"
-            )
-        if module._compiled_call_impl is not None:
-            raise ConfigError(
-                f"module {name or 'itself'!r} was compiled with its hooks, module.compile():"
-                " compile what they surround, module.forward = torch.compile(module.forward), for"
-                " each block"
-            )
-        if type(module).__module__.startswith("torch.distributed.fsdp") or hasattr(
-            module, "_get_fsdp_state"
-        ):
-            raise ConfigError(
-                f"module {name or 'itself'!r} is managed by FSDP: give shard() the plain module"
-            )
-        if (
-            isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-            and module.sparse
-            and module.weight.requires_grad
-        ):
-            raise ConfigError(
-                f"module {name!r} makes sparse gradients (sparse=True), which cannot be sharded:"
-                " use sparse=False"
-            )
-    if optimizer is not None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(
-                f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer"
-            )
-        check_parameters(optimizer, parameters)
-        check_elementwise(optimizer)
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+        raise ConfigError(
+            f"module {name or 'itself'!r} is traced or scripted (torch.jit), so that no hook of"
+            " Python's runs in it: give shard() the module that it was made from"
+        )
+    if module.__dict__.get(OWNED):
+        raise ConfigError(
+            f"submodule {name!r} is sharded already: shard the whole model once, from the outside"
+        )
+    if module._compiled_call_impl is not None:
+        raise ConfigError(
+            f"module {name or 'itself'!r} was compiled with its hooks, module.compile():"
+            " compile what they surround, module.forward = torch.compile(module.forward), for"
+            " each block"
+        )
+    if type(module).__module__.startswith("torch.distributed.fsdp") or hasattr(
+        module, "_get_fsdp_state"
+    ):
+        raise ConfigError(
+            f"module {name or 'itself'!r} is managed by FSDP: give shard() the plain module"
+        )
+    if (
+        isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        and module.sparse
+        and module.weight.requires_grad
+    ):
+        raise ConfigError(
+            f"module {name!r} makes sparse gradients (sparse=True), which cannot be sharded:"
+            " use sparse=False"
+        )
 
 
 def _check_precision(model: nn.Module, precision: Precision) -> None:

@@ -65,30 +65,7 @@ def _encode(value: Any, path: str, store: Callable[[str, torch.Tensor], str], de
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, torch.Tensor):
-        if (
-            value.layout is not torch.strided
-            or value.is_quantized
-            or value.is_meta
-            or value.is_nested
-        ):
-            what = (
-                "quantized"
-                if value.is_quantized
-                else "meta"
-                if value.is_meta
-                else "nested"
-                if value.is_nested
-                else value.layout
-            )
-            raise CheckpointError(f"{path} is a {what} tensor, which has no form in a checkpoint")
-        if value.dim() == 0 and not value.is_complex():
-            return {
-                "$scalar": [
-                    str(value.dtype).removeprefix("torch."),
-                    _encode(value.item(), path, store, depth),
-                ]
-            }
-        return {"$tensor": store(path, value)}
+        return _encode_tensor(value, path, store, depth)
     numpy = sys.modules.get("numpy")
     if (
         numpy is not None
@@ -128,6 +105,19 @@ def _encode(value: Any, path: str, store: Callable[[str, torch.Tensor], str], de
         f"{path} is a {type(value).__name__}, which has no form in a checkpoint: numbers, text,"
         " lists, dictionaries and tensors have"
     )
+
+
+def _encode_tensor(
+    value: torch.Tensor, path: str, store: Callable[[str, torch.Tensor], str], depth: int
+) -> Any:
+    kinds = {"quantized": value.is_quantized, "meta": value.is_meta, "nested": value.is_nested}
+    what = next((kind for kind, is_so in kinds.items() if is_so), str(value.layout))
+    if what != str(torch.strided):
+        raise CheckpointError(f"{path} is a {what} tensor, which has no form in a checkpoint")
+    if value.dim() == 0 and not value.is_complex():
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"$scalar": [dtype, _encode(value.item(), path, store, depth)]}
+    return {"$tensor": store(path, value)}
 
 
 def _from_numpy(array: Any, path: str) -> torch.Tensor:

@@ -56,19 +56,9 @@ def make_transport(
     device = torch.device("cpu") if device is None else device
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
+    _check_name(name, 1 if group is None else group.size(), has_group=group is not None)
     if group is None or (group.size() == 1 and name in ("auto", "one_process")):
-        if name not in ("auto", "one_process"):
-            raise ConfigError(
-                f"transport {name!r} needs torch.distributed: call zeroshard.init_distributed()"
-                " first"
-            )
         return OneProcess(stall_timeout_s=stall_timeout_s, pool_bytes=pool_bytes)
-    if name not in _NAMES:
-        raise ConfigError(f"unknown transport {name!r}; one of: {', '.join(_NAMES)}")
-    if name == "one_process":
-        raise ConfigError(
-            f"transport 'one_process' serves one rank, and there are {group.size()}; use 'auto'"
-        )
     axes = Axes.of(group.size(), node_size)
     lowering = Lowering(axes.mesh, two_level, node_sums, hop_dtype)
     options: dict[str, Any] = {"stall_timeout_s": stall_timeout_s, "pool_bytes": pool_bytes}
@@ -104,6 +94,19 @@ def make_transport(
     inside = make(circle.part(axes.local_group(circle.rank)), None, flat.traffic)
     between = make(circle.part(axes.node_group(circle.rank)), 1, flat.traffic)
     return TwoLevelTransport(flat, inside, between, axes=axes, lowering=lowering)
+
+
+def _check_name(name: str, world: int, *, has_group: bool) -> None:
+    if name not in _NAMES:
+        raise ConfigError(f"unknown transport {name!r}; one of: {', '.join(_NAMES)}")
+    if not has_group and name not in ("auto", "one_process"):
+        raise ConfigError(
+            f"transport {name!r} needs torch.distributed: call zeroshard.init_distributed() first"
+        )
+    if name == "one_process" and world > 1:
+        raise ConfigError(
+            f"transport 'one_process' serves one rank, and there are {world}; use 'auto'"
+        )
 
 
 def _make_native(

@@ -72,42 +72,23 @@ class Engine:
         self.module = module
         self._context = context
         self._digest = Digest()
-        self._weights = Weights(
-            build_units(plans, context),
-            streams=context.streams,
-            meter=context.meter,
-            digest=self._digest,
-            prefetch_bytes=prefetch_bytes,
-            ordered=not context.transport.one_sided or context.policy.weights_leave_the_device,
-        )
-        if context.device.type == "cpu":
-            self._weights.trimmer = context.tiering.trimmer()
-        self._backward = Backward(
-            self._weights,
-            streams=context.streams,
-            meter=context.meter,
-            digest=self._digest,
-            transport=context.transport,
+        self._weights, self._backward = _make_loop(
+            plans, context, self._digest, prefetch_bytes=prefetch_bytes
         )
         self._scaler = LossScaler() if context.precision.needs_loss_scaling else None
         self._faults = context.faults
         self._finalizer = Finalizer(
             self._backward, context.transport, self._digest, self._scaler, self._faults
         )
-        inputs = (
-            None
-            if context.dtypes.as_given or context.precision.weight_is_master
-            else context.precision.compute
+        self._hooks = Hooks(
+            module, plans, self._weights, self._backward, input_dtype=_input_dtype(context)
         )
-        self._hooks = Hooks(module, plans, self._weights, self._backward, input_dtype=inputs)
-        self._hooks.check = self._check_forward
-        if context.tiering.stores and (
-            context.policy.weights_leave_the_device or context.transport.size == 1
-        ):
-            # elsewhere ranks may run forwards that the others do not
-            self._hooks.agree = self._agree_on_faults
-        self._whole = Whole(
-            module, self._weights, self._hooks, self._finalizer, context.transport, self._faults
+        # elsewhere ranks may run forwards that the others do not
+        may_agree = context.policy.weights_leave_the_device or context.transport.size == 1
+        self._hooks.connect(
+            check=self._check_forward,
+            agree=self._agree_on_faults if context.tiering.stores and may_agree else None,
+            broadcast=context.transport.broadcast if context.broadcast_buffers else None,
         )
         self._rest = Rest(
             self._weights, transport=context.transport, streams=context.streams, faults=self._faults
@@ -124,12 +105,17 @@ class Engine:
             self._recovery,
             self._scaler,
         )
-        self._whole.join_step = self.states.join_step
-        if context.broadcast_buffers:
-            self._hooks.broadcast = context.transport.broadcast
-        self._watch = Watch(
-            module, (p for unit in self._weights.units for s in unit.segments for p in s.parameters)
+        self._whole = Whole(
+            module,
+            self._weights,
+            self._hooks,
+            self._finalizer,
+            context.transport,
+            self._faults,
+            self.states.join_step,
         )
+        segments = [segment for unit in self._weights.units for segment in unit.segments]
+        self._watch = Watch(module, (p for segment in segments for p in segment.parameters))
         self._sharded: ShardedOptimizer | None = None
         self._owned: dict[str, tuple[list[ParamShard], list[Tile]]] = {}  # by segment
         self._balance: Balance | None = None
@@ -606,3 +592,33 @@ class Engine:
         self._faults.check()
         if self._sharded is not None and self._sharded.is_interrupted:
             raise StateError(INTERRUPTED)
+
+
+def _make_loop(
+    plans: Sequence[UnitPlan], context: Context, digest: Digest, *, prefetch_bytes: int | None
+) -> tuple[Weights, Backward]:
+    """Bring the model to rest, and make what gathers it and what takes its gradients."""
+    weights = Weights(
+        build_units(plans, context),
+        streams=context.streams,
+        meter=context.meter,
+        digest=digest,
+        prefetch_bytes=prefetch_bytes,
+        ordered=not context.transport.one_sided or context.policy.weights_leave_the_device,
+    )
+    if context.device.type == "cpu":
+        weights.trimmer = context.tiering.trimmer()
+    backward = Backward(
+        weights,
+        streams=context.streams,
+        meter=context.meter,
+        digest=digest,
+        transport=context.transport,
+    )
+    return weights, backward
+
+
+def _input_dtype(context: Context) -> torch.dtype | None:
+    """Return the dtype into which the model's inputs are cast, None to leave them alone."""
+    as_given = context.dtypes.as_given or context.precision.weight_is_master
+    return None if as_given else context.precision.compute

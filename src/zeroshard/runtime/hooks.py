@@ -140,12 +140,9 @@ class Hooks:
         self.may_save = False  # inside gathered(): state_dict() gives full tensors
         # set by the engine: store what load_state_dict wrote
         self.write_back: Callable[[Unit, list[torch.Tensor]], None] | None = None
-        # set by the engine: give rank 0's buffers to every rank
-        self.broadcast: Callable[[torch.Tensor], None] | None = None
-        # set by the engine: refuse a forward after a tier has failed
-        self.check: Callable[[], None] = lambda: None
-        # set by the engine: raise on every rank what a tier has failed with on one
-        self.agree: Callable[[], None] | None = None
+        self._check: Callable[[], None] = lambda: None
+        self._agree: Callable[[], None] | None = None
+        self._broadcast: Callable[[torch.Tensor], None] | None = None
         self._weights = weights
         self._backward = backward
         self._input_dtype = input_dtype
@@ -155,28 +152,10 @@ class Hooks:
         self._handles: list[Any] = []
         # load_state_dict under way: per unit its context, its copies, modules still to load
         self._loads: dict[int, list[Any]] = {}
-        spans = [
-            (module, unit)
-            for plan, unit in zip(plans, weights.units, strict=True)
-            for _, module in plan.roots
-        ]
-        owners = [
-            (module, unit)
-            for plan, unit in zip(plans, weights.units, strict=True)
-            for _, module in plan.owners
-        ]
-        needed: dict[int, tuple[nn.Module, list[Unit]]] = {}
-        for module, unit in spans + owners:
-            units = needed.setdefault(id(module), (module, []))[1]
-            if unit not in units:
-                units.append(unit)
+        spans, needed = _needed(plans, weights.units)
         self._handles += guard(model)
         for module, units in needed.values():
-            ends = [
-                unit
-                for unit in units
-                if any(module is root and unit is owner for root, owner in spans)
-            ]
+            ends = [unit for unit in units if (id(module), unit.index) in spans]
             inside = [
                 unit
                 for part in module.modules()
@@ -203,6 +182,19 @@ class Hooks:
             for segment in unit.trainable:
                 self._install_parameters(unit, segment)
 
+    def connect(
+        self,
+        *,
+        check: Callable[[], None],
+        agree: Callable[[], None] | None,
+        broadcast: Callable[[torch.Tensor], None] | None,
+    ) -> None:
+        """Take what a forward of the model calls: before it `check`, which refuses it after a tier
+        has failed, and `broadcast`, which gives a buffer of rank 0's to every rank; after it
+        `agree`, which raises on every rank what a tier has failed with on one.
+        """
+        self._check, self._agree, self._broadcast = check, agree, broadcast
+
     def remove(self) -> None:
         """Take every hook off."""
         for handle in self._handles:
@@ -222,7 +214,7 @@ class Hooks:
                         "the last backward did not finish: call engine.reset() on every rank after"
                         " an exception"
                     )
-                self.check()
+                self._check()
                 self._check_frozen()
                 self._backward.tell("forward")
                 self._beat()
@@ -232,9 +224,9 @@ class Hooks:
                 if self._backward.traced_steps and torch.is_grad_enabled():
                     self._trace = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
                     self._trace.__enter__()
-                if self.broadcast is not None:
+                if self._broadcast is not None:
                     for buffer in model.buffers():
-                        self.broadcast(buffer)
+                        self._broadcast(buffer)
             return (
                 None
                 if self._input_dtype is None
@@ -261,11 +253,11 @@ class Hooks:
 
         def agree(module: nn.Module, args: Any, output: Any) -> None:
             if (
-                self.agree is not None
+                self._agree is not None
                 and torch._C._current_graph_task_id() < 0
                 and not self._weights.nothing_to_do
             ):
-                self.agree()
+                self._agree()
 
         self._handles.append(model.register_forward_hook(after, always_call=True))
         # not after an exception: the other ranks may not be here
@@ -293,11 +285,11 @@ class Hooks:
         """
         for _ in self._weights.shadow("forward"):
             pass
-        if self.broadcast is not None:
+        if self._broadcast is not None:
             for buffer in self.model.buffers():
-                self.broadcast(buffer)
-        if self.agree is not None:
-            self.agree()
+                self._broadcast(buffer)
+        if self._agree is not None:
+            self._agree()
 
     def _check_frozen(self) -> None:
         for unit in self._weights.units:
@@ -554,3 +546,20 @@ class Hooks:
         self._handles.append(hooked.register_state_dict_pre_hook(before_save))
         self._handles.append(hooked.register_load_state_dict_pre_hook(before_load))
         self._handles.append(hooked.register_load_state_dict_post_hook(after_load))
+
+
+def _needed(
+    plans: Sequence[UnitPlan], units: Sequence[Unit]
+) -> tuple[set[tuple[int, int]], dict[int, tuple[nn.Module, list[Unit]]]]:
+    """Return which modules span which units, by id and index, and by id of each module whose
+    forward needs units, the module and these.
+    """
+    pairs = list(zip(plans, units, strict=True))
+    spans = [(module, unit) for plan, unit in pairs for _, module in plan.roots]
+    owners = [(module, unit) for plan, unit in pairs for _, module in plan.owners]
+    needed: dict[int, tuple[nn.Module, list[Unit]]] = {}
+    for module, unit in spans + owners:
+        wanted = needed.setdefault(id(module), (module, []))[1]
+        if unit not in wanted:
+            wanted.append(unit)
+    return {(id(module), unit.index) for module, unit in spans}, needed

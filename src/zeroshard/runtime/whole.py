@@ -41,6 +41,7 @@ class Whole:
         finalizer: Finalizer,
         transport: Transport,
         faults: Faults,
+        join_step: Callable[[], None],
     ) -> None:
         self._module = module
         self._weights = weights
@@ -48,8 +49,7 @@ class Whole:
         self._finalizer = finalizer
         self._transport = transport
         self._faults = faults
-        # set by the engine: return when no step is under way
-        self.join_step: Callable[[], None] = lambda: None
+        self._join_step = join_step  # returns when no step is under way
         hooks.write_back = self.store_unit
 
     @contextmanager
@@ -142,7 +142,7 @@ class Whole:
         Masters of parameters that are not among the `edited` ones (default: all) keep the digits
         that the copies do not have.
         """
-        self.join_step()
+        self._join_step()
         self._transport.begin_write()
         for segment, copy in zip(unit.segments, copies, strict=True):
             with self._faults.noted(lost=True):
