@@ -1,4 +1,4 @@
-"""Every name that docs/tour.md gives stands in the file that it gives with it."""
+"""The names that docs/tour.md and tests/README.md give are there."""
 
 from __future__ import annotations
 
@@ -34,3 +34,11 @@ def test_the_tours_files_are_there() -> None:
     assert len(files) >= 6
     for file in files:
         assert any((place / file).is_file() for place in (ROOT / "src" / "zeroshard", ROOT)), file
+
+
+def test_the_table_of_tests_names_what_is_there() -> None:
+    table = (ROOT / "tests" / "README.md").read_text()
+    files = set(re.findall(r"`([a-z_]+/(?:[a-z_]+\.py)?)`", table))
+    assert len(files) > 60
+    for file in files:
+        assert (ROOT / "tests" / file).exists() or (ROOT / file).exists(), file

@@ -18,7 +18,7 @@ import pytest
 import zeroshard as zs
 from tests.engine.common import Run, batch, differences, make_model, train, two_groups
 from tests.support.harness import run_ranks
-from zeroshard.runtime import recut, unit
+from zeroshard.runtime import repartition, unit
 from zeroshard.state import gradient as resting
 from zeroshard.tier import direct_io, disk
 
@@ -52,7 +52,7 @@ def _small_tiles(
         with (
             mock.patch.multiple(resting, _BLOCK=512, _CHUNK=128),
             mock.patch.object(unit, "_TILE", 320),
-            mock.patch.object(recut, "_TILE", 320),
+            mock.patch.object(repartition, "_TILE", 320),
         ):
             run: Run = train(rank, row, offload=offload, **same)
         out[name] = run.differs_from(expected) + (
@@ -99,7 +99,7 @@ def _slow_disk(rank: int, world: int, path: str) -> list[str]:
     expected = train(rank, "zero2", **same)
     with (
         mock.patch.object(unit, "_TILE", 320),
-        mock.patch.object(recut, "_TILE", 320),
+        mock.patch.object(repartition, "_TILE", 320),
         mock.patch.object(disk, "write_blocks", late),
     ):
         run = train(

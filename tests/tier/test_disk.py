@@ -34,7 +34,7 @@ from hypothesis import strategies as st
 from tests.support.harness import ROOT
 from tests.support.paced_link import Paced
 from zeroshard.errors import StorageError
-from zeroshard.tier import crossing, direct_io, disk
+from zeroshard.tier import bounce, direct_io, disk
 from zeroshard.tier.checksums import UNIT
 from zeroshard.tier.direct_io import BLOCK, round_up
 from zeroshard.tier.disk import DiskStore
@@ -154,7 +154,7 @@ def test_aligned_buffers_go_to_the_disk_without_a_copy(
     storage, copies = filled(store), []
     real = ctypes.memmove
     monkeypatch.setattr(
-        crossing.ctypes,
+        bounce.ctypes,
         "memmove",
         lambda *arguments: (copies.append(arguments[2]), real(*arguments)),
     )
