@@ -5,7 +5,7 @@ for every contender.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
-from zeroshard.runtime.unit import UnitState
+from zeroshard.runtime.unit import Segment, UnitState
 
 State = dict[str, torch.Tensor]
 
@@ -286,3 +286,15 @@ def average_gradients(model: nn.Module) -> None:
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
+
+
+def gradient_buffer_bytes(segments: Iterable[Segment]) -> int:
+    """Return the bytes of gradient buffers that are being filled or reduced now; memory that the
+    pool has lent again counts for its last loan.
+    """
+    paths = [segment.grad for segment in segments if segment.grad is not None]
+    reductions = [path.reduction for path in paths if path.reduction is not None]
+    loans = [reduction.loan for reduction in reductions if reduction.loan is not None]
+    return sum(path.bucket.num_bytes for path in paths if path.bucket.is_open) + sum(
+        loan.num_bytes for loan in loans if not loan.lent_again
+    )

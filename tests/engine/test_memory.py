@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.engine.common import Net, batch, make_model, two_groups
+from tests.engine.common import Net, batch, gradient_buffer_bytes, make_model, two_groups
 from tests.support.harness import run_ranks
 from zeroshard.core.layout import ALIGN
 from zeroshard.core.placement import Mesh
@@ -118,20 +118,7 @@ def _peak(rank: int, world: int, row: str) -> dict[str, int]:
     def sample(*_: Any) -> None:
         nonlocal peak
         full = sum(segment.flat.full.untyped_storage().nbytes() for segment in segments)
-        grads = sum(
-            s.grad.bucket.num_bytes
-            for s in segments
-            if s.grad is not None and s.grad.bucket.is_open
-        )
-        flying = sum(
-            s.grad.reduction.loan.num_bytes
-            for s in segments
-            if s.grad is not None
-            and s.grad.reduction is not None
-            and s.grad.reduction.loan is not None
-            and not s.grad.reduction.loan.lent_again
-        )
-        peak = max(peak, full + grads + flying)
+        peak = max(peak, full + gradient_buffer_bytes(segments))
 
     for module in model.modules():
         module.register_forward_pre_hook(sample)

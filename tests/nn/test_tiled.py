@@ -16,7 +16,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from tests.engine.common import ROWS, Block, Net, batch, make_model, train, two_groups
+from tests.engine.common import (
+    ROWS,
+    Block,
+    Net,
+    batch,
+    gradient_buffer_bytes,
+    make_model,
+    train,
+    two_groups,
+)
 from tests.support.harness import run_ranks
 from zeroshard.errors import CheckpointError, ConfigError, StateError
 from zeroshard.nn.deferred import is_deferred
@@ -469,19 +478,7 @@ def _peak(
             if transport == "shared_memory" and world > 1
             else sum(s.flat.full.untyped_storage().nbytes() for s in segments)
         )
-        grads = [s.grad for s in segments if s.grad is not None]
-        sampled = max(
-            sampled,
-            full
-            + sum(g.bucket.num_bytes for g in grads if g.bucket.is_open)
-            + sum(
-                g.reduction.loan.num_bytes
-                for g in grads
-                if g.reduction is not None
-                and g.reduction.loan is not None
-                and not g.reduction.loan.lent_again
-            ),
-        )
+        sampled = max(sampled, full + gradient_buffer_bytes(segments))
 
     for module in model.modules():
         module.register_forward_pre_hook(sample)

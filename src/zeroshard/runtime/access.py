@@ -57,7 +57,7 @@ class StateAccess:
         self._scaler = scaler
         self._faults = context.faults
         self._sharded: ShardedOptimizer | None = None
-        self._closed = False
+        self.is_closed = False
 
     def attach(self, sharded: ShardedOptimizer) -> None:
         """Take note of the optimizer, whose state is one of ours."""
@@ -65,7 +65,7 @@ class StateAccess:
 
     def close(self) -> None:
         """Refuse everything from here on."""
-        self._closed = True
+        self.is_closed = True
 
     def rewriting(self) -> AbstractContextManager[None]:
         """Return a context in which `masters` and `resting_pieces` may be written; then the
@@ -258,7 +258,7 @@ class StateAccess:
         """Raise StateError where the engine is closed, or refuses to be used."""
         if self._weights.refusal is not None:
             raise StateError(self._weights.refusal)
-        if self._closed:
+        if self.is_closed:
             raise StateError(
                 "this engine is closed: the module is plain again; call zeroshard.shard() for a"
                 " new one"

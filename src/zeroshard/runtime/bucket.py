@@ -22,7 +22,7 @@ from zeroshard.comm.quantized import Residual
 from zeroshard.comm.transport import GradBuffer, Transport
 from zeroshard.core.placement import Tier
 from zeroshard.errors import StorageError
-from zeroshard.memory import Loan, MemoryCounter, Pages
+from zeroshard.memory import Loan, MemoryCounter
 from zeroshard.state.state import State
 
 __all__ = ["GradBucket", "PartialSum"]
@@ -39,7 +39,7 @@ class GradBucket:
         transport: Transport,
         streams: Lanes,
         meter: MemoryCounter,
-        pages: Pages,
+        scratch: Callable[[int, torch.dtype], torch.Tensor],
         codec: Codec | None,
     ) -> None:
         self.buffer: GradBuffer | None = None
@@ -51,8 +51,9 @@ class GradBucket:
         self._transport = transport
         self._streams = streams
         self._meter = meter
-        self._pages = pages
-        self._codec = codec  # the buffer is encoded into one of the transport's
+        # with a codec the buffer is scratch memory, and encoded into one of the transport's
+        self._scratch = scratch
+        self._codec = codec
         self._round = 0  # buffers opened so far: names them apart
 
     @property
@@ -88,7 +89,7 @@ class GradBucket:
             device = self._flat.full.device
             self.buffer = self._transport.grad_buffer(self._flat.key, numel, self._wire, device)
         else:
-            self.buffer = GradBuffer(self._pages.empty(numel, self._wire, self._flat.full.device))
+            self.buffer = GradBuffer(self._scratch(numel, self._wire))
         self.loan = self._meter.lend(self.buffer.data, self.num_bytes)
         self._round += 1
         self._streams.alloc(self.name)

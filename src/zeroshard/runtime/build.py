@@ -418,7 +418,6 @@ def _gradient_path(
         streams=context.streams,
         meter=context.meter,
         place=place,
-        pages=context.pages,
         codec=context.codecs.grad if precision.wire in CODED else None,
         feedback=context.codecs.feedback,
         partial=partial,

@@ -120,7 +120,6 @@ class Engine:
         self._owned: dict[str, tuple[list[ParamShard], list[Tile]]] = {}  # by segment
         self._balance: Balance | None = None
         self._offloaded: OffloadedStates | None = None
-        self._closed = False
         self.refuse_steps: str | None = None  # why, while they are refused
         self._faults.agree()  # that the weights have been written to where they rest
         if context.transport.size > 1:
@@ -554,7 +553,7 @@ class Engine:
         it is, NaN where it cannot be read: that is logged where it is known, and else a
         StorageError on every rank once everything has been given back.
         """
-        if self._closed:
+        if self.states.is_closed:
             return
         self.states.check_open()
         told = self._faults.refusal if self._faults.is_lost else None
@@ -575,7 +574,6 @@ class Engine:
         self._context.transport.close()
         self._context.tiering.close()
         self._context.pages.clear()
-        self._closed = True
         self.states.close()
         if told is not None:
             _log.warning("the module is given back although a tier failed before: %s", told)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from zeroshard.core.placement import Cells, Scope, Tier
 from zeroshard.core.precision import Precision
 from zeroshard.core.work import DoneWork
 from zeroshard.errors import StorageError
-from zeroshard.memory import Loan, MemoryCounter, Pages
+from zeroshard.memory import Loan, MemoryCounter
 from zeroshard.runtime.bucket import GradBucket, PartialSum
 from zeroshard.state.gradient import GradientAllocator, RestingGradient
 from zeroshard.state.state import State
@@ -40,30 +40,15 @@ from zeroshard.state.state import State
 __all__ = ["GradientPath"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Reduction:
     """One reduce under way."""
 
+    flight: Flight
     fresh: bool  # the sum is the first to rest
     loan: Loan | None  # of the bucket
-    # our slice of the sum, where the gradient rests on another tier
-    total: torch.Tensor | None = None
-    frees: list[str] = field(default_factory=list)  # what streams call the memory that ends with it
-    flight: Flight = field(init=False)
-
-    def sum_into(self, total: torch.Tensor, name: str) -> None:
-        """Let the sum be left in `total`, which streams call `name`."""
-        self.total = total
-        self.frees.append(name)
-
-    def take_total(self) -> torch.Tensor | None:
-        """Return what `sum_into` was given, once."""
-        total, self.total = self.total, None
-        return total
-
-    def start(self, flight: Flight) -> None:
-        """Take note that it is under way."""
-        self.flight = flight
+    total: torch.Tensor | None  # our slice of the sum, still to land on another tier
+    frees: Sequence[str]  # what streams call the memory that ends with it
 
 
 class GradientPath:
@@ -79,7 +64,6 @@ class GradientPath:
         streams: Lanes,
         meter: MemoryCounter,
         place: GradientAllocator,
-        pages: Pages,
         codec: Codec | None,
         feedback: Feedback | None,
         partial: Callable[[], State],
@@ -101,7 +85,7 @@ class GradientPath:
             transport=transport,
             streams=streams,
             meter=meter,
-            pages=pages,
+            scratch=place.scratch,
             codec=codec,
         )
         self.partial = PartialSum(flat, partial, note)
@@ -221,24 +205,25 @@ class GradientPath:
         if resting.is_average:  # no zero_grad() since the last step: more is added to that average
             self._streams.write(f"{self.key}.resting")
             resting.reopen(self._own)
-        coming = Reduction(fresh, self.bucket.loan)
-        out, accumulate = self._room_for_sum(resting, coming)
+        total, frees = self._room_for_sum(resting)
+        out = resting.fetch(*self._own) if total is None else total
         self._streams.fork("reduce")
         with self._streams.on("reduce"):
             if self.bucket.is_open:
                 self._streams.read(self.bucket.name)
-            self._streams.write(
-                f"{self.key}.resting" if coming.total is None else f"{self.key}.sum"
+            self._streams.write(f"{self.key}.{'resting' if total is None else 'sum'}")
+            work = self._start_reduce(
+                out, frees, accumulate=total is None and not fresh, with_earlier=with_earlier
             )
-            work = self._start_reduce(out, coming, accumulate=accumulate, with_earlier=with_earlier)
             if self.flat.full.device.type != "cpu":
                 work.wait()  # enqueues
-                self._land(coming)
+                self._land(total, fresh)
+                total = None
             event = self._streams.mark("reduce")
-        self._take_off(coming, work, event)
+        self._take_off(Flight([work], self._streams, event), fresh, total, frees)
 
     def _start_reduce(
-        self, out: torch.Tensor, coming: Reduction, *, accumulate: bool, with_earlier: bool
+        self, out: torch.Tensor, frees: list[str], *, accumulate: bool, with_earlier: bool
     ) -> Work:
         buffer, options = self.bucket.outgoing(self.residual), self._wire(accumulate)
         if not self.sums_nodes:
@@ -247,7 +232,7 @@ class GradientPath:
         if with_earlier and self.partial.state is not None:
             held = self.partial.take()
             self._streams.read(f"{self.key}.partial")
-            coming.frees.append(f"{self.key}.partial")
+            frees.append(f"{self.key}.partial")
         return mesh_of(self._transport).reduce(
             self.key, buffer, self.flat.layout.ranges, out, partial=held, **options
         )
@@ -281,33 +266,30 @@ class GradientPath:
             if self.flat.full.device.type != "cpu":
                 work.wait()  # enqueues
             event = self._streams.mark("reduce")
-        self._take_off(Reduction(False, self.bucket.loan), work, event)
+        self._take_off(Flight([work], self._streams, event), False, None, [])
 
-    def _take_off(self, coming: Reduction, work: Work, event: object) -> None:
-        coming.start(Flight([work], self._streams, event))
+    def _take_off(
+        self, flight: Flight, fresh: bool, total: torch.Tensor | None, frees: list[str]
+    ) -> None:
         if self.bucket.is_open:
-            coming.frees.append(self.bucket.name)
-        self.reduction = coming
+            frees.append(self.bucket.name)
+        self.reduction = Reduction(flight, fresh, self.bucket.loan, total, frees)
         self.bucket.close()
 
-    def _room_for_sum(
-        self, resting: RestingGradient, coming: Reduction
-    ) -> tuple[torch.Tensor, bool]:
-        """Return where the reduce leaves our slice of the sum, and whether it adds to what is
-        there.
+    def _room_for_sum(self, resting: RestingGradient) -> tuple[torch.Tensor | None, list[str]]:
+        """Return where the reduce leaves our slice of the sum (None: where the gradient rests), and
+        what streams call it.
         """
         if resting.on_device:
-            return resting.fetch(*self._own), not coming.fresh
-        total = self._place.scratch(self._own[1] - self._own[0])
-        coming.sum_into(total, f"{self.key}.sum")
+            return None, []
         self._streams.alloc(f"{self.key}.sum")
-        return total, False
+        return self._place.scratch(self._own[1] - self._own[0]), [f"{self.key}.sum"]
 
-    def _land(self, coming: Reduction) -> None:
+    def _land(self, total: torch.Tensor | None, fresh: bool) -> None:
         """Hand a finished sum over to the tier where the gradient rests."""
-        resting, total = self.resting(), coming.take_total()
+        resting = self.resting()
         if total is not None and resting is not None:
-            resting.take(self._own, total, fresh=coming.fresh)
+            resting.take(self._own, total, fresh=fresh)
 
     def _open_resting(self) -> tuple[RestingGradient, bool]:
         """Return the resting gradient, held by us until `seal`, and whether it was made just
@@ -331,7 +313,7 @@ class GradientPath:
             return
         coming.flight.wait()
         self.reduction = None
-        self._land(coming)
+        self._land(coming.total, coming.fresh)
         for name in coming.frees:
             self._streams.free(name)
         self._meter.give_back(coming.loan)

@@ -66,7 +66,7 @@ class RestingGradient:
         self._device = device
         self._wait: Callable[[], None] | None = None  # for a step that may be reading it
         # a sum of all numbers: NaN or infinite when one of them is
-        self._bad = torch.zeros((), dtype=torch.float32)
+        self._bad: torch.Tensor | None = None
         self._landing: list[tuple[Work, torch.Tensor]] = []  # copies under way, and what they read
         # sums on their way to the host, to be added there
         self._to_add: list[tuple[Range, torch.Tensor, Work]] = []
@@ -131,7 +131,8 @@ class RestingGradient:
     def _note(self, total: torch.Tensor) -> None:
         """Take note of numbers that are not finite."""
         for chunk in chunks(total):
-            self._bad = self._bad.to(total.device) + chunk.sum(dtype=torch.float32)
+            more = chunk.sum(dtype=torch.float32)
+            self._bad = more if self._bad is None else self._bad.to(total.device) + more
 
     def _add(self, own: Range, total: torch.Tensor) -> None:
         for start in range(0, total.numel(), _BLOCK):
@@ -210,14 +211,14 @@ class RestingGradient:
 
     def average(self, own: Range, divisor: float) -> bool:
         """Divide the sum by `divisor`, once; return whether all of `own` is finite."""
-        with self._losing():
-            self.settle()  # whether everything could be written must be known before a step begins
         self.scaling.average(divisor)
         if self.on_device:
             return self._apply_here(self.state.whole[slice(*own)])
+        with self._losing():
+            self.settle()  # whether everything could be written must be known before a step begins
         if self.lost is not None:
             return False
-        if bool(torch.isfinite(self._bad)):
+        if self._bad is None or bool(torch.isfinite(self._bad)):
             return True
         return self.is_finite(*own)  # the sum of all numbers may have overflowed by itself
 
@@ -256,6 +257,8 @@ class RestingGradient:
 
     def squares(self, start: int, stop: int) -> float:
         """Return the sum of squares of a range in fp64."""
+        if self.on_device:
+            return _squares(self.state.whole[start:stop])
         total = 0.0
         with self._losing():
             for low, high in self._blocks(start, stop):

@@ -138,21 +138,24 @@ class State:
         """Lend elements [start, stop) as one tensor: where they lie in one part, there (disk: a
         copy), else a copy on the host.
         """
+        covered = list(self._cover(start, stop))
+        if len(covered) == 1:
+            part, low, high, _ = covered[0]
+            with part.borrowed(low, high, write=write) as there:
+                yield there
+            return
         with ExitStack() as stack:
             lent = [
                 stack.enter_context(part.borrowed(low, high, write=write))
-                for part, low, high, _ in self._cover(start, stop)
+                for part, low, high, _ in covered
             ]
-            if len(lent) == 1:
-                yield lent[0]
-                return
             none = [torch.empty(0, dtype=self.dtype)]
             together = torch.cat([part.cpu() for part in lent] or none)
             yield together
             if write:
                 sizes = [part.numel() for part in lent]
-                for part, edited in zip(lent, torch.split(together, sizes), strict=True):
-                    part.copy_(edited)
+                for target, edited in zip(lent, torch.split(together, sizes), strict=True):
+                    target.copy_(edited)
 
     def renew(self, store: Store) -> None:
         """Take other memory of `store` in place of what rests there, in which something may be
