@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
-from zeroshard.runtime.unit import Segment, UnitState
+from zeroshard.runtime.segment import Segment
+from zeroshard.runtime.unit import UnitState
 
 State = dict[str, torch.Tensor]
 

@@ -23,7 +23,7 @@ from tests.engine.common import (
     two_groups,
 )
 from tests.support.harness import run_ranks
-from zeroshard.runtime import unit as unit_module
+from zeroshard.runtime import segment as segment_module
 from zeroshard.state import gradient as resting
 
 State = dict[str, torch.Tensor]
@@ -154,7 +154,7 @@ def _large_tiers(rank: int, world: int, row: str, path: str) -> list[str]:
 def test_states_longer_than_a_tile_and_a_block_give_the_bits_of_the_device_on_every_tier(
     world: int, row: str, tmp_path: Any
 ) -> None:
-    assert resting._BLOCK <= 1 << 20 and unit_module._TILE <= 1 << 20, (
+    assert resting._BLOCK <= 1 << 20 and segment_module._TILE <= 1 << 20, (
         "the model of this test must be larger"
     )
     for found in run_ranks(world, _large_tiers, row, str(tmp_path), timeout=120):

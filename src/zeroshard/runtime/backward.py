@@ -35,7 +35,8 @@ from zeroshard.optim.sealed import SealedGrad
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.decisions import UNKNOWN, Decisions
 from zeroshard.runtime.gradients import GradientPath
-from zeroshard.runtime.unit import Segment, Unit
+from zeroshard.runtime.segment import Segment
+from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Until, Weights
 
 __all__ = ["Backward", "retains_graph"]

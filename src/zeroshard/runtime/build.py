@@ -33,8 +33,9 @@ from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.memory import MemoryCounter, Pages, return_freed_memory
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.gradients import GradientPath
+from zeroshard.runtime.segment import Segment, memory_stride
 from zeroshard.runtime.tiering import Tiering
-from zeroshard.runtime.unit import Segment, Unit, UnitState, memory_stride
+from zeroshard.runtime.unit import Unit, UnitState
 from zeroshard.runtime.units import UnitPlan
 from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.gradient import GradientAllocator
@@ -174,7 +175,7 @@ def build_units(plans: Sequence[UnitPlan], context: Context) -> list[Unit]:
         if cells.weight.is_sharded:
             unit.state = UnitState.RESTING
         for segment in segments:
-            segment.detach() if cells.weight.is_sharded else segment.attach()
+            segment.seen.detach() if cells.weight.is_sharded else segment.attach()
             segment.flat.publish()
         units.append(unit)
         return_freed_memory()  # of the original parameters

@@ -35,8 +35,9 @@ from zeroshard.runtime.casts import cast, casting_hooks, explain
 from zeroshard.runtime.guards import compiled_whole, guard, is_traced
 from zeroshard.runtime.recomputed import count_recomputations, is_checkpointed, is_recomputed
 from zeroshard.runtime.released import release_class, restore_class
+from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.trees import tensors_in, tensors_within
-from zeroshard.runtime.unit import Segment, Unit, UnitState
+from zeroshard.runtime.unit import Unit, UnitState
 from zeroshard.runtime.units import UnitPlan
 from zeroshard.runtime.weights import Phase, Until, Weights, in_transform
 

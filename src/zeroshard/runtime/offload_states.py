@@ -24,7 +24,8 @@ import torch
 from zeroshard.comm.transport import Transport
 from zeroshard.memory import placeholder
 from zeroshard.optim.sharded import ShardedOptimizer
-from zeroshard.runtime.unit import Segment, Unit, UnitState
+from zeroshard.runtime.segment import Segment
+from zeroshard.runtime.unit import Unit, UnitState
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.gradient import RestingGradient
 from zeroshard.state.state import State

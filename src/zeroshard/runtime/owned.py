@@ -23,7 +23,7 @@ from zeroshard.memory import placeholder
 from zeroshard.optim.pieces import ParamShard
 from zeroshard.optim.streamed import SteppedSegment, Tile
 from zeroshard.runtime.build import Context
-from zeroshard.runtime.unit import Segment
+from zeroshard.runtime.segment import Segment
 
 __all__ = ["own"]
 

@@ -21,7 +21,7 @@ from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.streamed import Tile
 from zeroshard.runtime.build import Context, make_master
 from zeroshard.runtime.owned import own
-from zeroshard.runtime.unit import Segment
+from zeroshard.runtime.segment import Segment
 
 __all__ = ["repartition"]
 

@@ -22,7 +22,8 @@ from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.replicas import digest_of
-from zeroshard.runtime.unit import Segment, Unit, UnitState
+from zeroshard.runtime.segment import Segment
+from zeroshard.runtime.unit import Unit, UnitState
 from zeroshard.runtime.weights import Weights
 
 __all__ = ["Whole"]

@@ -1,0 +1,324 @@
+"""A segment: the parameters of one unit that share dtype and trainability.
+
+They lie in one flat buffer. The segment knows where their weights and masters rest, and how stepped
+masters become weights: cast here, or brought from another tier.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from zeroshard.buffer import FlatBuffer
+from zeroshard.core.layout import Piece
+from zeroshard.core.placement import Tier
+from zeroshard.core.split import tiles
+from zeroshard.core.work import DoneWork, Work
+from zeroshard.errors import StorageError
+from zeroshard.memory import Pages
+from zeroshard.runtime.gradients import GradientPath
+from zeroshard.runtime.parameters import Parameters
+from zeroshard.state.state import State
+from zeroshard.tier.link import Link
+from zeroshard.tier.store import Store
+
+__all__ = ["Segment", "flatten", "memory_stride"]
+
+
+_TILE = 1 << 20  # elements that pass from one tier to another at a time
+
+
+def memory_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the stride `tensor` keeps in a flat buffer: its own where it is dense
+    (channels_last), else contiguous.
+    """
+    expected = 1
+    for size, stride in sorted(
+        zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])
+    ):
+        if size != 1 and stride != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= size
+    return tensor.stride()
+
+
+def flatten(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`'s elements [numel] in the order in which a flat buffer holds them; a view
+    where it is dense.
+    """
+    if memory_stride(tensor) == tensor.stride():
+        return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return tensor.reshape(-1)
+
+
+class Segment:
+    """The parameters of one unit that share dtype and trainability."""
+
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[nn.Parameter], flat: FlatBuffer, rank: int
+    ) -> None:
+        self.names = tuple(names)
+        self.parameters = tuple(parameters)
+        self.given = tuple(parameter.dtype for parameter in parameters)  # before shard()
+        self.flat = flat
+        self.rank = rank
+        self.grad: GradientPath | None = None  # trainable segments only
+        self.master: State | None = None  # what the optimizer steps
+        self.weight = flat.weight  # the weights that follow from it
+        self.split = 0  # how many elements of the master rest on the device
+        # how many elements of the master, from its start, are those weights themselves
+        self.aliased = 0
+        self.lags = False  # whether the weights may be a step behind the master
+        self.step: threading.Event | None = None  # set while no step on another tier is under way
+        # weights on their way back from a step on another tier, and what they are copied from
+        self.uploads: list[tuple[Work, object]] = []
+        # what the user sees
+        self.seen = Parameters(self.names, self.parameters, flat.dtype)
+        self.rewritten = True  # frozen weights: since they were gathered last
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a gather brings anything: frozen weights that every rank keeps whole stay as they
+        are when others are stepped.
+        """
+        return self.grad is not None or not self.flat.replicated or self.rewritten
+
+    @property
+    def key(self) -> str:
+        """The segment's key in collectives."""
+        return self.flat.key
+
+    @property
+    def master_is_weight(self) -> bool:
+        """Whether the optimizer steps the weights themselves."""
+        return self.master is not None and self.aliased == self.master.numel
+
+    @property
+    def stepped_pieces(self) -> tuple[Piece, ...]:
+        """The pieces that this rank's optimizer steps."""
+        return self.flat.layout.pieces_in(self.flat.stepped)
+
+    def make_master(
+        self,
+        *,
+        dtype: torch.dtype,
+        pages: Pages,
+        store: Store | None,
+        link: Link,
+        apart: bool = False,
+    ) -> None:
+        """Take the weights as master where they have its dtype and lie where it rests; else
+        allocate one, zeros on the device, undefined elsewhere.
+
+        The first `split` elements rest on the device, the others in `store`. `apart`: never the
+        weights themselves, which are to lag behind.
+        """
+        flat, split = self.flat, self.split
+        self.lags = apart
+        weight = self.weight
+        alike = flat.dtype is dtype and not apart
+        there = None if weight.away is None else weight.away.tier
+        if (
+            alike
+            and weight.split == split
+            and there is (None if store is None or split == weight.numel else store.tier)
+        ):
+            self.master, self.aliased = weight, weight.numel
+            return
+        storage = (
+            None
+            if store is None or split == weight.numel
+            else store.allocate(f"{self.key} master", weight.numel - split, dtype)
+        )
+        shares_device_part = alike and weight.tensor is not None and weight.split >= split
+        if shares_device_part:
+            assert weight.tensor is not None
+            near, self.aliased = weight.tensor[:split], split
+        else:
+            # padding is published, too
+            near, self.aliased = pages.empty(split, dtype, flat.full.device).zero_(), 0
+        self.master = State.of(near, storage, link=link)
+
+    def fill_master(self) -> None:
+        """Take the master's numbers from the weights."""
+        assert self.master is not None
+        for start, stop in tiles(self.aliased, self.master.numel, _TILE):
+            with (
+                self.weight.borrowed(start, stop, write=False) as weight,
+                self.master.borrowed(start, stop, write=True) as master,
+            ):
+                master.copy_(weight)
+
+    def store(
+        self, values: Sequence[torch.Tensor], *, masters: Sequence[bool] | None = None
+    ) -> None:
+        """Write `values` (one per parameter, any float dtype) into the weights at rest and the
+        master; `masters`: which of them into the master.
+        """
+        with torch.no_grad():
+            if self.flat.replicated:
+                for view, value in zip(self.flat.views, values, strict=True):
+                    view.copy_(value)
+            else:
+                _fill(self.flat.rest, self.flat.layout.pieces_in(self.flat.rest_span), values)
+            if self.master is not None and not self.master_is_weight:
+                pieces = (
+                    self.stepped_pieces
+                    if masters is None
+                    else [piece for piece in self.stepped_pieces if masters[piece.index]]
+                )
+                _fill(self.master, pieces, values, keeps=len(pieces) < len(self.stepped_pieces))
+
+    def publish(self, *, everything: bool = True) -> None:
+        """Cast the master into the weights at rest and let the peers read them.
+
+        A step leaves out (`everything` False) what was stepped in tiles: each has brought its
+        weights itself, or still will.
+        """
+        master = self.master
+        if master is not None and not self.master_is_weight:
+            in_tiles = self.grad is not None and self.grad.tiered
+            spans = [] if in_tiles and not everything else [(self.aliased, master.split)]
+            if everything:
+                spans += tiles(master.split, master.numel, _TILE)
+            with self._noting():
+                for start, end in spans:
+                    if start < end:
+                        with master.borrowed(start, end, write=False) as numbers:
+                            self._bring(start, end, numbers)
+        if not self.is_coming:
+            self.flat.publish()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Note that weights could not be written, instead of raising it: the peers wait for what
+        follows.
+        """
+        try:
+            yield
+        except StorageError as error:
+            self.flat.note(error, lost=True)
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether weights are on their way here from a step on another tier."""
+        return bool(self.uploads) or (self.step is not None and not self.step.is_set())
+
+    def _bring(self, start: int, stop: int, master: torch.Tensor) -> None:
+        """Cast `master`, elements [start, stop), into the weights."""
+        if self.weight.tensor is not None and stop <= self.weight.split:
+            self.weight.tensor[start:stop].copy_(master)
+            return
+        for work in self.weight.write(start, stop, master.to(self.flat.dtype)):
+            work.wait()
+
+    def bring(self, start: int, stop: int, master: torch.Tensor, stays: bool) -> list[Work]:
+        """Start casting stepped masters (do they stay as they are meanwhile?) into the weights;
+        `settle` waits for it.
+        """
+        if stop <= self.aliased:
+            return []
+        source = master.to(self.flat.dtype, copy=not stays)
+        return self._sent(self.weight.write(start, stop, source), source)
+
+    def can_bring_from_rest(self, start: int, stop: int) -> bool:
+        """Whether stepped masters may go into the weights as they are, from where they rest."""
+        return self.master_is_weight or (
+            self.flat.dtype is self.weight.dtype is self._master.dtype and stop <= self.weight.split
+        )
+
+    def bring_from_rest(self, start: int, stop: int) -> list[Work]:
+        """Start copying stepped masters into the weights from where they rest."""
+        if self.master_is_weight:
+            return []
+        assert self.weight.tensor is not None
+        return self._sent(self._master.read(start, stop, self.weight.tensor[start:stop]), None)
+
+    @property
+    def _master(self) -> State:
+        assert self.master is not None, self.key
+        return self.master
+
+    def _sent(self, works: list[Work], source: object) -> list[Work]:
+        self.uploads += [(work, source) for work in works if not isinstance(work, DoneWork)]
+        return works
+
+    def settle(self) -> None:
+        """Return when the weights that a step has sent here are here."""
+        if not self.is_coming:
+            return
+        if self.step is not None:
+            self.step.wait()
+        uploads, self.uploads = self.uploads, []
+        for work, _ in uploads:
+            with self._noting():
+                work.wait()
+        self.flat.publish()
+
+    def renew(self, store_of: Callable[[Tier], Store | None]) -> None:
+        """Let what rests here on other tiers rest in memory of its own again, its contents
+        undefined. Raises StorageError.
+        """
+        for state in (
+            [self.weight]
+            if self._master_or_weight is self.weight
+            else [self.weight, self._master_or_weight]
+        ):
+            store = None if state.away is None else store_of(state.away.tier)
+            if store is not None:
+                state.renew(store)
+
+    @property
+    def _master_or_weight(self) -> State:
+        return self.weight if self.master is None else self.master
+
+    def outgoing(self) -> FlatBuffer:
+        """Return the buffer that a gather is about to fill."""
+        self.rewritten = False
+        return self.flat
+
+    def invalidate(self, *, frozen: bool) -> None:
+        """Trained weights have been rewritten, and `frozen` ones."""
+        self.flat.forget_column()
+        self.rewritten |= frozen
+
+    def attach(self) -> None:
+        """Point the parameters at the gathered buffer."""
+        self.seen.attach(self.flat.views)
+
+    def heal(self) -> None:
+        """Make released parameters read as NaN again; what was on its way is lost."""
+        self.rewritten = True
+        self.seen.heal()
+
+
+def _fill(
+    state: State, pieces: Sequence[Piece], values: Sequence[torch.Tensor], *, keeps: bool = False
+) -> None:
+    """Write the `pieces` of `values` into a state at rest, a tile at a time where that is
+    another tier; `keeps` what lies beside them.
+    """
+    if state.on_device:
+        for piece in pieces:
+            state.whole[piece.shard_start : piece.shard_stop].copy_(
+                flatten(values[piece.index])[piece.start : piece.stop]
+            )
+        return
+    for start, stop in tiles(0, state.numel, _TILE):
+        target = torch.zeros(stop - start, dtype=state.dtype)
+        if keeps:
+            with state.borrowed(start, stop, write=False) as numbers:
+                target.copy_(numbers)
+        for piece in pieces:
+            low, high = max(piece.shard_start, start), min(piece.shard_stop, stop)
+            if low < high:
+                first = piece.start - piece.shard_start
+                target[low - start : high - start].copy_(
+                    flatten(values[piece.index])[first + low : first + high]
+                )
+        for work in state.write(start, stop, target):
+            getattr(work, "synchronize", work.wait)()
