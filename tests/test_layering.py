@@ -27,7 +27,6 @@ LAYERS = {
     "memory": 0,
     "comm": 1,
     "tier": 1,
-    "buffer": 2,
     "state": 2,
     "runtime": 3,
     "optim": 3,
@@ -41,7 +40,7 @@ LAYERS = {
     "integrations": 6,
     "__main__": 6,
 }
-STRANGERS = {("comm", "tier"), ("tier", "comm")}  # they meet in buffer.py
+STRANGERS = {("comm", "tier"), ("tier", "comm")}  # they meet in state/ and runtime/
 # whose imports are named one by one
 ONLY = {"planner": {"core", "errors"}, "integrations": {"zeroshard"}}
 
@@ -65,7 +64,7 @@ SHARED_HOOKS = {  # an optimizer has hooks of the same names, which are not mean
 
 
 def _package_of(name: str) -> str:
-    """What a file belongs to: ``comm/gloo.py`` -> ``comm``, ``buffer.py`` -> ``buffer``,
+    """What a file belongs to: ``comm/gloo.py`` -> ``comm``, ``memory.py`` -> ``memory``,
     ``__init__.py`` -> ``zeroshard``.
     """
     top = name.split("/")[0].removesuffix(".py")
@@ -206,7 +205,7 @@ def test_every_module_says_what_it_is_and_what_it_offers() -> None:
     ("name", "source", "complaint"),
     [
         ("core/layout.py", "import zeroshard.comm.transport", "above"),
-        ("core/layout.py", "def late():\n    from ..buffer import FlatBuffer", "above"),
+        ("core/layout.py", "def late():\n    from ..state.full import FullBuffer", "above"),
         ("runtime/unit.py", "from zeroshard import config", "above"),
         ("runtime/unit.py", "import zeroshard as zs", "above"),
         ("comm/gloo.py", "from zeroshard.tier import store", "never import each other"),

@@ -68,6 +68,7 @@ class CheckingStreams:
     For one thread at a time; it keeps one small record per buffer name, for ever.
     """
 
+    enqueues = False
     drop: int | None
     collect: bool
     races: list[StreamRace]

@@ -51,7 +51,7 @@ from zeroshard.optim.pieces import ParamShard
 from zeroshard.optim.trial import fitted_state, state_after_trial
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, RestingPiece
-from zeroshard.runtime.segment import flatten
+from zeroshard.state.full import flatten
 
 __all__ = ["Restored", "latest_step", "load"]
 

@@ -27,7 +27,7 @@ from torch import nn
 from zeroshard.errors import CheckpointError
 from zeroshard.nn.deferred import allocate
 from zeroshard.runtime.engine import Engine
-from zeroshard.runtime.segment import flatten
+from zeroshard.state.full import flatten
 
 __all__ = ["LoadReport", "load_pretrained", "weight_files"]
 

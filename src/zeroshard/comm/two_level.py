@@ -37,9 +37,10 @@ from zeroshard.comm.transport import GradBuffer, Traffic, Transport, Window, Wor
 from zeroshard.core.cost import all_gather, cheapest, reduce_scatter
 from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh, Scope
+from zeroshard.core.route import Axis
 from zeroshard.memory import Pool
 
-__all__ = ["ColumnWindow", "Lowering", "TwoLevelTransport"]
+__all__ = ["ColumnWindow", "Lowering", "TwoLevelTransport", "gather_over", "mesh_of"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class Lowering:
     def ever(self) -> bool:
         """Whether any operation does."""
         return self.gathers or any(self.reduces(dtype) for dtype in (torch.float32, torch.bfloat16))
+
+    @property
+    def gather_axes(self) -> tuple[Axis, ...]:
+        """The levels of a gather over all ranks."""
+        return (Axis.NODE, Axis.LOCAL) if self.gathers else (Axis.FLAT,)
 
     @cached_property
     def gathers(self) -> bool:
@@ -163,17 +169,33 @@ class TwoLevelTransport:
     def all_gather(
         self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor
     ) -> Work:
-        if not self.lowering.gathers:
+        return self.gather(self.lowering.gather_axes, key, local, ranges, out)
+
+    def gather(
+        self,
+        axes: tuple[Axis, ...],
+        key: str,
+        local: torch.Tensor,
+        ranges: Sequence[Range],
+        out: torch.Tensor,
+    ) -> Work:
+        """Bring together what the ranks of `axes` hold, in this order; as `all_gather` otherwise.
+
+        Over NODE alone `out` is this rank's column, over LOCAL alone `local` is.
+        """
+        if axes == (Axis.FLAT,):
             return self._begin(
                 f"gather {key}", lambda: self._flat.all_gather(key, local, ranges, out)
             )
         columns, own = self._columns(ranges)
-        column = out[slice(*columns[self._inside.rank])]
-        return self._begin(
-            f"gather {key}",
-            lambda: self._between.all_gather(key, local, own, column),
-            lambda: self._inside.all_gather(key, column, columns, out),
-        )
+        column = local if axes[0] is Axis.LOCAL else out
+        if axes == (Axis.NODE, Axis.LOCAL):
+            column = out[slice(*columns[self._inside.rank])]
+        stages = {
+            Axis.NODE: lambda: self._between.all_gather(key, local, own, column),
+            Axis.LOCAL: lambda: self._inside.all_gather(key, column, columns, out),
+        }
+        return self._begin(f"gather {key}", *(stages[axis] for axis in axes))
 
     def column_window(
         self,
@@ -191,28 +213,6 @@ class TwoLevelTransport:
         columns, own = self._columns(ranges)
         inner = self._inside.window(key, columns, dtype, device, replicated=False)
         return ColumnWindow(self, inner, tuple(ranges), own[self._between.rank], written)
-
-    def gather_column(
-        self, key: str, local: torch.Tensor, ranges: Sequence[Range], column: torch.Tensor
-    ) -> Work:
-        """Bring every node's `local` together in `column`, this rank's column of a buffer; as
-        `all_gather` otherwise.
-        """
-        _, own = self._columns(ranges)
-        return self._begin(
-            f"gather {key}", lambda: self._between.all_gather(key, local, own, column)
-        )
-
-    def gather_inside(
-        self, key: str, column: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor
-    ) -> Work:
-        """Bring the columns of this node's ranks together in `out` [numel]; as `all_gather`
-        otherwise.
-        """
-        columns, _ = self._columns(ranges)
-        return self._begin(
-            f"gather {key}", lambda: self._inside.all_gather(key, column, columns, out)
-        )
 
     def _columns(self, ranges: Sequence[Range]) -> tuple[list[Range], list[Range]]:
         """Return the range of every column, and the ranges of this column's ranks inside it, in
@@ -383,6 +383,26 @@ class TwoLevelTransport:
             transport.close()
 
 
+def mesh_of(transport: Transport) -> TwoLevelTransport:
+    """Return `transport`, which serves a mesh of nodes: rows with columns have no other."""
+    assert isinstance(transport, TwoLevelTransport), transport.name
+    return transport
+
+
+def gather_over(
+    transport: Transport,
+    axes: tuple[Axis, ...],
+    key: str,
+    local: torch.Tensor,
+    ranges: Sequence[Range],
+    out: torch.Tensor,
+) -> Work:
+    """Start the gather of `transport` over `axes`."""
+    if axes == (Axis.FLAT,) and not isinstance(transport, TwoLevelTransport):
+        return transport.all_gather(key, local, ranges, out)
+    return mesh_of(transport).gather(axes, key, local, ranges, out)
+
+
 class ColumnWindow:
     """A rank's column, in memory that its node's ranks may be able to read where it lies (`inner`).
 
@@ -416,8 +436,8 @@ class ColumnWindow:
     def publish(self) -> None:
         self.arrive()
         if self._written is Scope.OWN:
-            self._coming = self._transport.gather_column(
-                self.key, self.local, self.ranges, self.rest
+            self._coming = self._transport.gather(
+                (Axis.NODE,), self.key, self.local, self.ranges, self.rest
             )
         else:
             self._inner.publish()

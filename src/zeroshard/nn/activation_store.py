@@ -32,11 +32,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from zeroshard.buffer import Flight, Lanes
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work
 from zeroshard.errors import ConfigError, StateError, StorageError
-from zeroshard.runtime.streams import make_streams
+from zeroshard.runtime.flight import Flight, Hops
+from zeroshard.runtime.streams import Streams, make_streams
 from zeroshard.tier.host import HostStore
 from zeroshard.tier.store import Storage, Store
 
@@ -156,10 +156,10 @@ class SavedActivation:
 class ActivationStore:
     """One store for tensors of `device`, and its storages."""
 
-    def __init__(self, store: Store, device: torch.device, streams: Lanes | None = None) -> None:
+    def __init__(self, store: Store, device: torch.device, streams: Streams | None = None) -> None:
         self.store = store
         self.device = device
-        self.streams: Lanes = make_streams(device) if streams is None else streams
+        self.streams: Streams = make_streams(device) if streams is None else streams
         self.is_closed = False
         self.used = 0  # bytes of storages that hold a saved activation
         self.most_used = 0
@@ -212,14 +212,14 @@ class ActivationStore:
         writes: object,
     ) -> Flight:
         """Start `copy` on `lane`, after everything that compute has been given."""
+
+        def hops() -> Hops:
+            self.streams.read(reads)
+            self.streams.write(writes)
+            yield None, copy()
+
         with self._lock:
-            self.streams.fork(lane)
-            with self.streams.on(lane):
-                self.streams.read(reads)
-                self.streams.write(writes)
-                work = copy()
-                event = self.streams.mark(lane)
-            return Flight([work], self.streams, event)
+            return Flight([hops()], self.streams, lane)
 
     def take(self, num_bytes: int) -> Storage:
         """Return a storage of at least `num_bytes` bytes. Raises StorageError where the tier is

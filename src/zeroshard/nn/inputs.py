@@ -28,7 +28,7 @@ from torch import nn
 from zeroshard.core.placement import Tier
 from zeroshard.errors import ConfigError
 from zeroshard.nn.activation_store import activation_store_for
-from zeroshard.runtime.segment import flatten, memory_stride
+from zeroshard.state.full import flatten, memory_stride
 
 __all__ = ["Call", "Input", "Rest", "unpack"]
 

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from zeroshard.buffer import Flight, Lanes
 from zeroshard.comm.transport import Transport
 from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
@@ -34,8 +33,10 @@ from zeroshard.memory import MemoryCounter
 from zeroshard.optim.sealed import SealedGrad
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.decisions import UNKNOWN, Decisions
+from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.segment import Segment
+from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Until, Weights
 
@@ -51,7 +52,7 @@ class Backward:
         self,
         weights: Weights,
         *,
-        streams: Lanes,
+        streams: Streams,
         meter: MemoryCounter,
         digest: Digest,
         transport: Transport,
@@ -260,9 +261,7 @@ class Backward:
         """
         paths = [path for path in self.paths() if path.gathers_averages]
         if paths:
-            self._streams.fork("reduce")
-            works = [path.gather_averages() for path in paths]
-            Flight(works, self._streams, self._streams.mark("reduce")).wait()
+            Flight([path.gather_averages() for path in paths], self._streams, "reduce").wait()
 
     # ------------------------------------------------------------------ a pass
 

@@ -16,13 +16,14 @@ from contextlib import contextmanager
 
 import torch
 
-from zeroshard.buffer import FlatBuffer, Lanes
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.quantized import Residual
-from zeroshard.comm.transport import GradBuffer, Transport
+from zeroshard.comm.transport import GradBuffer
 from zeroshard.core.placement import Tier
 from zeroshard.errors import StorageError
-from zeroshard.memory import Loan, MemoryCounter
+from zeroshard.memory import Loan
+from zeroshard.runtime.context import Context
+from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.state.state import State
 
 __all__ = ["GradBucket", "PartialSum"]
@@ -33,12 +34,10 @@ class GradBucket:
 
     def __init__(
         self,
-        flat: FlatBuffer,
+        flat: FlatWeights,
         wire: torch.dtype,
+        context: Context,
         *,
-        transport: Transport,
-        streams: Lanes,
-        meter: MemoryCounter,
         scratch: Callable[[int, torch.dtype], torch.Tensor],
         codec: Codec | None,
     ) -> None:
@@ -48,9 +47,9 @@ class GradBucket:
         self.loan: Loan | None = None  # None where the gradient is summed where it rests
         self._flat = flat
         self._wire = wire
-        self._transport = transport
-        self._streams = streams
-        self._meter = meter
+        self._transport = context.transport
+        self._streams = context.streams
+        self._meter = context.meter
         # with a codec the buffer is scratch memory, and encoded into one of the transport's
         self._scratch = scratch
         self._codec = codec
@@ -79,7 +78,7 @@ class GradBucket:
     def open_at_rest(self, resting: torch.Tensor) -> None:
         """Fill the resting gradient [numel] itself."""
         self.buffer = GradBuffer(resting)
-        self.views = self._flat.views_of(resting)
+        self.views = self._flat.buffer.views_of(resting)
 
     def open(self, make_room: Callable[[int], None]) -> None:
         """Borrow a buffer; `make_room(num_bytes)` is called before."""
@@ -93,7 +92,7 @@ class GradBucket:
         self.loan = self._meter.lend(self.buffer.data, self.num_bytes)
         self._round += 1
         self._streams.alloc(self.name)
-        self.views = self._flat.views_of(self.buffer.data)
+        self.views = self._flat.buffer.views_of(self.buffer.data)
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Take in a gradient of parameter `index`."""
@@ -155,7 +154,7 @@ class PartialSum:
 
     def __init__(
         self,
-        flat: FlatBuffer,
+        flat: FlatWeights,
         make: Callable[[], State],
         note: Callable[[StorageError], None],
     ) -> None:
@@ -196,7 +195,7 @@ class PartialSum:
         with self._losing():
             state = self.open() if self.state is None else self.state
             with state.borrowed(slot.offset, slot.stop, write=True) as part:
-                view = self._flat.view_in(part, index)
+                view = self._flat.buffer.view_in(part, index)
                 if self.seen[index]:
                     view.add_(grad.to(view.device))
                 else:
@@ -210,7 +209,7 @@ class PartialSum:
             with self._losing():
                 if self.state is not None and not self._lost:
                     with self.state.borrowed(slot.offset, slot.stop, write=False) as part:
-                        bucket.views[index].copy_(self._flat.view_in(part, index))
+                        bucket.views[index].copy_(self._flat.buffer.view_in(part, index))
             if self._lost:
                 bucket.views[index].fill_(float("nan"))
             bucket.seen[index] = True

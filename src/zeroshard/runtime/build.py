@@ -5,35 +5,24 @@ One unit after another, so that beyond the shards at most one unit exists twice 
 get their values here). Segments hold parameters of one dtype and one trainability (LoRA's frozen
 base and its adapters are two segments of one unit). Collective: windows are made on every rank in
 unit order.
-
-[Note: dtypes] A model in one floating dtype computes in the precision's, but for batch norms: their
-running statistics are fp32 and torch's kernels want the weights alike (FSDP leaves them out, too).
-A model given in several floating dtypes is taken as it is: fp32 norms in a bf16 model, or fp32
-adapters on a bf16 base, were meant. How fp32 buffers and inputs meet half-precision weights:
-casts.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from zeroshard.buffer import FlatBuffer, Lanes
-from zeroshard.comm.codec import DTYPES as CODED
-from zeroshard.comm.codec import Codec
-from zeroshard.comm.quantized import Codecs
-from zeroshard.comm.transport import Transport
 from zeroshard.core.layout import Layout
-from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
-from zeroshard.core.policy import Policy
+from zeroshard.core.placement import Cells, Scope, Tier
 from zeroshard.core.precision import Precision, dtype_name
-from zeroshard.memory import MemoryCounter, Pages, return_freed_memory
-from zeroshard.runtime.faults import Faults
+from zeroshard.memory import return_freed_memory
+from zeroshard.runtime.context import Context, Dtypes, SegmentPlan
+from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.gradients import GradientPath
-from zeroshard.runtime.segment import Segment, memory_stride
+from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.tiering import Tiering
 from zeroshard.runtime.unit import Unit, UnitState
 from zeroshard.runtime.units import UnitPlan
@@ -43,78 +32,6 @@ from zeroshard.state.state import State
 from zeroshard.tier.store import Storage, Store
 
 __all__ = ["Context", "Dtypes", "build_units", "compute_dtypes", "make_master"]
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """In which dtype each parameter of a model computes. See [Note: dtypes]."""
-
-    of: dict[int, torch.dtype]  # by id of the parameter
-    as_given: bool  # whether the model's own dtypes stand, so that its inputs are left alone, too
-
-    def widest(self, precision: Precision) -> int:
-        """Return the bytes of the widest gradient element on the wire."""
-        return max(
-            (
-                precision.at(dtype).wire.itemsize
-                for dtype in set(self.of.values())
-                if dtype.is_floating_point
-            ),
-            default=1,
-        )
-
-
-@dataclass(frozen=True)
-class Context:
-    """What every part of one engine shares."""
-
-    policy: Policy
-    precision: Precision
-    dtypes: Dtypes
-    transport: Transport
-    mesh: Mesh
-    streams: Lanes
-    meter: MemoryCounter
-    pages: Pages
-    device: torch.device
-    faults: Faults
-    trains: bool  # an optimizer is there, or will be: masters are kept
-    strict: bool = False
-    verify_every: int | None = None  # steps between comparisons of replicated state
-    broadcast_buffers: bool = False
-    clip_norm: float | None = None  # what a step clips to where the user has not clipped
-    codecs: Codecs = field(default_factory=Codecs)
-    # gives a segment's parameters their initial values
-    prepare: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None
-    tiering: Tiering = field(default_factory=Tiering)
-
-
-@dataclass(frozen=True)
-class _SegmentPlan:
-    """One segment to be."""
-
-    key: str
-    unit: str
-    members: dict[str, nn.Parameter]
-    dtype: torch.dtype
-    trainable: bool
-    cells: Cells
-    layout: Layout
-    rank: int
-
-    @property
-    def num_stepped(self) -> int:
-        """Elements whose master rests on this rank."""
-        return self._held(self.cells.optim)
-
-    @property
-    def num_weights(self) -> int:
-        """Elements whose weights rest on this rank."""
-        return self._held(self.cells.weight)
-
-    def _held(self, cell: Cell) -> int:
-        start, stop = self.layout.span(self.rank, self.layout.scope(cell))
-        return stop - start
 
 
 @dataclass(frozen=True)
@@ -182,7 +99,7 @@ def build_units(plans: Sequence[UnitPlan], context: Context) -> list[Unit]:
     return units
 
 
-def _plan_segments(plan: UnitPlan, context: Context) -> list[_SegmentPlan]:
+def _plan_segments(plan: UnitPlan, context: Context) -> list[SegmentPlan]:
     groups: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
     for name, parameter in plan.parameters.items():
         groups.setdefault((context.dtypes.of[id(parameter)], parameter.requires_grad), {})[name] = (
@@ -196,7 +113,7 @@ def _plan_segments(plan: UnitPlan, context: Context) -> list[_SegmentPlan]:
             shapes, context.transport.size, align=context.codecs.align, mesh=context.mesh
         )
         out.append(
-            _SegmentPlan(
+            SegmentPlan(
                 key,
                 plan.name,
                 members,
@@ -210,7 +127,7 @@ def _plan_segments(plan: UnitPlan, context: Context) -> list[_SegmentPlan]:
     return out
 
 
-def _split(plans: Sequence[_SegmentPlan], tiering: Tiering) -> list[Splits]:
+def _split(plans: Sequence[SegmentPlan], tiering: Tiering) -> list[Splits]:
     """Return where each segment's states are cut between the device and other tiers."""
     weights = tiering.splits(
         "weight", [p.cells.weight.tier for p in plans], [p.num_weights for p in plans]
@@ -251,7 +168,7 @@ class _Reserved:
 
 
 def _reserve(
-    plans: Sequence[_SegmentPlan], splits: Mapping[str, Splits], context: Context
+    plans: Sequence[SegmentPlan], splits: Mapping[str, Splits], context: Context
 ) -> dict[Tier, _Reserved]:
     """Make the storages of all weights and masters before anything is touched: a shortage on one
     rank is then a StorageError on every one.
@@ -268,7 +185,7 @@ def _reserve(
 
 
 def _storages_of(
-    plan: _SegmentPlan, splits: Splits, context: Context
+    plan: SegmentPlan, splits: Splits, context: Context
 ) -> list[tuple[str, int, torch.dtype, Tier]]:
     """Return key, elements, dtype and tier of the storages that the weights and the master of a
     segment need.
@@ -299,26 +216,11 @@ def _storages_of(
 
 
 def _build_segment(
-    plan: _SegmentPlan, splits: Splits, reserved: Mapping[Tier, Store], context: Context
+    plan: SegmentPlan, splits: Splits, reserved: Mapping[Tier, Store], context: Context
 ) -> Segment:
-    cells, layout = plan.cells, plan.layout
+    cells = plan.cells
     parameters = list(plan.members.values())
-    flat = FlatBuffer(
-        plan.key,
-        layout,
-        [memory_stride(p) for p in parameters],
-        dtype=plan.dtype,
-        device=context.device,
-        transport=context.transport,
-        cells=cells,
-        is_stepped=plan.trainable and context.trains,
-        codec=_codec_of(plan, context),
-        pages=context.pages,
-        streams=context.streams,
-        meter=context.meter,
-        rest=_rest_of_weights(plan, splits, reserved, context),
-        note=context.faults.note,
-    )
+    flat = FlatWeights(plan, context, _rest_of_weights(plan, splits, reserved, context))
     segment = Segment(list(plan.members), parameters, flat, context.transport.rank)
     if plan.trainable:
         segment.split = splits.optim
@@ -329,14 +231,6 @@ def _build_segment(
     with context.faults.noted(lost=True):
         segment.store([p.data for p in parameters])
     return segment
-
-
-def _codec_of(plan: _SegmentPlan, context: Context) -> Codec | None:
-    """Return the codec in which the weights of a segment travel."""
-    if plan.dtype not in CODED or plan.cells.weight.scope is not Scope.OWN:
-        return None
-    codecs = context.codecs
-    return codecs.frozen if codecs.frozen is not None and not plan.trainable else codecs.weight
 
 
 def make_master(
@@ -355,11 +249,11 @@ def make_master(
 
 
 def _rest_of_weights(
-    plan: _SegmentPlan, splits: Splits, reserved: Mapping[Tier, Store], context: Context
+    plan: SegmentPlan, splits: Splits, reserved: Mapping[Tier, Store], context: Context
 ) -> State | None:
     """Return where this rank's weights rest, None for the device."""
     tier, share = plan.cells.weight.tier, plan.num_weights
-    codec = _codec_of(plan, context)
+    codec = plan.codec(context)
     if (
         codec is not None
         and not plan.trainable
@@ -383,7 +277,7 @@ def _rest_of_weights(
 
 
 def _gradient_path(
-    plan: _SegmentPlan, splits: Splits, flat: FlatBuffer, context: Context
+    plan: SegmentPlan, splits: Splits, flat: FlatWeights, context: Context
 ) -> GradientPath:
     precision, tiering, cell = context.precision.at(plan.dtype), context.tiering, plan.cells.grad
     store = tiering.store(cell.tier)
@@ -411,16 +305,4 @@ def _gradient_path(
             return State.of(context.pages.empty(numel, precision.accumulate, context.device))
         return State(store.allocate(f"{plan.key} partial gradient", numel, precision.accumulate))
 
-    return GradientPath(
-        flat,
-        plan.cells,
-        precision,
-        transport=context.transport,
-        streams=context.streams,
-        meter=context.meter,
-        place=place,
-        codec=context.codecs.grad if precision.wire in CODED else None,
-        feedback=context.codecs.feedback,
-        partial=partial,
-        note=context.faults.note,
-    )
+    return GradientPath(plan, flat, context, place=place, partial=partial)

@@ -2,7 +2,7 @@
 
 It holds the parts together and answers the user; the parts do the work:
 
-    hooks.py --> weights.py   (gather, prefetch, release units)  --> unit.py --> buffer.py --> comm/
+    hooks.py --> weights.py   (gather, prefetch, release units)  --> unit.py --> flight.py --> comm/
              --> backward.py  (gradients, units complete, seals) --> gradients.py
     optimizer.step() --> finalize.py (average, agree, clip)      --> rest.py (publish)
     whole.py: parameters and gradients gathered for the user     join.py: ranks without data

@@ -24,16 +24,15 @@ from typing import Any
 
 import torch
 
-from zeroshard.buffer import FlatBuffer, Flight, Lanes, mesh_of
-from zeroshard.comm.codec import Codec
-from zeroshard.comm.quantized import Feedback, Residual
-from zeroshard.comm.transport import Transport, Work
-from zeroshard.core.placement import Cells, Scope, Tier
-from zeroshard.core.precision import Precision
-from zeroshard.core.work import DoneWork
-from zeroshard.errors import StorageError
-from zeroshard.memory import Loan, MemoryCounter
+from zeroshard.comm.quantized import Residual
+from zeroshard.comm.transport import Work
+from zeroshard.comm.two_level import gather_over, mesh_of
+from zeroshard.core.placement import Scope, Tier
+from zeroshard.memory import Loan
 from zeroshard.runtime.bucket import GradBucket, PartialSum
+from zeroshard.runtime.context import Context, SegmentPlan
+from zeroshard.runtime.flat_weights import FlatWeights
+from zeroshard.runtime.flight import Flight, Hops
 from zeroshard.state.gradient import GradientAllocator, RestingGradient
 from zeroshard.state.state import State
 
@@ -45,9 +44,7 @@ class Reduction:
     """One reduce under way."""
 
     flight: Flight
-    fresh: bool  # the sum is the first to rest
     loan: Loan | None  # of the bucket
-    total: torch.Tensor | None  # our slice of the sum, still to land on another tier
     frees: Sequence[str]  # what streams call the memory that ends with it
 
 
@@ -56,39 +53,30 @@ class GradientPath:
 
     def __init__(
         self,
-        flat: FlatBuffer,
-        cells: Cells,
-        precision: Precision,
+        plan: SegmentPlan,
+        flat: FlatWeights,
+        context: Context,
         *,
-        transport: Transport,
-        streams: Lanes,
-        meter: MemoryCounter,
         place: GradientAllocator,
-        codec: Codec | None,
-        feedback: Feedback | None,
         partial: Callable[[], State],
-        note: Callable[[StorageError], None],
     ) -> None:
+        """`place` makes the resting gradient, `partial` memory for a partial sum."""
+        cells, transport = plan.cells, context.transport
         self.flat = flat
         self.cells = cells
-        self.precision = precision
+        self.precision = precision = plan.precision(context)
         self.used = [False] * len(flat.layout.slots)  # has a gradient since the last drop
         self._transport = transport
-        self._streams = streams
-        self._meter = meter
+        self._streams = context.streams
+        self._meter = context.meter
         self._place = place
-        self._codec = codec
-        self.residual = None if codec is None or feedback is None else Residual(feedback)
+        self._codec = plan.grad_codec(context)
+        feedback = context.codecs.feedback
+        self.residual = None if self._codec is None or feedback is None else Residual(feedback)
         self.bucket = GradBucket(
-            flat,
-            precision.wire,
-            transport=transport,
-            streams=streams,
-            meter=meter,
-            scratch=place.scratch,
-            codec=codec,
+            flat, precision.wire, context, scratch=place.scratch, codec=self._codec
         )
-        self.partial = PartialSum(flat, partial, note)
+        self.partial = PartialSum(flat, partial, context.faults.note)
         self.reduction: Reduction | None = None
         self._held: RestingGradient | None = None
         self._resting: weakref.ref[RestingGradient] | None = None
@@ -207,20 +195,37 @@ class GradientPath:
             resting.reopen(self._own)
         total, frees = self._room_for_sum(resting)
         out = resting.fetch(*self._own) if total is None else total
-        self._streams.fork("reduce")
-        with self._streams.on("reduce"):
-            if self.bucket.is_open:
-                self._streams.read(self.bucket.name)
-            self._streams.write(f"{self.key}.{'resting' if total is None else 'sum'}")
-            work = self._start_reduce(
-                out, frees, accumulate=total is None and not fresh, with_earlier=with_earlier
+        accumulate = total is None and not fresh
+
+        def hops() -> Hops:
+            yield from self._collective(
+                "resting" if total is None else "sum",
+                lambda: self._start_reduce(
+                    out, frees, accumulate=accumulate, with_earlier=with_earlier
+                ),
             )
-            if self.flat.full.device.type != "cpu":
-                work.wait()  # enqueues
+            if total is not None:
                 self._land(total, fresh)
-                total = None
-            event = self._streams.mark("reduce")
-        self._take_off(Flight([work], self._streams, event), fresh, total, frees)
+
+        self._launch(hops(), frees)
+
+    def _collective(self, target: str, start: Callable[[], Work]) -> Hops:
+        """Run the collective of a reduce, which writes to `target`."""
+        if self.bucket.is_open:
+            self._streams.read(self.bucket.name)
+        self._streams.write(f"{self.key}.{target}")
+        work = start()
+        if self._streams.enqueues:
+            work.wait()
+        else:
+            yield None, work
+
+    def _launch(self, hops: Hops, frees: list[str]) -> None:
+        flight = Flight([hops], self._streams, "reduce")
+        if self.bucket.is_open:
+            frees.append(self.bucket.name)
+        self.reduction = Reduction(flight, self.bucket.loan, frees)
+        self.bucket.close()
 
     def _start_reduce(
         self, out: torch.Tensor, frees: list[str], *, accumulate: bool, with_earlier: bool
@@ -251,30 +256,18 @@ class GradientPath:
         if state is None:
             state = self.partial.open()
             self._streams.alloc(f"{self.key}.partial")
-        self._streams.fork("reduce")
-        with self._streams.on("reduce"):
-            if self.bucket.is_open:
-                self._streams.read(self.bucket.name)
-            self._streams.write(f"{self.key}.partial")
-            work = mesh_of(self._transport).reduce_inside(
+        whole = state.whole
+
+        def start() -> Work:
+            return mesh_of(self._transport).reduce_inside(
                 self.key,
                 self.bucket.outgoing(self.residual),
                 self.flat.layout.ranges,
-                state.whole,
+                whole,
                 **self._wire(accumulate),
             )
-            if self.flat.full.device.type != "cpu":
-                work.wait()  # enqueues
-            event = self._streams.mark("reduce")
-        self._take_off(Flight([work], self._streams, event), False, None, [])
 
-    def _take_off(
-        self, flight: Flight, fresh: bool, total: torch.Tensor | None, frees: list[str]
-    ) -> None:
-        if self.bucket.is_open:
-            frees.append(self.bucket.name)
-        self.reduction = Reduction(flight, fresh, self.bucket.loan, total, frees)
-        self.bucket.close()
+        self._launch(self._collective("partial", start), [])
 
     def _room_for_sum(self, resting: RestingGradient) -> tuple[torch.Tensor | None, list[str]]:
         """Return where the reduce leaves our slice of the sum (None: where the gradient rests), and
@@ -285,10 +278,10 @@ class GradientPath:
         self._streams.alloc(f"{self.key}.sum")
         return self._place.scratch(self._own[1] - self._own[0]), [f"{self.key}.sum"]
 
-    def _land(self, total: torch.Tensor | None, fresh: bool) -> None:
+    def _land(self, total: torch.Tensor, fresh: bool) -> None:
         """Hand a finished sum over to the tier where the gradient rests."""
         resting = self.resting()
-        if total is not None and resting is not None:
+        if resting is not None:
             resting.take(self._own, total, fresh=fresh)
 
     def _open_resting(self) -> tuple[RestingGradient, bool]:
@@ -313,7 +306,6 @@ class GradientPath:
             return
         coming.flight.wait()
         self.reduction = None
-        self._land(coming.total, coming.fresh)
         for name in coming.frees:
             self._streams.free(name)
         self._meter.give_back(coming.loan)
@@ -323,34 +315,27 @@ class GradientPath:
         """Whether the other ranks' averages have to come here."""
         return self.sums_are_shared and self.resting() is not None
 
-    def gather_averages(self) -> Work:
-        """Start bringing the other ranks' averaged slices here, where `gathers_averages`. The
-        caller forks, waits and joins.
-        """
+    def gather_averages(self) -> Hops:
+        """Bring the other ranks' averaged slices here, where `gathers_averages`."""
         resting = self.resting()
         assert resting is not None and self.reduction is None, self.key
-        if not resting.on_device:
-            return self._gather_through(resting)
-        with self._streams.on("reduce"):
-            self._streams.write(f"{self.key}.resting")
-            work = self._meet(resting.fetch(*self._own), resting.state.whole)
-            if self.flat.full.device.type != "cpu":
-                work.wait()  # enqueues
-        return work
-
-    def _gather_through(self, resting: RestingGradient) -> Work:
-        """Bring the other ranks' averaged slices here through the device, a segment at a time."""
-        start, stop = self.flat.stepped
-        whole = self._place.scratch(stop - start).to(self.precision.accumulate)
-        resting.exchange(self._own, whole, lambda mine: self._meet(mine, whole).wait())
-        return DoneWork()
+        if not resting.on_device:  # through the device, a segment at a time
+            start, stop = self.flat.stepped
+            whole = self._place.scratch(stop - start).to(self.precision.accumulate)
+            resting.exchange(self._own, whole, lambda mine: self._meet(mine, whole).wait())
+            return
+        self._streams.write(f"{self.key}.resting")
+        work = self._meet(resting.fetch(*self._own), resting.state.whole)
+        if self._streams.enqueues:
+            work.wait()
+        else:
+            yield None, work
 
     def _meet(self, mine: torch.Tensor, whole: torch.Tensor) -> Work:
         """Start bringing together what every rank that steps the same has averaged."""
+        axes = next(axes for _, axes in self.flat.routes.average.levels if axes)
         ranges = self.flat.layout.ranges
-        if len(self.members) < self._transport.size:
-            return mesh_of(self._transport).gather_column(self.key, mine, ranges, whole)
-        return self._transport.all_gather(self.key, mine, ranges, whole)
+        return gather_over(self._transport, axes, self.key, mine, ranges, whole)
 
     def resting(self) -> RestingGradient | None:
         """Return the resting gradient, if one is alive."""

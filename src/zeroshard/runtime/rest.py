@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeroshard.buffer import Lanes
 from zeroshard.comm.transport import Transport
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.faults import Faults
+from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.unit import UnitState
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.state import State
@@ -71,7 +71,7 @@ class Rest:
     """The masters and weights at rest of one engine."""
 
     def __init__(
-        self, weights: Weights, *, transport: Transport, streams: Lanes, faults: Faults
+        self, weights: Weights, *, transport: Transport, streams: Streams, faults: Faults
     ) -> None:
         self._weights = weights
         self._faults = faults

@@ -13,53 +13,31 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from zeroshard.buffer import FlatBuffer
 from zeroshard.core.layout import Piece
 from zeroshard.core.placement import Tier
 from zeroshard.core.split import tiles
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StorageError
 from zeroshard.memory import Pages
+from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.parameters import Parameters
+from zeroshard.state.full import flatten
 from zeroshard.state.state import State
 from zeroshard.tier.link import Link
 from zeroshard.tier.store import Store
 
-__all__ = ["Segment", "flatten", "memory_stride"]
+__all__ = ["Segment"]
 
 
 _TILE = 1 << 20  # elements that pass from one tier to another at a time
-
-
-def memory_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the stride `tensor` keeps in a flat buffer: its own where it is dense
-    (channels_last), else contiguous.
-    """
-    expected = 1
-    for size, stride in sorted(
-        zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])
-    ):
-        if size != 1 and stride != expected:
-            return torch.empty(tensor.shape, device="meta").stride()
-        expected *= size
-    return tensor.stride()
-
-
-def flatten(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`'s elements [numel] in the order in which a flat buffer holds them; a view
-    where it is dense.
-    """
-    if memory_stride(tensor) == tensor.stride():
-        return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    return tensor.reshape(-1)
 
 
 class Segment:
     """The parameters of one unit that share dtype and trainability."""
 
     def __init__(
-        self, names: Sequence[str], parameters: Sequence[nn.Parameter], flat: FlatBuffer, rank: int
+        self, names: Sequence[str], parameters: Sequence[nn.Parameter], flat: FlatWeights, rank: int
     ) -> None:
         self.names = tuple(names)
         self.parameters = tuple(parameters)
@@ -276,7 +254,7 @@ class Segment:
     def _master_or_weight(self) -> State:
         return self.weight if self.master is None else self.master
 
-    def outgoing(self) -> FlatBuffer:
+    def outgoing(self) -> FlatWeights:
         """Return the buffer that a gather is about to fill."""
         self.rewritten = False
         return self.flat

@@ -49,6 +49,9 @@ class Streams(Protocol):
     memory.
     """
 
+    # whether what follows on a lane comes after what was started there; else the host waits
+    enqueues: bool
+
     def fork(self, lane: Lane) -> None:
         """Let `lane` wait for everything enqueued on compute so far."""
 
@@ -93,6 +96,7 @@ def make_streams(device: torch.device | str) -> Streams:
 class NoStreams:
     """One lane, in program order: nothing to wait for and nothing to check. Events are None."""
 
+    enqueues = False
     # may be entered any number of times at once
     _here: AbstractContextManager[None] = nullcontext()
 
@@ -124,6 +128,7 @@ class AcceleratorStreams:
     by other user streams is the user's to order, as with any PyTorch module.
     """
 
+    enqueues = True
     device: torch.device
     _lanes: dict[Lane, torch.cuda.Stream]  # all but compute
     _user: torch.cuda.Stream | None  # the stream that was current when a lane was entered

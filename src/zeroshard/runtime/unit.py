@@ -19,11 +19,12 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from zeroshard.buffer import Flight, Lanes, gather
 from zeroshard.core.placement import Cells
 from zeroshard.errors import StateError
+from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.released import release_class, restore_class
 from zeroshard.runtime.segment import Segment
+from zeroshard.runtime.streams import Lane, Streams
 
 __all__ = ["Unit", "UnitState"]
 
@@ -128,13 +129,12 @@ class Unit:
         """The segments whose weights a gather moves."""
         return [segment for segment in self.segments if segment.has_news]
 
-    def start_gather(self, streams: Lanes, *, fork: bool = True, exact: bool = False) -> None:
-        """Start bringing the weights together (`fork`: see buffer.gather), `exact`: as they
-        rest, without a codec.
+    def start_gather(self, streams: Streams, *, fork: bool = True, raw: bool = False) -> None:
+        """Start bringing the weights together, after what compute was given if `fork`; `raw`: as
+        they rest, without a codec.
         """
         gathered = self.gathered_segments
         for segment in self.segments:
-            segment.flat.exact = exact
             if not segment.flat.is_local:
                 segment.settle()
             always = not (segment.flat.dtype.is_floating_point or segment.flat.dtype.is_complex)
@@ -142,12 +142,16 @@ class Unit:
             if name is not None:
                 raise _lost(name, "while it was released")
         self._move(UnitState.GATHERING)
-        self._flight = gather([segment.outgoing() for segment in gathered], streams, fork=fork)
+        flats = [segment.outgoing() for segment in gathered]
+        for flat in flats:
+            flat.take_memory()
+        lane: Lane | None = None if all(flat.is_local for flat in flats) else "gather"
+        self._flight = Flight([flat.unshard(raw=raw) for flat in flats], streams, lane, fork=fork)
 
-    def push(self) -> None:
-        """Go on with a gather that has a second stage."""
+    def advance(self) -> None:
+        """Go on with a gather that began with a read of another tier."""
         if self._flight is not None:
-            self._flight.push()
+            self._flight.advance()
 
     def finish_gather(self) -> None:
         """Wait for the weights and point the parameters at them."""
@@ -162,7 +166,7 @@ class Unit:
 
     def release(self, *, for_backward: bool | None = False) -> None:
         """Give the gathered memory back (replicated rows keep theirs, and only unpoint the
-        parameters); see FlatBuffer.release.
+        parameters); see FlatWeights.release.
         """
         self._move(UnitState.RESTING)
         self.dozing = False
@@ -183,13 +187,13 @@ class Unit:
 
     def leave_views(self, tensor: torch.Tensor) -> None:
         """Where `tensor` is a view of the gathered weights, let it keep their memory; see
-        [Note: views that leave] in buffer.py.
+        [Note: views that leave] in state/full.py.
         """
         # those are guarded themselves
         if self.gives_memory_back and not isinstance(tensor, nn.Parameter):
             address = tensor.data_ptr()
             for segment in self.segments:
-                segment.flat.leave(address)
+                segment.flat.buffer.leave(address)
 
     def parameter_at(self, address: int) -> str | None:
         """Return the name of the parameter whose gathered memory holds `address`, if any."""
@@ -257,7 +261,7 @@ class Unit:
         assert self.state is UnitState.FULL, self
         copies = [segment.flat.full.clone() for segment in self.segments]
         for segment, copy in zip(self.segments, copies, strict=True):
-            segment.seen.lend(segment.flat.views_of(copy))
+            segment.seen.lend(segment.flat.buffer.views_of(copy))
         try:
             yield copies
         finally:

@@ -23,12 +23,12 @@ from typing import Literal
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from zeroshard.buffer import Lanes
 from zeroshard.core.digest import Digest
 from zeroshard.core.order import Order, to_evict
 from zeroshard.core.precision import dtype_name
 from zeroshard.errors import StateError
 from zeroshard.memory import MemoryCounter, Trimmer
+from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.unit import Unit, UnitState
 
 __all__ = ["Phase", "Until", "Weights", "in_transform"]
@@ -52,7 +52,7 @@ class Weights:
         self,
         units: Sequence[Unit],
         *,
-        streams: Lanes,
+        streams: Streams,
         meter: MemoryCounter,
         digest: Digest,
         prefetch_bytes: int | None,
@@ -79,7 +79,7 @@ class Weights:
         self._idle: Unit | None = None  # forward over, kept until another unit is needed
         self._prefetched: dict[int, Unit] = {}
         self.pinned = 0  # gathered() contexts that hold every unit
-        self.exact = 0  # gathered() contexts, which show what rests
+        self.raw = 0  # gathered() contexts, which show what rests
         self.offloaded = False  # between offload_states() and reload_states()
         self.refusal: str | None = None  # why nothing may be used here: in a forked child
         self.evaluates = False  # the forward of the model under way runs without gradients
@@ -162,7 +162,7 @@ class Weights:
             self.trace("use", unit.name)
         self._order.record(phase, unit.index)
         for other in self._prefetched.values():
-            other.push()
+            other.advance()
         if unit.full_bytes:
             # prefetched in one order and run in another: the ranks' next gathers will differ
             if self.ordered:
@@ -182,7 +182,7 @@ class Weights:
                 )
         if self.trace is not None:
             self.trace("gather", unit.name)
-        unit.start_gather(self._streams, fork=fork, exact=self.exact > 0)
+        unit.start_gather(self._streams, fork=fork, raw=self.raw > 0)
 
     def _make_room(self, unit: Unit, phase: Phase) -> None:
         """Let go of what was prefetched for another order, then wait for reduces, until `unit`
@@ -208,11 +208,11 @@ class Weights:
                 self._prefetched[index] = other
                 self.start(other)
 
-    def show_exact(self, units: Sequence[Unit]) -> None:
-        """Until `exact` is counted down again, gather what rests; encoded weights of `units`
+    def show_raw(self, units: Sequence[Unit]) -> None:
+        """Until `raw` is counted down again, gather what rests; encoded weights of `units`
         that are here go.
         """
-        self.exact += 1
+        self.raw += 1
         for unit in units:
             if unit.is_coded and unit.depth == 0 and not unit.in_backward:
                 if unit.state is UnitState.GATHERING:
@@ -255,7 +255,7 @@ class Weights:
             unit.wake()
 
     def release(self, unit: Unit, *, for_backward: bool | None = False) -> None:
-        """Release a unit; see FlatBuffer.release."""
+        """Release a unit; see FlatWeights.release."""
         if self.trace is not None:
             self.trace("release", unit.name)
         unit.release(for_backward=for_backward)
@@ -359,7 +359,7 @@ class Weights:
         self._idle = None
         self._prefetched.clear()
         self._held.clear()
-        self.running = self.pinned = self.exact = self._open = 0
+        self.running = self.pinned = self.raw = self._open = 0
         self.evaluates = False
         for unit in self.units:
             unit.abandon()

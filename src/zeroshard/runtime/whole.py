@@ -69,7 +69,7 @@ class Whole:
         saved, self._hooks.may_save = self._hooks.may_save, True
         pins = len(units) == len(self._weights.units)
         self._weights.pinned += pins
-        self._weights.show_exact(units)
+        self._weights.show_raw(units)
         try:
             for unit in units:
                 unit.depth += 1
@@ -91,7 +91,7 @@ class Whole:
         finally:
             self._hooks.may_save = saved
             self._weights.pinned = max(0, self._weights.pinned - pins)
-            self._weights.exact = max(0, self._weights.exact - 1)
+            self._weights.raw = max(0, self._weights.raw - 1)
             for unit in units:
                 unit.depth -= 1
                 self._weights.release_unused(unit)
@@ -148,7 +148,7 @@ class Whole:
         for segment, copy in zip(unit.segments, copies, strict=True):
             with self._faults.noted(lost=True):
                 masters = None if edited is None else [name in edited for name in segment.names]
-                segment.store(segment.flat.views_of(copy), masters=masters)
+                segment.store(segment.flat.buffer.views_of(copy), masters=masters)
             segment.flat.publish()
         self._faults.agree()
         if refresh:
@@ -212,13 +212,13 @@ class Whole:
             local = torch.zeros(numel, dtype=path.precision.accumulate, device=flat.full.device)
         whole = self._gather(f"{segment.key}.full_grad", segment, local)
         self._faults.agree()
-        return flat.views_of(whole)[index].clone()
+        return flat.buffer.views_of(whole)[index].clone()
 
     def give_back(self) -> None:
         """Give every parameter whole memory of its own, in the dtype it came in. Collective; no
         unit can be gathered afterwards.
         """
-        self._weights.show_exact(self._weights.units)
+        self._weights.show_raw(self._weights.units)
         for unit in self._weights.units:
             self._weights.need(unit, "forward")
             for segment in unit.segments:
@@ -247,7 +247,7 @@ class Whole:
             )
             with self._faults.noted(), master.borrowed(0, master.numel, write=False) as local:
                 here.copy_(local)
-        return segment.flat.views_of(self._gather(f"{segment.key}.master", segment, here))
+        return segment.flat.buffer.views_of(self._gather(f"{segment.key}.master", segment, here))
 
     def _gather(self, key: str, segment: Segment, local: torch.Tensor) -> torch.Tensor:
         """Return every rank's slice of what `local`, of the range that this rank steps, is here;

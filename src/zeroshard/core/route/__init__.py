@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 from zeroshard.core.cost import LinkBytes, cheapest
 from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
@@ -53,6 +54,20 @@ class Route:
 
     def __len__(self) -> int:
         return len(self.hops)
+
+    @cached_property
+    def levels(self) -> tuple[tuple[Hop, tuple[Axis, ...]], ...]:
+        """The hops, each with the axes that it runs over; gathers that follow each other are one,
+        in as many levels.
+        """
+        out: list[tuple[Hop, tuple[Axis, ...]]] = []
+        for hop in self.hops:
+            axes = () if hop.axis is None else (hop.axis,)
+            if hop.kind is Kind.ALL_GATHER and out and out[-1][0].kind is Kind.ALL_GATHER:
+                out[-1] = (out[-1][0], out[-1][1] + axes)
+            else:
+                out.append((hop, axes))
+        return tuple(out)
 
     def taken(self, *, held: bool = False, again: bool = False) -> Route:
         """Return the route of one pass: are sums `held` here, does a sum rest already (`again`)?"""
@@ -356,9 +371,9 @@ class _Compiler:
         if tier is Tier.DEVICE:
             yield from self._gather(mine.scope, shared.scope, grad, "reduce")
             return
-        # through the device, a group at a time, in the order of compute
+        # through the device, a group at a time
         yield self._hop(Kind.READ, mine, mine.scope, grad, "tier read")
-        yield from self._gather(mine.scope, shared.scope, grad, "compute")
+        yield from self._gather(mine.scope, shared.scope, grad, "reduce")
         yield self._hop(Kind.WRITE, shared.scope, shared, grad, "tier write")
 
 

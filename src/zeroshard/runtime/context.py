@@ -1,0 +1,154 @@
+"""What every part of one engine shares, and the plan of one segment.
+
+[Note: dtypes] A model in one floating dtype computes in the precision's, but for batch norms: their
+running statistics are fp32 and torch's kernels want the weights alike (FSDP leaves them out, too).
+A model given in several floating dtypes is taken as it is: fp32 norms in a bf16 model, or fp32
+adapters on a bf16 base, were meant. How fp32 buffers and inputs meet half-precision weights:
+casts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from zeroshard.comm.codec import DTYPES as CODED
+from zeroshard.comm.codec import Codec
+from zeroshard.comm.quantized import Codecs
+from zeroshard.comm.transport import Transport
+from zeroshard.comm.two_level import TwoLevelTransport
+from zeroshard.core.layout import Layout
+from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
+from zeroshard.core.policy import Policy
+from zeroshard.core.precision import Precision
+from zeroshard.core.route import Routes, routes
+from zeroshard.core.wire import Formats, Wire
+from zeroshard.memory import MemoryCounter, Pages
+from zeroshard.runtime.faults import Faults
+from zeroshard.runtime.streams import Streams
+from zeroshard.runtime.tiering import Tiering
+from zeroshard.state.encoded import EncodedStorage
+from zeroshard.state.full import memory_stride
+from zeroshard.state.state import State
+
+__all__ = ["Context", "Dtypes", "SegmentPlan"]
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """In which dtype each parameter of a model computes. See [Note: dtypes]."""
+
+    of: dict[int, torch.dtype]  # by id of the parameter
+    as_given: bool  # whether the model's own dtypes stand, so that its inputs are left alone, too
+
+    def widest(self, precision: Precision) -> int:
+        """Return the bytes of the widest gradient element on the wire."""
+        return max(
+            (
+                precision.at(dtype).wire.itemsize
+                for dtype in set(self.of.values())
+                if dtype.is_floating_point
+            ),
+            default=1,
+        )
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every part of one engine shares."""
+
+    policy: Policy
+    precision: Precision
+    dtypes: Dtypes
+    transport: Transport
+    mesh: Mesh
+    streams: Streams
+    meter: MemoryCounter
+    pages: Pages
+    device: torch.device
+    faults: Faults
+    trains: bool  # an optimizer is there, or will be: masters are kept
+    strict: bool = False
+    verify_every: int | None = None  # steps between comparisons of replicated state
+    broadcast_buffers: bool = False
+    clip_norm: float | None = None  # what a step clips to where the user has not clipped
+    codecs: Codecs = field(default_factory=Codecs)
+    # gives a segment's parameters their initial values
+    prepare: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None
+    tiering: Tiering = field(default_factory=Tiering)
+
+
+@dataclass(frozen=True)
+class SegmentPlan:
+    """One segment to be."""
+
+    key: str
+    unit: str
+    members: dict[str, nn.Parameter]
+    dtype: torch.dtype
+    trainable: bool
+    cells: Cells
+    layout: Layout
+    rank: int
+
+    @property
+    def num_stepped(self) -> int:
+        """Elements whose master rests on this rank."""
+        return self._held(self.cells.optim)
+
+    @property
+    def num_weights(self) -> int:
+        """Elements whose weights rest on this rank."""
+        return self._held(self.cells.weight)
+
+    def _held(self, cell: Cell) -> int:
+        start, stop = self.layout.span(self.rank, self.layout.scope(cell))
+        return stop - start
+
+    @property
+    def strides(self) -> list[tuple[int, ...]]:
+        """The stride of each parameter in the flat buffer."""
+        return [memory_stride(parameter) for parameter in self.members.values()]
+
+    def precision(self, context: Context) -> Precision:
+        """Return the dtypes of the segment's gradients."""
+        return context.precision.at(self.dtype) if self.trainable else context.precision
+
+    def codec(self, context: Context) -> Codec | None:
+        """Return the codec in which the weights travel."""
+        if self.dtype not in CODED or self.cells.weight.scope is not Scope.OWN:
+            return None
+        codecs = context.codecs
+        return codecs.frozen if codecs.frozen is not None and not self.trainable else codecs.weight
+
+    def grad_codec(self, context: Context) -> Codec | None:
+        """Return the codec in which the gradients travel."""
+        return context.codecs.grad if self.precision(context).wire in CODED else None
+
+    def routes(self, context: Context, rest: State) -> Routes:
+        """Return the routes of weights that rest as `rest` and of their gradients."""
+        precision, codec = self.precision(context), self.codec(context)
+        grad_codec = self.grad_codec(context)
+        transport = context.transport
+        lowering = transport.lowering if isinstance(transport, TwoLevelTransport) else None
+        gather, plain = _wire(self.dtype, codec), Wire.of(self.dtype)
+        formats = Formats(
+            weight=gather if isinstance(rest.away, EncodedStorage) else plain,
+            gather=gather,
+            reduce=_wire(precision.wire, grad_codec),
+            node_sum=_wire(torch.float32 if lowering is None else lowering.hop_dtype, grad_codec),
+            grad=Wire.of(precision.accumulate),
+            master=Wire.of(context.precision.master),
+        )
+        cells = self.cells
+        if rest.on_device:  # a fraction may leave a whole segment there
+            cells = replace(cells, weight=replace(cells.weight, tier=Tier.DEVICE))
+        two_level = False if lowering is None else lowering.two_level
+        return routes(cells, context.mesh, formats, two_level=two_level)
+
+
+def _wire(dtype: torch.dtype, codec: Codec | None) -> Wire:
+    return Wire.of(dtype) if codec is None else Wire.of(dtype, codec.name, block=codec.block)

@@ -1,0 +1,336 @@
+"""One segment's flat weights: at rest, kept for a backward, and gathered by the hops of a route.
+
+    rest (a State) ----- unshard: read, encode, all-gather, keep, decode -----> full (FullBuffer)
+    column (hpz) ------- unshard_backward: all-gather inside the node, decode ----^
+
+What rests here is this rank's part as the row's cell says: its own slice, its column, or the whole
+buffer. Where the transport maps the peers' memory (or there is no peer) the full buffer *is* the
+resting shards: gathering moves nothing. Weights that rest on another tier have no window: each rank
+reads its own slice alone into its place in the full buffer (ZeRO-Infinity, section 6.1, bandwidth-
+centric partitioning), and the slices meet on the wire from there.
+
+Invariant: ``full`` may be read only between the wait of an `unshard` flight and `release()`. It
+does not know modules, parameters or autograd; those are runtime/unit.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+
+from zeroshard.comm.codec import Codec
+from zeroshard.comm.transport import DoneWork, Window, Work
+from zeroshard.comm.two_level import ColumnWindow, gather_over, mesh_of
+from zeroshard.core.layout import Range
+from zeroshard.core.placement import Scope
+from zeroshard.core.route import Axis, Hop, Kind, Route
+from zeroshard.errors import StorageError
+from zeroshard.memory import placeholder_value
+from zeroshard.runtime.context import Context, SegmentPlan
+from zeroshard.runtime.flight import Hops
+from zeroshard.state.encoded import EncodedStorage
+from zeroshard.state.full import FullBuffer
+from zeroshard.state.state import State
+
+__all__ = ["FlatWeights"]
+
+# a route without hops: between two buffers of one memory, on a single rank
+_COPY: tuple[tuple[Hop | None, tuple[Axis, ...]], ...] = ((None, ()),)
+
+
+class _Reads:
+    """Reads of this rank's slice from another tier. Where one fails the slice is lost: the other
+    ranks wait for it.
+    """
+
+    def __init__(
+        self, state: State, out: torch.Tensor, lose: Callable[[StorageError], None]
+    ) -> None:
+        self._lose = lose
+        self._works: list[Work] = []
+        try:
+            self._works = state.read(0, state.numel, out)
+        except StorageError as error:
+            lose(error)
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        failure: StorageError | None = None
+        for work in works:  # all of them, whether they fail or not
+            try:
+                work.wait()
+            except StorageError as error:
+                failure = failure or error
+        if failure is not None:
+            self._lose(failure)
+
+    def done(self) -> bool:
+        return all(work.done() for work in self._works)
+
+
+class FlatWeights:
+    """The weights of one segment."""
+
+    def __init__(self, plan: SegmentPlan, context: Context, rest: State | None = None) -> None:
+        """Make them, zero-filled; `rest` where they do not rest in plain memory of the device."""
+        layout, cells, rank = plan.layout, plan.cells, plan.rank
+        self.key = plan.key
+        self.layout = layout
+        self.dtype = plan.dtype
+        self.codec: Codec | None = plan.codec(context)  # in which weights travel
+        self.scope = layout.scope(cells.weight)  # of what rests here
+        self.rest_span = layout.span(rank, self.scope)
+        # the range of the buffer that this rank's optimizer steps, and that which is its alone
+        self.stepped = layout.span(rank, layout.scope(cells.optim))
+        self.own_span = layout.ranges[rank]
+        self.note = context.faults.note  # takes the StorageErrors of what rests on another tier
+        self.window: Window | None = None
+        if rest is None and self.codec is not None:
+            assert self.scope is Scope.OWN, (self.key, self.scope)
+            numel = self.rest_span[1] - self.rest_span[0]
+            rest = State.of(torch.zeros(numel, dtype=plan.dtype, device=context.device))
+        if rest is None:
+            is_stepped = plan.trainable and context.trains
+            self.window, at_rest = self._make_window(
+                context, layout.scope(cells.optim) if is_stepped else Scope.OWN
+            )
+            rest = State.of(at_rest)
+        self.rest = rest  # this rank's weights at rest
+        self.weight = self._part(self.stepped)  # those that follow from its masters
+        self.buffer = FullBuffer(
+            layout,
+            plan.strides,
+            plan.dtype,
+            context.device,
+            None if self.window is None else self.window.full,
+        )
+        self.routes = plan.routes(context, rest)
+        # whole weights are gathered again where they rest, after a step
+        self._regather = Route(
+            "publish", tuple(hop for hop in self.routes.publish if hop.axis is not None)
+        )
+        self._column_span = layout.span(rank, Scope.COLUMN)
+        self._keeps_column = any(hop.kind is Kind.KEEP for hop in self.routes.unshard_forward)
+        # between forward and backward (ZeRO++'s secondary shard); encoded where weights travel so
+        self._column: torch.Tensor | None = None
+        # the encoded column of what is gathered now, if it may be kept
+        self._arrived: torch.Tensor | None = None
+        self._context = context
+
+    def _make_window(self, context: Context, written: Scope) -> tuple[Window, torch.Tensor]:
+        """Make the window; return it and what of it rests here."""
+        key, ranges, transport = self.key, self.layout.ranges, context.transport
+        if self.scope is Scope.COLUMN:
+            columns = mesh_of(transport).column_window(
+                key, ranges, self.dtype, context.device, written=written
+            )
+            return columns, columns.rest
+        window = transport.window(
+            key, ranges, self.dtype, context.device, replicated=self.replicated
+        )
+        if not self.replicated:
+            return window, window.local
+        assert window.full is not None, key
+        return window, window.full
+
+    def _part(self, span: Range) -> State:
+        """Return what rests here of `span`."""
+        if span == self.rest_span:
+            return self.rest
+        base = self.rest_span[0]
+        return State.of(self.rest.whole[span[0] - base : span[1] - base])
+
+    # ------------------------------------------------------------------------------ what it is
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The gathered weights [numel]."""
+        return self.buffer.tensor
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """Every parameter inside the full buffer; readable only while gathered."""
+        return self.buffer.views
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank keeps the whole buffer."""
+        return self.scope is Scope.WHOLE
+
+    @property
+    def strides(self) -> Sequence[tuple[int, ...]]:
+        """The stride of every parameter."""
+        return self.buffer.strides
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes that gathering takes beyond what rests."""
+        return self.buffer.num_bytes
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes of this rank's weights at rest."""
+        return sum(self.rest.bytes_by_tier().values())
+
+    @property
+    def rest_name(self) -> str:
+        """What streams call the memory at rest: the full buffer itself where it stays here."""
+        return f"{self.key}.local" if self.buffer.is_ours else self.key
+
+    @cached_property
+    def is_local(self) -> bool:
+        """Whether gathering moves nothing (mapped memory or a single rank)."""
+        return self.window is not None and self.window.aliased
+
+    @property
+    def rests_elsewhere(self) -> bool:
+        """Whether the weights rest on another tier than the device."""
+        return not self.rest.on_device and self.coded_rest is None
+
+    @property
+    def coded_rest(self) -> EncodedStorage | None:
+        """The weights at rest, if they rest encoded."""
+        return self.rest.away if isinstance(self.rest.away, EncodedStorage) else None
+
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of the column that is kept between forward and backward, now."""
+        return 0 if self._column is None else self._column.nbytes
+
+    # ------------------------------------------------------------------------------ gathering
+
+    def take_memory(self) -> None:
+        """Take the memory of the full buffer, on compute."""
+        if self.buffer.is_ours:
+            self.buffer.take()
+            self._context.meter.add(self.full_bytes)
+            self._context.streams.alloc(self.key)
+
+    def unshard(self, *, raw: bool = False) -> Hops:
+        """Bring the weights together, in memory that has been taken; `raw`: as they rest, without
+        a codec.
+        """
+        if self.is_local:
+            assert self.window is not None
+            yield None, self.window.gather()
+            return
+        route, here, source = self._start(raw)
+        streams, whole = self._context.streams, here
+        for hop, axes in route.levels or _COPY:
+            if hop is None or hop.kind is Kind.ALL_GATHER:
+                if source is not None:
+                    streams.read(source)
+                streams.write(self.key)
+                whole, work = self._gather(hop, axes, here, source)
+                if streams.enqueues:
+                    work.wait()
+                else:
+                    yield hop, work
+            elif hop.kind is Kind.READ:
+                here, source = self.full[slice(*self.rest_span)], None
+                streams.write(self.key)
+                yield hop, _Reads(self.rest, here, self._lose)
+            elif hop.kind is Kind.ENCODE:
+                here = whole = self._encode(here)
+            elif hop.kind is Kind.KEEP and self.codec is not None:
+                self._arrived = whole[slice(*self.codec.bytes_of(self._column_span))].clone()
+            elif hop.kind is Kind.DECODE:
+                assert self.codec is not None
+                self.codec.decode(whole, self.full)
+
+    def _start(self, raw: bool) -> tuple[Route, torch.Tensor, str | None]:
+        """Return the route to take, what it starts with, and what streams call that."""
+        if self._column is not None and not raw:
+            return self.routes.unshard_backward, self._column, f"{self.key}.column"
+        route = self.routes.raw if raw else self.routes.unshard_forward
+        if self.replicated:
+            route = self._regather
+        if self.coded_rest is not None:
+            return route, self.coded_rest.encoded, self.rest_name
+        if self.rests_elsewhere:
+            return route, self.full, None  # it is read first
+        return route, self.rest.whole, self.rest_name
+
+    def _gather(
+        self, hop: Hop | None, axes: tuple[Axis, ...], here: torch.Tensor, source: str | None
+    ) -> tuple[torch.Tensor, Work]:
+        """Start an all-gather of `here`; return what it fills."""
+        if self.window is not None and source == self.rest_name:
+            return self.full, self.window.gather(self.full)
+        if hop is None:
+            self.full.copy_(here)
+            return self.full, DoneWork()
+        out, ranges = self.full, self.layout.ranges
+        if hop.wire.codec is not None:
+            out, ranges = self._empty_encoding(self.layout.numel), self._encoded_ranges
+        key = source if source == f"{self.key}.column" else f"{self.key}.weight"
+        return out, gather_over(self._context.transport, axes, key, here, ranges, out)
+
+    def _lose(self, error: StorageError) -> None:
+        """Our slice could not be read: go on without."""
+        self.note(error)
+        self.full[slice(*self.rest_span)].fill_(placeholder_value(self.dtype))
+
+    def _encode(self, here: torch.Tensor) -> torch.Tensor:
+        assert self.codec is not None
+        out = self._empty_encoding(here.numel())
+        self.codec.encode(here, out)
+        return out
+
+    def _empty_encoding(self, numel: int) -> torch.Tensor:
+        assert self.codec is not None
+        num_bytes = self.codec.encoded_bytes(numel)
+        return self._context.pages.empty(num_bytes, torch.uint8, self._context.device)
+
+    @cached_property
+    def _encoded_ranges(self) -> tuple[Range, ...]:
+        assert self.codec is not None
+        return tuple(self.codec.bytes_of(span) for span in self.layout.ranges)
+
+    # ------------------------------------------------------------------------- release, publish
+
+    def release(self, *, for_backward: bool | None = False) -> None:
+        """Give the gathered memory back; the caller has waited for the flight and is done reading.
+
+        `for_backward`: it is gathered again with the same numbers; where the policy says so, its
+        column stays (None: a column that is here stays).
+        """
+        if for_backward is False:
+            self.forget_column()
+        elif for_backward and self._keeps_column and self._column is None:
+            self._keep_column()
+        self._arrived = None
+        if self.buffer.is_ours:
+            self._context.streams.free(self.key)
+            self._context.meter.remove(self.full_bytes)
+            self.buffer.release()
+
+    def _keep_column(self) -> None:
+        """Run the hop `keep` of a gather without a codec; one with a codec has run it."""
+        if self.codec is not None and self._arrived is None:
+            return
+        streams = self._context.streams
+        streams.alloc(f"{self.key}.column")
+        streams.read(self.key)
+        self._column = (
+            self.full[slice(*self._column_span)].clone() if self._arrived is None else self._arrived
+        )
+        streams.write(f"{self.key}.column")
+
+    def forget_column(self) -> None:
+        """Let go of the column that was kept for a backward."""
+        if self._column is not None:
+            self._context.streams.free(f"{self.key}.column")
+            self._column = None
+
+    def arrive(self) -> None:
+        """Return when what rests here is up to date with what other nodes have published."""
+        if isinstance(self.window, ColumnWindow):
+            self.window.arrive()
+
+    def publish(self) -> None:
+        """Say that our slice is written and may be read."""
+        if self.window is not None:
+            self.window.publish()

@@ -1,0 +1,142 @@
+"""The gathered buffer of one segment: memory for all of its parameters, while they are computed
+with.
+
+All parameters of a segment lie in one flat buffer (core/layout.py), so an all-gather writes the
+buffer as it is and nothing is copied in or out. While the segment rests, the buffer keeps its
+*storage object* with size 0.
+
+[Note: storage, not objects] Gathering resizes the same storage again instead of making a new
+tensor. Whatever autograd saved in forward (the parameter, or a view of it such as ``weight.t()``)
+refers to that storage, so it is valid again in backward, however often the buffer was released in
+between. Such a view must not be read while it is released: torch raises in some places and crashes
+in others. Parameters themselves are guarded (runtime/released.py).
+
+[Note: views that leave] A view of a parameter that leaves its module (``return self.position[:n]``)
+may be read, and saved by autograd, while the unit is released. Release therefore leaves the storage
+to such views and makes another one for the next gather: the memory lives as long as anything refers
+to it, and holds the numbers from before the next step. Without gradients autograd saves nothing, so
+any reference that is not ours is a view that has left; with gradients the views are looked for in
+what a module returns (runtime/hooks.py), and `leave` is called.
+
+Where the transport maps the peers' memory (or there is no peer), and where every rank keeps the
+whole, the buffer *is* the weights at rest: taking and releasing it does nothing.
+
+Cost: ``numel * itemsize`` bytes while taken. It does not know what is in it, nor other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zeroshard.core.layout import Layout
+
+__all__ = ["FullBuffer", "flatten", "memory_stride"]
+
+
+def memory_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the stride `tensor` keeps in a flat buffer: its own where it is dense
+    (channels_last), else contiguous.
+    """
+    expected = 1
+    for size, stride in sorted(
+        zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])
+    ):
+        if size != 1 and stride != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= size
+    return tensor.stride()
+
+
+def flatten(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`'s elements [numel] in the order in which a flat buffer holds them; a view
+    where it is dense.
+    """
+    if memory_stride(tensor) == tensor.stride():
+        return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return tensor.reshape(-1)
+
+
+def _autograd_may_save() -> bool:
+    """Whether references to the weights may be autograd's own: in a backward, or a forward with
+    gradients.
+    """
+    return torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0
+
+
+class FullBuffer:
+    """Memory for `layout` [numel], and every parameter as a view of it."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        strides: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        tensor: torch.Tensor | None = None,
+    ) -> None:
+        self.layout = layout
+        self.strides = tuple(strides)
+        self.dtype = dtype
+        self.device = device
+        self.is_ours = tensor is None  # not memory at rest
+        self._has_left = False  # whether a view of it is known to be used elsewhere
+        self._use(tensor)
+
+    def _use(self, tensor: torch.Tensor | None) -> None:
+        """Take `tensor`, or make another that holds no memory yet."""
+        if tensor is None:
+            self.tensor = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+        else:
+            self.tensor = tensor  # [numel]
+        self.views = self.views_of(self.tensor)
+        if tensor is None:
+            self.tensor.untyped_storage().resize_(0)
+        self._own_references = self._references()
+
+    def _references(self) -> int:
+        """Return how many tensors and storage objects refer to the memory."""
+        return torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that `take` takes."""
+        return self.layout.numel * self.dtype.itemsize if self.is_ours else 0
+
+    def take(self) -> None:
+        """Take the memory, its contents undefined."""
+        if self.is_ours:
+            self.tensor.untyped_storage().resize_(self.num_bytes)
+
+    def release(self) -> None:
+        """Give the memory back, or leave it to views that are used elsewhere."""
+        if not self.is_ours:
+            return
+        if self._has_left or (
+            not _autograd_may_save() and self._references() > self._own_references
+        ):
+            self._has_left = False
+            with torch.inference_mode(False):  # else only another inference could write to it
+                self._use(None)  # see [Note: views that leave]
+        else:
+            self.tensor.untyped_storage().resize_(0)
+
+    def leave(self, address: int) -> None:
+        """Leave the memory, at the next release, to a tensor at `address`, if that lies in it."""
+        if 0 <= address - self.tensor.data_ptr() < self.num_bytes:
+            self._has_left = True
+
+    def view_in(self, part: torch.Tensor, index: int) -> torch.Tensor:
+        """Return parameter `index` [its shape] as a view of `part`, its own elements alone."""
+        return part.as_strided(
+            self.layout.slots[index].shape, self.strides[index], part.storage_offset()
+        )
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return every parameter as a view of `flat` [numel], laid out as this buffer is."""
+        base = flat.storage_offset()
+        return [
+            flat[slot.offset : slot.stop].as_strided(slot.shape, stride, slot.offset + base)
+            for slot, stride in zip(self.layout.slots, self.strides, strict=True)
+        ]
