@@ -15,9 +15,9 @@ import torch
 from tests.comm.common import CPU, Spec, length, made, opened, values
 from tests.comm.test_ordered import bits, naive_sum
 from zeroshard.comm.agree import compare
-from zeroshard.comm.mesh import Axes
 from zeroshard.comm.transport import GradBuffer, Transport
 from zeroshard.core.layout import Range, end_of
+from zeroshard.core.placement import Mesh
 from zeroshard.errors import PlanMismatch, StateError
 
 LINKS = ("shared_memory", "gloo", "nccl", "local")
@@ -282,20 +282,20 @@ def traffic_is_what_came_from_others(rank: int, world_size: int, spec: Spec) -> 
         transport.broadcast(torch.zeros(10), 0)
         expected: dict[tuple[str, str], int] = {}
         between: dict[str, int] = {}
-        axes = Axes.of(world_size, spec.node_size)
+        mesh = Mesh.of(world_size, spec.node_size)
         columns = [
-            sum(length(ranges[member]) for member in axes.node_group(peer))
+            sum(length(ranges[member]) for member in mesh.column(peer))
             for peer in range(world_size)
         ]
         for peer in range(world_size):
             if peer == rank:
                 continue
-            link, near = spec.link(rank, peer), axes.same_node(rank, peer)
+            link, near = spec.link(rank, peer), mesh.same_node(rank, peer)
             gathered, reduced = 2 * length(ranges[peer]), 2 * length(ranges[rank])
             if spec.two_level and near:
                 gathered, reduced = 2 * columns[peer], 2 * columns[rank]
             elif spec.two_level:
-                in_column = peer in axes.node_group(rank)
+                in_column = peer in mesh.column(rank)
                 # node sums travel in fp32
                 gathered, reduced = (gathered, 2 * reduced) if in_column else (0, 0)
             for operation, num_bytes in (

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from tests.support.hosts import pretended_host
-from zeroshard.comm.mesh import Axes
 from zeroshard.comm.select import make_transport
 from zeroshard.comm.transport import Transport
 from zeroshard.core.layout import Range
+from zeroshard.core.placement import Mesh
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ class Spec:
         """Return the ranges of each rank's contiguous `shares`, dealt out as this transport
         wants them.
         """
-        order = Axes.of(self.world_size, self.node_size).mesh.column_order
+        order = Mesh.of(self.world_size, self.node_size).column_order
         dealt = dict(zip(order, cut(*(shares[rank] for rank in order)), strict=True))
         return tuple(dealt[rank] for rank in range(self.world_size))
 

@@ -1,4 +1,4 @@
-"""The small parts by themselves, in one process: sockets, slots, axes, selection."""
+"""The small parts by themselves, in one process: sockets, slots, selection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from zeroshard.comm import serving
 from zeroshard.comm.gloo_peers import Waiters
 from zeroshard.comm.links import MAX_TAIL, Kind, Links, Message
 from zeroshard.comm.matching import Matching, Part
-from zeroshard.comm.mesh import Axes
 from zeroshard.comm.rendezvous import _agree
 from zeroshard.comm.select import make_transport
 from zeroshard.comm.slots import FAR, SlotPool
@@ -161,15 +160,6 @@ def test_waiting_threads_are_reused() -> None:
         waiters.run(lambda: gate.wait(5) and None)
     gate.set()
     waiters.close()
-
-
-def test_axes_of_a_world() -> None:
-    axes = Axes.of(8, 4)
-    assert axes.num_nodes == 2 and axes.coordinates(5) == (1, 1)
-    assert axes.local_group(5) == (4, 5, 6, 7) and axes.node_group(5) == (1, 5)
-    assert Axes.of(3, None).local_group(2) == (0, 1, 2)
-    with pytest.raises(ConfigError, match=r"comm.node_size=3 does not divide the 8 ranks"):
-        Axes.of(8, 3)
 
 
 def test_a_host_where_one_pair_cannot_connect_counts_as_many() -> None:

@@ -29,10 +29,10 @@ from zeroshard.comm.calls import framed, unframed
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.compat import all_gather_single, reduce_scatter_single
 from zeroshard.comm.matching import sum_parts
-from zeroshard.comm.mesh import Axes
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import GradBuffer, Traffic, Work
 from zeroshard.core.layout import Range, end_of
+from zeroshard.core.placement import Mesh
 from zeroshard.errors import PeerLostError, StallError
 from zeroshard.memory import Pool, mark, order_after
 
@@ -66,7 +66,7 @@ class NcclTransport:
         self._group = group
         self._device = device
         self._node_size = node_size
-        self._axes = Axes.of(self.size, node_size)
+        self._mesh = Mesh.of(self.size, node_size)
         self._pool = Pool(pool_bytes)
         self._temporaries = Pool(pool_bytes)
         self._under_way: list[NativeWork] = []
@@ -88,7 +88,7 @@ class NcclTransport:
     def _count(self, operation: str, by_rank: Callable[[int], int]) -> None:
         """Count what came from each other rank."""
         others = [rank for rank in range(self.size) if rank != self.rank]
-        between = sum(by_rank(rank) for rank in others if not self._axes.same_node(rank, self.rank))
+        between = sum(by_rank(rank) for rank in others if not self._mesh.same_node(rank, self.rank))
         self.traffic.add(operation, "nccl", sum(by_rank(rank) for rank in others), between=between)
 
     def all_gather(

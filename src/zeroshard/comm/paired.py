@@ -32,12 +32,12 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.dispatcher import Dispatcher, given_up
 from zeroshard.comm.gloo_peers import GlooPeers, Transfer
 from zeroshard.comm.links import Kind, Links
-from zeroshard.comm.mesh import Axes
 from zeroshard.comm.notices import Notices
 from zeroshard.comm.rendezvous import HostGroups
 from zeroshard.comm.transport import GradBuffer, Traffic, Work
 from zeroshard.comm.windows import GatherWork, PairedWindow, make_window
 from zeroshard.core.layout import Range
+from zeroshard.core.placement import Mesh
 from zeroshard.errors import PlanMismatch
 
 __all__ = ["PairedTransport"]
@@ -73,7 +73,7 @@ class PairedTransport:
         self.one_sided = self.name == "shared_memory"
         self.keyed = True
         self.traffic = Traffic() if traffic is None else traffic
-        self.axes = Axes.of(size, node_size)
+        self.mesh = Mesh.of(size, node_size)
         self.stall_timeout_s = stall_timeout_s
         self.alias = alias
         self.windows: dict[int, PairedWindow] = {}
@@ -279,7 +279,7 @@ class PairedTransport:
             self.traffic.add(operation, "local", 0)
         for peers, link in ((self.near, near), (self.far, "gloo")):
             if peers:
-                other_nodes = [peer for peer in peers if not self.axes.same_node(peer, self.rank)]
+                other_nodes = [peer for peer in peers if not self.mesh.same_node(peer, self.rank)]
                 between = sum(bytes_of.get(peer, 0) for peer in other_nodes)
                 self.traffic.add(
                     operation, link, sum(bytes_of.get(peer, 0) for peer in peers), between=between

@@ -12,13 +12,13 @@ import torch
 from torch import distributed as dist
 
 from zeroshard.comm.gloo_peers import Subgroup
-from zeroshard.comm.mesh import Axes
 from zeroshard.comm.nccl import NcclTransport
 from zeroshard.comm.one_process import OneProcess
 from zeroshard.comm.paired import PairedTransport
 from zeroshard.comm.shared_memory import make_gloo, make_paired
 from zeroshard.comm.transport import Traffic, Transport
 from zeroshard.comm.two_level import Lowering, TwoLevelTransport
+from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
 
 __all__ = ["make_transport"]
@@ -59,12 +59,12 @@ def make_transport(
     _check_name(name, 1 if group is None else group.size(), has_group=group is not None)
     if group is None or (group.size() == 1 and name in ("auto", "one_process")):
         return OneProcess(stall_timeout_s=stall_timeout_s, pool_bytes=pool_bytes)
-    axes = Axes.of(group.size(), node_size)
-    lowering = Lowering(axes.mesh, two_level, node_sums, hop_dtype)
+    mesh = Mesh.of(group.size(), node_size)
+    lowering = Lowering(mesh, two_level, node_sums, hop_dtype)
     options: dict[str, Any] = {"stall_timeout_s": stall_timeout_s, "pool_bytes": pool_bytes}
     if name == "nccl" or (name == "auto" and device.type != "cpu" and _has_native(group, device)):
         return _make_native(
-            group, axes, lowering, columns=columns, device=device, ordered=bool(ordered), **options
+            group, mesh, lowering, columns=columns, device=device, ordered=bool(ordered), **options
         )
     if ordered is False:
         raise ConfigError(
@@ -86,14 +86,14 @@ def make_transport(
         return make_paired(circle, node_size=node_size, traffic=traffic, **shared, **options)
 
     circle = Subgroup.of(group)
-    flat = make(circle, axes.node_size)
+    flat = make(circle, mesh.node_size)
     # one host has no slow wire to spare
     is_fast = flat.name == "shared_memory" and two_level is None
-    if axes.num_nodes == 1 or not (columns or (lowering.ever and not is_fast)):
+    if mesh.num_nodes == 1 or not (columns or (lowering.ever and not is_fast)):
         return flat
-    inside = make(circle.part(axes.local_group(circle.rank)), None, flat.traffic)
-    between = make(circle.part(axes.node_group(circle.rank)), 1, flat.traffic)
-    return TwoLevelTransport(flat, inside, between, axes=axes, lowering=lowering)
+    inside = make(circle.part(mesh.node(circle.rank)), None, flat.traffic)
+    between = make(circle.part(mesh.column(circle.rank)), 1, flat.traffic)
+    return TwoLevelTransport(flat, inside, between, mesh=mesh, lowering=lowering)
 
 
 def _check_name(name: str, world: int, *, has_group: bool) -> None:
@@ -111,7 +111,7 @@ def _check_name(name: str, world: int, *, has_group: bool) -> None:
 
 def _make_native(
     group: dist.ProcessGroup,
-    axes: Axes,
+    mesh: Mesh,
     lowering: Lowering,
     *,
     columns: bool,
@@ -119,24 +119,24 @@ def _make_native(
     ordered: bool,
     **options: Any,
 ) -> Transport:
-    flat = NcclTransport(group, device=device, ordered=ordered, node_size=axes.node_size, **options)
-    if axes.num_nodes == 1 or not (columns or lowering.ever):
+    flat = NcclTransport(group, device=device, ordered=ordered, node_size=mesh.node_size, **options)
+    if mesh.num_nodes == 1 or not (columns or lowering.ever):
         return flat
     options |= {"device": device, "ordered": ordered, "traffic": flat.traffic}
-    inside, between = (_subgroup(group, ranks) for ranks in _subsets(axes))
+    inside, between = (_subgroup(group, ranks) for ranks in _subsets(mesh))
     return TwoLevelTransport(
         flat,
         NcclTransport(inside, node_size=None, **options),
         NcclTransport(between, node_size=1, **options),
-        axes=axes,
+        mesh=mesh,
         lowering=lowering,
     )
 
 
-def _subsets(axes: Axes) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+def _subsets(mesh: Mesh) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Return the ranks of every node, and of every column."""
-    nodes = [axes.local_group(node * axes.node_size) for node in range(axes.num_nodes)]
-    return nodes, [axes.node_group(local) for local in range(axes.node_size)]
+    nodes = [mesh.node(node * mesh.node_size) for node in range(mesh.num_nodes)]
+    return nodes, [mesh.column(local) for local in range(mesh.node_size)]
 
 
 def _subgroup(group: dist.ProcessGroup, subsets: list[tuple[int, ...]]) -> dist.ProcessGroup:

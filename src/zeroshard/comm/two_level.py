@@ -31,7 +31,6 @@ import torch
 from zeroshard.comm import serving
 from zeroshard.comm.agree import compare
 from zeroshard.comm.codec import Codec
-from zeroshard.comm.mesh import Axes
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import GradBuffer, Traffic, Transport, Window, Work
 from zeroshard.core.cost import all_gather, cheapest, reduce_scatter
@@ -94,21 +93,21 @@ class TwoLevelTransport:
         inside: Transport,
         between: Transport,
         *,
-        axes: Axes,
+        mesh: Mesh,
         lowering: Lowering,
     ) -> None:
         assert (flat.size, inside.size, between.size) == (
-            axes.size,
-            axes.node_size,
-            axes.num_nodes,
-        ), axes
+            mesh.size,
+            mesh.node_size,
+            mesh.num_nodes,
+        ), mesh
         self.name = f"{inside.name} in nodes, {between.name} between"
         self.rank = flat.rank
         self.size = flat.size
         self.one_sided = False
         self.keyed = inside.keyed and between.keyed
         self.traffic: Traffic = flat.traffic
-        self.axes = axes
+        self.mesh = mesh
         self.lowering = lowering
         self._flat = flat
         self._inside = inside
@@ -219,8 +218,8 @@ class TwoLevelTransport:
         node order.
         """
         columns = []
-        for local in range(self.axes.node_size):
-            members = [ranges[rank] for rank in self.axes.node_group(local)]
+        for local in range(self.mesh.node_size):
+            members = [ranges[rank] for rank in self.mesh.column(local)]
             assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(members)), (
                 local,
                 ranges,
@@ -228,8 +227,7 @@ class TwoLevelTransport:
             columns.append((members[0][0], members[-1][1]))
         base = columns[self._inside.rank][0]
         return columns, [
-            (ranges[rank][0] - base, ranges[rank][1] - base)
-            for rank in self.axes.node_group(self.rank)
+            (ranges[rank][0] - base, ranges[rank][1] - base) for rank in self.mesh.column(self.rank)
         ]
 
     def begin_write(self) -> None:
