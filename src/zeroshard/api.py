@@ -21,6 +21,7 @@ from torch import nn
 from zeroshard.comm.agree import REMEDY, agree, differing
 from zeroshard.comm.codec import DTYPES as CODED
 from zeroshard.comm.select import make_transport
+from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Transport
 from zeroshard.config import Config, build_config
 from zeroshard.core.launched import meeting_file
@@ -201,11 +202,9 @@ def _make_context(
     precision = settings.resolved_precision()
     device = next(model.parameters()).device
     tiering = _make_tiering(settings, model, group, device)
-    transport = make_transport(
-        group,
+    spec = CommSpec(
+        asked.mesh,
         name=settings.comm.transport,
-        device=device,
-        node_size=asked.mesh.node_size,
         two_level=settings.comm.hierarchical,
         columns=policy.keeps_columns,
         node_sums=policy.sums_nodes,
@@ -214,6 +213,7 @@ def _make_context(
         stall_timeout_s=settings.stall_timeout_s,
         pool_bytes=2 * max(plan.numel for plan in asked.plans) * asked.dtypes.widest(precision),
     )
+    transport = make_transport(group, device, spec)
     return Context(
         policy=policy,
         precision=precision,

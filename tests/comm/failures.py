@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -15,8 +16,10 @@ from tests.comm.cases import check_sum, expected_sum, fill, same
 from tests.comm.common import CPU, Spec, opened, values
 from zeroshard.comm.links import Kind
 from zeroshard.comm.matching import Part
+from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Transport, Window
 from zeroshard.core.layout import end_of
+from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError, PeerLostError, PlanMismatch, StallError, StateError
 
 
@@ -409,6 +412,7 @@ def without_memfd_all_use_gloo(rank: int, world_size: int) -> tuple[str, list[st
     def refuse(num_bytes: int, *, reserved: bool = True) -> int:
         raise OSError(38, "Function not implemented")
 
+    spec = CommSpec(Mesh(1, world_size), stall_timeout_s=10.0)
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -417,11 +421,11 @@ def without_memfd_all_use_gloo(rank: int, world_size: int) -> tuple[str, list[st
     if rank == world_size - 1:
         memfd.create = refuse
     try:
-        transport = make_transport(None, name="auto", stall_timeout_s=10.0)
+        transport = make_transport(None, CPU, spec)
         assert transport.exchange(bytes([rank])) == [bytes([r]) for r in range(world_size)]
         transport.close()
         try:
-            make_transport(None, name="shared_memory", stall_timeout_s=10.0)
+            make_transport(None, CPU, replace(spec, name="shared_memory"))
         except ConfigError as error:
             assert "Function not implemented" in str(error)
         else:

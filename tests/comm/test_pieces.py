@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from zeroshard.comm.matching import Matching, Part
 from zeroshard.comm.rendezvous import _agree
 from zeroshard.comm.select import make_transport
 from zeroshard.comm.slots import FAR, SlotPool
+from zeroshard.comm.spec import CommSpec
+from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError, PeerLostError, StallError
 
 CPU = torch.device("cpu")
@@ -174,9 +177,10 @@ def test_a_host_where_one_pair_cannot_connect_counts_as_many() -> None:
 
 
 def test_selection_refuses_what_it_cannot_give() -> None:
-    assert make_transport(None).name == "one_process"
+    alone = CommSpec(Mesh(1, 1))
+    assert make_transport(None, CPU, alone).name == "one_process"
     with pytest.raises(ConfigError, match=r"init_distributed"):
-        make_transport(None, name="gloo")
+        make_transport(None, CPU, replace(alone, name="gloo"))
 
 
 def test_what_fails_in_another_transport_is_not_the_error_of_who_waits() -> None:

@@ -44,9 +44,7 @@ _SPILL_AFTER_S = 0.1
 class Collectives:
     """The gradient pool of one transport and what is under way in it."""
 
-    def __init__(
-        self, transport: PairedTransport, *, node_size: int | None, pool_bytes: int | None
-    ) -> None:
+    def __init__(self, transport: PairedTransport, *, pool_bytes: int | None) -> None:
         self.matching = Matching()
         self.slots = SlotPool(
             self._announce_slot if transport.near else None, self._withdraw_slot, pool_bytes
@@ -56,7 +54,7 @@ class Collectives:
         self._transport = transport
         self._rank = transport.rank
         self._size = transport.size
-        self._node_size = node_size
+        self._node_size = transport.mesh.node_size
         self._far_pool = Pool(pool_bytes)
 
     def grad_buffer(

@@ -30,9 +30,9 @@ from zeroshard.comm.codec import Codec
 from zeroshard.comm.compat import all_gather_single, reduce_scatter_single
 from zeroshard.comm.matching import sum_parts
 from zeroshard.comm.private_window import PrivateWindow
+from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import GradBuffer, Traffic, Work
 from zeroshard.core.layout import Range, end_of
-from zeroshard.core.placement import Mesh
 from zeroshard.errors import PeerLostError, StallError
 from zeroshard.memory import Pool, mark, order_after
 
@@ -47,28 +47,23 @@ class NcclTransport:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        *,
         device: torch.device,
-        ordered: bool = False,
-        node_size: int | None = None,
-        stall_timeout_s: float = 300.0,
-        pool_bytes: int | None = None,
-        traffic: Traffic | None = None,
+        spec: CommSpec,
+        traffic: Traffic,
     ) -> None:
         self.name = "nccl"
         self.rank = group.rank()
         self.size = group.size()
         self.one_sided = False
         self.keyed = False
-        self.traffic = Traffic() if traffic is None else traffic
-        self.stall_timeout_s = stall_timeout_s
-        self.ordered = ordered
+        self.traffic = traffic
+        self.stall_timeout_s = spec.stall_timeout_s
+        self.ordered = bool(spec.ordered)
         self._group = group
         self._device = device
-        self._node_size = node_size
-        self._mesh = Mesh.of(self.size, node_size)
-        self._pool = Pool(pool_bytes)
-        self._temporaries = Pool(pool_bytes)
+        self._mesh = spec.mesh
+        self._pool = Pool(spec.pool_bytes)
+        self._temporaries = Pool(spec.pool_bytes)
         self._under_way: list[NativeWork] = []
 
     def window(
@@ -183,7 +178,7 @@ class NcclTransport:
                 parts,
                 out,
                 codec=codec,
-                node_size=self._node_size if self.ordered else None,
+                node_size=self._mesh.node_size if self.ordered else None,
                 accumulate=accumulate,
             )
             self._temporaries.give(loan)

@@ -12,6 +12,7 @@ import torch
 
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.matching import sum_parts
+from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import DoneWork, GradBuffer, Traffic, Work
 from zeroshard.core.layout import Range, end_of
 from zeroshard.memory import Pool
@@ -55,15 +56,15 @@ class _Window:
 class OneProcess:
     """A Transport without peers."""
 
-    def __init__(self, *, stall_timeout_s: float = 300.0, pool_bytes: int | None = None) -> None:
+    def __init__(self, spec: CommSpec) -> None:
         self.name = "one_process"
         self.rank = 0
         self.size = 1
         self.one_sided = True
         self.keyed = True
         self.traffic = Traffic()
-        self.stall_timeout_s = stall_timeout_s
-        self._pool = Pool(pool_bytes)
+        self.stall_timeout_s = spec.stall_timeout_s
+        self._pool = Pool(spec.pool_bytes)
 
     def window(
         self,

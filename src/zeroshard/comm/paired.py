@@ -30,14 +30,14 @@ from zeroshard.comm.calls import framed, unframed
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.dispatcher import Dispatcher, given_up
-from zeroshard.comm.gloo_peers import GlooPeers, Transfer
+from zeroshard.comm.gloo_peers import GlooPeers, Subgroup, Transfer
 from zeroshard.comm.links import Kind, Links
 from zeroshard.comm.notices import Notices
 from zeroshard.comm.rendezvous import HostGroups
+from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import GradBuffer, Traffic, Work
 from zeroshard.comm.windows import GatherWork, PairedWindow, make_window
 from zeroshard.core.layout import Range
-from zeroshard.core.placement import Mesh
 from zeroshard.errors import PlanMismatch
 
 __all__ = ["PairedTransport"]
@@ -52,41 +52,38 @@ class PairedTransport:
 
     def __init__(
         self,
-        rank: int,
-        size: int,
+        subgroup: Subgroup,
         neighbours: HostGroups,
+        spec: CommSpec,
+        traffic: Traffic,
         *,
         connections: Any,
         notices: Notices | None = None,
-        node_size: int | None = None,
-        stall_timeout_s: float = 300.0,
-        pool_bytes: int | None = None,
-        alias: bool = True,
-        traffic: Traffic | None = None,
-        members: Sequence[int] | None = None,
     ) -> None:
-        self.rank = rank
-        self.size = size
+        self.rank = subgroup.rank
+        self.size = subgroup.size
+        self.members = subgroup.members
         self.near = [rank for rank in neighbours.group_of(self.rank) if rank != self.rank]
         self.far = [rank for rank in range(self.size) if rank not in neighbours.group_of(self.rank)]
         self.name = _name(neighbours.groups)
         self.one_sided = self.name == "shared_memory"
         self.keyed = True
-        self.traffic = Traffic() if traffic is None else traffic
-        self.mesh = Mesh.of(size, node_size)
-        self.stall_timeout_s = stall_timeout_s
-        self.alias = alias
+        self.traffic = traffic
+        self.mesh = spec.mesh
+        self.stall_timeout_s = spec.stall_timeout_s
+        self.alias = spec.alias
         self.windows: dict[int, PairedWindow] = {}
         self._num_windows = 0
         self._num_writes = 0
-        self.collectives = Collectives(self, node_size=node_size, pool_bytes=pool_bytes)
-        self.members = tuple(range(size)) if members is None else tuple(members)
-        links = Links(neighbours.sockets, members=self.members, stall_timeout_s=stall_timeout_s)
+        self.collectives = Collectives(self, pool_bytes=spec.pool_bytes)
+        links = Links(
+            neighbours.sockets, members=self.members, stall_timeout_s=spec.stall_timeout_s
+        )
         self.dispatcher = Dispatcher(
-            rank, links, self.near, self.collectives.matching, self.collectives.slots.release
+            self.rank, links, self.near, self.collectives.matching, self.collectives.slots.release
         )
         self.messages = GlooPeers(
-            connections, rank, members=self.members, wake=links.wake, wait=self._wait_transfers
+            connections, self.rank, members=self.members, wake=links.wake, wait=self._wait_transfers
         )
         self._notices = notices if self.far else None
         self._has_given_up = False
