@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroshard.comm.agree import REMEDY, agree, differing
+from zeroshard.comm.agree import REMEDY, agree, differing, through
 from zeroshard.comm.codec import DTYPES as CODED
 from zeroshard.comm.select import make_transport
 from zeroshard.comm.spec import CommSpec
@@ -121,10 +121,11 @@ def shard(
         asked = _checked(model, optimizer, settings, group, sync_from)
     except ZeroshardError as refused:
         error = refused
-    agree(group, {} if asked is None else asked.report, error=error)
+    report = {} if asked is None else asked.report
+    agree(through(group), report, call="shard()", error=error, remedy=REMEDY)
     assert asked is not None  # else that has raised
     # of a deferred model: told only where no file overwrites them
-    differences = differing(group, asked.values) if asked.values else {}
+    differences = differing(through(group), asked.values, call="shard()") if asked.values else {}
     context = _make_context(model, asked, group, sync_from, trains=optimizer is not None)
     faults = context.faults
     faults.in_shard = True
@@ -259,7 +260,7 @@ def _make_tiering(
         error = failed
     if offload.away:
         try:
-            agree(group, {}, error=error, refusal=StorageError)
+            agree(through(group), {}, call="shard()", error=error, refusal=StorageError)
         except StorageError:
             for store in stores.values():
                 store.close()

@@ -100,13 +100,13 @@ def test_the_pool_stays_within_its_limit_and_always_gives_one() -> None:
     first = pool.take(3000, torch.float32, CPU)  # larger than the limit, but the only one
     assert first is not None and first.data.numel() == 3000
     assert pool.take(64, torch.float32, CPU) is None
-    pool.hand_over(first, {0, 1, FAR})
+    pool.submit(first, {0, 1, FAR})
     for reader in (0, FAR, 1):
         assert pool.take(64, torch.float32, CPU) is None
         pool.release(first.slot, reader)
     again = pool.take(64, torch.float32, CPU)  # the idle slot fits
     assert again is not None and again.slot == first.slot and made == [12288] and not dropped
-    pool.give_back(again)
+    pool.give(again)
     # the idle slot does not: it is dropped first
     assert pool.take(4000, torch.float32, CPU) is not None
     assert dropped == [first.slot] and pool.total_bytes() == 16384
@@ -117,7 +117,7 @@ def test_a_spilled_slot_vanishes_when_it_comes_back() -> None:
     first = pool.take(1024, torch.float32, CPU)
     spilled = pool.take(1024, torch.float32, CPU, spill=True)
     assert first is not None and spilled is not None
-    pool.hand_over(spilled, {1})
+    pool.submit(spilled, {1})
     pool.release(spilled.slot, 1)
     assert dropped == [spilled.slot] and pool.total_bytes() == 4096
 
@@ -125,10 +125,10 @@ def test_a_spilled_slot_vanishes_when_it_comes_back() -> None:
 def test_a_loan_from_before_an_abandon_cannot_be_given_back() -> None:
     pool, _, _ = make_pool(4096)
     old = pool.take(1024, torch.float32, CPU)
-    pool.forget()
+    pool.reset()
     new = pool.take(1024, torch.float32, CPU)
     assert old is not None and new is not None and old.slot == new.slot
-    pool.give_back(old)
+    pool.give(old)
     assert pool.take(1024, torch.float32, CPU) is None  # `new` is still on loan
 
 

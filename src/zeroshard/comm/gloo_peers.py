@@ -220,7 +220,7 @@ class Transfer:
         with self._lock:
             return set(self._receiving)
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """Finish a transfer that is `done`: raise what went wrong, move staged arrivals to their
         device.
         """
@@ -294,7 +294,7 @@ class GlooPeers:
     no peer to reach).
 
     `wake` is called by another thread when a transfer ends; `wait` blocks until all of some
-    transfers are done and lands them.
+    transfers are done and finishes them.
     """
 
     def __init__(

@@ -131,7 +131,7 @@ class Matching:
             if rank in parts:
                 parts[rank].copy_out()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop everything without telling anybody."""
         self.contributions.clear()
         self.pending.clear()

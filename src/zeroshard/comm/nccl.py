@@ -9,8 +9,9 @@ dtype.
 
 Invariant: every rank makes the same calls in the same order (the engine's identity check tells when
 not). Collectives are enqueued behind the current stream; `Work.wait` makes the then current stream
-wait. A hang on the device is the backend's watchdog's to report; where Work.wait blocks the host
-(CPU backends), it ends in StallError.
+wait. Small messages go over the control plane, beside the device and its streams. A hang on the
+device is the backend's watchdog's to report; where Work.wait blocks the host (CPU backends), it
+ends in StallError.
 
 Cost per rank, N equal shares, buffer of B bytes: gather and reduce receive ``B (N-1)/N`` each; a
 temporary slice per reduce, N of them when ordered.
@@ -25,13 +26,13 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from zeroshard.comm.calls import framed, unframed
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.compat import all_gather_single, reduce_scatter_single
+from zeroshard.comm.control import PeerControl
 from zeroshard.comm.matching import sum_parts
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.spec import CommSpec
-from zeroshard.comm.transport import GradBuffer, Traffic, Work
+from zeroshard.comm.transport import GradBuffer, Work
 from zeroshard.core.layout import Range, end_of
 from zeroshard.errors import PeerLostError, StallError
 from zeroshard.memory import Pool, mark, order_after
@@ -49,15 +50,15 @@ class NcclTransport:
         group: dist.ProcessGroup,
         device: torch.device,
         spec: CommSpec,
-        traffic: Traffic,
+        control: PeerControl,
     ) -> None:
+        self.control = control
         self.name = "nccl"
         self.rank = group.rank()
         self.size = group.size()
         self.one_sided = False
         self.keyed = False
-        self.traffic = traffic
-        self.stall_timeout_s = spec.stall_timeout_s
+        self.traffic = control.traffic
         self.ordered = bool(spec.ordered)
         self._group = group
         self._device = device
@@ -65,6 +66,15 @@ class NcclTransport:
         self._pool = Pool(spec.pool_bytes)
         self._temporaries = Pool(spec.pool_bytes)
         self._under_way: list[NativeWork] = []
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """Seconds until a wait raises StallError."""
+        return self.control.stall_timeout_s
+
+    @stall_timeout_s.setter
+    def stall_timeout_s(self, seconds: float) -> None:
+        self.control.stall_timeout_s = seconds
 
     def window(
         self,
@@ -210,34 +220,13 @@ class NcclTransport:
         for work in [work for work in self._under_way if work.is_gather]:
             work.wait()
 
-    def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
-        frame, what = framed(call, payload), f"exchange of {call}"
-        lengths = torch.zeros(self.size, dtype=torch.int64, device=self._device)
-        own = torch.tensor([len(frame)], dtype=torch.int64).to(self._device)
-        self._block(all_gather_single(lengths, own, group=self._group, async_op=True), what)
-        sizes = [int(size) for size in lengths.tolist()]
-        longest = max(*sizes, 1)
-        padded = torch.frombuffer(bytearray(frame.ljust(longest, b"\0")), dtype=torch.uint8).to(
-            self._device
-        )
-        everything = torch.empty(self.size * longest, dtype=torch.uint8, device=self._device)
-        self._block(all_gather_single(everything, padded, group=self._group, async_op=True), what)
-        rows = everything.cpu().view(self.size, longest)
-        payloads = unframed(
-            [rows[rank, : sizes[rank]].numpy().tobytes() for rank in range(self.size)],
-            range(self.size),
-        )
-        self._count("exchange", lambda rank: len(payloads[rank]))
-        return payloads
-
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         data = tensor.detach()
         flat = (
             data.contiguous() if data.device == self._device else data.to(self._device).contiguous()
         )
-        self._block(
-            dist.broadcast(flat, group=self._group, group_src=source, async_op=True), "broadcast"
-        )
+        work = dist.broadcast(flat, group=self._group, group_src=source, async_op=True)
+        await_native(work, "broadcast", self.stall_timeout_s, self.rank, self.size)
         if flat.data_ptr() != data.data_ptr():
             data.copy_(flat)
         if self.rank != source:
@@ -246,24 +235,21 @@ class NcclTransport:
                 lambda rank: flat.numel() * flat.element_size() if rank == source else 0,
             )
 
-    def _block(self, work: Any, what: str) -> None:
-        await_native(work, what, self.stall_timeout_s, self.rank, self.size)
-
     def progress(self) -> None: ...
-
-    def check_peers(self, what: str) -> None: ...
 
     def give_up(self) -> None:
         left, self._under_way = self._under_way, []
         # a collective that was enqueued cannot be recalled; every rank enqueued the same ones
         for work in left:
-            work.forget()
+            work.release()
+        self.control.give_up()
 
     def abandon(self) -> None:
         self.give_up()
-        self.exchange(b"", "engine.reset()")
+        self.control.abandon()
 
     def close(self) -> None:
+        self.control.close()
         self._under_way = []
         self._pool.clear()
         self._temporaries.clear()
@@ -310,7 +296,7 @@ class NativeWork:
                 )
             self._after()
             self._finished = mark(self._alive[0].device)
-            self.forget()
+            self.release()
             self._transport.finished(self)
 
     def wait(self) -> None:
@@ -320,8 +306,8 @@ class NativeWork:
     def done(self) -> bool:
         return self._finished is not None or all(work.is_completed() for work in self._works)
 
-    def forget(self) -> None:
-        """Drop what the collectives used."""
+    def release(self) -> None:
+        """Release what the collectives used."""
         self._works, self._alive, self._after = [], [], lambda: None
 
 

@@ -53,6 +53,18 @@ class _Window:
         self.full, self.local = None, torch.empty(0)
 
 
+class _Alone:
+    """A Control without peers."""
+
+    rank = 0
+    size = 1
+
+    def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
+        return [payload]
+
+    def check_peers(self, what: str) -> None: ...
+
+
 class OneProcess:
     """A Transport without peers."""
 
@@ -63,6 +75,7 @@ class OneProcess:
         self.one_sided = True
         self.keyed = True
         self.traffic = Traffic()
+        self.control = _Alone()
         self.stall_timeout_s = spec.stall_timeout_s
         self._pool = Pool(spec.pool_bytes)
 
@@ -116,15 +129,10 @@ class OneProcess:
 
     def begin_write(self) -> None: ...
 
-    def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
-        return [payload]
-
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         assert source == 0, source
 
     def progress(self) -> None: ...
-
-    def check_peers(self, what: str) -> None: ...
 
     def give_up(self) -> None: ...
 

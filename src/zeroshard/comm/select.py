@@ -11,10 +11,11 @@ from dataclasses import replace
 import torch
 from torch import distributed as dist
 
+from zeroshard.comm.connect import make_control
 from zeroshard.comm.gloo_peers import Subgroup
 from zeroshard.comm.nccl import NcclTransport
 from zeroshard.comm.one_process import OneProcess
-from zeroshard.comm.shared_memory import make_gloo, make_paired
+from zeroshard.comm.paired import PairedTransport
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Traffic, Transport
 from zeroshard.comm.two_level import Lowering, TwoLevelTransport
@@ -73,8 +74,11 @@ def _check_name(name: str, world: int, *, has_group: bool) -> None:
 
 
 def _make_paired(group: dist.ProcessGroup, spec: CommSpec) -> Transport:
-    make = make_gloo if spec.name == "gloo" else make_paired
     everyone, mesh, lowering = Subgroup.of(group), spec.mesh, _lowering(spec)
+
+    def make(subgroup: Subgroup, spec: CommSpec, traffic: Traffic) -> PairedTransport:
+        return PairedTransport(make_control(subgroup, spec, traffic), spec)
+
     flat = make(everyone, spec, Traffic())
     # one host has no slow wire to spare
     is_fast = flat.name == "shared_memory" and spec.two_level is None
@@ -91,16 +95,17 @@ def _make_paired(group: dist.ProcessGroup, spec: CommSpec) -> Transport:
 
 
 def _make_native(group: dist.ProcessGroup, device: torch.device, spec: CommSpec) -> Transport:
-    mesh, lowering, traffic = spec.mesh, _lowering(spec), Traffic()
-    flat = NcclTransport(group, device, spec, traffic)
+    mesh, lowering = spec.mesh, _lowering(spec)
+    control = make_control(Subgroup.of(group), replace(spec, name="nccl"), Traffic())
+    flat = NcclTransport(group, device, spec, control)
     if mesh.num_nodes == 1 or not (spec.columns or lowering.ever):
         return flat
     node, column = (_subgroup(group, ranks) for ranks in _subsets(mesh))
     inside, between = _levels(spec)
     return TwoLevelTransport(
         flat,
-        NcclTransport(node, device, inside, traffic),
-        NcclTransport(column, device, between, traffic),
+        NcclTransport(node, device, inside, control),
+        NcclTransport(column, device, between, control),
         mesh=mesh,
         lowering=lowering,
     )

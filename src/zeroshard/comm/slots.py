@@ -1,11 +1,11 @@
 """The pool of gradient buffers: a few slots of memory that peers on this host can read, reused
 for ever.
 
-A slot is lent to the engine (`take`), handed to a reduce (`hand_over`: it now waits for everyone
+A slot is lent to the engine (`take`), handed to a reduce (`submit`: it now waits for everyone
 who reads it) and comes back by itself when the last of them has finished (`release`)::
 
-    idle --take--> lent --hand_over--> awaiting {readers} --release of each--> idle
-                    \\--give_back--> idle
+    idle --take--> lent --submit--> awaiting {readers} --release of each--> idle
+                    \\--give--> idle
 
 Invariant: a slot is idle only when nobody reads it; all slots together stay within `limit_bytes`,
 but for a single slot, which may be larger, and slots that were `spill`ed, which vanish when they
@@ -125,35 +125,35 @@ class SlotPool:
         slot = self.slots[number] = Slot(number, memory)
         return slot
 
-    def hand_over(self, buffer: GradBuffer, readers: set[int]) -> None:
+    def submit(self, buffer: GradBuffer, readers: set[int]) -> None:
         """End the loan; the slot is idle again once each of `readers` has been released."""
         slot = self.slots[buffer.slot]
         assert slot.loan is buffer, f"gradient buffer {buffer.slot} is not on loan"
         slot.loan, slot.readers = None, set(readers)
-        self._settle(slot)
+        self._drop_spilled(slot)
 
     def release(self, number: int, reader: int) -> None:
         """Note that `reader` has finished with slot `number`."""
         slot = self.slots[number]
         slot.readers.remove(reader)
-        self._settle(slot)
+        self._drop_spilled(slot)
 
-    def give_back(self, buffer: GradBuffer) -> None:
-        """End the loan of a buffer that nobody will read. Buffers from before `forget` are
+    def give(self, buffer: GradBuffer) -> None:
+        """End the loan of a buffer that nobody will read. Buffers from before `reset` are
         ignored.
         """
         slot = self.slots.get(buffer.slot)
         if slot is not None and slot.loan is buffer:
             slot.loan = None
-            self._settle(slot)
+            self._drop_spilled(slot)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Make every slot idle: nobody reads any longer, and loans are void."""
         for slot in list(self.slots.values()):
             slot.loan, slot.readers = None, set()
-            self._settle(slot)
+            self._drop_spilled(slot)
 
-    def _settle(self, slot: Slot) -> None:
+    def _drop_spilled(self, slot: Slot) -> None:
         if slot.spilled and slot.idle:
             self._drop(slot)
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from zeroshard.comm import serving
-from zeroshard.comm.agree import compare
+from zeroshard.comm.agree import agree
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import GradBuffer, Traffic, Transport, Window, Work
@@ -107,6 +107,7 @@ class TwoLevelTransport:
         self.one_sided = False
         self.keyed = inside.keyed and between.keyed
         self.traffic: Traffic = flat.traffic
+        self.control = flat.control
         self.mesh = mesh
         self.lowering = lowering
         self._flat = flat
@@ -148,8 +149,8 @@ class TwoLevelTransport:
         or placement.
         """
         assert len(ranges) == self.size, (key, ranges, self.size)
-        compare(
-            self._flat,
+        agree(
+            self.control.exchange,
             {f"window {key}": f"{list(ranges)} {dtype} {kind}"},
             call=f"the making of window {key}",
         )
@@ -347,9 +348,6 @@ class TwoLevelTransport:
         """Start every second level that has become possible."""
         self._under_way = [chain for chain in self._under_way if not chain.advance()]
 
-    def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
-        return self._flat.exchange(payload, call)
-
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         self._flat.broadcast(tensor, source)
 
@@ -357,10 +355,6 @@ class TwoLevelTransport:
         for transport in (self._flat, self._inside, self._between):
             transport.progress()
         self.serve()
-
-    def check_peers(self, what: str) -> None:
-        for transport in (self._inside, self._between, self._flat):
-            transport.check_peers(what)
 
     def give_up(self) -> None:
         left, self._under_way = self._under_way, []
