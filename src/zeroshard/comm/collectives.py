@@ -1,8 +1,8 @@
 """Reduces, and gathers of memory that is no window: operations that need a part of every rank.
 
-A reduce hands our slot over: near peers are told where their slice of it lies (READY) and say when
-they no longer need it (ACK), far peers are sent theirs. Our own slice of everybody's part is summed
-in the canonical order once it is complete (``parts.py``)::
+A reduce submits our slot: READY tells near peers where their slice of it lies, ACK that they no
+longer need it; far peers are sent theirs. Our own slice of everybody's part is summed in the
+canonical order once it is complete (``matching.py``)::
 
     rank 0's slot |  s0  |  s1  |   READY(key, n, slot, range) -->   rank 1 adds s1 of every slot,
                                                                      in order, into `out`
@@ -105,13 +105,13 @@ class Collectives(Plane):
             found.extend([] if taken is None else [taken])
             return bool(found)
 
-        told: set[int] = set()
+        asked: set[int] = set()
 
         def idle() -> None:
             """Ask for relief once, and relieve ourselves once the peers have ([Note: relief])."""
             stuck_on = self.slots.readers() - {FAR, self._rank}
-            self._control.dispatcher.send(Kind.STUCK, to=sorted(stuck_on - told))
-            told.update(stuck_on)
+            self._control.dispatcher.send(Kind.STUCK, to=sorted(stuck_on - asked))
+            asked.update(stuck_on)
             if any(slot.readers == {self._rank} for slot in self.slots.slots.values()):
                 self.matching.relieve(self._rank)
 
@@ -345,12 +345,12 @@ class Collectives(Plane):
         self._control.dispatcher.send(Kind.DROP, number)
 
     def progress(self) -> None:
-        landed = [entry for entry in self._arriving if entry[0].done()]
-        for transfer, then in landed:
+        ended = [entry for entry in self._arriving if entry[0].done()]
+        for transfer, then in ended:
             transfer.wait()
             self._arriving = [entry for entry in self._arriving if entry[0] is not transfer]
             then()
-        while self.matching.finish_ripe():
+        while self.matching.advance():
             self._control.dispatcher.collect(0.0)
 
     def relieve(self) -> None:

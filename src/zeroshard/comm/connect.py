@@ -12,7 +12,7 @@ from functools import partial
 
 from zeroshard.comm.control import PeerControl
 from zeroshard.comm.gloo_peers import Subgroup, connect, notices_of
-from zeroshard.comm.rendezvous import HostGroups, meet_neighbours
+from zeroshard.comm.rendezvous import HostGroups, find_hosts
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Traffic
 from zeroshard.errors import ConfigError
@@ -38,7 +38,7 @@ def make_control(subgroup: Subgroup, spec: CommSpec, traffic: Traffic) -> PeerCo
     if spec.name != "gloo":
         meeting = make(hosts, spec.mesh, Traffic(), stall_timeout_s=patient_s)
         try:
-            hosts = meet_neighbours(subgroup.rank, meeting.exchange_quietly, call="shard()")
+            hosts = find_hosts(subgroup.rank, meeting.exchange_quietly, call="shard()")
         finally:
             meeting.close()
     if hosts.problems and spec.name != "nccl":

@@ -110,7 +110,7 @@ class Dispatcher:
         }
 
     def require_same_generation(self, peers: Sequence[int], what: str) -> None:
-        """Raise StateError when one of `peers` has forgotten what we wait for."""
+        """Raise StateError when one of `peers` has given up what we wait for."""
         ahead = [
             self.links.members[peer]
             for peer in peers
@@ -150,7 +150,7 @@ class Dispatcher:
                 raise error
 
     def _refuse(self, reason: str) -> NoReturn:
-        """Tell every peer that ranks wait for each other in different calls, and raise it."""
+        """Send every peer that ranks wait for each other in different calls, and raise it."""
         self.send(Kind.REFUSED, self._num_ended, tail=reason.encode()[:MAX_TAIL])
         self._num_ended = self._num_exchanges
         raise PlanMismatch(reason)

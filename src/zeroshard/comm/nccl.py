@@ -124,7 +124,7 @@ class NcclTransport:
         for work in [work for work in self._under_way if not work.is_gather]:
             if self._pool.has_room(numel * dtype.itemsize):
                 break
-            work.finish()
+            work.complete()
         return GradBuffer(self._pool.take(numel, dtype, device))
 
     def return_buffer(self, buffer: GradBuffer) -> None:
@@ -212,7 +212,7 @@ class NcclTransport:
         self._under_way.append(work)
         return work
 
-    def finished(self, work: NativeWork) -> None:
+    def untrack(self, work: NativeWork) -> None:
         """Stop tracking `work`, which has ended."""
         self._under_way = [other for other in self._under_way if other is not work]
 
@@ -283,7 +283,7 @@ class NativeWork:
         self._alive = alive  # the collectives' memory, until they are waited for
         self._finished: Any = None  # an event behind `after`, once that has been enqueued
 
-    def finish(self) -> None:
+    def complete(self) -> None:
         """Let the current stream wait for the collectives and do the rest on it."""
         if self._finished is None:
             for work in self._works:
@@ -297,10 +297,10 @@ class NativeWork:
             self._after()
             self._finished = mark(self._alive[0].device)
             self.release()
-            self._transport.finished(self)
+            self._transport.untrack(self)
 
     def wait(self) -> None:
-        self.finish()
+        self.complete()
         order_after(self._finished)  # the stream that finished may not be the one that waits now
 
     def done(self) -> bool:

@@ -22,7 +22,7 @@ from zeroshard.comm import memfd
 from zeroshard.comm.agree import Exchange, failures
 from zeroshard.comm.links import peer_credentials, send_record
 
-__all__ = ["HostGroups", "boot_id", "meet_neighbours"]
+__all__ = ["HostGroups", "boot_id", "find_hosts"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
@@ -30,7 +30,7 @@ _NETWORK = Path("/proc/self/ns/net")
 
 @dataclass
 class HostGroups:
-    """What `meet_neighbours` found."""
+    """What `find_hosts` found."""
 
     groups: list[list[int]]  # the ranks of each host, in rank order; the same on every rank
     # to the other ranks of our group
@@ -52,7 +52,7 @@ def boot_id() -> str:
     return f"{_BOOT_ID.read_text().strip()} {_NETWORK.stat().st_ino}"
 
 
-def meet_neighbours(rank: int, exchange: Exchange, *, call: str) -> HostGroups:
+def find_hosts(rank: int, exchange: Exchange, *, call: str) -> HostGroups:
     """Find the ranks of this host and connect to them. Collective over `exchange`; never raises
     on one rank only.
     """
@@ -95,7 +95,7 @@ def meet_neighbours(rank: int, exchange: Exchange, *, call: str) -> HostGroups:
 
 
 def _introduce() -> tuple[socket.socket | None, dict[str, str]]:
-    """Open a listener and try the memory; what goes wrong is told to the others instead of
+    """Open a listener and try the memory; errors are sent to the others instead of
     raised.
     """
     listener = None

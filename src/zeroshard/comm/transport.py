@@ -7,9 +7,9 @@ transport, because a transport may be able to let a peer read them where they li
   of one logical buffer. ``gather`` brings the peers' slices together (all-gather). A window may
   rest *replicated* (the whole buffer is here, our slice of it is ours to write and the others'
   slices are brought up to date by ``gather``), or *sharded* (only our slice is here).
-* a **gradient buffer** is a temporary whole-segment buffer out of a bounded pool. ``reduce`` hands
-  it over: every rank ends with the sum over ranks of its own slice (reduce-scatter), and the buffer
-  returns to the pool by itself.
+* a **gradient buffer** is a temporary whole-segment buffer out of a bounded pool. ``reduce``
+  submits it: every rank ends with the sum over ranks of its own slice (reduce-scatter), and the
+  buffer returns to the pool by itself.
 
 The reduction is the canonical tree of ``comm/ordered.py``: ranks of one node in local order, then
 node sums in node order, in fp32.
@@ -64,7 +64,7 @@ class Window(Protocol):
         """Say that our slice is written and may be read. Never blocks."""
 
     def close(self) -> None:
-        """Give the memory back (peers keep theirs). Tensors handed out stay valid as long as
+        """Release the memory (peers keep theirs). Tensors handed out stay valid as long as
         somebody holds them.
         """
 
@@ -175,7 +175,7 @@ class Transport(Protocol):
         """
 
     def return_buffer(self, buffer: GradBuffer) -> None:
-        """Give back a buffer that was never handed to `reduce`."""
+        """Return a buffer to the pool that was never submitted to `reduce`."""
 
     def reduce(
         self,
@@ -226,8 +226,8 @@ class Transport(Protocol):
         """Take note of what has arrived and do the sums that have become possible. Never blocks."""
 
     def give_up(self) -> None:
-        """After an exception: forget everything under way, and tell the other ranks, whose waits
-        for this one raise StateError. Never blocks.
+        """After an exception: leave everything under way. The other ranks' waits for this one
+        raise StateError. Never blocks.
         """
 
     def abandon(self) -> None:
