@@ -79,6 +79,15 @@ def _add_overhead(kinds: Any) -> None:
     overhead.add_argument(
         "--threads", type=_count(1), help="threads for the ratio (default: cores)"
     )
+    overhead.add_argument(
+        "--fake-world",
+        type=_count(2),
+        metavar="RANKS",
+        help=(
+            "instead: the CPU time of the engine itself beside FSDP2's, one thread of one rank of"
+            " a fake process group of RANKS"
+        ),
+    )
     _add_common(overhead, steps=20)
     overhead.set_defaults(handler=_overhead)
 
@@ -340,6 +349,12 @@ def _offload(arguments: argparse.Namespace) -> int:
 
 
 def _overhead(arguments: argparse.Namespace) -> int:
+    if arguments.fake_world is not None:
+        from benchmarks.fake_world import Options, run
+
+        rounds = arguments.pairs or Options.rounds
+        options = Options(arguments.fake_world, steps=arguments.steps, rounds=rounds)
+        return run(options, out=arguments.out, as_json=arguments.json)
     from benchmarks.commands import overhead
 
     return overhead(arguments, threads=arguments.threads or len(os.sched_getaffinity(0)))

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroshard.comm.agree import REMEDY, agree, differing
+from zeroshard.comm.agree import REMEDY, agree, differing, through
 from zeroshard.comm.codec import DTYPES as CODED
-from zeroshard.comm.mesh import Axes
 from zeroshard.comm.select import make_transport
+from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Transport
 from zeroshard.config import Config, build_config
 from zeroshard.core.launched import meeting_file
-from zeroshard.core.placement import Tier
+from zeroshard.core.placement import Mesh, Tier
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.errors import ConfigError, StorageError, ZeroshardError
 from zeroshard.memory import MemoryCounter, Pages
@@ -121,10 +121,11 @@ def shard(
         asked = _checked(model, optimizer, settings, group, sync_from)
     except ZeroshardError as refused:
         error = refused
-    agree(group, {} if asked is None else asked.report, error=error)
+    report = {} if asked is None else asked.report
+    agree(through(group), report, call="shard()", error=error, remedy=REMEDY)
     assert asked is not None  # else that has raised
     # of a deferred model: told only where no file overwrites them
-    differences = differing(group, asked.values) if asked.values else {}
+    differences = differing(through(group), asked.values, call="shard()") if asked.values else {}
     context = _make_context(model, asked, group, sync_from, trains=optimizer is not None)
     faults = context.faults
     faults.in_shard = True
@@ -151,7 +152,7 @@ class _Asked:
     """What this rank was asked for, checked, and not yet compared with the others."""
 
     settings: Config
-    axes: Axes
+    mesh: Mesh
     dtypes: Dtypes
     plans: list[UnitPlan]
     report: dict[str, str]  # must be the same on every rank
@@ -169,8 +170,8 @@ def _checked(
     world = 1 if group is None else group.size()
     settings.refuse_unsupported()
     settings.check_batch(world)
-    axes = Axes.of(world, _node_size(settings))
-    _check_nodes(axes, settings)
+    mesh = Mesh.of(world, _node_size(settings))
+    _check_nodes(mesh, settings)
     if sync_from is not None and not 0 <= sync_from < world:
         raise ConfigError(f"sync_from={sync_from} is not a rank of this group of {world}")
     refuse_inside("shard()")
@@ -182,11 +183,11 @@ def _checked(
     plans = partition_units(model, settings.units)
     report = {"sync_from": str(sync_from), **_report(model, optimizer, settings, dtypes, plans)}
     if sync_from is not None:
-        return _Asked(settings, axes, dtypes, plans, report, {})
+        return _Asked(settings, mesh, dtypes, plans, report, {})
     values = _initial_values(model)
     if any(fingerprint_of(parameter) is not None for parameter in model.parameters()):
-        return _Asked(settings, axes, dtypes, plans, report | {"a deferred model": "yes"}, values)
-    return _Asked(settings, axes, dtypes, plans, report | values, {})
+        return _Asked(settings, mesh, dtypes, plans, report | {"a deferred model": "yes"}, values)
+    return _Asked(settings, mesh, dtypes, plans, report | values, {})
 
 
 def _make_context(
@@ -202,11 +203,9 @@ def _make_context(
     precision = settings.resolved_precision()
     device = next(model.parameters()).device
     tiering = _make_tiering(settings, model, group, device)
-    transport = make_transport(
-        group,
+    spec = CommSpec(
+        asked.mesh,
         name=settings.comm.transport,
-        device=device,
-        node_size=asked.axes.node_size,
         two_level=settings.comm.hierarchical,
         columns=policy.keeps_columns,
         node_sums=policy.sums_nodes,
@@ -215,12 +214,13 @@ def _make_context(
         stall_timeout_s=settings.stall_timeout_s,
         pool_bytes=2 * max(plan.numel for plan in asked.plans) * asked.dtypes.widest(precision),
     )
+    transport = make_transport(group, device, spec)
     return Context(
         policy=policy,
         precision=precision,
         dtypes=asked.dtypes,
         transport=transport,
-        mesh=asked.axes.mesh,
+        mesh=asked.mesh,
         codecs=settings.comm.codecs(),
         streams=make_streams(device),
         meter=MemoryCounter(),
@@ -260,7 +260,7 @@ def _make_tiering(
         error = failed
     if offload.away:
         try:
-            agree(group, {}, error=error, refusal=StorageError)
+            agree(through(group), {}, call="shard()", error=error, refusal=StorageError)
         except StorageError:
             for store in stores.values():
                 store.close()
@@ -459,20 +459,20 @@ def _check_codecs(model: nn.Module, dtypes: Dtypes, settings: Config) -> None:
                 )
 
 
-def _check_nodes(axes: Axes, settings: Config) -> None:
+def _check_nodes(mesh: Mesh, settings: Config) -> None:
     """Raise ConfigError for what has no effect where all ranks are one node."""
     comm = settings.comm
-    if axes.size == 1 or axes.num_nodes > 1:
+    if mesh.size == 1 or mesh.num_nodes > 1:
         return
     if comm.hierarchical:
         raise ConfigError(
-            f"comm.hierarchical=True has no effect: all {axes.size} ranks are one node; set"
+            f"comm.hierarchical=True has no effect: all {mesh.size} ranks are one node; set"
             " comm.node_size"
         )
     if comm.grad_codec == "bf16":
         raise ConfigError(
             "comm.grad_codec='bf16' rounds sums over one node on their way to others: all"
-            f" {axes.size} ranks are one; set comm.node_size"
+            f" {mesh.size} ranks are one; set comm.node_size"
         )
 
 

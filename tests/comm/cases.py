@@ -14,10 +14,10 @@ import torch
 
 from tests.comm.common import CPU, Spec, length, made, opened, values
 from tests.comm.test_ordered import bits, naive_sum
-from zeroshard.comm.agree import compare
-from zeroshard.comm.mesh import Axes
+from zeroshard.comm.agree import agree
 from zeroshard.comm.transport import GradBuffer, Transport
 from zeroshard.core.layout import Range, end_of
+from zeroshard.core.placement import Mesh
 from zeroshard.errors import PlanMismatch, StateError
 
 LINKS = ("shared_memory", "gloo", "nccl", "local")
@@ -92,7 +92,7 @@ def a_write_waits_for_gathers_under_way(rank: int, world_size: int, spec: Spec) 
             time.sleep(0.1)
         work.wait()
         assert same(out, values(1, numel))
-        transport.exchange(b"")
+        transport.control.exchange(b"")
 
 
 def _gather_epochs(
@@ -116,7 +116,7 @@ def _gather_epochs(
             assert same(window.full, whole)
     kept = window.full
     window.close()
-    transport.exchange(b"")
+    transport.control.exchange(b"")
     assert kept is None or same(kept, whole)
 
 
@@ -237,10 +237,10 @@ def loose_tensors_are_gathered(rank: int, world_size: int, spec: Spec) -> None:
 def exchange_brings_every_payload(rank: int, world_size: int, spec: Spec) -> None:
     with opened(spec, rank) as transport:
         for size in (0, 1, 247, 248, 249, 5000, 100_000):
-            assert transport.exchange(bytes([rank]) * size) == [
+            assert transport.control.exchange(bytes([rank]) * size) == [
                 bytes([r]) * size for r in range(world_size)
             ]
-            mixed = transport.exchange(b"x" * (size * rank))
+            mixed = transport.control.exchange(b"x" * (size * rank))
             assert mixed == [b"x" * (size * r) for r in range(world_size)]
 
 
@@ -270,7 +270,7 @@ def traffic_is_what_came_from_others(rank: int, world_size: int, spec: Spec) -> 
     with opened(spec, rank) as transport:
         window = transport.window("w", ranges, torch.bfloat16, CPU, replicated=False)
         window.publish()
-        transport.exchange(b"")
+        transport.control.exchange(b"")
         transport.traffic.reset()
         window.gather(torch.empty(numel, dtype=torch.bfloat16)).wait()
         out = torch.zeros(length(ranges[rank]))
@@ -278,24 +278,26 @@ def traffic_is_what_came_from_others(rank: int, world_size: int, spec: Spec) -> 
         transport.reduce(
             "w", buffer, ranges, out, wire_dtype=torch.bfloat16, accumulate=False
         ).wait()
-        transport.exchange(b"four")
+        transport.control.exchange(b"four")
         transport.broadcast(torch.zeros(10), 0)
         expected: dict[tuple[str, str], int] = {}
         between: dict[str, int] = {}
-        axes = Axes.of(world_size, spec.node_size)
+        mesh = Mesh.of(world_size, spec.node_size)
         columns = [
-            sum(length(ranges[member]) for member in axes.node_group(peer))
+            sum(length(ranges[member]) for member in mesh.column(peer))
             for peer in range(world_size)
         ]
         for peer in range(world_size):
             if peer == rank:
                 continue
-            link, near = spec.link(rank, peer), axes.same_node(rank, peer)
+            link, near = spec.link(rank, peer), mesh.same_node(rank, peer)
+            # small messages never touch a device
+            control_link = "shared_memory" if spec.native else link
             gathered, reduced = 2 * length(ranges[peer]), 2 * length(ranges[rank])
             if spec.two_level and near:
                 gathered, reduced = 2 * columns[peer], 2 * columns[rank]
             elif spec.two_level:
-                in_column = peer in axes.node_group(rank)
+                in_column = peer in mesh.column(rank)
                 # node sums travel in fp32
                 gathered, reduced = (gathered, 2 * reduced) if in_column else (0, 0)
             for operation, num_bytes in (
@@ -304,7 +306,8 @@ def traffic_is_what_came_from_others(rank: int, world_size: int, spec: Spec) -> 
                 ("exchange", 4),
                 ("broadcast", 40 if peer == 0 else 0),
             ):
-                expected[operation, link] = expected.get((operation, link), 0) + num_bytes
+                over = operation, control_link if operation == "exchange" else link
+                expected[over] = expected.get(over, 0) + num_bytes
                 between[operation] = between.get(operation, 0) + (0 if near else num_bytes)
         assert {k: v for k, v in transport.traffic.bytes.items() if v} == {
             k: v for k, v in expected.items() if v
@@ -344,7 +347,7 @@ def works_finish_without_being_waited_for(rank: int, world_size: int, spec: Spec
             transport.progress()
         work.wait()
         check_sum(spec, out, expected_sum(spec, 0, ranges, rank, torch.float32), torch.float32)
-        transport.exchange(b"")
+        transport.control.exchange(b"")
 
 
 def buffers_return_to_the_pool(rank: int, world_size: int, spec: Spec) -> None:
@@ -402,19 +405,21 @@ def abandon_forgets_what_was_under_way(rank: int, world_size: int, spec: Spec) -
                 check_sum(
                     spec, out, expected_sum(spec, turn, ranges, rank, torch.float32), torch.float32
                 )
-            assert transport.exchange(bytes([rank])) == [bytes([r]) for r in range(world_size)]
+            assert transport.control.exchange(bytes([rank])) == [
+                bytes([r]) for r in range(world_size)
+            ]
 
 
 def comparison_names_the_first_difference(rank: int, world_size: int, spec: Spec) -> None:
     with opened(spec, rank) as transport:
-        compare(transport, {"units": "ab12", "policy": "cd34"}, call="compare()")
+        agree(transport.control.exchange, {"units": "ab12", "policy": "cd34"}, call="agree()")
         if world_size == 1:
             return
         try:
-            compare(
-                transport,
+            agree(
+                transport.control.exchange,
                 {"units": "ab12", "policy": "cd34" if rank else "ffff", "last": str(rank)},
-                call="compare()",
+                call="agree()",
             )
         except PlanMismatch as error:
             assert (
@@ -424,12 +429,12 @@ def comparison_names_the_first_difference(rank: int, world_size: int, spec: Spec
             )
         else:
             raise AssertionError("no PlanMismatch")
-        transport.exchange(b"")
+        transport.control.exchange(b"")
 
 
 def closing_twice_is_closing_once(rank: int, world_size: int, spec: Spec) -> None:
     with opened(spec, rank) as transport:
-        transport.exchange(b"")
+        transport.control.exchange(b"")
         transport.close()
         transport.close()
 
@@ -444,7 +449,7 @@ def dropping_it_leaves_no_thread(rank: int, world_size: int, spec: Spec) -> None
         transport.reduce(
             key, buffer, ranges, out, wire_dtype=torch.float32, accumulate=False
         ).wait()
-    transport.exchange(b"")
+    transport.control.exchange(b"")
     del transport  # nobody closes it
     deadline = time.monotonic() + 10
     while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from tests.support.hosts import pretended_host
-from zeroshard.comm.mesh import Axes
 from zeroshard.comm.select import make_transport
+from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Transport
 from zeroshard.core.layout import Range
+from zeroshard.core.placement import Mesh
 
 CPU = torch.device("cpu")
 
@@ -36,7 +37,7 @@ class Spec:
         """Return the ranges of each rank's contiguous `shares`, dealt out as this transport
         wants them.
         """
-        order = Axes.of(self.world_size, self.node_size).mesh.column_order
+        order = Mesh.of(self.world_size, self.node_size).column_order
         dealt = dict(zip(order, cut(*(shares[rank] for rank in order)), strict=True))
         return tuple(dealt[rank] for rank in range(self.world_size))
 
@@ -104,13 +105,16 @@ def made(
     with pretended_host(None if spec.host_size is None else rank // spec.host_size):
         transport = make_transport(
             None,
-            name=spec.name,
-            ordered=spec.ordered,
-            alias=spec.alias,
-            stall_timeout_s=stall_timeout_s,
-            pool_bytes=pool_bytes,
-            node_size=spec.node_size,
-            two_level=spec.two_level,
+            CPU,
+            CommSpec(
+                Mesh.of(spec.world_size, spec.node_size),
+                name=spec.name,
+                ordered=spec.ordered,
+                alias=spec.alias,
+                stall_timeout_s=stall_timeout_s,
+                pool_bytes=pool_bytes,
+                two_level=spec.two_level,
+            ),
         )
     assert transport.name == spec.name or spec.node_size, (transport.name, spec)
     assert (transport.rank, transport.size) == (rank, spec.world_size)

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -15,8 +16,10 @@ from tests.comm.cases import check_sum, expected_sum, fill, same
 from tests.comm.common import CPU, Spec, opened, values
 from zeroshard.comm.links import Kind
 from zeroshard.comm.matching import Part
+from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Transport, Window
 from zeroshard.core.layout import end_of
+from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError, PeerLostError, PlanMismatch, StallError, StateError
 
 
@@ -45,7 +48,7 @@ def opposite_order_needs_one_buffer(rank: int, world_size: int, spec: Spec) -> i
                 work.wait()
         for key in keys:
             check_sum(spec, outs[key], expected[key], torch.float32)
-        transport.exchange(b"")
+        transport.control.exchange(b"")
         return 0 if spec.two_level else len(transport.collectives.slots.slots)  # type: ignore[attr-defined]
 
 
@@ -74,7 +77,7 @@ def a_slow_rank_costs_no_copies(rank: int, world_size: int, spec: Spec) -> tuple
                 )
                 if step % 2:
                     work.wait()
-            transport.exchange(b"")
+            transport.control.exchange(b"")
             return copied, len(transport.collectives.slots.slots)  # type: ignore[attr-defined]
     finally:
         Part.copy_out = original  # type: ignore[method-assign]
@@ -87,7 +90,7 @@ def a_late_rank_is_named(rank: int, world_size: int, spec: Spec) -> None:
     late, ranges = world_size - 1, spec.cut(*[64] * world_size)
     with opened(spec, rank) as transport:
         window = transport.window("layer.7", ranges, torch.float32, CPU, replicated=False)
-        transport.exchange(b"")
+        transport.control.exchange(b"")
         transport.stall_timeout_s = 0.4
         for operation in _waiting_operations(transport, window, ranges):
             if rank != late:
@@ -122,7 +125,11 @@ def _waiting_operations(
         window.publish()
         window.gather(torch.empty(numel)).wait()
 
-    operations: list[Callable[[], object]] = [reduce, gather, lambda: transport.exchange(b"")]
+    operations: list[Callable[[], object]] = [
+        reduce,
+        gather,
+        lambda: transport.control.exchange(b""),
+    ]
     if transport.name == "shared_memory":
         operations.append(transport.begin_write)  # without near peers there is nobody to wait for
     return operations
@@ -144,7 +151,7 @@ def a_dead_rank_is_an_error(rank: int, world_size: int, spec: Spec, operation: i
     ranges = spec.cut(*[64] * world_size)
     with opened(spec, rank, stall_timeout_s=60.0) as transport:
         window = transport.window("layer.7", ranges, torch.float32, CPU, replicated=True)
-        transport.exchange(b"")
+        transport.control.exchange(b"")
         if rank == world_size - 1:
             time.sleep(0.3)
             if spec.name == "shared_memory":
@@ -165,7 +172,7 @@ def a_dead_rank_is_an_error(rank: int, world_size: int, spec: Spec, operation: i
 
 def _leave_a_child_with_our_sockets(transport: Transport) -> None:
     """Do what a data loader's worker does: live on for a while with everything that was open."""
-    kept = {sock.fileno() for sock in transport.dispatcher.links._sockets.values()}  # type: ignore[attr-defined]
+    kept = {sock.fileno() for sock in transport.control.dispatcher.links._sockets.values()}  # type: ignore[attr-defined]
     if os.fork() == 0:
         for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
             if descriptor not in kept:  # the harness waits for its pipe to close
@@ -185,7 +192,7 @@ def kill_yourself_with_memory_mapped(rank: int, world_size: int, spec: Spec) -> 
                 1.0
             )
         fill(transport, "a", 0, numel, torch.float32)
-        for sock in transport.dispatcher.links._sockets.values():  # type: ignore[attr-defined]
+        for sock in transport.control.dispatcher.links._sockets.values():  # type: ignore[attr-defined]
             print(
                 *(
                     bytes(name).decode()
@@ -194,7 +201,7 @@ def kill_yourself_with_memory_mapped(rank: int, world_size: int, spec: Spec) -> 
                 ),
                 flush=True,
             )
-        transport.exchange(b"")
+        transport.control.exchange(b"")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -226,7 +233,7 @@ def memory_and_descriptors_come_back(rank: int, world_size: int, spec: Spec) -> 
         with open("/proc/self/maps") as maps:
             assert "memfd:zeroshard" in maps.read()
         assert abs(os.statvfs("/dev/shm").f_bavail - shared) * 4096 < 6 * numel * 4 // 2
-        transport.exchange(b"")
+        transport.control.exchange(b"")
         del windows
 
 
@@ -257,7 +264,7 @@ def _use(spec: Spec, rank: int, ranges: tuple[tuple[int, int], ...]) -> None:
         ).wait()
         del buffer  # a loan keeps the slot's memory mapped
         window.close()
-        transport.exchange(b"")
+        transport.control.exchange(b"")
 
 
 def a_read_never_sees_half_a_write(rank: int, world_size: int, spec: Spec, slow: int) -> None:
@@ -282,7 +289,7 @@ def a_read_never_sees_half_a_write(rank: int, world_size: int, spec: Spec, slow:
             window.local.fill_(step + 1.0)
             window.publish()
             _read(window, expected + 1)
-        transport.exchange(b"")
+        transport.control.exchange(b"")
 
 
 def _read(window: Window, expected: torch.Tensor) -> None:
@@ -301,7 +308,7 @@ def writing_without_begin_write_is_noticed(rank: int, world_size: int, spec: Spe
         window = transport.window("w", ranges, torch.float32, CPU, replicated=False)
         window.publish()
         noticed = False
-        transport.exchange(b"")
+        transport.control.exchange(b"")
         if rank == 0:
             copies = _SlowCopies(transport, window)
             try:
@@ -309,10 +316,10 @@ def writing_without_begin_write_is_noticed(rank: int, world_size: int, spec: Spe
             except StateError as error:
                 noticed = "begin_write" in str(error)
         else:
-            transport.exchange(b"now")
+            transport.control.exchange(b"now")
             window.publish()
-            transport.exchange(b"published")
-        transport.exchange(b"")
+            transport.control.exchange(b"published")
+        transport.control.exchange(b"")
         return noticed
 
 
@@ -324,7 +331,7 @@ class _SlowCopies:
         self.window = window
 
     def run(self) -> None:
-        transport, collect = self.transport, self.transport.dispatcher.collect  # type: ignore[attr-defined]
+        transport, collect = self.transport, self.transport.control.dispatcher.collect  # type: ignore[attr-defined]
         calls = 0
 
         def collect_late(timeout_s: float) -> bool:
@@ -332,16 +339,16 @@ class _SlowCopies:
             calls += 1
             # the first is progress before the copy, the second the look at the epoch after it
             if calls == 2:
-                transport.dispatcher.collect = collect  # type: ignore[attr-defined]
-                transport.exchange(b"now")
-                transport.exchange(b"published")
+                transport.control.dispatcher.collect = collect  # type: ignore[attr-defined]
+                transport.control.exchange(b"now")
+                transport.control.exchange(b"published")
             return bool(collect(timeout_s))
 
-        transport.dispatcher.collect = collect_late  # type: ignore[attr-defined]
+        transport.control.dispatcher.collect = collect_late  # type: ignore[attr-defined]
         try:
             self.window.gather(torch.empty(128)).wait()
         finally:
-            transport.dispatcher.collect = collect  # type: ignore[attr-defined]
+            transport.control.dispatcher.collect = collect  # type: ignore[attr-defined]
 
 
 def different_windows_are_refused_by_all(rank: int, world_size: int, spec: Spec) -> None:
@@ -361,7 +368,7 @@ def different_windows_are_refused_by_all(rank: int, world_size: int, spec: Spec)
         )
         window.publish()
         window.gather(torch.empty(64 * world_size)).wait()
-        transport.exchange(b"")
+        transport.control.exchange(b"")
 
 
 def memory_short_on_one_rank_is_an_error_on_all(
@@ -396,7 +403,7 @@ def memory_short_on_one_rank_is_an_error_on_all(
         out = torch.empty(end_of(ranges))
         window.gather(out).wait()
         assert same(out, values(3, end_of(ranges)))
-        transport.exchange(b"")
+        transport.control.exchange(b"")
 
 
 def without_memfd_all_use_gloo(rank: int, world_size: int) -> tuple[str, list[str]]:
@@ -409,6 +416,7 @@ def without_memfd_all_use_gloo(rank: int, world_size: int) -> tuple[str, list[st
     def refuse(num_bytes: int, *, reserved: bool = True) -> int:
         raise OSError(38, "Function not implemented")
 
+    spec = CommSpec(Mesh(1, world_size), stall_timeout_s=10.0)
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -417,11 +425,11 @@ def without_memfd_all_use_gloo(rank: int, world_size: int) -> tuple[str, list[st
     if rank == world_size - 1:
         memfd.create = refuse
     try:
-        transport = make_transport(None, name="auto", stall_timeout_s=10.0)
-        assert transport.exchange(bytes([rank])) == [bytes([r]) for r in range(world_size)]
+        transport = make_transport(None, CPU, spec)
+        assert transport.control.exchange(bytes([rank])) == [bytes([r]) for r in range(world_size)]
         transport.close()
         try:
-            make_transport(None, name="shared_memory", stall_timeout_s=10.0)
+            make_transport(None, CPU, replace(spec, name="shared_memory"))
         except ConfigError as error:
             assert "Function not implemented" in str(error)
         else:
@@ -437,9 +445,9 @@ def payloads_of_different_calls_never_meet(rank: int, world_size: int, spec: Spe
     call = "zs.save()" if rank == 0 else "zs.load()"
     with opened(spec, rank) as transport:
         try:
-            transport.exchange(b"x" * 300 * (rank + 1), call)
+            transport.control.exchange(b"x" * 300 * (rank + 1), call)
         except PlanMismatch as error:
-            assert transport.exchange(bytes([rank]), "zs.load()") == [
+            assert transport.control.exchange(bytes([rank]), "zs.load()") == [
                 bytes([other]) for other in range(world_size)
             ]
             return str(error)
@@ -454,7 +462,7 @@ def the_next_call_is_told_where_a_payload_is_late(
     """
     last = world_size - 1
     with opened(spec, rank, stall_timeout_s=40.0) as transport:
-        links = transport.dispatcher.links  # type: ignore[attr-defined]
+        links = transport.control.dispatcher.links  # type: ignore[attr-defined]
         send = links.send
 
         def send_late(peer: int, kind: Kind, *args: int, **options: object) -> None:
@@ -463,11 +471,11 @@ def the_next_call_is_told_where_a_payload_is_late(
             send(peer, kind, *args, **options)
 
         links.send = send_late
-        exchanged = transport.exchange(bytes([rank]))
+        exchanged = transport.control.exchange(bytes([rank]))
         links.send = send
         try:
             (
-                transport.exchange(b"", "zs.save()")
+                transport.control.exchange(b"", "zs.save()")
                 if rank == 0
                 else transport.broadcast(torch.zeros(4), source=0)
             )
@@ -485,11 +493,11 @@ def waiting_in_different_calls_is_told_at_once(rank: int, world_size: int, spec:
     said = []
     with opened(spec, rank, stall_timeout_s=40.0) as transport:
         window = transport.window("layer.7", ranges, torch.float32, CPU, replicated=True)
-        transport.exchange(b"")
+        transport.control.exchange(b"")
         for operation in _waiting_operations(transport, window, ranges):
             try:
                 if rank == 0:
-                    transport.exchange(b"", "zs.save()")
+                    transport.control.exchange(b"", "zs.save()")
                 else:
                     operation()
             except PlanMismatch as error:

@@ -1,9 +1,10 @@
-"""The small parts by themselves, in one process: sockets, slots, axes, selection."""
+"""The small parts by themselves, in one process: sockets, slots, selection."""
 
 from __future__ import annotations
 
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from zeroshard.comm import serving
 from zeroshard.comm.gloo_peers import Waiters
 from zeroshard.comm.links import MAX_TAIL, Kind, Links, Message
 from zeroshard.comm.matching import Matching, Part
-from zeroshard.comm.mesh import Axes
 from zeroshard.comm.rendezvous import _agree
 from zeroshard.comm.select import make_transport
 from zeroshard.comm.slots import FAR, SlotPool
+from zeroshard.comm.spec import CommSpec
+from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError, PeerLostError, StallError
 
 CPU = torch.device("cpu")
@@ -98,13 +100,13 @@ def test_the_pool_stays_within_its_limit_and_always_gives_one() -> None:
     first = pool.take(3000, torch.float32, CPU)  # larger than the limit, but the only one
     assert first is not None and first.data.numel() == 3000
     assert pool.take(64, torch.float32, CPU) is None
-    pool.hand_over(first, {0, 1, FAR})
+    pool.submit(first, {0, 1, FAR})
     for reader in (0, FAR, 1):
         assert pool.take(64, torch.float32, CPU) is None
         pool.release(first.slot, reader)
     again = pool.take(64, torch.float32, CPU)  # the idle slot fits
     assert again is not None and again.slot == first.slot and made == [12288] and not dropped
-    pool.give_back(again)
+    pool.give(again)
     # the idle slot does not: it is dropped first
     assert pool.take(4000, torch.float32, CPU) is not None
     assert dropped == [first.slot] and pool.total_bytes() == 16384
@@ -115,7 +117,7 @@ def test_a_spilled_slot_vanishes_when_it_comes_back() -> None:
     first = pool.take(1024, torch.float32, CPU)
     spilled = pool.take(1024, torch.float32, CPU, spill=True)
     assert first is not None and spilled is not None
-    pool.hand_over(spilled, {1})
+    pool.submit(spilled, {1})
     pool.release(spilled.slot, 1)
     assert dropped == [spilled.slot] and pool.total_bytes() == 4096
 
@@ -123,10 +125,10 @@ def test_a_spilled_slot_vanishes_when_it_comes_back() -> None:
 def test_a_loan_from_before_an_abandon_cannot_be_given_back() -> None:
     pool, _, _ = make_pool(4096)
     old = pool.take(1024, torch.float32, CPU)
-    pool.forget()
+    pool.reset()
     new = pool.take(1024, torch.float32, CPU)
     assert old is not None and new is not None and old.slot == new.slot
-    pool.give_back(old)
+    pool.give(old)
     assert pool.take(1024, torch.float32, CPU) is None  # `new` is still on loan
 
 
@@ -163,15 +165,6 @@ def test_waiting_threads_are_reused() -> None:
     waiters.close()
 
 
-def test_axes_of_a_world() -> None:
-    axes = Axes.of(8, 4)
-    assert axes.num_nodes == 2 and axes.coordinates(5) == (1, 1)
-    assert axes.local_group(5) == (4, 5, 6, 7) and axes.node_group(5) == (1, 5)
-    assert Axes.of(3, None).local_group(2) == (0, 1, 2)
-    with pytest.raises(ConfigError, match=r"comm.node_size=3 does not divide the 8 ranks"):
-        Axes.of(8, 3)
-
-
 def test_a_host_where_one_pair_cannot_connect_counts_as_many() -> None:
     hosts = [{"host": name, "error": ""} for name in ("a", "b", "a", "b", "a")]
     groups, _, problems = _agree(hosts, [{}] * 5)
@@ -184,9 +177,10 @@ def test_a_host_where_one_pair_cannot_connect_counts_as_many() -> None:
 
 
 def test_selection_refuses_what_it_cannot_give() -> None:
-    assert make_transport(None).name == "one_process"
+    alone = CommSpec(Mesh(1, 1))
+    assert make_transport(None, CPU, alone).name == "one_process"
     with pytest.raises(ConfigError, match=r"init_distributed"):
-        make_transport(None, name="gloo")
+        make_transport(None, CPU, replace(alone, name="gloo"))
 
 
 def test_what_fails_in_another_transport_is_not_the_error_of_who_waits() -> None:

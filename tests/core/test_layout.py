@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.core.layout import ALIGN, Layout, Slot, equal_shares, round_up
+from zeroshard.core.placement import Mesh
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=6)
 ALIGNS = st.sampled_from([1, 4, 16, 64])
@@ -25,7 +26,7 @@ def named(shapes: list[tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:
 def layouts(draw: st.DrawFn) -> Layout:
     """Equal shares, or any aligned ones that cover the slots, zeros among them."""
     shapes, align, num_shards = named(draw(SHAPES)), draw(ALIGNS), draw(st.integers(1, 5))
-    equal = Layout.build(shapes, num_shards, align=align)
+    equal = Layout.build(shapes, Mesh(1, num_shards), align=align)
     if draw(st.booleans()):
         return equal
     blocks = equal.slots[-1].stop if equal.slots else 0
@@ -36,7 +37,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     shares = [
         (stop - start) * align for start, stop in zip([0, *cuts], [*cuts, blocks], strict=True)
     ]
-    return Layout.build(shapes, num_shards, align=align, shares=shares)
+    return Layout.build(shapes, Mesh(1, num_shards), align=align, shares=shares)
 
 
 # -- by example
@@ -44,7 +45,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 def test_the_drawing_of_the_docstring() -> None:
-    layout = Layout.build([("a", (2, 3)), ("b", (3,)), ("c", (5,))], 3, align=4)
+    layout = Layout.build([("a", (2, 3)), ("b", (3,)), ("c", (5,))], Mesh(1, 3), align=4)
     assert [slot.offset for slot in layout.slots] == [0, 8, 12]
     assert layout.shares == (8, 8, 8)
     assert layout.ranges == ((0, 8), (8, 16), (16, 24))
@@ -58,13 +59,13 @@ def test_the_drawing_of_the_docstring() -> None:
 
 
 def test_unequal_shares_with_an_empty_one() -> None:
-    layout = Layout.build([("a", (100,))], 3, shares=(128, 0, 64))
+    layout = Layout.build([("a", (100,))], Mesh(1, 3), shares=(128, 0, 64))
     assert layout.ranges == ((0, 128), (128, 128), (128, 192))
     assert [len(layout.pieces(rank)) for rank in range(3)] == [1, 0, 0]
 
 
 def test_a_scalar_takes_one_element_and_an_empty_parameter_none() -> None:
-    layout = Layout.build([("scalar", ()), ("empty", (0, 3)), ("vector", (5,))], 2)
+    layout = Layout.build([("scalar", ()), ("empty", (0, 3)), ("vector", (5,))], Mesh(1, 2))
     assert [(slot.numel, slot.offset) for slot in layout.slots] == [(1, 0), (0, 64), (5, 64)]
     assert [piece.name for rank in range(2) for piece in layout.pieces(rank)] == [
         "scalar",
@@ -73,7 +74,7 @@ def test_a_scalar_takes_one_element_and_an_empty_parameter_none() -> None:
 
 
 def test_a_layout_without_parameters_is_empty() -> None:
-    layout = Layout.build([], 3)
+    layout = Layout.build([], Mesh(1, 3))
     assert (layout.numel, layout.padding, layout.ranges) == (0, 0, ((0, 0), (0, 0), (0, 0)))
 
 
@@ -82,7 +83,7 @@ def test_shares_that_are_unaligned_negative_or_too_short_are_refused(
     shares: tuple[int, ...],
 ) -> None:
     with pytest.raises(AssertionError):
-        Layout.build([("a", (100,))], len(shares), shares=shares)
+        Layout.build([("a", (100,))], Mesh(1, len(shares)), shares=shares)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_slots_that_are_unaligned_overlapping_or_out_of_order_are_refused(
     slots: tuple[Slot, ...],
 ) -> None:
     with pytest.raises(AssertionError):
-        Layout(slots, (128,))
+        Layout(slots, (128,), Mesh(1, 1))
 
 
 # -- properties
@@ -192,7 +193,7 @@ def test_pieces_of_any_span_are_those_elements(layout: Layout, data: st.DataObje
 def test_padding_is_at_most_the_alignment_per_parameter_and_rank(
     shapes: list[tuple[int, ...]], num_shards: int, align: int
 ) -> None:
-    layout = Layout.build(named(shapes), num_shards, align=align)
+    layout = Layout.build(named(shapes), Mesh(1, num_shards), align=align)
     assert 0 <= layout.padding <= align * (len(shapes) + num_shards)
     for share in layout.shares:  # what one rank keeps at rest
         assert share <= sum(slot.numel for slot in layout.slots) / num_shards + align * (

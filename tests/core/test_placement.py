@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from zeroshard.core.placement import Cell, Mesh, Move, Placement, Tier, moves
+from zeroshard.errors import ConfigError
 
 R, S, P = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
 
@@ -39,6 +40,16 @@ def test_a_mesh_counts_its_ranks_and_has_at_least_one() -> None:
     for axes in ((0, 4), (2, 0)):
         with pytest.raises(AssertionError):
             Mesh(*axes)
+
+
+def test_a_mesh_knows_the_ranks_of_nodes_and_columns() -> None:
+    mesh = Mesh.of(8, 4)
+    assert mesh == Mesh(2, 4)
+    assert mesh.node(5) == (4, 5, 6, 7) and mesh.column(5) == (1, 5)
+    assert mesh.same_node(4, 7) and not mesh.same_node(3, 4)
+    assert Mesh.of(3).node(2) == (0, 1, 2)
+    with pytest.raises(ConfigError, match=r"comm.node_size=3 does not divide the 8 ranks"):
+        Mesh.of(8, 3)
 
 
 @pytest.mark.parametrize(

@@ -356,7 +356,7 @@ def _late(rank: int, world: int) -> None:
     """
     model, optimizer, engine = _made("zero3", "gloo", stall_timeout_s=1.5)
     _step(rank, 0, model, optimizer)
-    engine._context.transport._notices = None  # as where the job's store is gone
+    engine._context.transport.control._notices = None  # as where the job's store is gone
     if rank == 0:
         handle = model.blocks[1].register_forward_pre_hook(_boom)
         with pytest.raises(ZeroDivisionError):

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeroshard.core.layout import ALIGN, Layout
+from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
 from zeroshard.optim.elementwise import ELEMENTWISE, check_elementwise, shard_state
 
@@ -34,7 +35,9 @@ SHAPES = {
     "one": (1,),
     "kernel": (4, 3, 5, 5),
 }
-LAYOUT = Layout.build(list(SHAPES.items()), 4, shares=(ALIGN, 641 * ALIGN, 0, 1000 * ALIGN))
+LAYOUT = Layout.build(
+    list(SHAPES.items()), Mesh(1, 4), shares=(ALIGN, 641 * ALIGN, 0, 1000 * ALIGN)
+)
 NUM_STEPS = 210
 NUM_QUICK_STEPS = 30  # more than ASGD's t0
 

@@ -16,19 +16,43 @@ tests/comm/test_codec_kernels.py. Importing this file needs Triton; comm/codec.p
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import ClassVar, Protocol
 
 import torch
 import triton
 import triton.language as tl
 
-if TYPE_CHECKING:
-    from zeroshard.comm.codec import Codec
-
-__all__ = ["OPTIONS", "decode", "encode"]
+__all__ = ["OPTIONS", "Coded", "decode", "encode"]
 
 OPTIONS = {"enable_fp_fusion": False}  # of every launch
 _ELEMENTS = 4096  # per program, about
+
+
+class Coded(Protocol):
+    """What the kernels need to know of a codec (comm/codec.py)."""
+
+    name: ClassVar[str]
+    bits: ClassVar[int]
+    largest: ClassVar[int]
+
+    @property
+    def block(self) -> int:
+        """Elements of a block."""
+
+    @property
+    def stride(self) -> int:
+        """Encoded bytes of a block."""
+
+    @property
+    def smallest_scale(self) -> float:
+        """The smallest scale of a block."""
+
+    @property
+    def largest_scale(self) -> float:
+        """The largest scale of a block."""
+
+    def num_blocks(self, numel: int) -> int:
+        """Return how many blocks hold `numel` elements."""
 
 
 @triton.jit
@@ -147,7 +171,7 @@ def _decode(
         _store(out, at, numel, inside, code.to(tl.float32) * scale, add)
 
 
-def encode(codec: Codec, source: torch.Tensor, out: torch.Tensor) -> None:
+def encode(codec: Coded, source: torch.Tensor, out: torch.Tensor) -> None:
     """Encode `source` [n] into `out` [encoded_bytes(n)] as ``codec.encode`` does, which has
     checked both.
     """
@@ -163,7 +187,7 @@ def encode(codec: Codec, source: torch.Tensor, out: torch.Tensor) -> None:
         )  # fmt: skip
 
 
-def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
+def decode(codec: Coded, data: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
     """Decode `data` [encoded_bytes(n)] into `out` [n], or add it, as ``codec.decode`` does,
     which has checked both.
     """
@@ -178,7 +202,7 @@ def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor, *, add: bool) ->
         )  # fmt: skip
 
 
-def _sizes(codec: Codec, numel: int) -> tuple[int, int, int]:
+def _sizes(codec: Coded, numel: int) -> tuple[int, int, int]:
     """Return (blocks, blocks per program, columns that a program spans); Triton's spans are
     powers of 2.
     """

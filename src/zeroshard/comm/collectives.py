@@ -1,8 +1,8 @@
 """Reduces, and gathers of memory that is no window: operations that need a part of every rank.
 
-A reduce hands our slot over: near peers are told where their slice of it lies (READY) and say when
-they no longer need it (ACK), far peers are sent theirs. Our own slice of everybody's part is summed
-in the canonical order once it is complete (``parts.py``)::
+A reduce submits our slot: READY tells near peers where their slice of it lies, ACK that they no
+longer need it; far peers are sent theirs. Our own slice of everybody's part is summed in the
+canonical order once it is complete (``matching.py``)::
 
     rank 0's slot |  s0  |  s1  |   READY(key, n, slot, range) -->   rank 1 adds s1 of every slot,
                                                                      in order, into `out`
@@ -16,48 +16,78 @@ per near peer each way, one message per far peer.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 
+from zeroshard.comm import memfd
 from zeroshard.comm.codec import Codec
+from zeroshard.comm.control import PeerControl, Plane
 from zeroshard.comm.gloo_peers import LOOSE_GATHER, REDUCE_SCATTER, Transfer
-from zeroshard.comm.links import Kind
+from zeroshard.comm.links import Kind, Message
 from zeroshard.comm.matching import Matching, Part, Pending, checked_parts, sum_parts
 from zeroshard.comm.slots import FAR, SlotPool
 from zeroshard.comm.transport import GradBuffer, Work
 from zeroshard.core.layout import Range
 from zeroshard.memory import Pool
 
-if TYPE_CHECKING:
-    from zeroshard.comm.paired import PairedTransport
-
 __all__ = ["Collectives"]
 
 # how long a full pool waits for far peers, which cannot say whether they are slow or need another
 # unit first
 _SPILL_AFTER_S = 0.1
+_BROADCAST_BYTES = 16 << 20
 
 
-class Collectives:
-    """The gradient pool of one transport and what is under way in it."""
+class Collectives(Plane):
+    """The gradient pool of one rank and the operations under way."""
 
-    def __init__(
-        self, transport: PairedTransport, *, node_size: int | None, pool_bytes: int | None
-    ) -> None:
+    def __init__(self, control: PeerControl, *, pool_bytes: int | None) -> None:
         self.matching = Matching()
         self.slots = SlotPool(
-            self._announce_slot if transport.near else None, self._withdraw_slot, pool_bytes
+            self._send_slot if control.near else None, self._withdraw_slot, pool_bytes
         )
         # far parts, and what to do when they are here
-        self.arriving: list[tuple[Transfer, Callable[[], None]]] = []
-        self._transport = transport
-        self._rank = transport.rank
-        self._size = transport.size
-        self._node_size = node_size
+        self._arriving: list[tuple[Transfer, Callable[[], None]]] = []
+        self._control = control
+        self._rank = control.rank
+        self._size = control.size
+        self._node_size = control.mesh.node_size
         self._far_pool = Pool(pool_bytes)
+        # (rank, slot) -> its memory, mapped here
+        self._mapped: dict[tuple[int, int], torch.Tensor] = {}
+        self._stuck: set[int] = set()  # ranks to relieve when we are blocked
+        control.messages.register("broadcast")
+        control.dispatcher.on(
+            {
+                Kind.SLOT: self._take_slot,
+                Kind.DROP: self._drop_slot,
+                Kind.READY: self._take_part,
+                Kind.NONE: self._take_part,
+                Kind.ACK: lambda message: self.slots.release(message.a, message.peer),
+                Kind.STUCK: lambda message: self._stuck.add(message.peer),
+            }
+        )
+        control.attach(self)
+
+    def _take_slot(self, message: Message) -> None:
+        assert message.fd is not None, message
+        self._mapped[message.peer, message.a] = memfd.map_bytes(message.fd, message.b)
+        os.close(message.fd)
+
+    def _drop_slot(self, message: Message) -> None:
+        self._mapped.pop((message.peer, message.a), None)
+
+    def _take_part(self, message: Message) -> None:
+        peer, part = message.peer, Part(None)
+        if message.kind is Kind.READY:
+            data = self._mapped[peer, message.b][message.c : message.c + message.d]
+            release = partial(self._control.dispatcher.links.send, peer, Kind.ACK, message.b)
+            part = Part(data, release, near=True)
+        self.matching.contribute(message.tail.decode(), message.a, peer, part)
 
     def grad_buffer(
         self, key: str, numel: int, dtype: torch.dtype, device: torch.device
@@ -75,17 +105,17 @@ class Collectives:
             found.extend([] if taken is None else [taken])
             return bool(found)
 
-        told: set[int] = set()
+        asked: set[int] = set()
 
         def idle() -> None:
             """Ask for relief once, and relieve ourselves once the peers have ([Note: relief])."""
             stuck_on = self.slots.readers() - {FAR, self._rank}
-            self._transport.dispatcher.send(Kind.STUCK, to=sorted(stuck_on - told))
-            told.update(stuck_on)
+            self._control.dispatcher.send(Kind.STUCK, to=sorted(stuck_on - asked))
+            asked.update(stuck_on)
             if any(slot.readers == {self._rank} for slot in self.slots.slots.values()):
                 self.matching.relieve(self._rank)
 
-        self._transport.wait_until(
+        self._control.wait_until(
             free,
             f"a gradient buffer for {key}",
             near=lambda: self.slots.readers() - {FAR, self._rank},
@@ -110,48 +140,40 @@ class Collectives:
         if codec is not None:
             ranges = [codec.bytes_of(span) for span in ranges]
             start, stop = ranges[self._rank]
-        what, name = f"reduce of {key}", f"reduce {key}"
+        what, name, far = f"reduce of {key}", f"reduce {key}", self._control.far
         sequence = self.matching.next_sequence(name)
-        readers = self._tell_near(
-            name,
-            sequence,
-            buffer,
-            {peer: ranges[peer] for peer in self._transport.near},
-            wire_dtype,
-        )
+        shares = {peer: ranges[peer] for peer in self._control.near}
+        readers = self._send_near(name, sequence, buffer, shares, wire_dtype)
         own_bytes = (stop - start) * wire_dtype.itemsize
         if own_bytes:
             own = Part(None) if buffer is None else self._own_part(buffer, start, stop)
             self.matching.contribute(name, sequence, self._rank, own)
             readers.add(self._rank)
-        loans = (
-            {
-                peer: self._far_pool.take(stop - start, wire_dtype, out.device)
-                for peer in self._transport.far
-            }
-            if own_bytes
-            else {}
-        )
-        if self._transport.far:
+        loans = {
+            peer: self._far_pool.take(stop - start, wire_dtype, out.device)
+            for peer in (far if own_bytes else ())
+        }
+        if far:
             zeros = (
                 None
                 if buffer is not None
                 else torch.zeros(max(b - a for a, b in ranges), dtype=wire_dtype)
             )
-            sends = {peer: _slice(buffer, zeros, ranges[peer]) for peer in self._transport.far}
+            sends = {peer: _slice(buffer, zeros, ranges[peer]) for peer in far}
             readers.add(FAR)
-            transfer = self._transport.messages.post(
-                what, self._transport.messages.tag(key, REDUCE_SCATTER), sends, loans
-            )
-            self.arriving.append(
-                (transfer, lambda: self._far_parts_came(name, sequence, loans, buffer))
+            self._post(
+                what,
+                self._control.messages.tag(key, REDUCE_SCATTER),
+                sends,
+                loans,
+                lambda: self._far_parts_came(name, sequence, loans, buffer),
             )
         if buffer is not None:
-            self.slots.hand_over(buffer, readers)
+            self.slots.submit(buffer, readers)
 
         def consume(parts: dict[int, Part]) -> None:
             if own_bytes:
-                data = checked_parts(parts, what, self._transport.members, num_bytes=own_bytes)
+                data = checked_parts(parts, what, self._control.members, num_bytes=own_bytes)
                 typed = [None if d is None else d.view(wire_dtype) for d in data]
                 sum_parts(typed, out, codec=codec, node_size=self._node_size, accumulate=accumulate)
             for tensor in loans.values():
@@ -160,44 +182,72 @@ class Collectives:
                 *loans,
                 *(rank for rank, part in parts.items() if part.near and part.data is not None),
             ]
-            self._transport.count("reduce_scatter", dict.fromkeys(came, own_bytes))
+            self._control.count("reduce_scatter", dict.fromkeys(came, own_bytes))
 
-        return self._begin(name, what, sequence, range(self._size) if own_bytes else (), consume)
+        contributors = range(self._size) if own_bytes else ()
+        return self._begin(name, what, sequence, contributors, consume)
 
     def all_gather(
         self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor
     ) -> Work:
-        own = out[slice(*ranges[self._rank])]
+        def count() -> None:
+            itemsize = out.element_size()
+            bytes_of = {
+                rank: (stop - start) * itemsize for rank, (start, stop) in enumerate(ranges)
+            }
+            self._control.count("all_gather", bytes_of)
+
+        what = f"gather of {key}"
+        return self._gather(key, local, ranges, out, what=what, count=count)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Copy `tensor` from rank `source` into every other rank's. Blocking; a gather of shares
+        of which only one is not empty, piece by piece.
+        """
+        tensor = tensor.detach()
+        flat = tensor if tensor.is_contiguous() else tensor.contiguous()
+        data, what = flat.view(-1).view(torch.uint8), f"broadcast from rank {source}"
+        for start in range(0, data.numel(), _BROADCAST_BYTES):
+            out = data[start : start + _BROADCAST_BYTES]
+            ranges = [(0, out.numel() if rank == source else 0) for rank in range(self._size)]
+            local = out[slice(*ranges[self._rank])]
+            self._gather("broadcast", local, ranges, out, what=what, call=f"a {what}").wait()
+        if self._rank != source:
+            self._control.count("broadcast", {source: data.numel()})
+            if flat is not tensor:
+                tensor.copy_(flat)
+
+    def _gather(
+        self,
+        key: str,
+        local: torch.Tensor,
+        ranges: Sequence[Range],
+        out: torch.Tensor,
+        *,
+        what: str,
+        call: str | None = None,
+        count: Callable[[], None] = lambda: None,
+    ) -> Work:
+        own, far = out[slice(*ranges[self._rank])], self._control.far
         assert local.numel() == own.numel(), (key, local.numel(), ranges[self._rank])
-        what, name = f"gather of {key}", f"gather {key}"
+        name = f"gather {key}"
         sequence = self.matching.next_sequence(name)
         if own.numel() and own.data_ptr() != local.data_ptr():
             own.copy_(local)
-        if local.numel() and self._transport.near:
+        if local.numel() and self._control.near:
             buffer = self.grad_buffer(key, local.numel(), local.dtype, torch.device("cpu"))
             buffer.data.copy_(local)
-            readers = self._tell_near(
-                name,
-                sequence,
-                buffer,
-                dict.fromkeys(self._transport.near, (0, local.numel())),
-                local.dtype,
-            )
-            self.slots.hand_over(buffer, readers)
-        contributors = {rank for rank in self._transport.near if ranges[rank][1] > ranges[rank][0]}
-        receives = {peer: out[slice(*ranges[peer])] for peer in self._transport.far}
-        if self._transport.far:
-            transfer = self._transport.messages.post(
+            shares = dict.fromkeys(self._control.near, (0, local.numel()))
+            readers = self._send_near(name, sequence, buffer, shares, local.dtype)
+            self.slots.submit(buffer, readers)
+        contributors = {rank for rank in self._control.near if ranges[rank][1] > ranges[rank][0]}
+        if far:
+            self._post(
                 what,
-                self._transport.messages.tag(key, LOOSE_GATHER),
-                dict.fromkeys(self._transport.far, local),
-                receives,
-            )
-            self.arriving.append(
-                (
-                    transfer,
-                    lambda: self.matching.contribute(name, sequence, FAR, Part(None)),
-                )
+                self._control.messages.tag(key, LOOSE_GATHER),
+                dict.fromkeys(far, local),
+                {peer: out[slice(*ranges[peer])] for peer in far},
+                lambda: self.matching.contribute(name, sequence, FAR, Part(None)),
             )
             contributors.add(FAR)
 
@@ -205,19 +255,25 @@ class Collectives:
             for rank in contributors - {FAR}:
                 target = out[slice(*ranges[rank])]
                 data = parts[rank].checked(
-                    target.numel() * target.element_size(), what, self._transport.members[rank]
+                    target.numel() * target.element_size(), what, self._control.members[rank]
                 )
                 assert data is not None, (what, rank)
                 target.copy_(data.view(target.dtype))
-            self._transport.count(
-                "all_gather",
-                {
-                    rank: (stop - start) * out.element_size()
-                    for rank, (start, stop) in enumerate(ranges)
-                },
-            )
+            count()
 
-        return self._begin(name, what, sequence, contributors, consume)
+        return self._begin(name, what, sequence, contributors, consume, call)
+
+    def _post(
+        self,
+        what: str,
+        tag: int,
+        sends: dict[int, torch.Tensor],
+        receives: dict[int, torch.Tensor],
+        then: Callable[[], None],
+    ) -> None:
+        """Exchange messages with the far peers, and do `then` once they have come."""
+        transfer = self._control.messages.post(what, tag, sends, receives)
+        self._arriving.append((transfer, then))
 
     def _begin(
         self,
@@ -226,19 +282,21 @@ class Collectives:
         sequence: int,
         contributors: Iterable[int],
         consume: Callable[[dict[int, Part]], None],
+        call: str | None = None,
     ) -> Work:
-        transfer = self.arriving[-1][0] if self._transport.far else None
+        transfer = self._arriving[-1][0] if self._control.far else None
         pending = self.matching.begin(name, sequence, contributors, consume)
-        self._transport.progress()
+        self._control.progress()
         return PartsWork(
-            self._transport,
+            self._control,
             pending,
             f"{what} (number {sequence})",
+            call or f"the {what} (number {sequence})",
             lambda: self._missing(name, sequence),
             transfer,
         )
 
-    def _tell_near(
+    def _send_near(
         self,
         name: str,
         sequence: int,
@@ -246,8 +304,8 @@ class Collectives:
         shares: dict[int, Range],
         dtype: torch.dtype,
     ) -> set[int]:
-        """Announce our part to the near peers whose share of it is not empty; return those that
-        will read our slot.
+        """Send where our part lies to the near peers whose share of it is not empty; return those
+        that will read our slot.
         """
         readers = set()
         for peer, share in shares.items():
@@ -255,9 +313,9 @@ class Collectives:
             if start == stop:
                 continue
             if buffer is None:
-                self._transport.dispatcher.links.send(peer, Kind.NONE, sequence, tail=name.encode())
+                self._control.dispatcher.links.send(peer, Kind.NONE, sequence, tail=name.encode())
             else:
-                self._transport.dispatcher.links.send(
+                self._control.dispatcher.links.send(
                     peer, Kind.READY, sequence, buffer.slot, start, stop - start, tail=name.encode()
                 )
                 readers.add(peer)
@@ -278,36 +336,42 @@ class Collectives:
             self.slots.release(buffer.slot, FAR)
 
     def _missing(self, name: str, sequence: int) -> set[int]:
-        return self.matching.missing(name, sequence).intersection(self._transport.near)
+        return self.matching.missing(name, sequence).intersection(self._control.near)
 
-    def _announce_slot(self, number: int, num_bytes: int, fd: int) -> None:
-        self._transport.dispatcher.send(Kind.SLOT, number, num_bytes, fd=fd)
+    def _send_slot(self, number: int, num_bytes: int, fd: int) -> None:
+        self._control.dispatcher.send(Kind.SLOT, number, num_bytes, fd=fd)
 
     def _withdraw_slot(self, number: int) -> None:
-        self._transport.dispatcher.send(Kind.DROP, number)
+        self._control.dispatcher.send(Kind.DROP, number)
 
     def progress(self) -> None:
-        """Take in far parts that have come, and finish what has become possible."""
-        landed = [entry for entry in self.arriving if entry[0].done()]
-        for transfer, then in landed:
-            transfer.land()
-            self.arriving = [entry for entry in self.arriving if entry[0] is not transfer]
+        ended = [entry for entry in self._arriving if entry[0].done()]
+        for transfer, then in ended:
+            transfer.wait()
+            self._arriving = [entry for entry in self._arriving if entry[0] is not transfer]
             then()
-        while self.matching.finish_ripe():
-            self._transport.dispatcher.collect(0.0)
+        while self.matching.advance():
+            self._control.dispatcher.collect(0.0)
 
-    def forget(self) -> list[Transfer]:
-        """Drop what is under way, but not yet the slots, which peers may still read; return the
-        transfers left behind.
-        """
-        left = [transfer for transfer, _ in self.arriving]
-        self.arriving = []
-        self.matching.forget()
+    def relieve(self) -> None:
+        while self._stuck:
+            self.matching.relieve(self._stuck.pop())
+
+    def reset(self) -> list[Transfer]:
+        """Leave everything under way, but not yet the slots, which peers may still read."""
+        left = [transfer for transfer, _ in self._arriving]
+        self._arriving = []
+        self._stuck.clear()
+        self.matching.reset()
         return left
 
+    def restart(self) -> None:
+        self.slots.reset()
+
     def close(self) -> None:
-        """Let go of the memory."""
-        self.forget()
+        """Release the memory. Idempotent."""
+        self.reset()
+        self._mapped.clear()
         self.slots.slots.clear()
         self._far_pool.clear()
 
@@ -317,33 +381,35 @@ class PartsWork:
 
     def __init__(
         self,
-        transport: PairedTransport,
+        control: PeerControl,
         pending: Pending,
         what: str,
+        call: str,
         missing: Callable[[], set[int]],
         transfer: Transfer | None,
     ) -> None:
-        self._transport = transport
+        self._control = control
         self._pending = pending
         self._what = what
+        self._call = call
         self._missing = missing
         self._transfer = transfer
 
     def wait(self) -> None:
         if not self._pending.done:
             far = set if self._transfer is None else self._transfer.awaited
-            self._transport.wait_until(
+            self._control.wait_until(
                 lambda: self._pending.done,
                 self._what,
                 near=self._missing,
                 far=far,
-                call=f"the {self._what}",
+                call=self._call,
                 transfer=self._transfer,
             )
 
     def done(self) -> bool:
         if not self._pending.done:
-            self._transport.progress()
+            self._control.progress()
         return self._pending.done
 
 

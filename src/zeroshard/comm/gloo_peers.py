@@ -220,7 +220,7 @@ class Transfer:
         with self._lock:
             return set(self._receiving)
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """Finish a transfer that is `done`: raise what went wrong, move staged arrivals to their
         device.
         """
@@ -240,7 +240,7 @@ def _lost(what: str, peer: int, error: Exception) -> PeerLostError:
 @dataclass(frozen=True)
 class Subgroup:
     """Ranks that make connections of their own: `rank` of `size`, under a `name` that no other
-    circle has.
+    subgroup has.
     """
 
     name: str
@@ -250,12 +250,12 @@ class Subgroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Subgroup:
-        """Return the circle of all ranks of `group`. Collective."""
+        """Return the subgroup of all ranks of `group`. Collective."""
         name = gather_bytes(group, secrets.token_bytes(16))[0].hex()
         return cls(name, group.rank(), group.size(), tuple(range(group.size())))
 
     def part(self, ranks: Sequence[int]) -> Subgroup:
-        """Return the circle of some of our `ranks`, this one among them."""
+        """Return the subgroup of some of our `ranks`, this one among them."""
         return Subgroup(
             f"{self.name}/{'-'.join(map(str, ranks))}",
             ranks.index(self.rank),
@@ -264,28 +264,28 @@ class Subgroup:
         )
 
 
-def connect(circle: Subgroup, *, stall_timeout_s: float) -> Any:
-    """Return gloo connections between the ranks of `circle`, theirs alone. Collective.
+def connect(subgroup: Subgroup, *, stall_timeout_s: float) -> Any:
+    """Return gloo connections between the ranks of `subgroup`, theirs alone. Collective.
 
-    What comes back is a bare ProcessGroupGloo under the circle's name in the job's store, not
+    What comes back is a bare ProcessGroupGloo under the subgroup's name in the job's store, not
     registered with torch.distributed: new_group would have every rank of the job take part, or
     reuse the store entries of a destroyed group of the same ranks (tried).
     """
     return dist.ProcessGroupGloo(
-        _store_of(circle), circle.rank, circle.size, timedelta(seconds=stall_timeout_s)
+        _store_of(subgroup), subgroup.rank, subgroup.size, timedelta(seconds=stall_timeout_s)
     )
 
 
-def notices_of(circle: Subgroup) -> Notices:
-    """Return the notes that the ranks of `circle` leave each other in the job's store."""
+def notices_of(subgroup: Subgroup) -> Notices:
+    """Return the notes that the ranks of `subgroup` leave each other in the job's store."""
     return Notices(
-        distributed_c10d.PrefixStore("given up", _store_of(circle)), circle.rank, circle.size
+        distributed_c10d.PrefixStore("given up", _store_of(subgroup)), subgroup.rank, subgroup.size
     )
 
 
-def _store_of(circle: Subgroup) -> distributed_c10d.PrefixStore:
+def _store_of(subgroup: Subgroup) -> distributed_c10d.PrefixStore:
     return distributed_c10d.PrefixStore(
-        f"zeroshard/{circle.name}", distributed_c10d._get_default_store()
+        f"zeroshard/{subgroup.name}", distributed_c10d._get_default_store()
     )
 
 
@@ -294,7 +294,7 @@ class GlooPeers:
     no peer to reach).
 
     `wake` is called by another thread when a transfer ends; `wait` blocks until all of some
-    transfers are done and lands them.
+    transfers are done and finishes them.
     """
 
     def __init__(

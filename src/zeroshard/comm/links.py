@@ -43,7 +43,7 @@ class Kind(IntEnum):
     """What a record says; (a, b, c, d, tail) in brackets."""
 
     SLOT = 1  # a gradient slot exists [number, bytes] + descriptor
-    DROP = 2  # forget a slot that was idle [number]
+    DROP = 2  # an idle slot is gone [number]
     READY = 3  # our part of a reduce lies in a slot [sequence, slot, first byte, bytes; key]
     NONE = 4  # we have no part in a reduce [sequence; key]
     ACK = 5  # we need your slot no longer [slot]
@@ -55,7 +55,7 @@ class Kind(IntEnum):
     EXCHANGE = 9  # part of a payload [sequence, whole size; bytes]
     BROADCAST = 10  # part of a tensor lies in a slot [sequence, slot, bytes]
     STUCK = 11  # we cannot go on before you need our slots no longer
-    ABANDON = 12  # we have forgotten everything before this generation
+    ABANDON = 12  # we have left everything before this generation
     # we have given up, since the ranks are in different calls [exchanges ended before; text]
     REFUSED = 13
 

@@ -3,8 +3,8 @@ once everyone has.
 
 A contribution lies where its owner put it: in our own slot, in a peer's slot that we map, or in a
 buffer it was received into. Nothing is copied until all are there; then a reduce sums our slice of
-each straight into `out` (``comm/ordered.py``), a gather copies them side by side, and the owners
-are told.
+each straight into `out` (``comm/ordered.py``), a gather copies them side by side, and the parts
+are released to their owners.
 
 Invariant: the n-th operation of a key here takes exactly the n-th contribution to that key of every
 rank. Cost: each is read once.
@@ -37,11 +37,11 @@ class Part:
     """One rank's part of an operation, as far as it concerns us; `data` None stands for zeros."""
 
     data: torch.Tensor | None  # uint8
-    release: Callable[[], None] | None = None  # tells the owner that `data` is no longer read
+    release: Callable[[], None] | None = None  # releases `data` to its owner
     near: bool = False  # it came from another rank in shared memory
 
-    def finish(self) -> None:
-        """Tell the owner, once, that `data` is no longer read."""
+    def close(self) -> None:
+        """Release `data` to its owner, once."""
         if self.release is not None:
             self.release()
             self.release = None
@@ -52,7 +52,7 @@ class Part:
         """
         if self.release is not None and self.data is not None:
             self.data = self.data.clone()
-            self.finish()
+            self.close()
 
     def checked(self, num_bytes: int, what: str, rank: int) -> torch.Tensor | None:
         """Return the data, which must be `num_bytes` long."""
@@ -99,7 +99,7 @@ class Matching:
     def begin(
         self, key: str, sequence: int, contributors: Iterable[int], consume: Callable[[Parts], None]
     ) -> Pending:
-        """Have `consume` called, inside `finish_ripe`, once all `contributors` have contributed."""
+        """Have `consume` called, inside `advance`, once all `contributors` have contributed."""
         pending = self.pending[key, sequence] = Pending(frozenset(contributors), consume)
         return pending
 
@@ -112,7 +112,7 @@ class Matching:
             else set(pending.contributors - self.contributions.get((key, sequence), {}).keys())
         )
 
-    def finish_ripe(self) -> bool:
+    def advance(self) -> bool:
         """Finish every operation that has become possible, oldest first; return whether there
         was one.
         """
@@ -121,7 +121,7 @@ class Matching:
             pending, parts = self.pending.pop(name), self.contributions.pop(name, {})
             pending.consume(parts)
             for part in parts.values():
-                part.finish()
+                part.close()
             pending.done = True
         return bool(ripe)
 
@@ -131,8 +131,8 @@ class Matching:
             if rank in parts:
                 parts[rank].copy_out()
 
-    def forget(self) -> None:
-        """Drop everything without telling anybody."""
+    def reset(self) -> None:
+        """Leave everything under way; owners get no release."""
         self.contributions.clear()
         self.pending.clear()
         self.sequences.clear()

@@ -9,8 +9,9 @@ dtype.
 
 Invariant: every rank makes the same calls in the same order (the engine's identity check tells when
 not). Collectives are enqueued behind the current stream; `Work.wait` makes the then current stream
-wait. A hang on the device is the backend's watchdog's to report; where Work.wait blocks the host
-(CPU backends), it ends in StallError.
+wait. Small messages go over the control plane, beside the device and its streams. A hang on the
+device is the backend's watchdog's to report; where Work.wait blocks the host (CPU backends), it
+ends in StallError.
 
 Cost per rank, N equal shares, buffer of B bytes: gather and reduce receive ``B (N-1)/N`` each; a
 temporary slice per reduce, N of them when ordered.
@@ -25,13 +26,13 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from zeroshard.comm.calls import framed, unframed
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.compat import all_gather_single, reduce_scatter_single
+from zeroshard.comm.control import PeerControl
 from zeroshard.comm.matching import sum_parts
-from zeroshard.comm.mesh import Axes
 from zeroshard.comm.private_window import PrivateWindow
-from zeroshard.comm.transport import GradBuffer, Traffic, Work
+from zeroshard.comm.spec import CommSpec
+from zeroshard.comm.transport import GradBuffer, Work
 from zeroshard.core.layout import Range, end_of
 from zeroshard.errors import PeerLostError, StallError
 from zeroshard.memory import Pool, mark, order_after
@@ -47,29 +48,33 @@ class NcclTransport:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        *,
         device: torch.device,
-        ordered: bool = False,
-        node_size: int | None = None,
-        stall_timeout_s: float = 300.0,
-        pool_bytes: int | None = None,
-        traffic: Traffic | None = None,
+        spec: CommSpec,
+        control: PeerControl,
     ) -> None:
+        self.control = control
         self.name = "nccl"
         self.rank = group.rank()
         self.size = group.size()
         self.one_sided = False
         self.keyed = False
-        self.traffic = Traffic() if traffic is None else traffic
-        self.stall_timeout_s = stall_timeout_s
-        self.ordered = ordered
+        self.traffic = control.traffic
+        self.ordered = bool(spec.ordered)
         self._group = group
         self._device = device
-        self._node_size = node_size
-        self._axes = Axes.of(self.size, node_size)
-        self._pool = Pool(pool_bytes)
-        self._temporaries = Pool(pool_bytes)
+        self._mesh = spec.mesh
+        self._pool = Pool(spec.pool_bytes)
+        self._temporaries = Pool(spec.pool_bytes)
         self._under_way: list[NativeWork] = []
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """Seconds until a wait raises StallError."""
+        return self.control.stall_timeout_s
+
+    @stall_timeout_s.setter
+    def stall_timeout_s(self, seconds: float) -> None:
+        self.control.stall_timeout_s = seconds
 
     def window(
         self,
@@ -88,7 +93,7 @@ class NcclTransport:
     def _count(self, operation: str, by_rank: Callable[[int], int]) -> None:
         """Count what came from each other rank."""
         others = [rank for rank in range(self.size) if rank != self.rank]
-        between = sum(by_rank(rank) for rank in others if not self._axes.same_node(rank, self.rank))
+        between = sum(by_rank(rank) for rank in others if not self._mesh.same_node(rank, self.rank))
         self.traffic.add(operation, "nccl", sum(by_rank(rank) for rank in others), between=between)
 
     def all_gather(
@@ -119,7 +124,7 @@ class NcclTransport:
         for work in [work for work in self._under_way if not work.is_gather]:
             if self._pool.has_room(numel * dtype.itemsize):
                 break
-            work.finish()
+            work.complete()
         return GradBuffer(self._pool.take(numel, dtype, device))
 
     def return_buffer(self, buffer: GradBuffer) -> None:
@@ -183,7 +188,7 @@ class NcclTransport:
                 parts,
                 out,
                 codec=codec,
-                node_size=self._node_size if self.ordered else None,
+                node_size=self._mesh.node_size if self.ordered else None,
                 accumulate=accumulate,
             )
             self._temporaries.give(loan)
@@ -207,7 +212,7 @@ class NcclTransport:
         self._under_way.append(work)
         return work
 
-    def finished(self, work: NativeWork) -> None:
+    def untrack(self, work: NativeWork) -> None:
         """Stop tracking `work`, which has ended."""
         self._under_way = [other for other in self._under_way if other is not work]
 
@@ -215,34 +220,13 @@ class NcclTransport:
         for work in [work for work in self._under_way if work.is_gather]:
             work.wait()
 
-    def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
-        frame, what = framed(call, payload), f"exchange of {call}"
-        lengths = torch.zeros(self.size, dtype=torch.int64, device=self._device)
-        own = torch.tensor([len(frame)], dtype=torch.int64).to(self._device)
-        self._block(all_gather_single(lengths, own, group=self._group, async_op=True), what)
-        sizes = [int(size) for size in lengths.tolist()]
-        longest = max(*sizes, 1)
-        padded = torch.frombuffer(bytearray(frame.ljust(longest, b"\0")), dtype=torch.uint8).to(
-            self._device
-        )
-        everything = torch.empty(self.size * longest, dtype=torch.uint8, device=self._device)
-        self._block(all_gather_single(everything, padded, group=self._group, async_op=True), what)
-        rows = everything.cpu().view(self.size, longest)
-        payloads = unframed(
-            [rows[rank, : sizes[rank]].numpy().tobytes() for rank in range(self.size)],
-            range(self.size),
-        )
-        self._count("exchange", lambda rank: len(payloads[rank]))
-        return payloads
-
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         data = tensor.detach()
         flat = (
             data.contiguous() if data.device == self._device else data.to(self._device).contiguous()
         )
-        self._block(
-            dist.broadcast(flat, group=self._group, group_src=source, async_op=True), "broadcast"
-        )
+        work = dist.broadcast(flat, group=self._group, group_src=source, async_op=True)
+        await_native(work, "broadcast", self.stall_timeout_s, self.rank, self.size)
         if flat.data_ptr() != data.data_ptr():
             data.copy_(flat)
         if self.rank != source:
@@ -251,24 +235,21 @@ class NcclTransport:
                 lambda rank: flat.numel() * flat.element_size() if rank == source else 0,
             )
 
-    def _block(self, work: Any, what: str) -> None:
-        await_native(work, what, self.stall_timeout_s, self.rank, self.size)
-
     def progress(self) -> None: ...
-
-    def check_peers(self, what: str) -> None: ...
 
     def give_up(self) -> None:
         left, self._under_way = self._under_way, []
         # a collective that was enqueued cannot be recalled; every rank enqueued the same ones
         for work in left:
-            work.forget()
+            work.release()
+        self.control.give_up()
 
     def abandon(self) -> None:
         self.give_up()
-        self.exchange(b"", "engine.reset()")
+        self.control.abandon()
 
     def close(self) -> None:
+        self.control.close()
         self._under_way = []
         self._pool.clear()
         self._temporaries.clear()
@@ -302,7 +283,7 @@ class NativeWork:
         self._alive = alive  # the collectives' memory, until they are waited for
         self._finished: Any = None  # an event behind `after`, once that has been enqueued
 
-    def finish(self) -> None:
+    def complete(self) -> None:
         """Let the current stream wait for the collectives and do the rest on it."""
         if self._finished is None:
             for work in self._works:
@@ -315,18 +296,18 @@ class NativeWork:
                 )
             self._after()
             self._finished = mark(self._alive[0].device)
-            self.forget()
-            self._transport.finished(self)
+            self.release()
+            self._transport.untrack(self)
 
     def wait(self) -> None:
-        self.finish()
+        self.complete()
         order_after(self._finished)  # the stream that finished may not be the one that waits now
 
     def done(self) -> bool:
         return self._finished is not None or all(work.is_completed() for work in self._works)
 
-    def forget(self) -> None:
-        """Drop what the collectives used."""
+    def release(self) -> None:
+        """Release what the collectives used."""
         self._works, self._alive, self._after = [], [], lambda: None
 
 

@@ -12,6 +12,7 @@ import torch
 
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.matching import sum_parts
+from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import DoneWork, GradBuffer, Traffic, Work
 from zeroshard.core.layout import Range, end_of
 from zeroshard.memory import Pool
@@ -52,18 +53,31 @@ class _Window:
         self.full, self.local = None, torch.empty(0)
 
 
+class _Alone:
+    """A Control without peers."""
+
+    rank = 0
+    size = 1
+
+    def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
+        return [payload]
+
+    def check_peers(self, what: str) -> None: ...
+
+
 class OneProcess:
     """A Transport without peers."""
 
-    def __init__(self, *, stall_timeout_s: float = 300.0, pool_bytes: int | None = None) -> None:
+    def __init__(self, spec: CommSpec) -> None:
         self.name = "one_process"
         self.rank = 0
         self.size = 1
         self.one_sided = True
         self.keyed = True
         self.traffic = Traffic()
-        self.stall_timeout_s = stall_timeout_s
-        self._pool = Pool(pool_bytes)
+        self.control = _Alone()
+        self.stall_timeout_s = spec.stall_timeout_s
+        self._pool = Pool(spec.pool_bytes)
 
     def window(
         self,
@@ -115,15 +129,10 @@ class OneProcess:
 
     def begin_write(self) -> None: ...
 
-    def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
-        return [payload]
-
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         assert source == 0, source
 
     def progress(self) -> None: ...
-
-    def check_peers(self, what: str) -> None: ...
 
     def give_up(self) -> None: ...
 

@@ -1,10 +1,14 @@
 """Bytes of every rank to every rank through a process group, without pickle:
 ``all_gather_object`` would execute what a peer sends.
 
-Cost: two collectives, of 8 bytes and of the longest payload per rank.
+Invariant: no device takes part. A group without a backend for CPU tensors (plain NCCL) gets a gloo
+group of the same ranks, once. Cost: two collectives, of 8 bytes and of the longest payload per
+rank.
 """
 
 from __future__ import annotations
+
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -13,34 +17,32 @@ from zeroshard.comm.compat import all_gather_single
 
 __all__ = ["gather_bytes"]
 
+_beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
 
 def gather_bytes(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
     """Return every rank's `payload`, of any size, in rank order. Collective."""
-    device, size = _device_of(group), group.size()
-    lengths = torch.zeros(size, dtype=torch.int64, device=device)
-    all_gather_single(
-        lengths, torch.tensor([len(payload)], dtype=torch.int64, device=device), group=group
-    )
-    longest = max(1, *(int(length) for length in lengths.tolist()))
-    padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8).to(
-        device
-    )
-    rows = torch.empty(size * longest, dtype=torch.uint8, device=device)
+    group, size = _on_cpu(group), group.size()
+    lengths = torch.zeros(size, dtype=torch.int64)
+    all_gather_single(lengths, torch.tensor([len(payload)], dtype=torch.int64), group=group)
+    longest = max(1, *lengths.tolist())
+    padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
+    rows = torch.empty(size * longest, dtype=torch.uint8)
     all_gather_single(rows, padded, group=group)
     return [
         row[:length].numpy().tobytes()
-        for row, length in zip(rows.cpu().view(size, longest), lengths.tolist(), strict=True)
+        for row, length in zip(rows.view(size, longest), lengths.tolist(), strict=True)
     ]
 
 
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Return where tensors have to lie for the collectives of `group`: the CPU where it has a
-    backend for it.
-    """
+def _on_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return `group`, or the gloo group beside it where it serves no CPU tensors."""
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:
-        accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None, dist.get_backend(group)
-        return torch.device(accelerator.type, torch.accelerator.current_device_index())
-    return torch.device("cpu")
+        if group not in _beside:
+            _beside[group] = dist.new_group(
+                dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
+            )
+        return _beside[group]
+    return group

@@ -12,11 +12,29 @@ from zeroshard.comm.transport import Transport, Work
 from zeroshard.core.layout import Range, end_of
 from zeroshard.errors import StateError
 
-__all__ = ["PrivateWindow"]
+__all__ = ["PrivateWindow", "private"]
+
+
+def private(
+    ranges: Sequence[Range],
+    rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    replicated: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return zeros for the whole buffer where it rests `replicated`, and for `rank`'s slice of
+    it.
+    """
+    start, stop = ranges[rank]
+    if not replicated:
+        return None, torch.zeros(stop - start, dtype=dtype, device=device)
+    full = torch.zeros(end_of(ranges), dtype=dtype, device=device)
+    return full, full[start:stop]
 
 
 class PrivateWindow:
-    """One slice per rank, on `device`. Peers are told nothing: a gather is the message."""
+    """One slice per rank, on `device`. Not mapped by peers; gather() is an all-gather."""
 
     def __init__(
         self,
@@ -31,14 +49,8 @@ class PrivateWindow:
         self.key = key
         self.ranges = tuple(ranges)
         self.aliased = False
-        start, stop = self.ranges[transport.rank]
-        self.full = (
-            torch.zeros(end_of(self.ranges), dtype=dtype, device=device) if replicated else None
-        )
-        self.local = (
-            torch.zeros(stop - start, dtype=dtype, device=device)
-            if self.full is None
-            else self.full[start:stop]
+        self.full, self.local = private(
+            self.ranges, transport.rank, dtype, device, replicated=replicated
         )
         self._transport = transport
 

@@ -15,24 +15,22 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from zeroshard.comm import memfd
+from zeroshard.comm.agree import Exchange, failures
 from zeroshard.comm.links import peer_credentials, send_record
 
-__all__ = ["HostGroups", "boot_id", "meet_neighbours"]
+__all__ = ["HostGroups", "boot_id", "find_hosts"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 
-Exchange = Callable[[bytes], list[bytes]]
-
 
 @dataclass
 class HostGroups:
-    """What `meet_neighbours` found."""
+    """What `find_hosts` found."""
 
     groups: list[list[int]]  # the ranks of each host, in rank order; the same on every rank
     # to the other ranks of our group
@@ -54,12 +52,12 @@ def boot_id() -> str:
     return f"{_BOOT_ID.read_text().strip()} {_NETWORK.stat().st_ino}"
 
 
-def meet_neighbours(rank: int, exchange: Exchange) -> HostGroups:
+def find_hosts(rank: int, exchange: Exchange, *, call: str) -> HostGroups:
     """Find the ranks of this host and connect to them. Collective over `exchange`; never raises
     on one rank only.
     """
     listener, own = _introduce()
-    everyone = [json.loads(text) for text in exchange(json.dumps(own).encode())]
+    everyone = [json.loads(text) for text in exchange(json.dumps(own).encode(), call)]
     sockets: dict[int, socket.socket] = {}
     report: dict[str, str] = {}  # rank we could not connect to -> why
     for peer in range(rank):
@@ -72,7 +70,7 @@ def meet_neighbours(rank: int, exchange: Exchange) -> HostGroups:
                 sockets[peer] = _connect(everyone[peer]["name"], rank, everyone[peer]["token"])
             except OSError as error:
                 report[str(peer)] = str(error)
-    reports = [json.loads(text) for text in exchange(json.dumps(report).encode())]
+    reports = [json.loads(text) for text in exchange(json.dumps(report).encode(), call)]
     found = HostGroups(*_agree(everyone, reports))
     mine = found.group_of(rank)
     trouble = ""
@@ -83,7 +81,7 @@ def meet_neighbours(rank: int, exchange: Exchange) -> HostGroups:
     finally:
         if listener is not None:
             listener.close()
-    troubles = [text.decode() for text in exchange(trouble.encode()) if text]
+    troubles = [*failures(exchange, trouble, call=call).values()]
     if troubles:
         found.groups, found.problems = (
             [[peer] for peer in range(len(everyone))],
@@ -97,7 +95,7 @@ def meet_neighbours(rank: int, exchange: Exchange) -> HostGroups:
 
 
 def _introduce() -> tuple[socket.socket | None, dict[str, str]]:
-    """Open a listener and try the memory; what goes wrong is told to the others instead of
+    """Open a listener and try the memory; errors are sent to the others instead of
     raised.
     """
     listener = None

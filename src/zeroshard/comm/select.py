@@ -6,19 +6,20 @@ asked for by name is made or refused.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import distributed as dist
 
+from zeroshard.comm.connect import make_control
 from zeroshard.comm.gloo_peers import Subgroup
-from zeroshard.comm.mesh import Axes
 from zeroshard.comm.nccl import NcclTransport
 from zeroshard.comm.one_process import OneProcess
 from zeroshard.comm.paired import PairedTransport
-from zeroshard.comm.shared_memory import make_gloo, make_paired
+from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Traffic, Transport
 from zeroshard.comm.two_level import Lowering, TwoLevelTransport
+from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
 
 __all__ = ["make_transport"]
@@ -27,73 +28,36 @@ _NAMES = ("auto", "one_process", "shared_memory", "gloo", "mixed", "nccl")
 
 
 def make_transport(
-    group: dist.ProcessGroup | None,
-    *,
-    name: str = "auto",
-    device: torch.device | None = None,
-    node_size: int | None = None,
-    ordered: bool | None = None,
-    stall_timeout_s: float = 300.0,
-    pool_bytes: int | None = None,
-    alias: bool = True,
-    two_level: bool | None = None,
-    columns: bool = False,
-    node_sums: bool = False,
-    hop_dtype: torch.dtype = torch.float32,
+    group: dist.ProcessGroup | None, device: torch.device, spec: CommSpec
 ) -> Transport:
     """Make the transport of `group` (None: the default group, or one process where there is
-    none). Collective.
+    none) for tensors on `device`. Collective.
 
-    `name` "auto" takes what fits `device`; "one_process", "shared_memory", "gloo", "mixed" and
-    "nccl" are made or refused with ConfigError. `node_size` ranks form a node of the canonical sum;
-    collectives go in two levels, inside nodes and between, where `two_level` says so (None: where
-    that moves fewer bytes between hosts). `columns` says that a row keeps columns, `node_sums` sums
-    of nodes, which travel in `hop_dtype`. `ordered` asks for that sum on backends that have a
-    faster one of their own.
-    `pool_bytes` bounds the gradient buffers (at least one is always given; None: twice the
-    largest). `alias` lets sharded windows of one host be one mapping that is the full buffer.
+    Raises ConfigError for a transport that was asked for by name and cannot be had.
     """
-    device = torch.device("cpu") if device is None else device
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-    _check_name(name, 1 if group is None else group.size(), has_group=group is not None)
-    if group is None or (group.size() == 1 and name in ("auto", "one_process")):
-        return OneProcess(stall_timeout_s=stall_timeout_s, pool_bytes=pool_bytes)
-    axes = Axes.of(group.size(), node_size)
-    lowering = Lowering(axes.mesh, two_level, node_sums, hop_dtype)
-    options: dict[str, Any] = {"stall_timeout_s": stall_timeout_s, "pool_bytes": pool_bytes}
-    if name == "nccl" or (name == "auto" and device.type != "cpu" and _has_native(group, device)):
-        return _make_native(
-            group, axes, lowering, columns=columns, device=device, ordered=bool(ordered), **options
-        )
-    if ordered is False:
+    world = 1 if group is None else group.size()
+    _check_name(spec.name, world, has_group=group is not None)
+    assert spec.mesh.size == world, (spec.mesh, world)
+    if group is None or (world == 1 and spec.name in ("auto", "one_process")):
+        return OneProcess(spec)
+    on_cpu = device.type == "cpu"
+    if spec.name == "nccl" or (spec.name == "auto" and not on_cpu and _has_native(group, device)):
+        return _make_native(group, device, spec)
+    if spec.ordered is False:
         raise ConfigError(
             "ordered=False: on CPU ranks the ordered exchange is the only reduce (and the fast"
             " one); leave it out"
         )
-    only_gloo = name == "gloo" or (name == "auto" and device.type != "cpu")
-    if device.type != "cpu" and not only_gloo:
+    if spec.name == "auto" and not on_cpu:
+        spec = replace(spec, name="gloo")
+    if not on_cpu and spec.name != "gloo":
         raise ConfigError(
-            f"transport {name!r} serves CPU tensors, not {device}: use 'auto', 'nccl' or 'gloo'"
+            f"transport {spec.name!r} serves CPU tensors, not {device}: use 'auto', 'nccl' or"
+            " 'gloo'"
         )
-
-    def make(
-        circle: Subgroup, node_size: int | None, traffic: Traffic | None = None
-    ) -> PairedTransport:
-        if only_gloo:
-            return make_gloo(circle, node_size=node_size, traffic=traffic, **options)
-        shared: dict[str, Any] = {"required": name != "auto", "alias": alias}
-        return make_paired(circle, node_size=node_size, traffic=traffic, **shared, **options)
-
-    circle = Subgroup.of(group)
-    flat = make(circle, axes.node_size)
-    # one host has no slow wire to spare
-    is_fast = flat.name == "shared_memory" and two_level is None
-    if axes.num_nodes == 1 or not (columns or (lowering.ever and not is_fast)):
-        return flat
-    inside = make(circle.part(axes.local_group(circle.rank)), None, flat.traffic)
-    between = make(circle.part(axes.node_group(circle.rank)), 1, flat.traffic)
-    return TwoLevelTransport(flat, inside, between, axes=axes, lowering=lowering)
+    return _make_paired(group, spec)
 
 
 def _check_name(name: str, world: int, *, has_group: bool) -> None:
@@ -109,34 +73,58 @@ def _check_name(name: str, world: int, *, has_group: bool) -> None:
         )
 
 
-def _make_native(
-    group: dist.ProcessGroup,
-    axes: Axes,
-    lowering: Lowering,
-    *,
-    columns: bool,
-    device: torch.device,
-    ordered: bool,
-    **options: Any,
-) -> Transport:
-    flat = NcclTransport(group, device=device, ordered=ordered, node_size=axes.node_size, **options)
-    if axes.num_nodes == 1 or not (columns or lowering.ever):
+def _make_paired(group: dist.ProcessGroup, spec: CommSpec) -> Transport:
+    everyone, mesh, lowering = Subgroup.of(group), spec.mesh, _lowering(spec)
+
+    def make(subgroup: Subgroup, spec: CommSpec, traffic: Traffic) -> PairedTransport:
+        return PairedTransport(make_control(subgroup, spec, traffic), spec)
+
+    flat = make(everyone, spec, Traffic())
+    # one host has no slow wire to spare
+    is_fast = flat.name == "shared_memory" and spec.two_level is None
+    if mesh.num_nodes == 1 or not (spec.columns or (lowering.ever and not is_fast)):
         return flat
-    options |= {"device": device, "ordered": ordered, "traffic": flat.traffic}
-    inside, between = (_subgroup(group, ranks) for ranks in _subsets(axes))
+    inside, between = _levels(spec)
     return TwoLevelTransport(
         flat,
-        NcclTransport(inside, node_size=None, **options),
-        NcclTransport(between, node_size=1, **options),
-        axes=axes,
+        make(everyone.part(mesh.node(everyone.rank)), inside, flat.traffic),
+        make(everyone.part(mesh.column(everyone.rank)), between, flat.traffic),
+        mesh=mesh,
         lowering=lowering,
     )
 
 
-def _subsets(axes: Axes) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+def _make_native(group: dist.ProcessGroup, device: torch.device, spec: CommSpec) -> Transport:
+    mesh, lowering = spec.mesh, _lowering(spec)
+    control = make_control(Subgroup.of(group), replace(spec, name="nccl"), Traffic())
+    flat = NcclTransport(group, device, spec, control)
+    if mesh.num_nodes == 1 or not (spec.columns or lowering.ever):
+        return flat
+    node, column = (_subgroup(group, ranks) for ranks in _subsets(mesh))
+    inside, between = _levels(spec)
+    return TwoLevelTransport(
+        flat,
+        NcclTransport(node, device, inside, control),
+        NcclTransport(column, device, between, control),
+        mesh=mesh,
+        lowering=lowering,
+    )
+
+
+def _lowering(spec: CommSpec) -> Lowering:
+    return Lowering(spec.mesh, spec.two_level, spec.node_sums, spec.hop_dtype)
+
+
+def _levels(spec: CommSpec) -> tuple[CommSpec, CommSpec]:
+    """Return what to ask of the transports of a node's ranks, and of a column's."""
+    mesh = spec.mesh
+    return replace(spec, mesh=Mesh(1, mesh.node_size)), replace(spec, mesh=Mesh(mesh.num_nodes, 1))
+
+
+def _subsets(mesh: Mesh) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Return the ranks of every node, and of every column."""
-    nodes = [axes.local_group(node * axes.node_size) for node in range(axes.num_nodes)]
-    return nodes, [axes.node_group(local) for local in range(axes.node_size)]
+    nodes = [mesh.node(node * mesh.node_size) for node in range(mesh.num_nodes)]
+    return nodes, [mesh.column(local) for local in range(mesh.node_size)]
 
 
 def _subgroup(group: dist.ProcessGroup, subsets: list[tuple[int, ...]]) -> dist.ProcessGroup:

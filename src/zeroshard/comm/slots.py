@@ -1,15 +1,15 @@
 """The pool of gradient buffers: a few slots of memory that peers on this host can read, reused
 for ever.
 
-A slot is lent to the engine (`take`), handed to a reduce (`hand_over`: it now waits for everyone
+A slot is lent to the engine (`take`), handed to a reduce (`submit`: it now waits for everyone
 who reads it) and comes back by itself when the last of them has finished (`release`)::
 
-    idle --take--> lent --hand_over--> awaiting {readers} --release of each--> idle
-                    \\--give_back--> idle
+    idle --take--> lent --submit--> awaiting {readers} --release of each--> idle
+                    \\--give--> idle
 
 Invariant: a slot is idle only when nobody reads it; all slots together stay within `limit_bytes`,
 but for a single slot, which may be larger, and slots that were `spill`ed, which vanish when they
-come back. Cost: none per use; a slot is reserved and announced once.
+come back. Cost: none per use; a slot is reserved and published once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FAR = -1  # a reader that stands for all peers reached by messages
 
 @dataclass
 class Slot:
-    """One buffer of the pool. `fd` is open only while the slot is being announced."""
+    """One buffer of the pool. `fd` is open only while the slot is being published."""
 
     number: int
     memory: torch.Tensor  # uint8
@@ -50,18 +50,18 @@ class Slot:
 class SlotPool:
     """The slots of one rank.
 
-    With `announce` (called with number, size and descriptor of each new slot) they are shared
+    With `publish` (called with number, size and descriptor of each new slot) they are shared
     memory, else private memory. `withdraw` is called with the number of a slot that is dropped.
     `limit_bytes` None: twice the largest buffer asked for.
     """
 
     def __init__(
         self,
-        announce: Callable[[int, int, int], None] | None,
+        publish: Callable[[int, int, int], None] | None,
         withdraw: Callable[[int], None],
         limit_bytes: int | None,
     ) -> None:
-        self._announce = announce
+        self._publish = publish
         self._withdraw = withdraw
         self._limit_bytes = limit_bytes
         self._largest_bytes = 0
@@ -107,7 +107,7 @@ class SlotPool:
     def _create(self, num_bytes: int, device: torch.device) -> Slot:
         number = self._next_number
         self._next_number += 1
-        if self._announce is None or device.type != "cpu":
+        if self._publish is None or device.type != "cpu":
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         else:
             try:
@@ -119,41 +119,41 @@ class SlotPool:
                 ) from error
             try:
                 memory = memfd.map_bytes(fd, num_bytes)
-                self._announce(number, num_bytes, fd)
+                self._publish(number, num_bytes, fd)
             finally:
                 os.close(fd)
         slot = self.slots[number] = Slot(number, memory)
         return slot
 
-    def hand_over(self, buffer: GradBuffer, readers: set[int]) -> None:
+    def submit(self, buffer: GradBuffer, readers: set[int]) -> None:
         """End the loan; the slot is idle again once each of `readers` has been released."""
         slot = self.slots[buffer.slot]
         assert slot.loan is buffer, f"gradient buffer {buffer.slot} is not on loan"
         slot.loan, slot.readers = None, set(readers)
-        self._settle(slot)
+        self._drop_spilled(slot)
 
     def release(self, number: int, reader: int) -> None:
         """Note that `reader` has finished with slot `number`."""
         slot = self.slots[number]
         slot.readers.remove(reader)
-        self._settle(slot)
+        self._drop_spilled(slot)
 
-    def give_back(self, buffer: GradBuffer) -> None:
-        """End the loan of a buffer that nobody will read. Buffers from before `forget` are
+    def give(self, buffer: GradBuffer) -> None:
+        """End the loan of a buffer that nobody will read. Buffers from before `reset` are
         ignored.
         """
         slot = self.slots.get(buffer.slot)
         if slot is not None and slot.loan is buffer:
             slot.loan = None
-            self._settle(slot)
+            self._drop_spilled(slot)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Make every slot idle: nobody reads any longer, and loans are void."""
         for slot in list(self.slots.values()):
             slot.loan, slot.readers = None, set()
-            self._settle(slot)
+            self._drop_spilled(slot)
 
-    def _settle(self, slot: Slot) -> None:
+    def _drop_spilled(self, slot: Slot) -> None:
         if slot.spilled and slot.idle:
             self._drop(slot)
 

@@ -7,9 +7,9 @@ transport, because a transport may be able to let a peer read them where they li
   of one logical buffer. ``gather`` brings the peers' slices together (all-gather). A window may
   rest *replicated* (the whole buffer is here, our slice of it is ours to write and the others'
   slices are brought up to date by ``gather``), or *sharded* (only our slice is here).
-* a **gradient buffer** is a temporary whole-segment buffer out of a bounded pool. ``reduce`` hands
-  it over: every rank ends with the sum over ranks of its own slice (reduce-scatter), and the buffer
-  returns to the pool by itself.
+* a **gradient buffer** is a temporary whole-segment buffer out of a bounded pool. ``reduce``
+  submits it: every rank ends with the sum over ranks of its own slice (reduce-scatter), and the
+  buffer returns to the pool by itself.
 
 The reduction is the canonical tree of ``comm/ordered.py``: ranks of one node in local order, then
 node sums in node order, in fp32.
@@ -35,7 +35,7 @@ from zeroshard.comm.codec import Codec
 from zeroshard.core.layout import Range
 from zeroshard.core.work import DoneWork, Work
 
-__all__ = ["DoneWork", "GradBuffer", "Traffic", "Transport", "Window", "Work"]
+__all__ = ["Control", "DoneWork", "GradBuffer", "Traffic", "Transport", "Window", "Work"]
 
 
 class Window(Protocol):
@@ -64,7 +64,7 @@ class Window(Protocol):
         """Say that our slice is written and may be read. Never blocks."""
 
     def close(self) -> None:
-        """Give the memory back (peers keep theirs). Tensors handed out stay valid as long as
+        """Release the memory (peers keep theirs). Tensors handed out stay valid as long as
         somebody holds them.
         """
 
@@ -108,6 +108,26 @@ class Traffic:
         self.between.clear()
 
 
+class Control(Protocol):
+    """How the ranks of one group agree: small messages, which never touch a device."""
+
+    rank: int
+    size: int
+
+    def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
+        """Give every rank's `payload` (any sizes, small) to every rank, in rank order. Blocking;
+        serves peers meanwhile.
+
+        `call` names the call of the program, as errors show it. Raises PlanMismatch, on every rank,
+        where other ranks are in another call.
+        """
+
+    def check_peers(self, what: str) -> None:
+        """Raise PeerLostError, saying that it was during `what`, where another rank is known to
+        have ended. Never blocks.
+        """
+
+
 class Transport(Protocol):
     """How the ranks of one group exchange bytes. Made collectively, with the same arguments on
     every rank.
@@ -123,6 +143,10 @@ class Transport(Protocol):
     traffic: Traffic
     stall_timeout_s: float
 
+    @property
+    def control(self) -> Control:
+        """The control plane of the same ranks."""
+
     def window(
         self,
         key: str,
@@ -137,8 +161,8 @@ class Transport(Protocol):
         """
 
     def register(self, key: str) -> None:
-        """Make `key` known, in the same order on every rank: keys of windows are; others are
-        told apart by a hash until then.
+        """Assign `key` a number, in the same order on all ranks. Unregistered keys are hashed;
+        those of windows are registered.
         """
 
     def grad_buffer(
@@ -151,7 +175,7 @@ class Transport(Protocol):
         """
 
     def return_buffer(self, buffer: GradBuffer) -> None:
-        """Give back a buffer that was never handed to `reduce`."""
+        """Return a buffer to the pool that was never submitted to `reduce`."""
 
     def reduce(
         self,
@@ -193,14 +217,6 @@ class Transport(Protocol):
         written.
         """
 
-    def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
-        """Give every rank's `payload` (any sizes, small) to every rank, in rank order. Blocking;
-        serves peers meanwhile.
-
-        `call` names the call of the program, as errors show it. Raises PlanMismatch, on every rank,
-        where other ranks are in another call.
-        """
-
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Copy `tensor` from rank `source` of the group into every other rank's, in place.
         Blocking.
@@ -209,14 +225,9 @@ class Transport(Protocol):
     def progress(self) -> None:
         """Take note of what has arrived and do the sums that have become possible. Never blocks."""
 
-    def check_peers(self, what: str) -> None:
-        """Raise PeerLostError, saying that it was during `what`, where another rank is known to
-        have ended. Never blocks.
-        """
-
     def give_up(self) -> None:
-        """After an exception: forget everything under way, and tell the other ranks, whose waits
-        for this one raise StateError. Never blocks.
+        """After an exception: leave everything under way. The other ranks' waits for this one
+        raise StateError. Never blocks.
         """
 
     def abandon(self) -> None:

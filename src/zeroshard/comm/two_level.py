@@ -29,9 +29,8 @@ from typing import Any
 import torch
 
 from zeroshard.comm import serving
-from zeroshard.comm.agree import compare
+from zeroshard.comm.agree import agree
 from zeroshard.comm.codec import Codec
-from zeroshard.comm.mesh import Axes
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import GradBuffer, Traffic, Transport, Window, Work
 from zeroshard.core.cost import all_gather, cheapest, reduce_scatter
@@ -100,21 +99,22 @@ class TwoLevelTransport:
         inside: Transport,
         between: Transport,
         *,
-        axes: Axes,
+        mesh: Mesh,
         lowering: Lowering,
     ) -> None:
         assert (flat.size, inside.size, between.size) == (
-            axes.size,
-            axes.node_size,
-            axes.num_nodes,
-        ), axes
+            mesh.size,
+            mesh.node_size,
+            mesh.num_nodes,
+        ), mesh
         self.name = f"{inside.name} in nodes, {between.name} between"
         self.rank = flat.rank
         self.size = flat.size
         self.one_sided = False
         self.keyed = inside.keyed and between.keyed
         self.traffic: Traffic = flat.traffic
-        self.axes = axes
+        self.control = flat.control
+        self.mesh = mesh
         self.lowering = lowering
         self._flat = flat
         self._inside = inside
@@ -155,8 +155,8 @@ class TwoLevelTransport:
         or placement.
         """
         assert len(ranges) == self.size, (key, ranges, self.size)
-        compare(
-            self._flat,
+        agree(
+            self.control.exchange,
             {f"window {key}": f"{list(ranges)} {dtype} {kind}"},
             call=f"the making of window {key}",
         )
@@ -219,8 +219,8 @@ class TwoLevelTransport:
         node order.
         """
         columns = []
-        for local in range(self.axes.node_size):
-            members = [ranges[rank] for rank in self.axes.node_group(local)]
+        for local in range(self.mesh.node_size):
+            members = [ranges[rank] for rank in self.mesh.column(local)]
             assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(members)), (
                 local,
                 ranges,
@@ -228,8 +228,7 @@ class TwoLevelTransport:
             columns.append((members[0][0], members[-1][1]))
         base = columns[self._inside.rank][0]
         return columns, [
-            (ranges[rank][0] - base, ranges[rank][1] - base)
-            for rank in self.axes.node_group(self.rank)
+            (ranges[rank][0] - base, ranges[rank][1] - base) for rank in self.mesh.column(self.rank)
         ]
 
     def begin_write(self) -> None:
@@ -349,9 +348,6 @@ class TwoLevelTransport:
         """Start every second level that has become possible."""
         self._under_way = [chain for chain in self._under_way if not chain.advance()]
 
-    def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
-        return self._flat.exchange(payload, call)
-
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         self._flat.broadcast(tensor, source)
 
@@ -359,10 +355,6 @@ class TwoLevelTransport:
         for transport in (self._flat, self._inside, self._between):
             transport.progress()
         self.serve()
-
-    def check_peers(self, what: str) -> None:
-        for transport in (self._inside, self._between, self._flat):
-            transport.check_peers(what)
 
     def give_up(self) -> None:
         left, self._under_way = self._under_way, []

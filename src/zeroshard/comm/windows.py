@@ -17,52 +17,274 @@ often as we have, and checks that the epoch did not move meanwhile.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from zeroshard.comm import memfd
-from zeroshard.comm.dispatcher import WindowMemory
+from zeroshard.comm.agree import agree, failures
+from zeroshard.comm.control import PeerControl, Plane
 from zeroshard.comm.gloo_peers import ALL_GATHER, Transfer
-from zeroshard.comm.links import Kind
+from zeroshard.comm.links import Kind, Message
+from zeroshard.comm.private_window import private
 from zeroshard.comm.transport import Work
 from zeroshard.core.layout import Range, end_of
 from zeroshard.errors import ConfigError, StateError
 
-if TYPE_CHECKING:
-    from zeroshard.comm.paired import PairedTransport
-
-__all__ = ["GatherWork", "PairedWindow", "make_window"]
+__all__ = ["GatherWork", "PairedWindow", "Windows"]
 
 
-class PairedWindow:
-    """One segment's shards. `near` holds the mapped slices of the near peers where they are not
-    part of `full` already.
+@dataclass(frozen=True)
+class _Memory:
+    """Where a window rests, as this rank sees it."""
+
+    full: torch.Tensor | None
+    local: torch.Tensor
+    # the near peers' mapped slices, where they are not part of full already
+    near: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    aliased: bool = False
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """A rank's memory for a window, or why there is none."""
+
+    fd: int | None
+    num_bytes: int
+    reason: str
+
+    def close(self) -> None:
+        """Close the descriptor; mappings stay."""
+        if self.fd is not None:
+            os.close(self.fd)
+
+
+class Windows(Plane):
+    """The windows of one rank, and the gathers under way in them.
+
+    `alias` lets sharded windows of one host be one mapping, which is the full buffer.
     """
 
-    def __init__(
+    def __init__(self, control: PeerControl, *, alias: bool) -> None:
+        self.control = control
+        self._alias = alias
+        self._memory: dict[tuple[int, int], _Offer] = {}  # (window serial, rank)
+        self._epochs: dict[tuple[int, int], int] = {}  # (window serial, rank) -> times published
+        self._reads: dict[int, int] = {}  # rank -> begin_writes
+        self._num_windows = 0
+        self._num_writes = 0
+        self._windows: dict[int, PairedWindow] = {}
+        self._gathers: list[GatherWork] = []
+        control.dispatcher.on(
+            {
+                Kind.WINDOW: self._take_memory,
+                Kind.PUBLISHED: self._take_epoch,
+                Kind.READ: self._take_read,
+            }
+        )
+        control.attach(self)
+
+    def _take_memory(self, message: Message) -> None:
+        memory = _Offer(message.fd, message.b, message.tail.decode())
+        self._memory[message.a, message.peer] = memory
+
+    def _take_epoch(self, message: Message) -> None:
+        self._epochs[message.a, message.peer] = message.b
+
+    def _take_read(self, message: Message) -> None:
+        self._reads[message.peer] = message.a
+
+    def make(
         self,
-        transport: PairedTransport,
+        key: str,
+        ranges: tuple[Range, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        replicated: bool,
+    ) -> PairedWindow:
+        """Allocate a window and map the near peers' memory. Collective; memory that is short on
+        one rank is a ConfigError on every rank.
+        """
+        call = f"the making of window {key}"
+        cut = hashlib.blake2b(str(list(ranges)).encode(), digest_size=8).hexdigest()
+        kind = f"{dtype}, {'replicated' if replicated else 'sharded'}, cut {cut}"
+        agree(self.control.exchange_quietly, {f"window {key}": kind}, call=call)
+        self.control.messages.register(key)
+        serial = self._num_windows
+        self._num_windows += 1
+        if not self.control.near:
+            rank = self.control.rank
+            memory = _Memory(*private(ranges, rank, dtype, device, replicated=replicated))
+        elif device.type != "cpu":
+            raise ConfigError(f"window {key}: shared memory serves CPU tensors, not {device}")
+        elif not replicated and self._alias and not self.control.far:
+            memory = self._map_one(key, serial, ranges, dtype)
+        else:
+            memory = self._map_each(key, serial, ranges, dtype, replicated)
+        window = self._windows[serial] = PairedWindow(self, key, serial, ranges, memory)
+        return window
+
+    def _map_one(
+        self, key: str, serial: int, ranges: tuple[Range, ...], dtype: torch.dtype
+    ) -> _Memory:
+        """One memfd, made by the first rank and mapped by all; each reserves its own part, near
+        its own processor.
+        """
+        num_bytes = end_of(ranges) * dtype.itemsize
+        if self.control.rank == 0:
+            own = self._offer(serial, num_bytes, reserved=False)
+        else:
+            own = self._await_memory(key, serial, [0])[0]
+        start, stop = (edge * dtype.itemsize for edge in ranges[self.control.rank])
+        reason = own.reason if self.control.rank == 0 else ""
+        if own.fd is not None:
+            try:
+                memfd.reserve(own.fd, start, stop)
+            except OSError as error:
+                reason = str(error)
+        self._agree_on_memory(key, num_bytes, [own], reason)
+        assert own.fd is not None, own
+        full = memfd.map_bytes(own.fd, num_bytes).view(dtype)
+        own.close()
+        return _Memory(full, full[slice(*ranges[self.control.rank])], aliased=True)
+
+    def _map_each(
+        self,
         key: str,
         serial: int,
         ranges: tuple[Range, ...],
-        full: torch.Tensor | None,
-        local: torch.Tensor,
+        dtype: torch.dtype,
+        replicated: bool,
+    ) -> _Memory:
+        """A memfd per rank, of its slice or (replicated) of the whole buffer."""
+        start, stop = ranges[self.control.rank]
+        num_bytes = (end_of(ranges) if replicated else stop - start) * dtype.itemsize
+        own = self._offer(serial, num_bytes, reserved=True)
+        theirs = self._await_memory(key, serial, self.control.near)
+        self._agree_on_memory(key, num_bytes, [own, *theirs], own.reason)
+        whole, *mapped = (
+            memfd.map_bytes(memory.fd, memory.num_bytes).view(dtype)
+            for memory in (own, *theirs)
+            if memory.fd is not None
+        )
+        for memory in (own, *theirs):
+            memory.close()
+        near = dict(zip(self.control.near, mapped, strict=True))
+        if not replicated:
+            return _Memory(None, whole, near)
+        slices = {peer: data[slice(*ranges[peer])] for peer, data in near.items()}
+        return _Memory(whole, whole[start:stop], slices)
+
+    def _offer(self, serial: int, num_bytes: int, *, reserved: bool) -> _Offer:
+        """Make memory and send its descriptor to the near peers, or why there is none."""
+        try:
+            own = _Offer(memfd.create(num_bytes, reserved=reserved), num_bytes, "")
+        except OSError as error:
+            own = _Offer(None, 0, str(error))
+        self.control.dispatcher.send(
+            Kind.WINDOW, serial, num_bytes, fd=own.fd, tail=own.reason.encode()
+        )
+        return own
+
+    def _await_memory(self, key: str, serial: int, peers: Sequence[int]) -> list[_Offer]:
+        def missing() -> set[int]:
+            return {peer for peer in peers if (serial, peer) not in self._memory}
+
+        what = f"making of window {key}"
+        self.control.wait_until(lambda: not missing(), what, near=missing, call=f"the {what}")
+        return [self._memory.pop((serial, peer)) for peer in peers]
+
+    def _agree_on_memory(
+        self, key: str, num_bytes: int, memories: list[_Offer], reason: str
+    ) -> None:
+        """Raise ConfigError on every rank when any rank has a `reason` why it lacks memory; closes
+        the descriptors then.
+        """
+        call = f"the making of window {key}"
+        short = failures(self.control.exchange_quietly, reason, call=call)
+        if short:
+            for memory in memories:
+                memory.close()
+            raise ConfigError(
+                f"window {key}: no shared memory for {num_bytes} bytes on rank(s)"
+                f" {sorted(short)} ({next(iter(short.values()))})"
+            )
+
+    def epoch_of(self, serial: int, rank: int) -> int:
+        """Return how often `rank` has published a window."""
+        return self._epochs.get((serial, rank), 0)
+
+    def start(self, work: GatherWork) -> None:
+        """Track a gather that has begun."""
+        self._gathers.append(work)
+        self.control.progress()
+
+    def begin_write(self) -> None:
+        """Return when every near rank has called it: all reads of all windows are over."""
+        for work in list(self._gathers):
+            work.wait()
+        self._num_writes += 1
+        self.control.dispatcher.send(Kind.READ, self._num_writes)
+
+        def missing() -> set[int]:
+            return {
+                peer for peer in self.control.near if self._reads.get(peer, 0) < self._num_writes
+            }
+
+        what, call = "waiting for all ranks to finish reading", "the writing of new weights"
+        self.control.wait_until(lambda: not missing(), what, near=missing, call=call)
+
+    def progress(self) -> None:
+        self._gathers = [work for work in self._gathers if not work.advance()]
+
+    def reset(self) -> list[Transfer]:
+        left = [work.transfer for work in self._gathers if work.transfer is not None]
+        self._gathers, self._num_writes = [], 0
+        self._epochs, self._reads = {}, {}
+        for window in self._windows.values():
+            window.epoch = 0
+        return left
+
+    def remove(self, window: PairedWindow) -> None:
+        """Stop tracking a window that is closed."""
+        self._windows.pop(window.serial, None)
+
+    def close(self) -> None:
+        """Release what peers have offered and nobody has mapped. Idempotent."""
+        self._windows.clear()
+        self._gathers = []
+        for memory in self._memory.values():
+            memory.close()
+        self._memory.clear()
+
+
+class PairedWindow:
+    """One segment's shards."""
+
+    def __init__(
+        self,
+        windows: Windows,
+        key: str,
+        serial: int,
+        ranges: tuple[Range, ...],
+        memory: _Memory,
     ) -> None:
         self.key = key
         self.ranges = ranges
-        self.full = full
-        self.local = local
-        self.aliased = False
+        self.full = memory.full
+        self.local = memory.local
+        self.aliased = memory.aliased
         self.serial = serial
         self.epoch = 0
-        self.near: dict[int, torch.Tensor] = {}
-        self._transport = transport
+        self._near = memory.near
+        self._windows = windows
+        self._control = windows.control
 
     def gather(self, out: torch.Tensor | None = None) -> Work:
-        transport = self._transport
         target = self.full if out is None else out
         if target is None:
             raise StateError(f"window {self.key} rests sharded: gather needs `out`")
@@ -71,23 +293,23 @@ class PairedWindow:
             assert self.full is not None, self.key
             copies = [(out, self.full)]
         elif not self.aliased:
-            copies = [(target[slice(*self.ranges[peer])], data) for peer, data in self.near.items()]
+            copies = [
+                (target[slice(*self.ranges[peer])], data) for peer, data in self._near.items()
+            ]
             if out is not None:
-                out[slice(*self.ranges[transport.rank])].copy_(self.local)
-        work = GatherWork(transport, self, copies, self._post(target))
+                out[slice(*self.ranges[self._control.rank])].copy_(self.local)
+        work = GatherWork(self._windows, self, copies, self._post(target))
         self._count(bool(copies))
-        transport.started(work)
+        self._windows.start(work)
         return work
 
     def _post(self, target: torch.Tensor) -> Transfer | None:
-        transport = self._transport
-        if not transport.far:
+        far, messages = self._control.far, self._control.messages
+        if not far:
             return None
-        receives = {peer: target[slice(*self.ranges[peer])] for peer in transport.far}
-        tag = transport.messages.tag(self.key, ALL_GATHER)
-        return transport.messages.post(
-            f"gather of {self.key}", tag, dict.fromkeys(transport.far, self.local), receives
-        )
+        receives = {peer: target[slice(*self.ranges[peer])] for peer in far}
+        tag = messages.tag(self.key, ALL_GATHER)
+        return messages.post(f"gather of {self.key}", tag, dict.fromkeys(far, self.local), receives)
 
     def _count(self, copied: bool) -> None:
         """Count what a gather brings here. What is mapped moves nothing, but is what other
@@ -97,24 +319,23 @@ class PairedWindow:
         bytes_of = {
             rank: itemsize * (stop - start) for rank, (start, stop) in enumerate(self.ranges)
         }
-        self._transport.count("all_gather", bytes_of, near="shared_memory" if copied else "mapped")
+        self._control.count("all_gather", bytes_of, near="shared_memory" if copied else "mapped")
 
     def publish(self) -> None:
         self.epoch += 1
-        self._transport.dispatcher.send(Kind.PUBLISHED, self.serial, self.epoch)
+        self._control.dispatcher.send(Kind.PUBLISHED, self.serial, self.epoch)
 
     def peer_epochs(self) -> dict[int, int]:
         """Return how often each near peer that owns something has published."""
-        epochs = self._transport.dispatcher.counts.epochs
         return {
-            r: epochs.get((self.serial, r), 0)
-            for r in self._transport.near
-            if self.ranges[r][1] > self.ranges[r][0]
+            rank: self._windows.epoch_of(self.serial, rank)
+            for rank in self._control.near
+            if self.ranges[rank][1] > self.ranges[rank][0]
         }
 
     def close(self) -> None:
-        self._transport.windows.pop(self.serial, None)
-        self.full, self.local, self.near = None, torch.empty(0), {}
+        self._windows.remove(self)
+        self.full, self.local, self._near = None, torch.empty(0), {}
 
 
 class GatherWork:
@@ -122,13 +343,13 @@ class GatherWork:
 
     def __init__(
         self,
-        transport: PairedTransport,
+        windows: Windows,
         window: PairedWindow,
         copies: list[tuple[torch.Tensor, torch.Tensor]],
         transfer: Transfer | None,
     ) -> None:
         self.transfer = transfer
-        self._transport = transport
+        self._control = windows.control
         self._window = window
         self._epoch = window.epoch
         self._copies = copies
@@ -141,7 +362,7 @@ class GatherWork:
             before = self._window.peer_epochs()
             for target, source in self._copies:
                 target.copy_(source)
-            self._transport.dispatcher.collect(0.0)
+            self._control.dispatcher.collect(0.0)
             if self._window.peer_epochs() != before:
                 raise StateError(
                     f"gather of {self._window.key}: a slice was published during the copy; call"
@@ -150,7 +371,7 @@ class GatherWork:
             self._near_done = True
             self._copies = []
         if not self._far_done and self.transfer is not None and self.transfer.done():
-            self.transfer.land()
+            self.transfer.wait()
             self._far_done = True
         return self._near_done and self._far_done
 
@@ -159,7 +380,7 @@ class GatherWork:
 
     def wait(self) -> None:
         if not (self._near_done and self._far_done):
-            self._transport.wait_until(
+            self._control.wait_until(
                 lambda: self._near_done and self._far_done,
                 f"gather of {self._window.key} (epoch {self._epoch})",
                 call=f"the gather of {self._window.key}",
@@ -170,147 +391,5 @@ class GatherWork:
 
     def done(self) -> bool:
         if not (self._near_done and self._far_done):
-            self._transport.progress()
+            self._control.progress()
         return self._near_done and self._far_done
-
-
-def make_window(
-    transport: PairedTransport,
-    key: str,
-    serial: int,
-    ranges: tuple[Range, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    replicated: bool,
-) -> PairedWindow:
-    """Allocate a window and map the near peers' memory. Collective; memory that is short on one
-    rank is a ConfigError on every rank.
-    """
-    start, stop = ranges[transport.rank]
-    numel = end_of(ranges)
-    if not transport.near:
-        full = torch.zeros(numel, dtype=dtype, device=device) if replicated else None
-        local = (
-            torch.zeros(stop - start, dtype=dtype, device=device)
-            if full is None
-            else full[start:stop]
-        )
-        return PairedWindow(transport, key, serial, ranges, full, local)
-    if device.type != "cpu":
-        raise ConfigError(f"window {key}: shared memory serves CPU tensors, not {device}")
-    if not replicated and transport.alias and not transport.far:
-        return _make_aliased(transport, key, serial, ranges, dtype)
-    return _make_mapped(transport, key, serial, ranges, dtype, replicated)
-
-
-def _make_aliased(
-    transport: PairedTransport, key: str, serial: int, ranges: tuple[Range, ...], dtype: torch.dtype
-) -> PairedWindow:
-    """One memfd, made by the first rank and mapped by all; each reserves its own part, near its
-    own processor.
-    """
-    num_bytes = end_of(ranges) * dtype.itemsize
-    if transport.rank == 0:
-        own = _offer(transport, serial, num_bytes, reserved=False)
-    else:
-        own = _await_memory(transport, key, serial, [0])[0]
-    start, stop = (edge * dtype.itemsize for edge in ranges[transport.rank])
-    reason = own.reason if transport.rank == 0 else ""
-    if own.fd is not None:
-        try:
-            memfd.reserve(own.fd, start, stop)
-        except OSError as error:
-            reason = str(error)
-    _agree_on_memory(transport, key, num_bytes, [own], reason)
-    assert own.fd is not None, own
-    full = memfd.map_bytes(own.fd, num_bytes).view(dtype)
-    os.close(own.fd)
-    window = PairedWindow(
-        transport, key, serial, ranges, full, full[slice(*ranges[transport.rank])]
-    )
-    window.aliased = True
-    return window
-
-
-def _make_mapped(
-    transport: PairedTransport,
-    key: str,
-    serial: int,
-    ranges: tuple[Range, ...],
-    dtype: torch.dtype,
-    replicated: bool,
-) -> PairedWindow:
-    """A memfd per rank, of its slice or (replicated) of the whole buffer."""
-    start, stop = ranges[transport.rank]
-    num_bytes = (end_of(ranges) if replicated else stop - start) * dtype.itemsize
-    own = _offer(transport, serial, num_bytes, reserved=True)
-    theirs = _await_memory(transport, key, serial, transport.near)
-    _agree_on_memory(transport, key, num_bytes, [own, *theirs], own.reason)
-    assert own.fd is not None, own
-    whole = memfd.map_bytes(own.fd, num_bytes).view(dtype)
-    window = PairedWindow(
-        transport,
-        key,
-        serial,
-        ranges,
-        whole if replicated else None,
-        whole[start:stop] if replicated else whole,
-    )
-    for peer, memory in zip(transport.near, theirs, strict=True):
-        assert memory.fd is not None, memory
-        mapped = memfd.map_bytes(memory.fd, memory.num_bytes).view(dtype)
-        window.near[peer] = mapped[slice(*ranges[peer])] if replicated else mapped
-    for memory in (own, *theirs):
-        assert memory.fd is not None, memory
-        os.close(memory.fd)
-    return window
-
-
-def _offer(
-    transport: PairedTransport, serial: int, num_bytes: int, *, reserved: bool
-) -> WindowMemory:
-    """Make memory and send its descriptor to the near peers, or the reason why there is none."""
-    try:
-        own = WindowMemory(memfd.create(num_bytes, reserved=reserved), num_bytes, "")
-    except OSError as error:
-        own = WindowMemory(None, 0, str(error))
-    transport.dispatcher.send(Kind.WINDOW, serial, num_bytes, fd=own.fd, tail=own.reason.encode())
-    return own
-
-
-def _await_memory(
-    transport: PairedTransport, key: str, serial: int, peers: Sequence[int]
-) -> list[WindowMemory]:
-    memory = transport.dispatcher.memory
-
-    def missing() -> set[int]:
-        return {peer for peer in peers if (serial, peer) not in memory}
-
-    transport.wait_until(
-        lambda: not missing(),
-        f"making window {key}",
-        near=missing,
-        call=f"the making of window {key}",
-    )
-    return [memory.pop((serial, peer)) for peer in peers]
-
-
-def _agree_on_memory(
-    transport: PairedTransport, key: str, num_bytes: int, memories: list[WindowMemory], reason: str
-) -> None:
-    """Raise ConfigError on every rank when any rank has a `reason` why it lacks memory; closes
-    the descriptors then.
-    """
-    answers = [
-        answer.decode()
-        for answer in transport.exchange_quietly(reason.encode(), f"the making of window {key}")
-    ]
-    short = {rank: answer for rank, answer in enumerate(answers) if answer}
-    if short:
-        for memory in memories:
-            if memory.fd is not None:
-                os.close(memory.fd)
-        raise ConfigError(
-            f"window {key}: no shared memory for {num_bytes} bytes on rank(s) {sorted(short)}"
-            f" ({next(iter(short.values()))})"
-        )

@@ -112,29 +112,28 @@ class Layout:
 
     slots: tuple[Slot, ...]
     shares: tuple[int, ...]  # elements per rank
+    mesh: Mesh
     align: int = ALIGN
-    mesh: Mesh | None = None  # None: one node
 
     @classmethod
     def build(
         cls,
         named_shapes: Sequence[tuple[str, tuple[int, ...]]],
-        num_shards: int,
+        mesh: Mesh,
         *,
         align: int = ALIGN,
         shares: Sequence[int] | None = None,
-        mesh: Mesh | None = None,
     ) -> Layout:
-        """Lay `named_shapes` out in order; `shares` are elements per rank (default: equal),
-        aligned and covering the slots.
+        """Lay `named_shapes` out in order over the ranks of `mesh`; `shares` are elements per
+        rank (default: equal), aligned and covering the slots.
         """
         slots, offset = [], 0
         for name, shape in named_shapes:
             slot = Slot(name, tuple(shape), offset)
             slots.append(slot)
             offset = round_up(slot.stop, align)
-        cut = equal_shares(offset, num_shards, align) if shares is None else tuple(shares)
-        return cls(tuple(slots), cut, align, mesh)
+        cut = equal_shares(offset, mesh.size, align) if shares is None else tuple(shares)
+        return cls(tuple(slots), cut, mesh, align)
 
     def __post_init__(self) -> None:
         end = 0
@@ -147,7 +146,7 @@ class Layout:
             self.align,
         )
         assert self.numel >= end, (self.numel, end)
-        assert self.mesh is None or self.mesh.size == self.num_shards, (self.mesh, self.num_shards)
+        assert self.mesh.size == self.num_shards, (self.mesh, self.num_shards)
 
     @cached_property
     def numel(self) -> int:
@@ -163,7 +162,7 @@ class Layout:
     def ranges(self) -> tuple[Range, ...]:
         """The range of the buffer that each rank owns."""
         out, start = {}, 0
-        for rank in range(self.num_shards) if self.mesh is None else self.mesh.column_order:
+        for rank in self.mesh.column_order:
             out[rank] = (start, start + self.shares[rank])
             start += self.shares[rank]
         return tuple(out[rank] for rank in range(self.num_shards))
@@ -172,8 +171,8 @@ class Layout:
         """Return which part of a buffer rests where `cell` says: `cell`'s scope, but never
         COLUMN on one node, where it is OWN.
         """
-        has_columns = self.mesh is not None and self.mesh.num_nodes > 1
-        return Scope.OWN if cell.scope is Scope.COLUMN and not has_columns else cell.scope
+        one_node = self.mesh.num_nodes == 1
+        return Scope.OWN if cell.scope is Scope.COLUMN and one_node else cell.scope
 
     def members(self, rank: int, scope: Scope) -> tuple[int, ...]:
         """Return the ranks whose own ranges make up `rank`'s `scope` of the buffer, in the order
@@ -181,8 +180,7 @@ class Layout:
         """
         if scope is Scope.OWN:
             return (rank,)
-        mesh = Mesh(1, self.num_shards) if self.mesh is None else self.mesh
-        return mesh.column(rank) if scope is Scope.COLUMN else mesh.column_order
+        return self.mesh.column(rank) if scope is Scope.COLUMN else self.mesh.column_order
 
     def span(self, rank: int, scope: Scope) -> Range:
         """Return the range of the buffer that `rank` holds in `scope`."""
@@ -216,4 +214,4 @@ class Layout:
 
     def replicated(self) -> Layout:
         """Return the same slots with one share, as one rank that owns everything sees them."""
-        return Layout(self.slots, (self.numel,), self.align)
+        return Layout(self.slots, (self.numel,), Mesh(1, 1), self.align)

@@ -3,14 +3,22 @@ placement to another.
 
 R = replicated, S = sharded, P = partial: a sum over ranks not yet formed (DTensor's words; ZeRO,
 section 5, states the three stages in them). The mesh has two axes, (node, local); one node is the
-mesh (1, N). `Cells` are those of one unit's states; cells that make no sense cannot be built.
-Nothing here moves a byte.
+mesh (1, N). Mesh(2, 4)::
+
+                local 0  1  2  3
+        node 0        0  1  2  3      node of rank 5:    4 5 6 7    (short links)
+        node 1        4  5  6  7      column of rank 5:  1 5        (one rank per node)
+
+`Cells` are those of one unit's states; cells that make no sense cannot be built. Nothing here moves
+a byte.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+
+from zeroshard.errors import ConfigError
 
 __all__ = ["Cell", "Cells", "Mesh", "Move", "Placement", "Scope", "Tier", "moves"]
 
@@ -53,7 +61,7 @@ class Move(Enum):
 
 @dataclass(frozen=True)
 class Mesh:
-    """The data parallel ranks: `num_nodes` groups of `node_size`."""
+    """The data parallel ranks: `num_nodes` groups of `node_size`. The same on every rank."""
 
     num_nodes: int
     node_size: int
@@ -61,10 +69,32 @@ class Mesh:
     def __post_init__(self) -> None:
         assert self.num_nodes >= 1 and self.node_size >= 1, self
 
+    @classmethod
+    def of(cls, size: int, node_size: int | None = None) -> Mesh:
+        """Return the mesh of `size` ranks, `node_size` to a node (None: all on one).
+
+        Raises ConfigError where `node_size` does not divide `size`.
+        """
+        local = size if node_size is None else node_size
+        if local < 1 or size % local:
+            raise ConfigError(
+                f"comm.node_size={local} does not divide the {size} ranks (0 to {size - 1})"
+            )
+        return cls(size // local, local)
+
     @property
     def size(self) -> int:
         """The number of ranks."""
         return self.num_nodes * self.node_size
+
+    def same_node(self, rank: int, other: int) -> bool:
+        """Whether two ranks are on one node."""
+        return rank // self.node_size == other // self.node_size
+
+    def node(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of `rank`'s node, in local order."""
+        first = rank - rank % self.node_size
+        return tuple(range(first, first + self.node_size))
 
     def column(self, rank: int) -> tuple[int, ...]:
         """Return the ranks with `rank`'s place on every node, in node order."""

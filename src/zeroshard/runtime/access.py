@@ -171,7 +171,7 @@ class StateAccess:
         """Raise PeerLostError, saying that it was during `what`, where another rank is known to
         have ended.
         """
-        self._context.transport.check_peers(what)
+        self._context.transport.control.check_peers(what)
 
     def scaler_state(self) -> dict[str, float]:
         """Return the fp16 loss scaler's state, empty in other precisions, and how many steps

@@ -109,9 +109,7 @@ def _plan_segments(plan: UnitPlan, context: Context) -> list[SegmentPlan]:
     for (dtype, trainable), members in groups.items():
         key = f"{plan.name}:{dtype_name(dtype)}{'' if trainable else ':frozen'}"
         shapes = [(name, tuple(p.shape)) for name, p in members.items()]
-        layout = Layout.build(
-            shapes, context.transport.size, align=context.codecs.align, mesh=context.mesh
-        )
+        layout = Layout.build(shapes, context.mesh, align=context.codecs.align)
         out.append(
             SegmentPlan(
                 key,

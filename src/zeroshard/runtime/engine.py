@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.comm.agree import compare
+from zeroshard.comm.agree import agree
 from zeroshard.core.digest import Digest
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
@@ -384,7 +384,8 @@ class Engine:
         otherwise be a hang on the others. Collective.
         """
         self.states.check_open()
-        compare(self._context.transport, report, call="zs.load_pretrained()", error=error)
+        exchange = self._context.transport.control.exchange
+        agree(exchange, report, call="zs.load_pretrained()", error=error)
 
     def zero_gradient(self, parameter: nn.Parameter | None) -> None:
         """Called through a sealed gradient's ``zero_()``; None: of a group of which nothing
@@ -445,7 +446,7 @@ class Engine:
         where other ranks are in another `call`.
         """
         self.states.check_open()
-        return self._context.transport.exchange(payload, call)
+        return self._context.transport.control.exchange(payload, call)
 
     @property
     def rank(self) -> int:

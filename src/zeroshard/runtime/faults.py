@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from zeroshard.comm.agree import failures
 from zeroshard.comm.transport import Transport
 from zeroshard.errors import PlanMismatch, StateError, StorageError
 
@@ -90,21 +91,21 @@ class Faults:
             self.note(error, lost=lost)
         own, loses = self._error, self._loses
         self._error, self._loses = None, False
-        answers = self._transport.exchange(
-            b"" if own is None else (b"!" if loses else b"?") + str(own).encode(),
-            "the exchange of tier errors",
+        told = failures(
+            self._transport.control.exchange,
+            None if own is None else f"{'!' if loses else '?'}{own}",
+            call="the exchange of tier errors",
         )
-        told = {rank: answer[1:].decode() for rank, answer in enumerate(answers) if answer}
         if not told:
             return
         self.is_suspect = True
-        self.is_lost = self.is_lost or any(answer.startswith(b"!") for answer in answers)
+        self.is_lost = self.is_lost or any(reason.startswith("!") for reason in told.values())
         first = next(iter(told))
         if self.in_shard:
             remedy = _ANEW if self.is_lost else _UNTOUCHED
         else:
             remedy = _LOAD if self.is_lost else _RESET
-        self.refusal = f"rank {first}: {told[first]}; {remedy}"
+        self.refusal = f"rank {first}: {told[first][1:]}; {remedy}"
         raise StorageError(self.refusal if own is None else f"{own}; {remedy}")
 
     def check(self, *, passes: bool = True) -> None:

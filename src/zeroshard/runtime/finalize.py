@@ -155,7 +155,7 @@ class Finalizer:
             self._digest.value(), decisions.digest(), decisions.micro_batches, bits, unreduced, bad
         )
         width = (len(used) + 7) // 8
-        payloads = self._transport.exchange(
+        payloads = self._transport.control.exchange(
             mine.pack(width), "optimizer.step() or clip_grad_norm_()"
         )
         answers = [_Answer.unpack(payload, width) for payload in payloads]
@@ -207,7 +207,7 @@ class Finalizer:
         mine = [step, decisions.micro_batches, decisions.items(), self._digest.log()]
         answers = [
             json.loads(answer)
-            for answer in self._transport.exchange(
+            for answer in self._transport.control.exchange(
                 json.dumps(mine).encode(), "the comparison of steps"
             )
         ]
@@ -281,7 +281,7 @@ class Finalizer:
         own = f"{bad}\n{self._backward.read_released or ''}".encode()
         answers = [
             answer.decode().split("\n")
-            for answer in self._transport.exchange(
+            for answer in self._transport.control.exchange(
                 own, "the search for a gradient that is not finite"
             )
         ]
@@ -304,7 +304,7 @@ class Finalizer:
             own = sum((values[rank] for values in local), 0.0)
             sums = [
                 struct.unpack("<d", answer)[0]
-                for answer in self._transport.exchange(
+                for answer in self._transport.control.exchange(
                     struct.pack("<d", own), "the norm of the gradient"
                 )
             ]

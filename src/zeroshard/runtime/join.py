@@ -83,7 +83,9 @@ class Join:
         """
         events = [
             json.loads(answer)
-            for answer in self._transport.exchange(json.dumps(event).encode(), "engine.join()")
+            for answer in self._transport.control.exchange(
+                json.dumps(event).encode(), "engine.join()"
+            )
         ]
         going_on = [other for other in events if other != [_ENDED]]
         names = [other[0] for other in events]

@@ -60,7 +60,8 @@ class Recovery:
         cut_off, self.in_step = self.in_step, False
         mine = [self._digest.step, taken, cut_off]
         steps, finished, cuts = zip(
-            *map(json.loads, self._transport.exchange(json.dumps(mine).encode(), call)), strict=True
+            *map(json.loads, self._transport.control.exchange(json.dumps(mine).encode(), call)),
+            strict=True,
         )
         self._digest.advance(max(steps))
         if optimizer is None or not (any(cuts) or len(set(finished)) > 1):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import xxhash
 
-from zeroshard.comm.agree import compare
+from zeroshard.comm.agree import agree
 from zeroshard.comm.transport import Transport
 from zeroshard.core.placement import Scope
 from zeroshard.errors import PlanMismatch
@@ -59,7 +59,7 @@ def compare_replicas(
     if optimizer is not None and units and not units[0].cells.optim.is_sharded:
         named |= _state_digests(optimizer)
     _compare_columns(units, optimizer, transport)
-    compare(transport, named, call=_CALL, remedy=_REMEDY)
+    agree(transport.control.exchange, named, call=_CALL, remedy=_REMEDY)
 
 
 def _compare_columns(
@@ -81,7 +81,8 @@ def _compare_columns(
     if optimizer is not None and units[0].cells.optim.scope is Scope.COLUMN:
         named |= _state_digests(optimizer)
     answers = [
-        json.loads(answer) for answer in transport.exchange(json.dumps(named).encode(), _CALL)
+        json.loads(answer)
+        for answer in transport.control.exchange(json.dumps(named).encode(), _CALL)
     ]
     for column in (mesh.column(local) for local in range(mesh.node_size)):
         for name, digest in answers[column[0]].items():

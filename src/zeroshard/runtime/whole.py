@@ -104,9 +104,9 @@ class Whole:
         after = [digest_of(value) for value in values.values()]
         answers = [
             answer.decode().split(",")
-            for answer in transport.exchange(",".join(after).encode(), _CALL)
+            for answer in transport.control.exchange(",".join(after).encode(), _CALL)
         ]
-        changed = transport.exchange(
+        changed = transport.control.exchange(
             bytes(a != b for a, b in zip(after, before, strict=True)), _CALL
         )
         for position, (name, value) in enumerate(values.items()):

@@ -1,0 +1,197 @@
+"""The CPU time of the engine itself beside FSDP2's, in a world that does not exist:
+``zeroshard bench overhead --fake-world 8``.
+
+One process is rank 0 of a process group whose collectives only copy (torch's fake backend), so a
+step is Python, dispatch and next to no arithmetic: 50 units of 8 parameters, one thread, the NCCL
+transport on CPU tensors. Plain PyTorch, stage 3 and FSDP2 train the same model in turn (A B A B); a
+contender's time is its CPU time less plain PyTorch's in the same round, divided by units and steps.
+
+Invariant: each round times all three on the same machine. What it does not do: measure
+communication, or devices.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import nn
+
+import zeroshard as zs
+from benchmarks.contenders import adamw
+from benchmarks.results import machine_facts
+from benchmarks.stats import Interval, bootstrap_median
+from zeroshard.comm import select
+from zeroshard.comm.transport import Traffic
+from zeroshard.errors import ConfigError
+
+__all__ = ["Options", "measure", "run"]
+
+_WIDTH = 16
+_WARMUP = 3  # steps: the first two trace what they prefetch
+_CONTENDERS = ("zero3", "fsdp2")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    world: int = 8
+    units: int = 50
+    steps: int = 5  # timed steps per turn
+    rounds: int = 12
+
+
+class _Block(nn.Module):
+    """Eight parameters in four modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        residual, hidden = hidden, self.norm(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return residual + hidden
+
+
+class _FakeControl:
+    """A control plane whose other ranks say what this one says."""
+
+    def __init__(self, *_: Any) -> None:
+        self.rank, self.size = 0, dist.get_world_size()
+        self.traffic = Traffic()
+        self.stall_timeout_s = 60.0
+
+    def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
+        return [payload] * self.size
+
+    def check_peers(self, what: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def _fake_world(size: int) -> Iterator[None]:
+    """Be rank 0 of `size`, with one thread."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ConfigError("--fake-world makes a process group of its own, and there is one already")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        with mock.patch.object(select, "make_control", _FakeControl):
+            yield
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(threads)
+
+
+def measure(options: Options, advance: Callable[[], None] = lambda: None) -> dict[str, list[float]]:
+    """Return, per contender and "plain", the CPU seconds of a step in every round. Calls
+    `advance` after each round.
+    """
+    with _fake_world(options.world):
+        turns = {name: _trainee(name, options) for name in ("plain", *_CONTENDERS)}
+        for step in turns.values():
+            _cpu_s(step, _WARMUP)
+        seconds: dict[str, list[float]] = {name: [] for name in turns}
+        for _ in range(options.rounds):
+            for name, step in turns.items():
+                seconds[name].append(_cpu_s(step, options.steps))
+            advance()
+    return seconds
+
+
+def _trainee(name: str, options: Options) -> Callable[[], None]:
+    """Return one training step of contender `name`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Block() for _ in range(options.units)))
+    if name == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (options.world,))
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh)
+    optimizer = adamw(model.parameters())
+    if name == "zero3":
+        zs.shard(model, optimizer, stage=3, units=[_Block], comm=zs.Comm(transport="nccl"))
+    data = torch.randn(4, _WIDTH)
+
+    def step() -> None:
+        model(data).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _cpu_s(step: Callable[[], None], steps: int) -> float:
+    """Return the CPU seconds of this process per step."""
+    begin = time.process_time()
+    for _ in range(steps):
+        step()
+    return (time.process_time() - begin) / steps
+
+
+def _us_per_unit(name: str, seconds: dict[str, list[float]], units: int) -> Interval:
+    pairs = zip(seconds[name], seconds["plain"], strict=True)
+    return bootstrap_median([1e6 * (own - plain) / units for own, plain in pairs])
+
+
+def run(options: Options, *, out: Path | None, as_json: bool) -> int:
+    """Measure, and print a table (or JSON). Raises ConfigError inside a process group."""
+    console, machine = Console(stderr=True), machine_facts()
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+        advance = partial(bar.advance, bar.add_task("fake world", total=options.rounds))
+        seconds = measure(options, advance)
+    own = {name: _us_per_unit(name, seconds, options.units) for name in _CONTENDERS}
+    facts = {
+        "kind": "fake-world",
+        "machine": machine,
+        **asdict(options),
+        "torch": torch.__version__,
+        "cpu_s_per_step": seconds,
+        "us_per_unit_and_step": {name: asdict(interval) for name, interval in own.items()},
+    }
+    report = json.dumps(facts, indent=1)
+    if out is not None:
+        out.write_text(report)
+    if as_json:
+        print(report)
+        return 0
+    console = Console()
+    (console if console.is_terminal else Console(width=140)).print(_table(options, own))
+    return 0
+
+
+def _table(options: Options, own: dict[str, Interval]) -> Table:
+    title = (
+        f"CPU time less plain PyTorch's, rank 0 of a fake world of {options.world}, {options.units}"
+        f" units of 8 parameters, one thread, median of {options.rounds} rounds of {options.steps}"
+        " steps"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("contender")
+    table.add_column("µs per unit and step", justify="right")
+    table.add_column("95% interval", justify="right")
+    for name, interval in own.items():
+        table.add_row(name, f"{interval.median:.0f}", f"{interval.low:.0f} to {interval.high:.0f}")
+    return table

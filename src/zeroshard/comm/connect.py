@@ -1,0 +1,62 @@
+"""Make the control plane of a group of ranks: who shares a host, and what to do when memory cannot
+be shared there.
+
+Invariant: decided by all ranks together before anything is mapped; a rank never maps memory that a
+peer serves by messages.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+from zeroshard.comm.control import PeerControl
+from zeroshard.comm.gloo_peers import Subgroup, connect, notices_of
+from zeroshard.comm.rendezvous import HostGroups, find_hosts
+from zeroshard.comm.spec import CommSpec
+from zeroshard.comm.transport import Traffic
+from zeroshard.errors import ConfigError
+
+__all__ = ["make_control"]
+
+_logger = logging.getLogger(__name__)
+_MEETING_S = 60.0  # ranks start at different times: connecting never waits for less
+
+
+def make_control(subgroup: Subgroup, spec: CommSpec, traffic: Traffic) -> PeerControl:
+    """Return the control plane of `subgroup`: sockets to the ranks of this host, gloo to the
+    others; to all, where `spec` names "gloo". Collective.
+
+    Where ranks of one host cannot share memory, a transport that needs it and was asked for by name
+    raises ConfigError on every rank; else those use gloo, said once in a warning.
+    """
+    patient_s = max(spec.stall_timeout_s, _MEETING_S)
+    # one rank alone has nobody to connect to
+    connections = connect(subgroup, stall_timeout_s=patient_s) if subgroup.size > 1 else None
+    make = partial(PeerControl, subgroup, connections=connections)
+    hosts = HostGroups([[rank] for rank in range(subgroup.size)])
+    if spec.name != "gloo":
+        meeting = make(hosts, spec.mesh, Traffic(), stall_timeout_s=patient_s)
+        try:
+            hosts = find_hosts(subgroup.rank, meeting.exchange_quietly, call="shard()")
+        finally:
+            meeting.close()
+    if hosts.problems and spec.name != "nccl":
+        _refuse_or_warn(hosts, subgroup, required=spec.name != "auto")
+    return make(
+        hosts,
+        spec.mesh,
+        traffic,
+        notices=notices_of(subgroup) if subgroup.size > 1 else None,
+        stall_timeout_s=spec.stall_timeout_s,
+    )
+
+
+def _refuse_or_warn(hosts: HostGroups, subgroup: Subgroup, *, required: bool) -> None:
+    text = f"ranks of one host cannot share memory ({'; '.join(hosts.problems[:3])})"
+    if required:
+        for sock in hosts.sockets.values():
+            sock.close()
+        raise ConfigError(f"{text}: make it possible, or choose transport 'gloo'")
+    if subgroup.rank == 0:
+        _logger.warning("%s: using gloo sockets between them, which is slower", text)

@@ -1,0 +1,280 @@
+"""The control plane: small messages between the ranks of one group, over sockets to those of this
+host and over gloo to the others. It never touches a device, beside NCCL either.
+
+Here a rank waits, whatever for; here it learns that others have ended, given up or are in another
+call. A wait serves the data plane of the same ranks (`attach`), and the other control planes of
+this process (``serving.py``), so ranks may run units in different order.
+
+Invariant: whatever ends a wait on one rank by an error ends it on every rank that waits for that
+one. Cost: an exchange is one socket record per near peer and 32 KiB, and one gloo message (two
+beyond 248 bytes) per far one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from zeroshard.comm import serving
+from zeroshard.comm.calls import framed, unframed
+from zeroshard.comm.dispatcher import Dispatcher, given_up
+from zeroshard.comm.gloo_peers import GlooPeers, Subgroup, Transfer
+from zeroshard.comm.links import Kind, Links
+from zeroshard.comm.notices import Notices
+from zeroshard.comm.rendezvous import HostGroups
+from zeroshard.comm.transport import Traffic
+from zeroshard.core.placement import Mesh
+from zeroshard.errors import StallError
+
+__all__ = ["IDLE_S", "PeerControl", "Plane"]
+
+# a rank that waits for a slot and hears nothing for so long is stuck ([Note: relief])
+IDLE_S = 0.0002
+_POLL_S = 0.002  # how often to look after what cannot wake us
+_PATIENT_S = 0.1
+_LISTEN_AFTER_S = 1.0  # when a wait begins to ask whether it can ever end
+
+
+class Plane:
+    """What a part of the data plane does when the control plane asks; by default nothing."""
+
+    def progress(self) -> None:
+        """Do what has become possible. Never blocks."""
+
+    def relieve(self) -> None:
+        """This rank is blocked: help the peers that are stuck on it."""
+
+    def reset(self) -> Sequence[Transfer]:
+        """Leave everything under way; return its transfers."""
+        return ()
+
+    def restart(self) -> None:
+        """Every rank has called `reset`."""
+
+
+class PeerControl:
+    """The control plane of one rank of `subgroup`.
+
+    `connections` are gloo's (``gloo_peers.connect``); `mesh` says which bytes of `traffic` come
+    from other nodes.
+    """
+
+    def __init__(
+        self,
+        subgroup: Subgroup,
+        hosts: HostGroups,
+        mesh: Mesh,
+        traffic: Traffic,
+        *,
+        connections: Any,
+        notices: Notices | None = None,
+        stall_timeout_s: float,
+    ) -> None:
+        self.rank, self.size, self.members = subgroup.rank, subgroup.size, subgroup.members
+        host = hosts.group_of(self.rank)
+        self.near = [rank for rank in host if rank != self.rank]
+        self.far = [rank for rank in range(self.size) if rank not in host]
+        self.name = _name(hosts.groups)
+        self.mesh = mesh
+        self.traffic = traffic
+        self.stall_timeout_s = stall_timeout_s
+        links = Links(hosts.sockets, members=self.members, stall_timeout_s=stall_timeout_s)
+        self.dispatcher = Dispatcher(self.rank, links, self.near)
+        self.messages = GlooPeers(
+            connections, self.rank, members=self.members, wake=links.wake, wait=self._wait_transfers
+        )
+        self._notices = notices if self.far else None
+        self._has_given_up = False
+        self._planes: list[Plane] = []
+        serving.register(self)
+
+    def attach(self, plane: Plane) -> None:
+        """Have every wait serve `plane`, and every `give_up` reset it."""
+        self._planes.append(plane)
+
+    def count(
+        self, operation: str, bytes_of: Mapping[int, int], *, near: str = "shared_memory"
+    ) -> None:
+        """Count what one call brought from each other rank; `near` is the link to near ones."""
+        if self.size == 1:
+            self.traffic.add(operation, "local", 0)
+        for peers, link in ((self.near, near), (self.far, "gloo")):
+            if peers:
+                other_nodes = [peer for peer in peers if not self.mesh.same_node(peer, self.rank)]
+                between = sum(bytes_of.get(peer, 0) for peer in other_nodes)
+                self.traffic.add(
+                    operation, link, sum(bytes_of.get(peer, 0) for peer in peers), between=between
+                )
+
+    # ------------------------------------------------------------------------------------- messages
+
+    def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
+        parts = self.exchange_quietly(payload, call)
+        self.count(
+            "exchange", {rank: len(parts[rank]) for rank in range(self.size) if rank != self.rank}
+        )
+        return parts
+
+    def exchange_quietly(self, payload: bytes, call: str) -> list[bytes]:
+        """Exchange what is not the engine's payload, and so is not counted."""
+        frame = framed(call, payload)
+        sequence = self.dispatcher.send_payload(frame)
+        parts = {self.rank: frame}
+        if self.far:
+            parts |= self.messages.exchange(frame, self.far, f"exchange of {call}")
+
+        def missing() -> set[int]:
+            return self.dispatcher.payloads_missing(sequence)
+
+        self.wait_until(lambda: not missing(), f"exchange of {call}", near=missing, call=call)
+        parts |= self.dispatcher.take_payloads(sequence)
+        return unframed([parts[rank] for rank in range(self.size)], self.members)
+
+    def check_peers(self, what: str) -> None:
+        self.progress()
+        self.dispatcher.links.require(self.near, what)
+
+    # -------------------------------------------------------------------------------------- waiting
+
+    def progress(self) -> None:
+        """Take note of what has arrived, and let the data plane do what has become possible."""
+        self.dispatcher.collect(0.0)
+        for plane in self._planes:
+            plane.progress()
+
+    def wait_until(
+        self,
+        ready: Callable[[], bool],
+        what: str,
+        *,
+        near: Callable[[], set[int]] = set,
+        far: Callable[[], set[int]] = set,
+        idle: Callable[[], None] | None = None,
+        call: str | None = None,
+        transfer: Transfer | None = None,
+    ) -> None:
+        """Return when `ready()`; until then serve the peers, in all transports of this process,
+        and relieve those that are stuck.
+
+        `near` and `far` name the ranks awaited; `far` may be slow and is asked only for the error.
+        `idle` is called when nothing was heard for `IDLE_S`. `call` names this wait where nothing
+        but a call of the awaited ranks' programs can end it; `transfer` is what it awaits from far
+        ranks then. Raises StallError, PeerLostError, PlanMismatch where an awaited rank waits for
+        us in another call, and StateError where one has given up what we wait for.
+        """
+        others, begin, patience_s = serving.others(self), time.monotonic(), IDLE_S
+        deadline = begin + self.stall_timeout_s
+        if self._notices is not None:
+            self._notices.begin_wait()
+        while True:
+            self.progress()
+            serving.serve(others)
+            if ready():
+                return
+            awaited = sorted(near())
+            self._require(awaited, what, call)
+            now = time.monotonic()
+            if now > deadline:
+                names = [self.members[rank] for rank in sorted(near() | far())]
+                raise StallError(
+                    f"{what}: rank(s) {names} did not come within {deadline - begin:g} s; see what"
+                    " they are doing, or raise stall_timeout_s if they are only slow"
+                )
+            if transfer is not None and now > begin + _LISTEN_AFTER_S:
+                self._listen(transfer, call)
+            self._relieve()
+            if self.dispatcher.collect(min(patience_s, deadline - now + 0.001)):
+                patience_s = IDLE_S
+            elif time.monotonic() - now >= IDLE_S:
+                # what others wait for cannot wake us
+                patience_s = _POLL_S if others else _PATIENT_S
+                if idle is not None:
+                    idle()
+
+    def _require(self, awaited: Sequence[int], what: str, call: str | None) -> None:
+        """Raise why the near ranks `awaited`, or a far one, will never come."""
+        generation = self.dispatcher.links.generation
+        if self._notices is not None:
+            ahead = self._notices.ahead(generation, self.messages.run)
+            if ahead:
+                raise given_up([self.members[rank] for rank in ahead], what)
+        if call is not None:
+            self.dispatcher.require_same_call(awaited, call)
+        self.dispatcher.links.require(awaited, what)
+        self.dispatcher.require_same_generation(awaited, what)
+
+    def _listen(self, transfer: Transfer, call: str | None) -> None:
+        """Join the exchange of a far rank that waits there for us while we wait for it: under our
+        own call, which ends both.
+        """
+        if transfer.senders() & self.messages.listen(self.far, "the next exchange"):
+            assert call is not None
+            self.exchange_quietly(b"", call)
+
+    def _wait_transfers(self, transfers: Sequence[Transfer]) -> None:
+        def ready() -> bool:
+            return all(transfer.done() for transfer in transfers) or any(
+                transfer.error for transfer in transfers
+            )
+
+        def awaited() -> set[int]:
+            return set().union(*(transfer.awaited() for transfer in transfers))
+
+        self.wait_until(ready, transfers[0].what, far=awaited)
+        for transfer in sorted(transfers, key=lambda transfer: transfer.error is None):
+            transfer.wait()
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self.near)
+
+    def serve(self) -> None:
+        self.progress()
+        self._relieve()
+
+    def _relieve(self) -> None:
+        for plane in self._planes:
+            plane.relieve()
+
+    # ------------------------------------------------------------------------------- after an error
+
+    def give_up(self) -> None:
+        if self._has_given_up:
+            return
+        self._has_given_up = True
+        self.messages.abandon([left for plane in self._planes for left in plane.reset()])
+        self.dispatcher.reset()
+        self.dispatcher.send(Kind.ABANDON)
+        if self._notices is not None:
+            self._notices.give_up(self.dispatcher.links.generation)
+
+    def abandon(self) -> None:
+        self.give_up()
+        self._has_given_up = False
+        what, stall_timeout_s = "meeting the other ranks after an error", self.stall_timeout_s
+
+        def missing() -> set[int]:
+            return self.dispatcher.behind()
+
+        self.stall_timeout_s *= 2  # the others may wait for us until they stall, and come then
+        try:
+            self.wait_until(lambda: not missing(), what, near=missing)
+            if self.far:
+                self.messages.exchange(b"", self.far, what)
+        finally:
+            self.stall_timeout_s = stall_timeout_s
+        for plane in self._planes:
+            plane.restart()
+
+    def close(self) -> None:
+        serving.unregister(self)
+        self.messages.close()
+        self.dispatcher.close()
+
+
+def _name(groups: list[list[int]]) -> str:
+    """Return how the ranks are connected, the same on every rank."""
+    if len(groups) == 1:
+        return "shared_memory"
+    return "gloo" if all(len(group) == 1 for group in groups) else "mixed"

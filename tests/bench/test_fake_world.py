@@ -1,0 +1,36 @@
+"""``zeroshard bench overhead --fake-world``: its rounds and its JSON, on a model too small to mean
+anything.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from benchmarks.fake_world import Options, measure
+
+
+def test_every_round_times_all_three_and_the_world_is_gone_afterwards() -> None:
+    rounds: list[None] = []
+    seconds = measure(Options(world=4, units=2, steps=1, rounds=3), lambda: rounds.append(None))
+    assert len(rounds) == 3 and set(seconds) == {"plain", "zero3", "fsdp2"}
+    assert all(len(turns) == 3 and min(turns) > 0 for turns in seconds.values())
+    assert not dist.is_initialized()
+
+
+def test_the_command_prints_and_saves_the_time_per_unit(tmp_path: Path) -> None:
+    saved = tmp_path / "fake.json"
+    command = "-m zeroshard bench overhead --fake-world 2 --steps 1 --pairs 2 --json --out"
+    done = subprocess.run(
+        [sys.executable, *command.split(), str(saved)], capture_output=True, text=True, timeout=170
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report == json.loads(saved.read_text())
+    assert (report["world"], report["units"], report["rounds"]) == (2, 50, 2)
+    assert set(report["us_per_unit_and_step"]) == {"zero3", "fsdp2"}
+    assert report["us_per_unit_and_step"]["fsdp2"]["median"] > 0
