@@ -77,7 +77,7 @@ class OffloadedStates:
                     if isinstance(value, torch.Tensor) and value.dim() and value.stride() != (0,):
                         self._tensors.append((value, self._copy_out(f"{owned.name} state", value)))
                         value.data = placeholder(value.shape, value.dtype, value.device)
-                if owned.on_device:
+                if not owned.taken.off_device:
                     piece = owned.tensor
                     piece.data = placeholder(piece.shape, piece.dtype, piece.device)
         for unit in self._weights.units:
@@ -102,7 +102,8 @@ class OffloadedStates:
             storage.read(0, storage.numel, back).wait()
             resting.state = State.of(back)
         if self._sharded is not None:
-            self._sharded.repoint()
+            for owned in self._sharded.pieces():
+                owned.repoint()
         for unit in self._weights.units:
             for segment in unit.segments:
                 segment.flat.publish()

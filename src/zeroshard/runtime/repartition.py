@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from zeroshard.core.placement import Cells, Tier
-from zeroshard.optim.pieces import ParamShard
 from zeroshard.optim.sharded import ShardedOptimizer
-from zeroshard.optim.streamed import Tile
+from zeroshard.optim.shards import ParamShard, Tile
 from zeroshard.runtime.build import Context, make_master
-from zeroshard.runtime.owned import own
 from zeroshard.runtime.segment import Segment
+from zeroshard.runtime.tiles import cut_tiles
 
 __all__ = ["repartition"]
 
@@ -34,13 +33,13 @@ def repartition(
     cells: Cells,
     context: Context,
     sharded: ShardedOptimizer,
-    before: list[ParamShard],
-) -> tuple[list[ParamShard], list[Tile]]:
-    """Cut a segment's optimizer state at `split`; return its new pieces and tiles, whose state
-    stands in the optimizer as real numbers.
+    before: list[Tile],
+) -> list[Tile]:
+    """Cut a segment's optimizer state at `split`; return its new tiles, whose state stands in the
+    optimizer as real numbers.
     """
     segment.settle()
-    states = _states(sharded, before)
+    states = _states(sharded, [shard for tile in before for shard in tile.shards])
     old = segment.master
     assert old is not None
     segment.split = split
@@ -59,14 +58,14 @@ def repartition(
                 target.copy_(source)
     if old.away is not None and old.away is not master.away:
         old.away.close()
-    if sharded.streamed is not None:
-        sharded.streamed.drop(segment.key)
-    owned, tiles = own(segment, cells, context)
-    for piece in owned:
-        state = _cut(states.get(piece.piece.index, []), piece)
+    if before:
+        before[0].segment.close_moments()
+    tiles = cut_tiles(segment, cells, context)
+    for shard in (shard for tile in tiles for shard in tile.shards):
+        state = _cut(states.get(shard.piece.index, []), shard)
         if state:
-            sharded.optimizer.state[piece.tensor] = state
-    return owned, tiles
+            sharded.optimizer.state[shard.tensor] = state
+    return tiles
 
 
 def _states(
@@ -76,12 +75,7 @@ def _states(
     out: dict[int, list[tuple[int, int, dict[str, Any]]]] = {}
     for owned in pieces:
         state = dict(sharded.optimizer.state.get(owned.tensor, {}))
-        away = (
-            {}
-            if sharded.streamed is None or not owned.streamed
-            else sharded.streamed.at_rest(owned)
-        )
-        for key, rest in away.items():
+        for key, rest in sharded.states.at_rest(owned).items():
             with rest.borrowed() as numbers:
                 state[key] = numbers.clone()
         out.setdefault(owned.piece.index, []).append((owned.piece.start, owned.piece.stop, state))

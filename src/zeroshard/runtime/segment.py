@@ -73,7 +73,8 @@ class Segment:
         # how many elements of the master, from its start, are those weights themselves
         self.aliased = 0
         self.lags = False  # whether the weights may be a step behind the master
-        self.step: threading.Event | None = None  # set while no step on another tier is under way
+        self.step = threading.Event()  # set while no step on another tier is under way
+        self.step.set()
         # weights on their way back from a step on another tier, and what they are copied from
         self.uploads: list[tuple[Work, object]] = []
         # what the user sees
@@ -206,7 +207,7 @@ class Segment:
     @property
     def is_coming(self) -> bool:
         """Whether weights are on their way here from a step on another tier."""
-        return bool(self.uploads) or (self.step is not None and not self.step.is_set())
+        return bool(self.uploads) or not self.step.is_set()
 
     def _bring(self, start: int, stop: int, master: torch.Tensor) -> None:
         """Cast `master`, elements [start, stop), into the weights."""
@@ -251,8 +252,7 @@ class Segment:
         """Return when the weights that a step has sent here are here."""
         if not self.is_coming:
             return
-        if self.step is not None:
-            self.step.wait()
+        self.step.wait()
         uploads, self.uploads = self.uploads, []
         for work, _ in uploads:
             with self._noting():

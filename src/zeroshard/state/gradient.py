@@ -25,7 +25,7 @@ import torch
 
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Tier
-from zeroshard.core.work import Work
+from zeroshard.core.work import Work, wait_on_host
 from zeroshard.errors import StorageError
 from zeroshard.memory import Pages
 from zeroshard.state.deferred_scale import DeferredScale
@@ -156,7 +156,7 @@ class RestingGradient:
             work.wait()
         pending, self._to_add = self._to_add, []
         for own, host, work in pending:
-            getattr(work, "synchronize", work.wait)()
+            wait_on_host(work)
             self._add(own, host)
 
     @property
@@ -254,6 +254,15 @@ class RestingGradient:
                 there = there.clone()
                 self.scaling.apply_to(there)
             yield there
+
+    def read(self, start: int, stop: int, out: torch.Tensor) -> list[Work]:
+        """Start copying a range to host memory `out`, to which the caller then applies `scaling`.
+        Raises StorageError.
+        """
+        if self.lost is not None:
+            raise self.lost
+        self.settle()
+        return self.state.read(start, stop, out)
 
     def squares(self, start: int, stop: int) -> float:
         """Return the sum of squares of a range in fp64."""
