@@ -20,6 +20,7 @@ from torch import nn
 
 from zeroshard.core.layout import Piece
 from zeroshard.core.work import Work
+from zeroshard.memory import placeholder
 from zeroshard.state.gradient import RestingGradient
 from zeroshard.state.state import State
 from zeroshard.tier.store import Storage, Store
@@ -126,6 +127,12 @@ class ParamShard:
         resting = self.segment.gradient()
         assert resting is not None, f"the gradient of {self.name} is used and not held"
         return resting.fetch(self.piece.shard_start, self.piece.shard_stop)
+
+    def leave_memory(self) -> None:
+        """Let go of its master on the device, whose memory is about to be released."""
+        tensor = self.tensor
+        if not self.taken.off_device:
+            tensor.data = placeholder(tensor.shape, tensor.dtype, tensor.device)
 
     def repoint(self) -> None:
         """Point it at its master on the device, whose memory has come back."""

@@ -147,6 +147,19 @@ class TileStates:
             if self._rests(shard, key)
         }
 
+    @contextmanager
+    def numbers(self, shard: ParamShard, key: str, start: int, stop: int) -> Iterator[torch.Tensor]:
+        """Lend state `key` of elements [start, stop) of the shard's parameter, wherever it rests,
+        to be read.
+        """
+        low, high = start - shard.piece.start, stop - shard.piece.start
+        if not self._rests(shard, key):
+            yield self.of(shard)[key][low:high]
+            return
+        base = shard.piece.shard_start - shard.segment.split
+        with shard.segment.moments[key].borrowed(base + low, base + high, write=False) as numbers:
+            yield numbers
+
     def put_to_rest(self, tile: Tile) -> None:
         """Move state of a tile that is still on the device (created before shard(), or just
         loaded) to its tier.

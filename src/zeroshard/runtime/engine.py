@@ -25,16 +25,13 @@ from zeroshard.comm.agree import compare
 from zeroshard.core.digest import Digest
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
-from zeroshard.core.split import splits
 from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardError
 from zeroshard.optim.runner import StepOptions
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import INTERRUPTED, ShardedOptimizer, check_parameters
-from zeroshard.optim.shards import Tile
 from zeroshard.optim.state_dicts import PartialState
 from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.backward import Backward
-from zeroshard.runtime.balance import Balance
 from zeroshard.runtime.build import Context, build_units, make_master
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.forked import refuse_in_children
@@ -42,11 +39,10 @@ from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.join import Join
 from zeroshard.runtime.offload_states import OffloadedStates
 from zeroshard.runtime.recovery import Recovery
-from zeroshard.runtime.repartition import repartition
+from zeroshard.runtime.repartition import StepTiles
 from zeroshard.runtime.replicas import compare_replicas
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, memory_report
 from zeroshard.runtime.rest import Rest, RestingPiece
-from zeroshard.runtime.tiles import cut_tiles
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, named_parameters_once
 from zeroshard.runtime.watch import Watch
@@ -119,8 +115,7 @@ class Engine:
         segments = [segment for unit in self._weights.units for segment in unit.segments]
         self._watch = Watch(module, (p for segment in segments for p in segment.parameters))
         self._sharded: ShardedOptimizer | None = None
-        self._tiles: dict[str, list[Tile]] = {}  # by segment
-        self._balance: Balance | None = None
+        self._tiles: StepTiles | None = None
         self._offloaded: OffloadedStates | None = None
         self.refuse_steps: str | None = None  # why, while they are refused
         self._faults.agree()  # that the weights have been written to where they rest
@@ -188,28 +183,22 @@ class Engine:
                         make_master(segment, unit.cells, self._context)
                         segment.fill_master()
         self._faults.agree()
-        for unit in self._weights.units:
-            for segment in unit.trainable:
-                self._tiles[segment.key] = cut_tiles(segment, unit.cells, self._context)
+        tiles = StepTiles(self._weights.units, self._context)
         settings = _step_settings(
             self._context, self._weights.units, into_forward=self._may_step_into_forward
         )
         sharded = ShardedOptimizer(optimizer, self, *settings)
         with self._faults.noted(lost=True):
-            sharded.attach(self._all_tiles())
+            sharded.attach(tiles.all)
         try:
             self._faults.agree()
         except StorageError:
             sharded.detach()
             raise
-        self._sharded = sharded
+        self._sharded, self._tiles = sharded, tiles
         self.states.attach(sharded)
         self._backward.optimizer = sharded
         self._backward.decisions.optimizer = optimizer
-        if self._context.tiering.automatic and sharded.rests_elsewhere:
-            self._balance = Balance(
-                self._context.tiering.fractions["optimizer"], self._context.tiering.least
-            )
 
     def optimizer_part(self) -> dict[str, Any]:
         """Return this rank's part of the optimizer's ``state_dict()``, for ``load_state_dict()``
@@ -223,34 +212,13 @@ class Engine:
             raise StateError("no optimizer is attached: give it to shard() or engine.attach()")
         return self._sharded.part()
 
-    def _all_tiles(self) -> list[Tile]:
-        return [tile for tiles in self._tiles.values() for tile in tiles]
-
     @property
     def offload_fraction(self) -> float | None:
         """The share of the optimizer's state off the device that ``fraction="auto"`` has come
         to; None where it is not automatic.
         """
-        return None if self._balance is None else self._balance.fraction
-
-    def _rebalance(self) -> None:
-        """Move the cut between device and host to where the last steps say that both finish
-        together.
-        """
-        sharded, balance = self._sharded, self._balance
-        if sharded is None or balance is None or balance.settled:
-            return
-        fraction = balance.after_step(*sharded.runner.seconds)
-        if fraction is None:
-            return
-        trained = [(unit, segment) for unit in self._weights.units for segment in unit.trainable]
-        numels = [0 if segment.master is None else segment.master.numel for _, segment in trained]
-        for (unit, segment), split in zip(trained, splits(numels, fraction), strict=True):
-            if split != segment.split:
-                self._tiles[segment.key] = repartition(
-                    segment, split, unit.cells, self._context, sharded, self._tiles[segment.key]
-                )
-        sharded.retile(self._all_tiles())
+        balance = None if self._tiles is None else self._tiles.balance
+        return None if balance is None else balance.fraction
 
     @property
     def _may_step_into_forward(self) -> bool:
@@ -344,7 +312,8 @@ class Engine:
         self._faults.agree(error, lost=True)
         self._finalizer.after_step()
         with self._faults.noted(lost=True):
-            self._rebalance()
+            if self._sharded is not None and self._tiles is not None:
+                self._tiles.rebalance(self._sharded)
         self._recovery.in_step = False
 
     def _agree_on_faults(self) -> None:

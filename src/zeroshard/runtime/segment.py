@@ -103,6 +103,14 @@ class Segment:
         """The pieces that this rank's optimizer steps."""
         return self.flat.layout.pieces_in(self.flat.stepped)
 
+    def recut(self, split: int, *, with_gradient: bool) -> None:
+        """Let the optimizer's state rest on the device up to element `split`, and `with_gradient`
+        the gradients to come, too: they rest where they are read. `make_master` follows.
+        """
+        self.split = split
+        if with_gradient and self.grad is not None:
+            self.grad.move_rest(split)
+
     def make_master(
         self,
         *,

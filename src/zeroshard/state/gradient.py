@@ -78,6 +78,10 @@ class RestingGradient:
         """Whether the sum has been divided."""
         return bool(self.scaling.divided_by)
 
+    def replace(self, state: State) -> None:
+        """Rest in other memory, which holds the same numbers or will."""
+        self.state = state
+
     def lend(self, wait: Callable[[], None]) -> None:
         """Let a step that goes on by itself read it; `wait` returns when the step has done so."""
         self._wait = wait
