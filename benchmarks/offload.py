@@ -14,9 +14,9 @@ step by itself, and the largest model.
                 other
 
 Steps run in this process, through a real engine, on one thread; contenders take turns (A B C A B C
-...) and the first round warms up. What is timed is the step of the tiles alone (`Streamed.step_s`):
-forward, backward and what the engine does with gradients are not in it; ``optimizer.step()``, until
-nothing of it is under way, has a row of its own.
+...) and the first round warms up. What is timed is the step of the tiles alone
+(`TileRunner.step_s`): forward, backward and what the engine does with gradients are not in it;
+``optimizer.step()``, until nothing of it is under way, has a row of its own.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class _Rig:
         self._engine = zs.shard(self._model, self._optimizer, policy=row, offload=offload)
         self._input = torch.randn(1, width)
         sharded = self._engine._sharded
-        assert sharded is not None and sharded.streamed is not None, offload
-        self._streamed = sharded.streamed
+        assert sharded is not None, offload
+        self._runner = sharded.runner
         self.whole_s = 0.0  # of the last step, from the call until nothing of it is under way
 
     def step(self) -> float:
@@ -91,7 +91,7 @@ class _Rig:
         self._engine.states.join_step()
         self.whole_s = time.perf_counter() - begin
         self._optimizer.zero_grad()
-        return self._streamed.step_s
+        return self._runner.step_s
 
     def close(self) -> None:
         self._engine.close()

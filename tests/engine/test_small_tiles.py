@@ -18,7 +18,7 @@ import pytest
 import zeroshard as zs
 from tests.engine.common import Run, batch, differences, make_model, train, two_groups
 from tests.support.harness import run_ranks
-from zeroshard.runtime import repartition, unit
+from zeroshard.runtime import repartition, segment
 from zeroshard.state import gradient as resting
 from zeroshard.tier import direct_io, disk
 
@@ -51,7 +51,7 @@ def _small_tiles(
         offload = zs.Offload(**tiers, **disk, staging_bytes=1 << 16)  # type: ignore[arg-type]
         with (
             mock.patch.multiple(resting, _BLOCK=512, _CHUNK=128),
-            mock.patch.object(unit, "_TILE", 320),
+            mock.patch.object(segment, "_TILE", 320),
             mock.patch.object(repartition, "_TILE", 320),
         ):
             run: Run = train(rank, row, offload=offload, **same)
@@ -66,7 +66,7 @@ def _attached(rank: int, world: int) -> list[str]:
     runs = {}
     for name, offload in (("device", None), ("host", zs.Offload(optimizer="host"))):
         model = make_model(width=32, layers=1)
-        with mock.patch.object(unit, "_TILE", 320 if offload else 1 << 20):
+        with mock.patch.object(segment, "_TILE", 320 if offload else 1 << 20):
             engine = zs.shard(
                 model,
                 precision="bf16",
@@ -98,7 +98,7 @@ def _slow_disk(rank: int, world: int, path: str) -> list[str]:
     same: dict[str, Any] = {"steps": 2, "model": lambda: make_model(width=32, layers=1)}
     expected = train(rank, "zero2", **same)
     with (
-        mock.patch.object(unit, "_TILE", 320),
+        mock.patch.object(segment, "_TILE", 320),
         mock.patch.object(repartition, "_TILE", 320),
         mock.patch.object(disk, "write_blocks", late),
     ):

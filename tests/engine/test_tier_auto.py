@@ -56,7 +56,8 @@ def _train(
         engine.clip_grad_norm_(0.1)
         optimizer.step()
         optimizer.zero_grad()
-        if not settled_after and engine._balance is not None and engine._balance.settled:
+        balance = engine._tiles.balance
+        if not settled_after and balance is not None and balance.settled:
             settled_after = step + 1
             if link is not None:
                 break

@@ -117,16 +117,7 @@ def _readable(engine: Any, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return what of the optimizer can be read as numbers although it rests elsewhere, or cannot
     although it rests here.
     """
-    streamed = engine._sharded.streamed
-    away = (
-        {}
-        if streamed is None
-        else {
-            id(owned.tensor): not tile.on_device
-            for tile in streamed.tiles
-            for _, owned, _ in tile.pieces
-        }
-    )
+    away = {id(shard.tensor): shard.taken.off_device for shard in engine._sharded.pieces()}
     wrong = []
     for group in optimizer.param_groups:
         for piece in group["params"]:

@@ -105,13 +105,13 @@ def _slow_step(rank: int, world: int, precision: str) -> dict[str, list[str]]:
         optimizer = two_groups(model)
         offload = zs.Offload(grad="host", optimizer=optimizer_tier, fraction=0.4)
         engine = zs.shard(model, optimizer, policy="zero2", precision=precision, offload=offload)
-        run = engine._sharded.streamed._step
+        run = engine._sharded.runner._step
 
         def slow(*args: Any, run: Any = run) -> None:
             time.sleep(0.005)
             run(*args)
 
-        engine._sharded.streamed._step = slow
+        engine._sharded.runner._step = slow
         _steps(engine, model, optimizer)
         state = engine.full_state_dict(rank0_only=False)
         engine.close()

@@ -17,7 +17,7 @@ from tests.engine.common import ROWS, Run, batch, make_model, train, two_groups
 from tests.support.harness import run_ranks
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import row as policy_row
-from zeroshard.optim.streamed import StepJob, Streamed
+from zeroshard.optim.runner import StepJob, TileRunner
 
 TIERS = ("device", "host", "disk")
 
@@ -242,9 +242,9 @@ def _changed_under_way(rank: int, world: int, path: str) -> dict[str, list[str]]
     """Change gradients right after a step that reads them only a little later, on a thread of
     its own.
     """
-    steps_at_once = Streamed.run
+    steps_at_once = TileRunner.run
 
-    def late(self: Streamed, job: StepJob) -> None:
+    def late(self: TileRunner, job: StepJob) -> None:
         time.sleep(0.05)
         steps_at_once(self, job)
 
@@ -267,7 +267,7 @@ def _changed_under_way(rank: int, world: int, path: str) -> dict[str, list[str]]
     differences: dict[str, list[str]] = {}
     for clear in ("all", "one", "nothing"):
         expected = run(clear)
-        Streamed.run = late  # type: ignore[method-assign]
+        TileRunner.run = late  # type: ignore[method-assign]
         try:
             for resting in tiers:
                 state = run(clear, offload=offload(*resting, path))
@@ -275,7 +275,7 @@ def _changed_under_way(rank: int, world: int, path: str) -> dict[str, list[str]]
                     key for key, value in state.items() if not torch.equal(value, expected[key])
                 ]
         finally:
-            Streamed.run = steps_at_once  # type: ignore[method-assign]
+            TileRunner.run = steps_at_once  # type: ignore[method-assign]
     return differences
 
 

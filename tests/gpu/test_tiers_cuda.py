@@ -24,7 +24,8 @@ import zeroshard as zs
 from tests.engine.common import Net, batch, two_groups
 from tests.support.harness import run_ranks
 from zeroshard.core.placement import Tier
-from zeroshard.optim.shadow import Shadow
+from zeroshard.optim.copies import TileOptimizer
+from zeroshard.optim.shards import Taken
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,7 +85,8 @@ def _train(
         losses.append(loss.item())
     state = engine.full_state_dict(rank0_only=False)
     pieces = [
-        (piece.tensor.device.type, piece.streamed) for piece in engine.states.stepped_pieces()
+        (piece.tensor.device.type, piece.taken is not Taken.BY_USER)
+        for piece in engine.states.stepped_pieces()
     ]
     out = {"losses": losses, "state": state, "tiers": engine.memory().tiers, "pieces": pieces}
     engine.close()
@@ -154,9 +156,9 @@ def test_the_host_step_works_in_pinned_memory(
     row: str, tiers: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[str, bool]] = []
-    step = Shadow.step
+    step = TileOptimizer.step
 
-    def watched(self: Shadow, parameters: Any, states: Any) -> Any:
+    def watched(self: TileOptimizer, parameters: Any, states: Any) -> Any:
         for parameter in itertools.chain.from_iterable(parameters.values()):
             moments = [value for value in states[parameter].values() if value.numel() > 1]
             seen.extend(
@@ -170,7 +172,9 @@ def test_the_host_step_works_in_pinned_memory(
     engine = zs.shard(model, optimizer, policy=row, offload=_offload(tiers, tmp_path))
     for number in range(2):
         if number == 1:
-            monkeypatch.setattr(Shadow, "step", watched)  # the first step makes its moments anew
+            monkeypatch.setattr(
+                TileOptimizer, "step", watched
+            )  # the first step makes its moments anew
         model(*(t.to(DEVICE) for t in batch(0, number))).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -283,8 +287,8 @@ class _Timed:
     @property
     def host_s(self) -> float:
         sharded = self.engine._sharded
-        assert sharded is not None and sharded.streamed is not None
-        return sharded.streamed.step_s
+        assert sharded is not None
+        return sharded.runner.step_s
 
 
 def _copy_s(num_bytes: int, *, to_host: bool) -> float:

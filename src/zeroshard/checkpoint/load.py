@@ -47,8 +47,8 @@ from zeroshard.checkpoint.steps import (
 from zeroshard.checkpoint.values import decode
 from zeroshard.core.placement import Tier
 from zeroshard.errors import CheckpointError, ConfigError, StorageError
-from zeroshard.optim.pieces import ParamShard
-from zeroshard.optim.trial import fitted_state, state_after_trial
+from zeroshard.optim.copies import fitted_state, state_after_trial
+from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, RestingPiece
 from zeroshard.state.full import flatten

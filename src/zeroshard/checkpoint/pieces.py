@@ -23,7 +23,7 @@ from zeroshard.checkpoint.shards import Lent, Stored, as_bytes, dtype_code
 from zeroshard.checkpoint.values import encode
 from zeroshard.core.layout import Range
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.optim.pieces import ParamShard
+from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-__all__ = ["DoneWork", "Work"]
+__all__ = ["DoneWork", "Work", "wait_on_host"]
 
 
 @runtime_checkable
@@ -33,3 +33,8 @@ class DoneWork:
 
     def done(self) -> bool:
         return True
+
+
+def wait_on_host(work: Work) -> None:
+    """Return when the result is valid for the host, too: `wait` alone orders a stream after it."""
+    getattr(work, "synchronize", work.wait)()

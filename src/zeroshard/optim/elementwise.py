@@ -17,16 +17,17 @@ from its hundredth step on.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from zeroshard.errors import ConfigError
+from zeroshard.optim.copies import bare_copy, fork_rng, unhooked_step
 
-__all__ = ["ELEMENTWISE", "bare_copy", "check_elementwise", "shard_state", "unhooked_step"]
+__all__ = ["ELEMENTWISE", "check_elementwise", "shard_state"]
 
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
@@ -157,9 +158,7 @@ def _probe(optimizer: torch.optim.Optimizer, index: int, name: str) -> None:
     params = optimizer.param_groups[index]["params"]
     device = torch.device("cpu") if not params or params[0].is_meta else params[0].device
     values, grads = _numbers(device)
-    with torch.random.fork_rng(
-        devices=[device] if device.type == "cuda" else [], device_type="cuda"
-    ):
+    with fork_rng(device):
         try:
             pieces = [
                 _Run(optimizer, index, (stop - start,)).steps(
@@ -239,32 +238,6 @@ class _Run:
         return self.param.detach().reshape(-1)
 
 
-def bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return a copy without state, groups and hooks, which reaches nothing of the user's.
-
-    By hand: copy.copy() would keep the three attributes of ``Optimizer.__getstate__`` and lose a
-    subclass's own. Attributes are copied deeply, but wherever they lead to a parameter of the
-    user's they find a stand-in on the meta device. Instance attributes that shadow methods, such as
-    the ``step`` that every LR scheduler puts there, lead back to the user's optimizer and are left
-    out.
-    """
-    cls = type(optimizer)
-    clone = object.__new__(cls)
-    memo: dict[int, Any] = {id(optimizer): clone}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            memo[id(param)] = nn.Parameter(
-                torch.empty(param.shape, dtype=param.dtype, device="meta"),
-                requires_grad=param.requires_grad,
-            )
-    for name, value in vars(optimizer).items():
-        if name.startswith("_optimizer_") and name.endswith("_hooks"):
-            vars(clone)[name] = OrderedDict()
-        elif name not in ("state", "param_groups") and not callable(getattr(cls, name, None)):
-            vars(clone)[name] = copy.deepcopy(value, memo)
-    return clone
-
-
 def _probe_group(group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
     options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
     if "param_names" in options:
@@ -294,12 +267,3 @@ def _resized_state(
         else:
             resized[key] = copy.deepcopy(value)
     return resized
-
-
-def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], object]:
-    """Return the class's ``step`` without torch's wrapper around it, which runs the hooks
-    registered for all optimizers.
-    """
-    step: Any = cls.step
-    hooked = getattr(step, "hooked", False) and hasattr(step, "__wrapped__")
-    return step.__wrapped__ if hooked else step  # type: ignore[no-any-return]

@@ -19,10 +19,10 @@ from torch import nn
 from zeroshard.core.placement import Tier
 from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.memory import Trimmer
-from zeroshard.optim.pieces import ParamShard
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import ShardedOptimizer
-from zeroshard.optim.streamed import StateAtRest
+from zeroshard.optim.shards import ParamShard
+from zeroshard.optim.tiles import StateAtRest
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.finalize import Finalizer
@@ -100,8 +100,7 @@ class StateAccess:
 
     def state_at_rest(self, owned: ParamShard) -> dict[str, StateAtRest]:
         """Return what of the optimizer's state of a piece rests on another tier, by key."""
-        streamed = None if self._sharded is None else self._sharded.streamed
-        return {} if streamed is None or not owned.streamed else streamed.at_rest(owned)
+        return {} if self._sharded is None else self._sharded.states.at_rest(owned)
 
     def set_states(self, set_state: Callable[[ParamShard], None]) -> None:
         """Call `set_state` for everything that the optimizer steps here, and put the state that
@@ -121,7 +120,7 @@ class StateAccess:
         """
         self._faults.check(passes=False)
         self.join_step()
-        if self._sharded is not None and self._sharded.take_late():
+        if self._sharded is not None and self._sharded.runner.take_late():
             with self._rest.rewriting():
                 pass
 
@@ -179,7 +178,7 @@ class StateAccess:
         """
         state = {} if self._scaler is None else self._scaler.state_dict()
         if self._sharded is not None and self._context.tiering.delayed_update is not None:
-            state[_DELAYED] = self._sharded.num_steps
+            state[_DELAYED] = self._sharded.runner.num_steps
         return state
 
     def begin_load(self) -> None:
@@ -212,7 +211,7 @@ class StateAccess:
         numbers = dict(scaler)
         late = numbers.pop(_DELAYED, None)
         if self._sharded is not None and late is not None:
-            self._sharded.num_steps = int(late)
+            self._sharded.runner.count_from(int(late))
         if self._scaler is not None and numbers:
             self._scaler.load_state_dict(numbers)
 
@@ -238,8 +237,8 @@ class StateAccess:
                 segment.renew(self._context.tiering.store)
                 if segment.grad is not None:
                     segment.grad.forget_memory()
-        if self._sharded is not None and self._sharded.streamed is not None:
-            self._sharded.streamed.forget()
+        if self._sharded is not None:
+            self._sharded.close_moments()
 
     def join_step(self) -> None:
         """Return when no step is under way; what went wrong in it is noted."""

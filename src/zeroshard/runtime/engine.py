@@ -25,27 +25,25 @@ from zeroshard.comm.agree import agree
 from zeroshard.core.digest import Digest
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
-from zeroshard.core.split import splits
 from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardError
-from zeroshard.optim.pieces import ParamShard
+from zeroshard.optim.runner import StepOptions
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import INTERRUPTED, ShardedOptimizer, check_parameters
-from zeroshard.optim.streamed import Tile
+from zeroshard.optim.state_dicts import PartialState
 from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.backward import Backward
-from zeroshard.runtime.balance import Balance
 from zeroshard.runtime.build import Context, build_units, make_master
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.forked import refuse_in_children
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.join import Join
 from zeroshard.runtime.offload_states import OffloadedStates
-from zeroshard.runtime.owned import own
 from zeroshard.runtime.recovery import Recovery
-from zeroshard.runtime.repartition import repartition
+from zeroshard.runtime.repartition import StepTiles
 from zeroshard.runtime.replicas import compare_replicas
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, memory_report
 from zeroshard.runtime.rest import Rest, RestingPiece
+from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, named_parameters_once
 from zeroshard.runtime.watch import Watch
 from zeroshard.runtime.weights import Until, Weights
@@ -117,8 +115,7 @@ class Engine:
         segments = [segment for unit in self._weights.units for segment in unit.segments]
         self._watch = Watch(module, (p for segment in segments for p in segment.parameters))
         self._sharded: ShardedOptimizer | None = None
-        self._owned: dict[str, tuple[list[ParamShard], list[Tile]]] = {}  # by segment
-        self._balance: Balance | None = None
+        self._tiles: StepTiles | None = None
         self._offloaded: OffloadedStates | None = None
         self.refuse_steps: str | None = None  # why, while they are refused
         self._faults.agree()  # that the weights have been written to where they rest
@@ -186,39 +183,22 @@ class Engine:
                         make_master(segment, unit.cells, self._context)
                         segment.fill_master()
         self._faults.agree()
-        for unit in self._weights.units:
-            for segment in unit.trainable:
-                self._owned[segment.key] = own(segment, unit.cells, self._context)
-        pieces, tiles = self._pieces_and_tiles()
-        transport = self._context.transport
-        sharded = ShardedOptimizer(optimizer, self, rank=transport.rank, world=transport.size)
-        sharded.is_part = transport.size > 1 and any(
-            unit.cells.optim.is_sharded for unit in self._weights.units
+        tiles = StepTiles(self._weights.units, self._context)
+        settings = _step_settings(
+            self._context, self._weights.units, into_forward=self._may_step_into_forward
         )
+        sharded = ShardedOptimizer(optimizer, self, *settings)
         with self._faults.noted(lost=True):
-            sharded.attach(
-                pieces,
-                self._context.device,
-                tiles=tiles,
-                delayed_update=self._context.tiering.delayed_update,
-                into_forward=self._may_step_into_forward,
-            )
+            sharded.attach(tiles.all)
         try:
             self._faults.agree()
         except StorageError:
             sharded.detach()
             raise
-        self._sharded = sharded
+        self._sharded, self._tiles = sharded, tiles
         self.states.attach(sharded)
         self._backward.optimizer = sharded
         self._backward.decisions.optimizer = optimizer
-        if sharded.streamed is not None:
-            sharded.streamed.trimmer = self._context.tiering.trimmer()
-        if self._context.tiering.automatic and sharded.streamed is not None:
-            sharded.streamed.timed = True
-            self._balance = Balance(
-                self._context.tiering.fractions["optimizer"], self._context.tiering.least
-            )
 
     def optimizer_part(self) -> dict[str, Any]:
         """Return this rank's part of the optimizer's ``state_dict()``, for ``load_state_dict()``
@@ -232,44 +212,13 @@ class Engine:
             raise StateError("no optimizer is attached: give it to shard() or engine.attach()")
         return self._sharded.part()
 
-    def _pieces_and_tiles(self) -> tuple[dict[int, list[ParamShard]], list[Tile]]:
-        """Return the pieces that this rank steps by id of their parameter, and the tiles that
-        hold those off the device.
-        """
-        pieces: dict[int, list[ParamShard]] = {}
-        tiles: list[Tile] = []
-        for owned, streamed in self._owned.values():
-            tiles += streamed
-            for piece in owned:
-                pieces.setdefault(id(piece.parameter), []).append(piece)
-        return pieces, tiles
-
     @property
     def offload_fraction(self) -> float | None:
         """The share of the optimizer's state off the device that ``fraction="auto"`` has come
         to; None where it is not automatic.
         """
-        return None if self._balance is None else self._balance.fraction
-
-    def _rebalance(self) -> None:
-        """Move the cut between device and host to where the last steps say that both finish
-        together.
-        """
-        sharded, balance = self._sharded, self._balance
-        if sharded is None or balance is None or balance.settled:
-            return
-        fraction = balance.after_step(*sharded.step_seconds)
-        if fraction is None:
-            return
-        trained = [(unit, segment) for unit in self._weights.units for segment in unit.trainable]
-        numels = [0 if segment.master is None else segment.master.numel for _, segment in trained]
-        for (unit, segment), split in zip(trained, splits(numels, fraction), strict=True):
-            if split != segment.split:
-                before, _ = self._owned[segment.key]
-                self._owned[segment.key] = repartition(
-                    segment, split, unit.cells, self._context, sharded, before
-                )
-        sharded.retie(*self._pieces_and_tiles())
+        balance = None if self._tiles is None else self._tiles.balance
+        return None if balance is None else balance.fraction
 
     @property
     def _may_step_into_forward(self) -> bool:
@@ -356,21 +305,22 @@ class Engine:
         """Called by the optimizer's step hook: publish what was stepped; an `error` on any rank
         is raised on all.
         """
-        if self._sharded is not None and self._sharded.is_late:
+        if self._sharded is not None and self._sharded.runner.was_late:
             self._weights.invalidate()
         else:
             self._rest.publish(everything=False)
         self._faults.agree(error, lost=True)
         self._finalizer.after_step()
         with self._faults.noted(lost=True):
-            self._rebalance()
+            if self._sharded is not None and self._tiles is not None:
+                self._tiles.rebalance(self._sharded)
         self._recovery.in_step = False
 
     def _agree_on_faults(self) -> None:
         """At the end of a forward: tell the ranks what has gone wrong, in a step too that goes
         on while this forward runs.
         """
-        failure = None if self._sharded is None else self._sharded.failure()
+        failure = None if self._sharded is None else self._sharded.runner.failure()
         self._faults.agree(failure, lost=True)
 
     def publish_late(self) -> None:
@@ -615,6 +565,22 @@ def _make_loop(
         transport=context.transport,
     )
     return weights, backward
+
+
+def _step_settings(
+    context: Context, units: Sequence[Unit], *, into_forward: bool
+) -> tuple[PartialState, StepOptions]:
+    """Return what the optimizer's step knows of the engine."""
+    transport, tiering = context.transport, context.tiering
+    is_part = transport.size > 1 and any(unit.cells.optim.is_sharded for unit in units)
+    part = PartialState(transport.rank, transport.size, is_part=is_part)
+    return part, StepOptions(
+        context.device,
+        into_forward=into_forward,
+        delayed_update=tiering.delayed_update,
+        timed=tiering.automatic,
+        trimmer=tiering.trimmer(),
+    )
 
 
 def _input_dtype(context: Context) -> torch.dtype | None:

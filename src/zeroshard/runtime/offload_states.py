@@ -17,20 +17,19 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from zeroshard.comm.transport import Transport
 from zeroshard.memory import placeholder
 from zeroshard.optim.sharded import ShardedOptimizer
+from zeroshard.runtime.repartition import move
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit, UnitState
 from zeroshard.runtime.weights import Weights
-from zeroshard.state.gradient import RestingGradient
 from zeroshard.state.state import State
 from zeroshard.tier.host import HostStore
-from zeroshard.tier.store import Storage
 
 __all__ = ["OffloadedStates"]
 
@@ -51,10 +50,7 @@ class OffloadedStates:
         self._sharded = sharded
         self._transport = transport
         self._store = HostStore(device)
-        # of our own: a view, the bytes of its memory, what it held
-        self._memory: list[tuple[torch.Tensor, int, Storage]] = []
-        self._tensors: list[tuple[torch.Tensor, Storage]] = []  # the user's to see: pieces' moments
-        self._resting: list[tuple[RestingGradient, Storage]] = []
+        self._returns: list[Callable[[], None]] = []  # each brings one state back
 
     @property
     def num_bytes(self) -> int:
@@ -68,68 +64,77 @@ class OffloadedStates:
         for unit in self._weights.units:
             _settle(unit, self._weights)
         self._transport.begin_write()
-        for unit in self._weights.units:
-            for segment in unit.segments:
-                self._put_gradient(segment)
+        for segment in self._segments():
+            self._put_gradient(segment)
         if self._sharded is not None:
-            for owned in self._sharded.pieces():
-                for value in self._sharded.optimizer.state.get(owned.tensor, {}).values():
+            for shard in self._sharded.pieces():
+                for value in self._sharded.states.of(shard).values():
                     if isinstance(value, torch.Tensor) and value.dim() and value.stride() != (0,):
-                        self._tensors.append((value, self._copy_out(f"{owned.name} state", value)))
-                        value.data = placeholder(value.shape, value.dtype, value.device)
-                if owned.on_device:
-                    piece = owned.tensor
-                    piece.data = placeholder(piece.shape, piece.dtype, piece.device)
-        for unit in self._weights.units:
-            for segment in unit.segments:
-                for tensor in _own_memory(segment):
+                        self._put_tensor(f"{shard.name} state", value)
+                shard.leave_memory()
+        for segment in self._segments():
+            for tensor in _own_memory(segment):
+                if tensor.numel():
                     self._put_memory(segment.key, tensor)
 
     def end(self) -> None:
         """Bring everything back. Collective."""
-        for tensor, num_bytes, storage in reversed(self._memory):
-            memory = tensor.untyped_storage()
-            if memory.nbytes() < num_bytes:
-                memory.resize_(num_bytes)
-            storage.read(0, storage.numel, tensor).wait()
-        for tensor, storage in self._tensors:
-            back = torch.empty(storage.numel, dtype=storage.dtype, device=tensor.device)
-            storage.read(0, storage.numel, back).wait()
-            tensor.data = back
-        for resting, storage in self._resting:
-            device = resting.state.whole.device
-            back = torch.empty(storage.numel, dtype=storage.dtype, device=device)
-            storage.read(0, storage.numel, back).wait()
-            resting.state = State.of(back)
+        for bring_back in reversed(self._returns):
+            bring_back()
         if self._sharded is not None:
-            self._sharded.repoint()
-        for unit in self._weights.units:
-            for segment in unit.segments:
-                segment.flat.publish()
+            for shard in self._sharded.pieces():
+                shard.repoint()
+        for segment in self._segments():
+            segment.flat.publish()
         self._store.close()
 
-    def _copy_out(self, name: str, tensor: torch.Tensor) -> Storage:
-        storage = self._store.allocate(name, tensor.numel(), tensor.dtype)
-        storage.write(0, tensor.numel(), tensor.detach().reshape(-1)).wait()
-        return storage
+    def _segments(self) -> Iterator[Segment]:
+        return (segment for unit in self._weights.units for segment in unit.segments)
 
-    def _put_memory(self, key: str, tensor: torch.Tensor) -> None:
-        if not tensor.numel():
-            return
-        storage = self._copy_out(key, tensor)
-        memory = tensor.untyped_storage()
-        self._memory.append((tensor, memory.nbytes(), storage))
-        if memory.resizable():
-            memory.resize_(0)
-        else:
-            _give_back_pages(tensor)
+    def _copy_out(self, name: str, tensor: torch.Tensor) -> State:
+        out = State(self._store.allocate(name, tensor.numel(), tensor.dtype))
+        move(State.of(tensor.detach().reshape(-1)), out)
+        return out
 
     def _put_gradient(self, segment: Segment) -> None:
         resting = None if segment.grad is None else segment.grad.resting()
-        if resting is not None and resting.on_device:
-            held = resting.state.whole
-            self._resting.append((resting, self._copy_out(f"{segment.key} gradient", held)))
-            resting.state = State.of(placeholder(held.shape, held.dtype, held.device))
+        if resting is None or not resting.on_device:
+            return
+        held = resting.state.whole
+        away = self._copy_out(f"{segment.key} gradient", held)
+        device = held.device
+        resting.replace(State.of(placeholder(held.shape, held.dtype, device)))
+        self._returns.append(lambda: resting.replace(State.of(_on_device(away, device))))
+
+    def _put_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        """Take away a tensor that the user may see, which becomes a placeholder."""
+        away, device = self._copy_out(name, tensor), tensor.device
+
+        def bring_back() -> None:
+            tensor.data = _on_device(away, device)
+
+        tensor.data = placeholder(tensor.shape, tensor.dtype, device)
+        self._returns.append(bring_back)
+
+    def _put_memory(self, key: str, tensor: torch.Tensor) -> None:
+        """Take away the memory of a tensor, which stays where it is: views refer to it."""
+        away, memory = self._copy_out(key, tensor), tensor.untyped_storage()
+        num_bytes = memory.nbytes()
+
+        def bring_back() -> None:
+            if memory.nbytes() < num_bytes:
+                memory.resize_(num_bytes)
+            move(away, State.of(tensor))
+
+        memory.resize_(0) if memory.resizable() else _release_pages(tensor)
+        self._returns.append(bring_back)
+
+
+def _on_device(state: State, device: torch.device) -> torch.Tensor:
+    """Return the numbers of a state as a tensor of their own on `device`."""
+    out = torch.empty(state.numel, dtype=state.dtype, device=device)
+    move(state, State.of(out))
+    return out
 
 
 def _settle(unit: Unit, weights: Weights) -> None:
@@ -161,7 +166,7 @@ def _own_memory(segment: Segment) -> Sequence[torch.Tensor]:
     return found
 
 
-def _give_back_pages(tensor: torch.Tensor) -> None:
+def _release_pages(tensor: torch.Tensor) -> None:
     """Let the system have the whole pages of a tensor that cannot be resized, a mapping: they
     read as zeros until they are written.
     """

@@ -66,8 +66,7 @@ class Recovery:
         self._digest.advance(max(steps))
         if optimizer is None or not (any(cuts) or len(set(finished)) > 1):
             return False
-        optimizer.abandon()
-        optimizer.taken = max(finished)
+        optimizer.abandon(taken=max(finished))
         if len(set(finished)) > 1:
             self._faults.lose(
                 _SINCE,
@@ -102,7 +101,7 @@ class Recovery:
                 _SINCE,
                 f"the ranks have taken different parts of the step: {str(error).split('. ')[0]}",
             )
-        if optimizer.streamed is not None:  # what rests elsewhere is not compared
+        if optimizer.rests_elsewhere:  # and is not compared there
             self._faults.lose(
                 _SINCE, "some ranks may have taken other parts of the step than others"
             )

@@ -1,8 +1,10 @@
-"""Move the cut between what of the optimizer rests on the device and what on another tier, while
-training.
+"""Move States from one cut to another: between the device and another tier while training, and to
+the host and back between phases.
 
     before   |  device          |  host         |        masters and moments between the two cuts
-    after    |  device      |  host             |        cross over; pieces are cut anew there
+    after    |  device      |  host             |        cross over; shards are cut anew there
+
+``fraction="auto"`` (runtime/balance.py) decides where the cut goes; `StepTiles` puts it there.
 
 Invariant: no number changes; cuts fall on multiples of the layout's align, so no later step changes
 a bit either. Cost: one segment's state is held once more while it crosses; segments on which the
@@ -11,98 +13,127 @@ cut does not fall are not touched.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from zeroshard.core.placement import Cells, Tier
-from zeroshard.optim.pieces import ParamShard
+from zeroshard.core.placement import Tier
+from zeroshard.core.repartition import overlaps
+from zeroshard.core.split import splits, tiles
 from zeroshard.optim.sharded import ShardedOptimizer
-from zeroshard.optim.streamed import Tile
+from zeroshard.optim.shards import ParamShard, Taken, Tile
+from zeroshard.optim.tiles import TileStates
+from zeroshard.runtime.balance import Balance
 from zeroshard.runtime.build import Context, make_master
-from zeroshard.runtime.owned import own
 from zeroshard.runtime.segment import Segment
+from zeroshard.runtime.tiles import cut_tiles
+from zeroshard.runtime.unit import Unit
+from zeroshard.state.state import State
 
-__all__ = ["repartition"]
+__all__ = ["StepTiles", "move"]
 
-_TILE = 1 << 20
+_TILE = 1 << 20  # elements that move at a time
 
 
-def repartition(
-    segment: Segment,
-    split: int,
-    cells: Cells,
-    context: Context,
-    sharded: ShardedOptimizer,
-    before: list[ParamShard],
-) -> tuple[list[ParamShard], list[Tile]]:
-    """Cut a segment's optimizer state at `split`; return its new pieces and tiles, whose state
-    stands in the optimizer as real numbers.
+def move(source: State, target: State) -> None:
+    """Copy the elements of `source` into `target`, which has as many, a block at a time; each cast
+    to the target's dtype. Blocks until they are there.
     """
-    segment.settle()
-    states = _states(sharded, before)
-    old = segment.master
-    assert old is not None
-    segment.split = split
-    if cells.grad.tier is not Tier.DEVICE and segment.grad is not None:
-        segment.grad.move_rest(split)  # a gradient rests where it is read
-    make_master(segment, cells, context)
-    master = segment.master
-    assert master is not None
+    assert source.numel == target.numel, (source.numel, target.numel)
     with torch.no_grad():
-        for start in range(0, master.numel, _TILE):
-            stop = min(start + _TILE, master.numel)
+        for start, stop in tiles(0, source.numel, _TILE):
             with (
-                old.borrowed(start, stop, write=False) as source,
-                master.borrowed(start, stop, write=True) as target,
+                source.borrowed(start, stop, write=False) as numbers,
+                target.borrowed(start, stop, write=True) as there,
             ):
-                target.copy_(source)
-    if old.away is not None and old.away is not master.away:
-        old.away.close()
-    if sharded.streamed is not None:
-        sharded.streamed.drop(segment.key)
-    owned, tiles = own(segment, cells, context)
-    for piece in owned:
-        state = _cut(states.get(piece.piece.index, []), piece)
-        if state:
-            sharded.optimizer.state[piece.tensor] = state
-    return owned, tiles
+                there.copy_(numbers)
 
 
-def _states(
-    sharded: ShardedOptimizer, pieces: list[ParamShard]
-) -> dict[int, list[tuple[int, int, dict[str, Any]]]]:
-    """Return copies of the state of `pieces` by parameter of the segment: (start, stop, state)."""
-    out: dict[int, list[tuple[int, int, dict[str, Any]]]] = {}
-    for owned in pieces:
-        state = dict(sharded.optimizer.state.get(owned.tensor, {}))
-        away = (
-            {}
-            if sharded.streamed is None or not owned.streamed
-            else sharded.streamed.at_rest(owned)
+class StepTiles:
+    """The tiles that one rank steps, and the cut between the device's and the others."""
+
+    def __init__(self, units: list[Unit], context: Context) -> None:
+        self._trained = [(unit, segment) for unit in units for segment in unit.trainable]
+        self._context = context
+        self._tiles = [cut_tiles(segment, unit.cells, context) for unit, segment in self._trained]
+        beside = any(tile.taken is not Taken.BY_USER for tile in self.all)
+        tiering = context.tiering
+        self.balance = (
+            Balance(tiering.fractions["optimizer"], tiering.least)
+            if tiering.automatic and beside
+            else None
         )
-        for key, rest in away.items():
-            with rest.borrowed() as numbers:
-                state[key] = numbers.clone()
-        out.setdefault(owned.piece.index, []).append((owned.piece.start, owned.piece.stop, state))
-    return out
+
+    @property
+    def all(self) -> list[Tile]:
+        """The tiles of all segments, in unit order."""
+        return [tile for tiles in self._tiles for tile in tiles]
+
+    def rebalance(self, sharded: ShardedOptimizer) -> None:
+        """Move the cut between device and host to where the last steps say that both finish
+        together.
+        """
+        if self.balance is None or self.balance.settled:
+            return
+        fraction = self.balance.after_step(*sharded.runner.seconds)
+        if fraction is None:
+            return
+        numels = [0 if seg.master is None else seg.master.numel for _, seg in self._trained]
+        for index, split in enumerate(splits(numels, fraction)):
+            unit, segment = self._trained[index]
+            if split != segment.split:
+                self._tiles[index] = self._moved(unit, segment, split, sharded, self._tiles[index])
+        sharded.retile(self.all)
+
+    def _moved(
+        self,
+        unit: Unit,
+        segment: Segment,
+        split: int,
+        sharded: ShardedOptimizer,
+        before: list[Tile],
+    ) -> list[Tile]:
+        """Cut a segment's optimizer state at `split`; return its new tiles, whose state stands in
+        the optimizer as real numbers.
+        """
+        segment.settle()
+        old = segment.master
+        segment.recut(split, with_gradient=unit.cells.grad.tier is not Tier.DEVICE)
+        make_master(segment, unit.cells, self._context)
+        master = segment.master
+        assert old is not None and master is not None, segment.key
+        move(old, master)
+        if old.away is not None and old.away is not master.away:
+            old.away.close()
+        after = cut_tiles(segment, unit.cells, self._context)
+        shards = [shard for tile in before for shard in tile.shards]
+        for shard in (shard for tile in after for shard in tile.shards):
+            state = _state_of(shard, shards, sharded.states)
+            if state:
+                sharded.optimizer.state[shard.tensor] = state
+        for tile in before:
+            tile.segment.close_moments()
+        return after
 
 
-def _cut(parts: list[tuple[int, int, dict[str, Any]]], owned: ParamShard) -> dict[str, Any]:
-    """Return the state of one new piece out of those of the old pieces of its parameter."""
-    mine = [part for part in parts if part[0] < owned.piece.stop and owned.piece.start < part[1]]
-    if not mine or not mine[0][2]:
-        return {}
+def _state_of(shard: ParamShard, before: list[ParamShard], states: TileStates) -> dict[str, Any]:
+    """Return the state of a new shard out of that of the old shards of its parameter, as real
+    numbers of its own.
+    """
+    mine = [old for old in before if old.piece.index == shard.piece.index]
+    parts = overlaps(
+        [(old.piece.start, old.piece.stop) for old in mine], [(shard.piece.start, shard.piece.stop)]
+    )
     out: dict[str, Any] = {}
-    for key, value in mine[0][2].items():
-        if isinstance(value, torch.Tensor) and value.dim() == 1:
-            parted = [
-                state[key][max(owned.piece.start - low, 0) : owned.piece.stop - low].to(
-                    owned.tensor.device
-                )
-                for low, _, state in mine
-            ]
-            out[key] = torch.cat(parted)
-        else:
+    for key, value in states.of(mine[parts[0].old]).items() if parts else ():
+        if not isinstance(value, torch.Tensor) or value.dim() != 1:
             out[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            continue
+        with ExitStack() as stack:
+            numbers = [
+                stack.enter_context(states.numbers(mine[part.old], key, part.start, part.stop))
+                for part in parts
+            ]
+            out[key] = torch.cat([part.to(shard.tensor.device) for part in numbers])
     return out

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm.transport import Transport
+from zeroshard.core.work import wait_on_host
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.streams import Streams
@@ -64,7 +65,7 @@ class RestingPiece:
             return
         source = numbers.to(self.state.dtype)
         for work in self.state.write(self.place.start, self.place.stop, source):
-            getattr(work, "synchronize", work.wait)()
+            wait_on_host(work)
 
 
 class Rest:

@@ -51,7 +51,8 @@ class Segment:
         # how many elements of the master, from its start, are those weights themselves
         self.aliased = 0
         self.lags = False  # whether the weights may be a step behind the master
-        self.step: threading.Event | None = None  # set while no step on another tier is under way
+        self.step = threading.Event()  # set while no step on another tier is under way
+        self.step.set()
         # weights on their way back from a step on another tier, and what they are copied from
         self.uploads: list[tuple[Work, object]] = []
         # what the user sees
@@ -79,6 +80,14 @@ class Segment:
     def stepped_pieces(self) -> tuple[Piece, ...]:
         """The pieces that this rank's optimizer steps."""
         return self.flat.layout.pieces_in(self.flat.stepped)
+
+    def recut(self, split: int, *, with_gradient: bool) -> None:
+        """Let the optimizer's state rest on the device up to element `split`, and `with_gradient`
+        the gradients to come, too: they rest where they are read. `make_master` follows.
+        """
+        self.split = split
+        if with_gradient and self.grad is not None:
+            self.grad.move_rest(split)
 
     def make_master(
         self,
@@ -184,7 +193,7 @@ class Segment:
     @property
     def is_coming(self) -> bool:
         """Whether weights are on their way here from a step on another tier."""
-        return bool(self.uploads) or (self.step is not None and not self.step.is_set())
+        return bool(self.uploads) or not self.step.is_set()
 
     def _bring(self, start: int, stop: int, master: torch.Tensor) -> None:
         """Cast `master`, elements [start, stop), into the weights."""
@@ -229,8 +238,7 @@ class Segment:
         """Return when the weights that a step has sent here are here."""
         if not self.is_coming:
             return
-        if self.step is not None:
-            self.step.wait()
+        self.step.wait()
         uploads, self.uploads = self.uploads, []
         for work, _ in uploads:
             with self._noting():

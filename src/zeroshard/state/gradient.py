@@ -25,7 +25,7 @@ import torch
 
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Tier
-from zeroshard.core.work import Work
+from zeroshard.core.work import Work, wait_on_host
 from zeroshard.errors import StorageError
 from zeroshard.memory import Pages
 from zeroshard.state.deferred_scale import DeferredScale
@@ -77,6 +77,10 @@ class RestingGradient:
     def is_average(self) -> bool:
         """Whether the sum has been divided."""
         return bool(self.scaling.divided_by)
+
+    def replace(self, state: State) -> None:
+        """Rest in other memory, which holds the same numbers or will."""
+        self.state = state
 
     def lend(self, wait: Callable[[], None]) -> None:
         """Let a step that goes on by itself read it; `wait` returns when the step has done so."""
@@ -156,7 +160,7 @@ class RestingGradient:
             work.wait()
         pending, self._to_add = self._to_add, []
         for own, host, work in pending:
-            getattr(work, "synchronize", work.wait)()
+            wait_on_host(work)
             self._add(own, host)
 
     @property
@@ -254,6 +258,15 @@ class RestingGradient:
                 there = there.clone()
                 self.scaling.apply_to(there)
             yield there
+
+    def read(self, start: int, stop: int, out: torch.Tensor) -> list[Work]:
+        """Start copying a range to host memory `out`, to which the caller then applies `scaling`.
+        Raises StorageError.
+        """
+        if self.lost is not None:
+            raise self.lost
+        self.settle()
+        return self.state.read(start, stop, out)
 
     def squares(self, start: int, stop: int) -> float:
         """Return the sum of squares of a range in fp64."""

@@ -1,0 +1,141 @@
+"""What this rank steps of the parameters: shards, in tiles.
+
+    share of this rank   |  shard a  |  shard b  |  shard c ..|..... shard c ....|  shard d  |
+    tiles                |<------------ BY_USER ------------->|<--- ON_HOST ---->|<- ON_HOST ->
+
+A *tile* is a range of what this rank steps of one segment, a *shard* the part of one parameter that
+lies in one tile. Each tile is stepped in one way (``Taken``), settled when it is cut
+(runtime/tiles.py); nothing else asks where states rest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import nn
+
+from zeroshard.core.layout import Piece
+from zeroshard.core.work import Work
+from zeroshard.memory import placeholder
+from zeroshard.state.gradient import RestingGradient
+from zeroshard.state.state import State
+from zeroshard.tier.store import Storage, Store
+
+__all__ = ["ParamShard", "SteppedSegment", "Taken", "Tile"]
+
+
+class Taken(Enum):
+    """Who steps a tile, and where its numbers are meanwhile."""
+
+    BY_USER = "by the user's own step(), on the device"
+    ON_DEVICE = "beside it, on the device: its gradient rests on another tier"
+    ON_HOST = "on the host, where it rests"
+    THROUGH_RING = "on the host, from disk and back through a ring of buffers"
+
+    @property
+    def off_device(self) -> bool:
+        """Whether masters and moments rest on another tier."""
+        return self in (Taken.ON_HOST, Taken.THROUGH_RING)
+
+
+@dataclass(eq=False)
+class SteppedSegment:
+    """What a step knows of one segment. Ranges count the elements that this rank steps of it."""
+
+    key: str
+    split: int  # the first elements, whose optimizer state rests on the device
+    master: State
+    store: Store | None  # where the state of the others rests; None: there are no others
+    gradient: Callable[[], RestingGradient | None]
+    used: Callable[[int], bool]  # whether any rank has a gradient of this parameter
+    # start casting stepped masters into the weights; do they stay meanwhile?
+    bring: Callable[[int, int, torch.Tensor, bool], list[Work]]
+    can_bring_from_rest: Callable[[int, int], bool]  # whether that needs no cast
+    bring_from_rest: Callable[[int, int], list[Work]]  # the same from where the master rests
+    stepped: threading.Event  # set while no step of it is under way
+    # the optimizer's state of elements [split, numel), by key
+    moments: dict[str, Storage] = field(default_factory=dict)
+
+    def moment(self, key: str, dtype: torch.dtype) -> Storage:
+        """Return where state `key` rests, allocated when it is asked for first."""
+        if key not in self.moments:
+            assert self.store is not None, self.key
+            numel = self.master.numel - self.split
+            self.moments[key] = self.store.allocate(f"{self.key} {key}", numel, dtype)
+        return self.moments[key]
+
+    def close_moments(self) -> None:
+        """Release the memory of the optimizer's state: all of it is about to be set anew."""
+        for storage in self.moments.values():
+            storage.close()
+        self.moments = {}
+
+
+@dataclass(eq=False)
+class Tile:
+    """Elements [start, stop) of what this rank steps of one segment."""
+
+    segment: SteppedSegment
+    start: int
+    stop: int
+    taken: Taken
+    shards: list[ParamShard] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.stop - self.start
+
+    @property
+    def moments_range(self) -> tuple[int, int]:
+        """Where the tile lies in the moments of its segment."""
+        return self.start - self.segment.split, self.stop - self.segment.split
+
+
+@dataclass(eq=False)
+class ParamShard:
+    """The part of one parameter that lies in one tile, as the optimizer sees it."""
+
+    name: str  # of the parameter
+    parameter: nn.Parameter
+    piece: Piece  # ``shard_start`` counts from the start of this rank's share
+    stride: tuple[int, ...]  # of the parameter in the flat buffer
+    # [piece.numel]: a view of the master, or of one NaN while it rests on another tier
+    tensor: nn.Parameter
+    segment: SteppedSegment  # not the tile: a cycle would keep masters alive
+    taken: Taken
+    low: int  # where it begins in its tile
+    group: int = 0  # the optimizer's param group
+
+    @property
+    def span(self) -> slice:
+        """Where it lies in its tile."""
+        return slice(self.low, self.low + self.piece.numel)
+
+    def is_used(self) -> bool:
+        """Whether any rank used the parameter since the gradients were cleared."""
+        return self.segment.used(self.piece.index)
+
+    def grad(self) -> torch.Tensor | None:
+        """Return its slice of the averaged gradient, or None where no rank used the parameter."""
+        if not self.is_used():
+            return None
+        resting = self.segment.gradient()
+        assert resting is not None, f"the gradient of {self.name} is used and not held"
+        return resting.fetch(self.piece.shard_start, self.piece.shard_stop)
+
+    def leave_memory(self) -> None:
+        """Let go of its master on the device, whose memory is about to be released."""
+        tensor = self.tensor
+        if not self.taken.off_device:
+            tensor.data = placeholder(tensor.shape, tensor.dtype, tensor.device)
+
+    def repoint(self) -> None:
+        """Point it at its master on the device, whose memory has come back."""
+        master = self.segment.master.tensor
+        if master is not None and not self.taken.off_device:
+            self.tensor.data = master[self.piece.shard_start : self.piece.shard_stop]

@@ -1,0 +1,189 @@
+"""The optimizer's state of tiles that rest on another tier: lent as real numbers for as long as
+they are needed.
+
+    optimizer.state[shard]    exp_avg: one NaN, expanded      step: 7
+    segment.moments           exp_avg [numel - split]         <--- read, lent, written by the tile
+
+Invariant: a shard off the device, and its moments, are one NaN expanded to their shape wherever the
+user sees them. A key is at rest exactly where its value is the placeholder of its length and dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeroshard.core.placement import Tier
+from zeroshard.memory import placeholder
+from zeroshard.optim.shards import ParamShard, Tile
+from zeroshard.tier.store import Storage
+
+__all__ = ["StateAtRest", "TileStates"]
+
+
+@dataclass
+class StateAtRest:
+    """One tensor of the optimizer's state of one shard, on another tier."""
+
+    storage: Storage
+    start: int
+    stop: int
+
+    def borrowed(self) -> AbstractContextManager[torch.Tensor]:
+        """Lend it, to be read."""
+        return self.storage.borrowed(self.start, self.stop, write=False)
+
+
+class TileStates:
+    """The state of one optimizer, wherever it rests."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._placeholders: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by length and dtype
+
+    def of(self, shard: ParamShard) -> dict[str, Any]:
+        """Return the optimizer's own entry for a shard, {} before its first step."""
+        state: dict[str, Any] = self._optimizer.state.get(shard.tensor, {})
+        return state
+
+    def _placeholder(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the placeholder of `numel` numbers, the same object each time."""
+        key = (numel, dtype)
+        if key not in self._placeholders:
+            self._placeholders[key] = placeholder((numel,), dtype)
+        return self._placeholders[key]
+
+    def _rests(self, shard: ParamShard, key: str) -> bool:
+        value = self.of(shard).get(key)
+        return isinstance(value, torch.Tensor) and value is self._placeholders.get(
+            (shard.piece.numel, value.dtype)
+        )
+
+    def rests(self, tile: Tile, key: str) -> bool:
+        """Whether any shard of the tile has state `key` at rest."""
+        return any(self._rests(shard, key) for shard in tile.shards)
+
+    def open(self, tile: Tile, moments: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
+        """Return the state of every shard of a tile with real numbers in it, out of `moments`
+        (each [tile.numel]).
+        """
+        opened = []
+        for shard in tile.shards:
+            state = dict(self.of(shard))
+            for key, numbers in moments.items():
+                if state.get(key) is self._placeholder(shard.piece.numel, numbers.dtype):
+                    state[key] = numbers[shard.span]
+            opened.append(state)
+        return opened
+
+    def park(
+        self,
+        tile: Tile,
+        opened: Sequence[dict[str, Any]],
+        moments: dict[str, torch.Tensor],
+        make: Callable[[str, torch.dtype], torch.Tensor],
+    ) -> None:
+        """Collect the `opened` state of a tile in `moments` (`make` makes room for a new key),
+        and give the optimizer placeholders.
+        """
+        for shard, state in zip(tile.shards, opened, strict=True):
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor) or value.shape != shard.tensor.shape:
+                    continue  # a step count, a number: of no size
+                if key not in moments:
+                    moments[key] = make(key, value.dtype)
+                room = moments[key][shard.span]
+                if room.data_ptr() != value.data_ptr():
+                    room.copy_(value)
+                state[key] = self._placeholder(shard.piece.numel, value.dtype)
+            if state:
+                self._optimizer.state[shard.tensor] = state
+
+    @contextmanager
+    def lent(
+        self, tile: Tile, *, write: bool
+    ) -> Iterator[tuple[torch.Tensor, list[dict[str, Any]]]]:
+        """Lend the masters of a tile off the device, and the state of its shards. With `write`,
+        what is changed or added there rests afterwards.
+        """
+        segment = tile.segment
+        added: dict[str, torch.Tensor] = {}
+
+        def make(key: str, dtype: torch.dtype) -> torch.Tensor:
+            added[key] = torch.zeros(tile.numel, dtype=dtype)
+            return added[key]
+
+        with ExitStack() as stack:
+            master = stack.enter_context(
+                segment.master.borrowed(tile.start, tile.stop, write=write)
+            )
+            moments = {
+                key: stack.enter_context(storage.borrowed(*tile.moments_range, write=write))
+                for key, storage in segment.moments.items()
+                if write or self.rests(tile, key)
+            }
+            opened = self.open(tile, moments)
+            yield master, opened
+            if write:
+                self.park(tile, opened, moments, make)
+        for key, numbers in added.items():
+            with segment.moment(key, numbers.dtype).borrowed(
+                *tile.moments_range, write=True
+            ) as room:
+                room.copy_(numbers)
+
+    def at_rest(self, shard: ParamShard) -> dict[str, StateAtRest]:
+        """Return what of a shard's state rests off the device, by key."""
+        if not shard.taken.off_device:
+            return {}
+        start = shard.piece.shard_start - shard.segment.split
+        return {
+            key: StateAtRest(storage, start, start + shard.piece.numel)
+            for key, storage in shard.segment.moments.items()
+            if self._rests(shard, key)
+        }
+
+    @contextmanager
+    def numbers(self, shard: ParamShard, key: str, start: int, stop: int) -> Iterator[torch.Tensor]:
+        """Lend state `key` of elements [start, stop) of the shard's parameter, wherever it rests,
+        to be read.
+        """
+        low, high = start - shard.piece.start, stop - shard.piece.start
+        if not self._rests(shard, key):
+            yield self.of(shard)[key][low:high]
+            return
+        base = shard.piece.shard_start - shard.segment.split
+        with shard.segment.moments[key].borrowed(base + low, base + high, write=False) as numbers:
+            yield numbers
+
+    def put_to_rest(self, tile: Tile) -> None:
+        """Move state of a tile that is still on the device (created before shard(), or just
+        loaded) to its tier.
+        """
+        if tile.taken.off_device and any(self._has_numbers(shard) for shard in tile.shards):
+            with self.lent(tile, write=True):
+                pass
+
+    def _has_numbers(self, shard: ParamShard) -> bool:
+        """Whether state of a shard stands in the optimizer as real numbers."""
+        return any(
+            isinstance(value, torch.Tensor)
+            and value.shape == shard.tensor.shape
+            and not self._rests(shard, key)
+            for key, value in self.of(shard).items()
+        )
+
+    def bytes_by_tier(self, tiles: Sequence[Tile]) -> dict[Tier, int]:
+        """Return the bytes of the optimizer's own state of `tiles`, by tier."""
+        out: dict[Tier, int] = {}
+        for segment in {tile.segment for tile in tiles}:
+            for storage in segment.moments.values():
+                out[storage.tier] = out.get(storage.tier, 0) + storage.num_bytes
+        for value in (v for tile in tiles for s in tile.shards for v in self.of(s).values()):
+            if isinstance(value, torch.Tensor) and value.numel() > 1 and value.stride() != (0,):
+                out[Tier.DEVICE] = out.get(Tier.DEVICE, 0) + value.numel() * value.element_size()
+        return out

@@ -1,0 +1,83 @@
+"""Cut what this rank steps of a segment into tiles.
+
+    share of this rank   |  shard a  |  shard b   |  shard c .....|..... shard c ....|
+                         |<--- the first `split`: device --->|<- tile ->|<- tile ->|<-|
+
+The device's part is one tile, which the user's own ``optimizer.step()`` takes, unless its gradient
+rests on another tier: then it is cut like the rest. A cut between tiles falls on a multiple of the
+layout's align, so it changes no bit. How a tile is stepped is settled here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from zeroshard.core.layout import Range
+from zeroshard.core.placement import Cells, Tier
+from zeroshard.core.split import tiles
+from zeroshard.memory import placeholder
+from zeroshard.optim.shards import ParamShard, SteppedSegment, Taken, Tile
+from zeroshard.runtime.build import Context
+from zeroshard.runtime.segment import Segment
+
+__all__ = ["cut_tiles"]
+
+_WAYS = {Tier.DISK: Taken.THROUGH_RING, Tier.HOST: Taken.ON_HOST}
+# that a tile may need beside it: on disk four sets of master, gradient and two moments
+_TENSORS = {Tier.DISK: 16, Tier.HOST: 4, Tier.DEVICE: 4}
+_ALIGN = 1024  # elements: a tile of fp32 begins on a page
+
+
+def cut_tiles(segment: Segment, cells: Cells, context: Context) -> list[Tile]:
+    """Return the tiles of `segment` on this rank, each with at least one shard."""
+    path, master, split = segment.grad, segment.master, segment.split
+    assert path is not None and master is not None
+    tier = cells.optim.tier
+    stepped = SteppedSegment(
+        segment.key,
+        split,
+        master,
+        context.tiering.store(tier),
+        gradient=path.resting,
+        used=lambda index: path.used[index],
+        bring=segment.bring,
+        can_bring_from_rest=segment.can_bring_from_rest,
+        bring_from_rest=segment.bring_from_rest,
+        stepped=segment.step,
+    )
+    share = max(context.tiering.staging_bytes // (_TENSORS[tier] * 4) // _ALIGN, 1) * _ALIGN
+    cuts: list[tuple[Range, Taken]] = []
+    if path.tiered:
+        cuts += [(span, Taken.ON_DEVICE) for span in tiles(0, split, share)]
+    elif split:
+        cuts.append(((0, split), Taken.BY_USER))
+    if split < master.numel:
+        cuts += [(span, _WAYS[tier]) for span in tiles(split, master.numel, share)]
+    made = [_tile(segment, stepped, span, taken) for span, taken in cuts]
+    return [tile for tile in made if tile.shards]
+
+
+def _tile(segment: Segment, stepped: SteppedSegment, span: Range, taken: Taken) -> Tile:
+    base, (start, stop) = segment.flat.stepped[0], span
+    master, dtype = stepped.master.tensor, stepped.master.dtype
+    tile = Tile(stepped, start, stop, taken)
+    for found in segment.flat.layout.pieces_in((base + start, base + stop)):
+        piece = replace(found, shard_start=found.shard_start + start)
+        if taken.off_device or master is None:
+            numbers = placeholder((piece.numel,), dtype)
+        else:
+            numbers = master[piece.shard_start : piece.shard_stop]
+        shard = ParamShard(
+            piece.name,
+            segment.parameters[piece.index],
+            piece,
+            segment.flat.strides[piece.index],
+            nn.Parameter(numbers),
+            stepped,
+            taken,
+            found.shard_start,
+        )
+        tile.shards.append(shard)
+    return tile
