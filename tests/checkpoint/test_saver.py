@@ -15,6 +15,7 @@ from torch import nn
 import zeroshard as zs
 import zeroshard.checkpoint.save as saving
 from tests.engine.common import TRANSPORTS, Net, batch, make_model, two_groups
+from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard import CheckpointError, ConfigError
 
@@ -90,9 +91,10 @@ def _beside(rank: int, world: int, folder: Path, precision: str) -> None:
     random.seed(rank)
     np.random.seed(rank)
     engine, ema, loader = made[2], zs.EMA(made[2], 0.9), Loader(rank)
-    if engine._scaler is not None:
+    scaler = inside.loss_scaler(engine)
+    if scaler is not None:
         # it moves between the save and the load
-        engine._scaler.scale, engine._scaler.growth_interval = 256.0, 3
+        scaler.scale, scaler.growth_interval = 256.0, 3
     for step in range(2):
         _step(made, rank, step)
         ema.update()

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
 from tests.engine.common import ROWS, Run, batch, two_groups
+from tests.support import inside
 
 STEPS = 6
 WIDTH = 19
@@ -103,7 +104,7 @@ def train_case(rank: int, kind: str, case: Case, steps: int = STEPS, **options: 
             {k: v.clone() for k, v in inner.state_dict().items()},
             {"state": len(optimizer.state)},
         )
-    assert all(not unit.in_backward and unit.depth == 0 for unit in engine._weights.units)
+    assert inside.is_unused(engine)
     state = engine.full_state_dict(rank0_only=False)
     engine.close()
     return Run(losses, state)

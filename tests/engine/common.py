@@ -5,7 +5,7 @@ for every contender.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
-from zeroshard.runtime.segment import Segment
-from zeroshard.runtime.unit import UnitState
+from tests.support import inside
 
 State = dict[str, torch.Tensor]
 
@@ -82,11 +81,6 @@ def two_groups(
         [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
         **{"lr": 1e-2, **options},
     )
-
-
-def padded_numel(engine: zs.Engine) -> int:
-    """Return the elements of all flat buffers, padding included."""
-    return sum(s.flat.layout.numel for unit in engine._weights.units for s in unit.segments)
 
 
 def one_step(
@@ -270,9 +264,7 @@ def train_row(
         optimizer.step()
         optimizer.zero_grad()
         if engine is not None and row == "zero3":
-            assert all(unit.state is UnitState.RESTING for unit in engine._weights.units), (
-                "nothing stays gathered after the step"
-            )
+            assert not inside.gathered(engine), "nothing stays gathered after the step"
     if engine is None:
         return {name: value.detach().clone() for name, value in model.named_parameters()}
     assert engine.steps_skipped == 0
@@ -287,15 +279,3 @@ def average_gradients(model: nn.Module) -> None:
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
-
-
-def gradient_buffer_bytes(segments: Iterable[Segment]) -> int:
-    """Return the bytes of gradient buffers that are being filled or reduced now; memory that the
-    pool has lent again counts for its last loan.
-    """
-    paths = [segment.grad for segment in segments if segment.grad is not None]
-    reductions = [path.reduction for path in paths if path.reduction is not None]
-    loans = [reduction.loan for reduction in reductions if reduction.loan is not None]
-    return sum(path.bucket.num_bytes for path in paths if path.bucket.is_open) + sum(
-        loan.num_bytes for loan in loans if not loan.lent_again
-    )

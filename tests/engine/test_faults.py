@@ -31,6 +31,7 @@ from tests.engine.common import (
     train_with_ddp,
     two_groups,
 )
+from tests.support import inside
 from tests.support.harness import run_ranks, spawn_ranks
 from zeroshard.errors import PeerLostError, PlanMismatch, StallError, StateError
 
@@ -125,10 +126,7 @@ def _recover(rank: int, world: int, transport: str, where: Callable[[Net, int], 
                 assert caught.type is Boom or "gave up this step" in str(caught.value), caught.value
                 handle.remove()
                 engine.reset()
-                assert all(
-                    unit.state.value == "resting" and unit.depth == 0
-                    for unit in engine._weights.units
-                )
+                assert inside.is_at_rest(engine)
                 continue
             loss = model(*batch(rank, step))
             loss.backward()
@@ -404,7 +402,7 @@ def test_ranks_that_disagree_about_no_sync_are_told(transport: str) -> None:
 
 def _states(engine: zs.Engine, optimizer: torch.optim.Optimizer) -> State:
     out = engine.full_state_dict(rank0_only=False)
-    for index, piece in enumerate(engine._sharded.pieces()):
+    for index, piece in enumerate(inside.param_shards(engine)):
         out[f"master {index}"] = piece.tensor.detach().clone()
         for key, value in optimizer.state[piece.tensor].items():
             out[f"state {index} {key}"] = value.clone()

@@ -27,9 +27,9 @@ from tests.engine.cases import (
     train_case,
 )
 from tests.engine.common import ROWS, TRANSPORTS, Block, Net, batch, make_model, two_groups
+from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard.errors import ConfigError, StateError
-from zeroshard.runtime.unit import UnitState
 
 # --------------------------------------------------------------------------------------- the models
 
@@ -395,7 +395,7 @@ def _ends_early(rank: int, world: int, transport: str) -> list[str]:
         optimizer.zero_grad()
     with torch.no_grad():
         model(*batch(rank, 2), [0])  # while the next block is on its way
-    gathered = [unit.name for unit in engine._weights.units if unit.state is not UnitState.RESTING]
+    gathered = inside.gathered(engine)
     engine.close()
     return gathered
 
@@ -441,7 +441,7 @@ def _unused(rank: int, world: int, row: str) -> None:
         assert engine.full_grad(model.blocks[0].up.weight) is not None
         optimizer.step()
         optimizer.zero_grad()
-    names = {piece.name for piece in engine._sharded.pieces() if piece.tensor in optimizer.state}
+    names = {piece.name for piece in inside.param_shards(engine) if piece.tensor in optimizer.state}
     assert not any(name.startswith(("spare", "blocks.2", "blocks.3")) for name in names), names
     assert torch.equal(engine.full_state_dict(rank0_only=False)["spare.up.weight"], spare)
     engine.close()

@@ -27,6 +27,7 @@ from tests.engine.common import (
     train_with_ddp,
     two_groups,
 )
+from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard.errors import CheckpointError, StallError, StateError
 
@@ -356,7 +357,7 @@ def _late(rank: int, world: int) -> None:
     """
     model, optimizer, engine = _made("zero3", "gloo", stall_timeout_s=1.5)
     _step(rank, 0, model, optimizer)
-    engine._context.transport._notices = None  # as where the job's store is gone
+    inside.lose_notices(engine)  # as where the job's store is gone
     if rank == 0:
         handle = model.blocks[1].register_forward_pre_hook(_boom)
         with pytest.raises(ZeroDivisionError):

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.engine.common import ROWS, TRANSPORTS, batch, differences, make_model, two_groups
+from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard import StateError
 from zeroshard.runtime.released import ReleasedParameter
-from zeroshard.runtime.unit import UnitState
 
 VOCABULARY, WIDTH = 37, 19
 
@@ -307,7 +307,5 @@ def test_every_unit_rests_after_shard(row: str, trained: bool) -> None:
     """What shard() itself looks at gathers nothing."""
     model = make_model()
     engine = zs.shard(model, two_groups(model) if trained else None, policy=row)
-    assert all(
-        unit.state is UnitState.RESTING and unit.depth == 0 for unit in engine._weights.units
-    )
+    assert inside.is_at_rest(engine)
     engine.close()

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.engine.common import batch, make_model, train, two_groups
+from tests.support import inside
 from tests.support.harness import run_ranks
 
 CHECKPOINTS = {"kept": None, "recomputed": False, "reentrant": True}
@@ -105,13 +106,7 @@ def _slow_step(rank: int, world: int, precision: str) -> dict[str, list[str]]:
         optimizer = two_groups(model)
         offload = zs.Offload(grad="host", optimizer=optimizer_tier, fraction=0.4)
         engine = zs.shard(model, optimizer, policy="zero2", precision=precision, offload=offload)
-        run = engine._sharded.streamed._step
-
-        def slow(*args: Any, run: Any = run) -> None:
-            time.sleep(0.005)
-            run(*args)
-
-        engine._sharded.streamed._step = slow
+        inside.delay_tiles(engine, lambda: time.sleep(0.005))
         _steps(engine, model, optimizer)
         state = engine.full_state_dict(rank0_only=False)
         engine.close()

@@ -22,6 +22,7 @@ import torch
 
 import zeroshard as zs
 from tests.engine.common import Net, batch, two_groups
+from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard.core.placement import Tier
 from zeroshard.optim.shadow import Shadow
@@ -176,7 +177,7 @@ def test_the_host_step_works_in_pinned_memory(
         optimizer.zero_grad()
     engine.states.join_step()
     assert len(seen) > 4 * len(list(model.parameters())) / 2 and set(seen) == {("cpu", True)}
-    for storage in getattr(engine._context.tiering.stores.get(Tier.HOST), "storages", []):
+    for storage in getattr(inside.stores(engine).get(Tier.HOST), "storages", []):
         assert torch.frombuffer(storage._memory, dtype=torch.uint8).is_pinned(), storage.key
     engine.close()
 
@@ -282,9 +283,9 @@ class _Timed:
 
     @property
     def host_s(self) -> float:
-        sharded = self.engine._sharded
-        assert sharded is not None and sharded.streamed is not None
-        return sharded.streamed.step_s
+        streamed = inside.streamed(self.engine)
+        assert streamed is not None
+        return streamed.step_s
 
 
 def _copy_s(num_bytes: int, *, to_host: bool) -> float:
