@@ -17,6 +17,7 @@ from tests.engine.common import (
     bytes_between_nodes,
     make_model,
     one_step,
+    take_steps,
     train,
     two_groups,
 )
@@ -261,10 +262,7 @@ def _overflow(rank: int, world: int) -> tuple[int, list[str]]:
     optimizer.zero_grad()
     skipped = engine.skipped_steps if hasattr(engine, "skipped_steps") else 1
     after = engine.full_state_dict(rank0_only=False)
-    for step in range(2):
-        model(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(rank, 2, model, optimizer)
     last = engine.full_state_dict(rank0_only=False)
     engine.close()
     changed = [key for key, value in before.items() if not torch.equal(value, after[key])]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.engine.common import Net, batch, make_model, two_groups
+from tests.engine.common import Net, batch, make_model, take_steps, two_groups
 from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard.core.layout import ALIGN
@@ -48,12 +48,7 @@ def _at_rest(rank: int, world: int, row: str, precision: str) -> dict[str, Any]:
     engine = zs.shard(
         model, optimizer, policy=row, precision=precision, comm=zs.Comm(transport="gloo")
     )
-    for step in range(2):
-        x, y = batch(rank, step)
-        model(x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    del x, y
+    take_steps(rank, 2, model, optimizer)
     with torch.no_grad():  # finishes the publish of replicated rows
         model(batch(rank, 0)[0])
     gc.collect()
@@ -124,10 +119,7 @@ def _peak(rank: int, world: int, row: str) -> dict[str, int]:
         module.register_full_backward_hook(sample)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(sample)
-    for step in range(3):
-        model(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(rank, 3, model, optimizer)
     largest = inside.largest_unit_bytes(engine)
     reported = engine.memory().peak
     engine.close()

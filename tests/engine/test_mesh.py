@@ -21,6 +21,7 @@ from tests.engine.common import (
     bytes_between_nodes,
     make_model,
     one_step,
+    take_steps,
     train,
     two_groups,
 )
@@ -207,10 +208,7 @@ def _saved(rank: int, world: int, path: str) -> list[str]:
                 if step == 1 and not loads:
                     zs.save(f"{path}/{save}", engine, step=2)
             if not loads:
-                for step in range(2, 4):
-                    model(*batch(rank, step)).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                take_steps(rank, range(2, 4), model, optimizer)
             states.append(engine.full_state_dict(rank0_only=False))
             engine.close()
         out += [

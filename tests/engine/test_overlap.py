@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.engine.common import batch, make_model, two_groups
+from tests.engine.common import batch, make_model, take_steps, two_groups
 from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard.memory import Pages
@@ -145,10 +145,7 @@ def _fresh_memory_differs(rank: int, world: int, row: str, options: dict[str, An
         model = make_model()
         optimizer = two_groups(model)
         engine = zs.shard(model, optimizer, policy=row, precision="bf16", verify_every=1, **options)
-        for step in range(2):
-            model(*batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(rank, 2, model, optimizer)
         engine.close()
     finally:
         Pages.empty = make  # type: ignore[method-assign]

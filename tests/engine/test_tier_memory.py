@@ -19,7 +19,7 @@ from torch import nn
 import zeroshard as zs
 from benchmarks.model import GPT
 from benchmarks.plan import Size
-from tests.engine.common import batch, make_model
+from tests.engine.common import batch, make_model, take_steps
 from tests.engine.test_memory import _live_storages
 from tests.support import inside
 from tests.support.harness import run_ranks, spawn_ranks
@@ -83,10 +83,7 @@ def _rests(
         comm=zs.Comm(transport="gloo"),
         offload=zs.Offload(**tiers, **disk),
     )
-    for step in range(2):
-        model(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(rank, 2, model, optimizer)
     with torch.no_grad():  # finishes the publish of replicated rows
         model(batch(rank, 0)[0])
     after_step = _census(engine, before)

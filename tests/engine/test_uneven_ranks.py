@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.engine.cases import Backward, ByHand, Case, seeded, simple, train_case
-from tests.engine.common import ROWS, batch, two_groups
+from tests.engine.common import ROWS, batch, take_steps, two_groups
 from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard.errors import PlanMismatch
@@ -328,10 +328,7 @@ def _verified(rank: int, world: int, row: str) -> str:
         model, optimizer, policy=row, verify_every=1, units=CUTS["halves"], stall_timeout_s=20
     )
     routes = [_plain("0a", "2b"), _plain("1a")][rank]
-    for step in range(3):
-        model(*batch(rank, step), routes).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(rank, 3, model, optimizer, data=lambda rank, step: (*batch(rank, step), routes))
     loss = model(*batch(rank, 3), routes)
     if rank == 1:
         inside.full_weights(engine, "blocks.1")[5] += 1.0

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.engine.common import ROWS, Net, batch, two_groups
+from tests.engine.common import ROWS, Net, batch, take_steps, two_groups
 from tests.support import inside
 from tests.support.harness import ROOT, run_ranks
 from zeroshard.core.cost import Wires
@@ -119,10 +119,7 @@ def _interface(rank: int, world: int, row: str) -> tuple[int, int, float]:
     engine.reset_traffic()
     before = loopback()
     torch.distributed.barrier()
-    for step in range(4):
-        model(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(rank, 4, model, optimizer)
     with torch.no_grad():
         if row in ("zero1", "zero2"):
             model(batch(rank, 0)[0])  # the last publish arrives

@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.engine.common import (
     ROWS,
     Block,
     Net,
+    Recomputed,
     batch,
     make_model,
     train,
@@ -552,15 +552,6 @@ def test_tiles_are_gathered_and_released_one_at_a_time() -> None:
 
 
 # ----------------------------------------------------------------------------------------- training
-
-
-class Recomputed(Net):
-    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
-        h = self.embed(x)
-        for block in self.blocks:
-            h = checkpoint(block, h, use_reentrant=False)
-        assert y is not None
-        return nn.functional.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
 
 
 def _recomputed() -> Net:
