@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support import harness
-from tests.support.harness import RankError, run_ranks, spawn_ranks
+from tests.support.harness import RankError, is_running, run_ranks, spawn_ranks
 
 
 def _rank_and_sum(rank: int, world_size: int, offset: int) -> tuple[int, float]:
@@ -77,13 +76,6 @@ def _read_variable(rank: int, world_size: int, name: str) -> str | None:
     return os.environ.get(name)
 
 
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_results_come_in_rank_order_from_one_group(world_size: int) -> None:
     expected = sum(rank + 10 for rank in range(world_size))
@@ -120,7 +112,7 @@ def test_a_rank_that_waits_for_a_failed_one_is_ended_and_the_first_failure_is_na
     assert caught.value.type_name == "KeyError"
     assert caught.value.errors[0].type_name == "Timeout"
     assert "_fail_while_others_wait" in caught.value.errors[0].traceback
-    assert not any(map(_is_running, pids))
+    assert not any(map(is_running, pids))
     assert run_ranks(2, _rank_and_sum, 0) == [(0, 1.0), (1, 1.0)]
 
 
@@ -169,10 +161,10 @@ def test_a_pool_dies_with_the_process_that_started_it() -> None:
     ) as owner:
         assert owner.stdout is not None
         pids = [int(pid) for pid in owner.stdout.readline().split()]
-        assert len(pids) == 2 and all(map(_is_running, pids))
+        assert len(pids) == 2 and all(map(is_running, pids))
         owner.kill()
     deadline = time.monotonic() + 5
-    while any(map(_is_running, pids)):
+    while any(map(is_running, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

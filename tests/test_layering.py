@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -190,6 +191,19 @@ def test_only_the_command_that_finds_the_benchmarks_imports_what_lies_beside_the
         for module in _imports(tree, name)
         if module.split(".")[0] in beside
     } == {"launch/bench.py"}
+
+
+def test_tests_reach_into_an_engine_through_one_file() -> None:
+    parts = ("backward", "balance", "context", "finalizer", "hooks", "scaler", "sharded", "weights")
+    private = re.compile(rf"\bengine\._[a-z]|\._({'|'.join(parts)})\b")
+    tests = Path(__file__).resolve().parent
+    assert [
+        f"{path.relative_to(tests)}: {line.strip()}"
+        for path in sorted(tests.rglob("*.py"))
+        if path != tests / "support" / "inside.py"
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if private.search(line) and "self._" not in line
+    ] == []
 
 
 def test_every_module_says_what_it_is_and_what_it_offers() -> None:

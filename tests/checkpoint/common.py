@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import zeroshard as zs
-from tests.engine.common import Net, batch, two_groups
+from tests.engine.common import Net, take_steps, two_groups
 from zeroshard.checkpoint.manifest import digest
 from zeroshard.checkpoint.shards import ShardReader, as_bytes
 from zeroshard.checkpoint.steps import check_files, list_steps, read_manifest
@@ -44,12 +44,9 @@ class Training:
     engine: zs.Engine
 
     def step(self, rank: int, number: int) -> float:
-        loss = self.model(*batch(rank, number))
-        self.engine.backward(loss)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        (loss,) = take_steps(rank, [number], self.model, self.optimizer, self.engine)
         self.schedule.step()
-        return loss.item()
+        return loss
 
     def save(self, folder: Path, step: int, **options: Any) -> Path:
         extra = {"best": float("inf"), "curve": torch.arange(50.0) + step}
@@ -111,6 +108,13 @@ def train_and_save(
     fingerprint = training.fingerprint()
     training.engine.close()
     return fingerprint
+
+
+def check_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Assert that both have the same names, dtypes and values."""
+    assert sorted(got) == sorted(expected)
+    for name, value in expected.items():
+        assert got[name].dtype is value.dtype and torch.equal(got[name], value), name
 
 
 def check_everything(directory: Path) -> list[str]:

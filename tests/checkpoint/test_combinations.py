@@ -5,7 +5,6 @@ that look at different storage, gaps behind overlaps.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 import zeroshard as zs
 from tests.checkpoint.common import make
-from tests.engine.common import batch, make_model, two_groups
+from tests.engine.common import make_sharded, take_steps
 from tests.support.harness import run_ranks
 from zeroshard import CheckpointError
 from zeroshard.checkpoint.manifest import Manifest, ParameterEntry, ShardEntry, TensorEntry
@@ -24,23 +23,6 @@ from zeroshard.checkpoint.manifest import Manifest, ParameterEntry, ShardEntry, 
 START = 2  # the first step that is applied late
 
 
-def _trained(rank: int, steps: range, model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = model(*batch(rank, step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def _made(**options: Any) -> tuple[zs.Engine, Any, torch.optim.Optimizer]:
-    model = make_model()
-    optimizer = two_groups(model)
-    return zs.shard(model, optimizer, stall_timeout_s=20, **options), model, optimizer
-
-
 def _delayed(rank: int, world: int, folder: Path, cut: int) -> None:
     """Save after `cut` steps and go on; do the same from the checkpoint. A run that counts its
     steps from the load is late at another step.
@@ -48,13 +30,13 @@ def _delayed(rank: int, world: int, folder: Path, cut: int) -> None:
     offload = zs.Offload(grad="host", optimizer="host", delayed_update=START)
     ends = []
     for loads in (False, True):
-        engine, model, optimizer = _made(policy="zero2", offload=offload)
+        model, optimizer, engine = make_sharded("zero2", offload=offload)
         if loads:
             zs.load(folder, engine)
         else:
-            _trained(rank, range(cut), model, optimizer)
+            take_steps(rank, cut, model, optimizer)
             zs.save(folder, engine, step=cut)
-        losses = _trained(rank, range(cut, cut + 3), model, optimizer)
+        losses = take_steps(rank, range(cut, cut + 3), model, optimizer)
         engine.states.finish_step()
         ends.append((losses, engine.full_state_dict(rank0_only=False)))
         engine.close()
@@ -80,16 +62,16 @@ def _encoded(rank: int, world: int, folder: Path) -> None:
     """
     comm = zs.Comm(grad_codec="int4", error_feedback=True)
     ends = []
-    engine, model, optimizer = _made(stage=2, comm=comm)
-    _trained(rank, range(2), model, optimizer)
+    model, optimizer, engine = make_sharded("zero2", comm=comm)
+    take_steps(rank, 2, model, optimizer)
     zs.save(folder, engine, step=2)
-    _trained(rank, range(2, 5), model, optimizer)
+    take_steps(rank, range(2, 5), model, optimizer)
     for fresh in (False, True):
         if fresh:
             engine.close()
-            engine, model, optimizer = _made(stage=2, comm=comm)
+            model, optimizer, engine = make_sharded("zero2", comm=comm)
         zs.load(folder, engine)
-        losses = _trained(rank, range(5, 8), model, optimizer)
+        losses = take_steps(rank, range(5, 8), model, optimizer)
         ends.append((losses, engine.full_state_dict(rank0_only=False)))
     engine.close()
     (losses, back), (again, loaded) = ends

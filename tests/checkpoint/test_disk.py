@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -29,6 +28,7 @@ import zeroshard as zs
 import zeroshard.checkpoint.save as saving
 import zeroshard.checkpoint.steps as steps
 from tests.checkpoint.common import Training, check_everything, make, train_and_save
+from tests.support.broken_storage import file_limit
 from tests.support.harness import run_ranks
 from zeroshard import CheckpointError
 
@@ -46,17 +46,6 @@ def training() -> Iterator[Training]:
 
 
 # ----------------------------------------------------------------------------------------- no space
-
-
-@contextmanager
-def file_limit(num_bytes: int) -> Iterator[None]:
-    """Let this process write no file beyond so many bytes: a disk that is full for it alone."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @contextmanager

@@ -19,7 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zeroshard as zs
-from tests.engine.common import batch, make_model, two_groups
+from tests.checkpoint.common import check_same
+from tests.engine.common import make_model, take_steps, two_groups
+from tests.support.broken_storage import file_limit
 from tests.support.harness import run_ranks
 from zeroshard import CheckpointError, ConfigError
 from zeroshard.checkpoint.export import export
@@ -86,19 +88,14 @@ def _save_net(
     model = make_model()
     optimizer = two_groups(model)
     engine = zs.shard(model, optimizer, policy=row, stall_timeout_s=20)
-    losses: list[float] = []
     state: dict[str, torch.Tensor] = {}
-    for step in range(4):
-        loss = model(*batch(0, step))  # the same on every rank, so that one process can follow
-        engine.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if step == 1:
-            zs.save(folder, engine, step=2)
-            state = engine.full_state_dict(rank0_only=False)
+    # rank 0's data on every rank, so that one process can follow
+    take_steps(0, 2, model, optimizer, engine)
+    zs.save(folder, engine, step=2)
+    state = engine.full_state_dict(rank0_only=False)
+    losses = take_steps(0, (2, 3), model, optimizer, engine)
     engine.close()
-    return state, losses[2:]
+    return state, losses
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +106,6 @@ def net(
     folder = tmp_path_factory.mktemp("net")
     state, losses = run_ranks(2, _save_net, folder)[0]
     return list_steps(folder)[2], state, losses
-
-
-def _same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert sorted(got) == sorted(expected)
-    for name, value in expected.items():
-        assert got[name].dtype is value.dtype and torch.equal(got[name], value), name
 
 
 # ------------------------------------------------------------------ Transformers
@@ -128,7 +119,7 @@ def test_hf_files_have_masters_in_row_order_each_tied_parameter_once_and_rank_0s
     export(list_steps(tmp_path / "run")[2], tmp_path / "out", "hf")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
     del state["second.weight"]  # it is first.weight
-    _same(load_file(tmp_path / "out" / "model.safetensors"), state)
+    check_same(load_file(tmp_path / "out" / "model.safetensors"), state)
     with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}, "Transformers refuses a file without it"
     model = _odd()
@@ -175,11 +166,11 @@ def test_hf_files_hold_at_most_the_size_asked_for_unless_one_tensor_is_larger(
         assert sum(tensor.nbytes for tensor in tensors.values()) <= limit or len(tensors) == 1
         assert all(index["weight_map"][key] == name for key in tensors)
         found |= tensors
-    _same(found, state)
+    check_same(found, state)
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in state.values())
     model = make_model()
     zs.load_pretrained(model, tmp_path / "out")
-    _same(model.state_dict(), state)
+    check_same(model.state_dict(), state)
 
 
 def _tied(family: str) -> nn.Module:
@@ -237,7 +228,7 @@ def test_from_pretrained_takes_a_tied_model_whole(tmp_path: Path, family: str) -
     expected.config.save_pretrained(tmp_path / "out")
     model, info = type(expected).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[kind] for kind in info), info
-    _same(model.state_dict(), expected.state_dict())
+    check_same(model.state_dict(), expected.state_dict())
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     expected.save_pretrained(tmp_path / "theirs")
     ours = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
@@ -245,7 +236,7 @@ def test_from_pretrained_takes_a_tied_model_whole(tmp_path: Path, family: str) -
         assert sorted(ours) == sorted(theirs.keys()), "the names that Transformers itself writes"
     other: Any = type(expected)(expected.config)
     zs.load_pretrained(other, tmp_path / "out")
-    _same(other.state_dict(), expected.state_dict())
+    check_same(other.state_dict(), expected.state_dict())
 
 
 # ------------------------------------------------------------------ torch and DCP
@@ -258,7 +249,7 @@ def test_a_torch_file_opens_with_weights_only_and_continues_the_run_in_plain_tor
     export(step, tmp_path / "out.pt", "torch")
     content = torch.load(tmp_path / "out.pt", weights_only=True)
     assert content["step"] == 2
-    _same(content["model"], state)
+    check_same(content["model"], state)
     model = make_model()
     model.load_state_dict(content["model"])
     optimizer = two_groups(model)
@@ -270,14 +261,14 @@ def test_a_torch_file_opens_with_weights_only_and_continues_the_run_in_plain_tor
         )
     for parameter, name in names.items():
         optimizer.state[parameter] = content["optimizer"][name]
-    assert _continue(model, optimizer) == losses
+    assert take_steps(0, (2, 3), model, optimizer) == losses
 
 
 def test_the_names_of_a_tied_parameter_share_one_storage_in_a_torch_file(tmp_path: Path) -> None:
     state = run_ranks(2, _save_odd, tmp_path / "run", "zero3", "fp32")[0]
     export(list_steps(tmp_path / "run")[2], tmp_path / "out.pt", "torch")
     content = torch.load(tmp_path / "out.pt", weights_only=True)
-    _same(content["model"], state)
+    check_same(content["model"], state)
     assert (
         content["model"]["first.weight"].data_ptr() == content["model"]["second.weight"].data_ptr()
     )
@@ -306,19 +297,8 @@ def test_dcp_loads_what_was_exported_and_continues_the_run(tmp_path: Path, net: 
     dcp.load(content, checkpoint_id=tmp_path / "out", no_dist=True)
     set_optimizer_state_dict(model, optimizer, content["optimizer"])
     assert content["step"] == 2
-    _same(model.state_dict(), state)
-    assert _continue(model, optimizer) == losses
-
-
-def _continue(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
-    losses = []
-    for step in (2, 3):
-        loss = model(*batch(0, step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    check_same(model.state_dict(), state)
+    assert take_steps(0, (2, 3), model, optimizer) == losses
 
 
 # ------------------------------------------------------------------ what is refused
@@ -412,29 +392,16 @@ def test_fp16_refuses_a_value_that_it_cannot_hold(tmp_path: Path) -> None:
     )
 
 
-_LIMITED = """
-import resource, sys
-from pathlib import Path
-from zeroshard import CheckpointError
-from zeroshard.checkpoint.export import export
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-try:
-    export(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
-except CheckpointError as error:
-    print(error)
-    sys.exit(73)
-"""
-
-
 @pytest.mark.parametrize(
     "to", ["hf", *(pytest.param(to, marks=pytest.mark.slow) for to in ("torch", "dcp"))]
 )
-def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path, net: Any, to: str) -> None:
-    command = [sys.executable, "-c", _LIMITED, str(net[0]), str(tmp_path / "out"), to]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=100, env=ENVIRONMENT)
-    assert (answer.returncode, answer.stderr) == (73, ""), answer.stderr
-    assert answer.stdout.count("\n") == 1 and str(tmp_path) in answer.stdout
-    assert "too large" in answer.stdout or "no space" in answer.stdout
+def test_a_full_disk_is_one_error_and_leaves_nothing(
+    tmp_path: Path, net: Any, to: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with file_limit(20_000), pytest.raises(CheckpointError, match=r"too large|no space") as caught:
+        export(net[0], tmp_path / "out", to)
+    assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+    assert capfd.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []
 
 

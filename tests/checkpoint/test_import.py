@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 import zeroshard as zs
 from tests.checkpoint import deepspeed_tree
+from tests.checkpoint.common import check_same
 from tests.checkpoint.deepspeed_tree import Tree
-from tests.engine.common import Net, batch, make_model, two_groups
+from tests.engine.common import Net, make_model, take_steps, two_groups
 from tests.support.harness import run_ranks
 from zeroshard import CheckpointError, ConfigError
 from zeroshard.checkpoint.export import export
@@ -51,22 +52,6 @@ class Hostile:
         return os.system, (f"touch {self.path}",)
 
 
-def _train(
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    steps: tuple[int, ...],
-    engine: zs.Engine | None = None,
-) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = model(*batch(0, step))  # the same on every rank, so that one process can follow
-        engine.backward(loss) if engine else loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def _resume(
     rank: int, world: int, folder: Path, row: str, strict: bool = True
 ) -> tuple[list[float], dict[str, torch.Tensor], list[str]]:
@@ -79,7 +64,7 @@ def _resume(
     engine = zs.shard(model, optimizer, policy=row, stall_timeout_s=20)
     restored = zs.load(folder, engine, strict=strict)
     state = engine.full_state_dict(rank0_only=False)
-    losses = _train(model, optimizer, (2, 3), engine)
+    losses = take_steps(0, (2, 3), model, optimizer, engine)
     engine.close()
     return losses, state, restored.skipped
 
@@ -88,7 +73,7 @@ def _plain() -> tuple[Net, torch.optim.Optimizer]:
     """A model and its optimizer after two steps in plain torch."""
     model = make_model()
     optimizer = two_groups(model)
-    _train(model, optimizer, (0, 1))
+    take_steps(0, 2, model, optimizer)
     return model, optimizer
 
 
@@ -101,12 +86,6 @@ def _values(imported: Imported, tmp_path: Path) -> dict[str, Any]:
     return content
 
 
-def _same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert sorted(got) == sorted(expected)
-    for name, value in expected.items():
-        assert got[name].dtype is value.dtype and torch.equal(got[name], value), name
-
-
 # ------------------------------------------------------------------ torch, Transformers, DCP
 
 
@@ -114,7 +93,7 @@ def _save(rank: int, world: int, folder: Path) -> None:
     model = make_model()
     optimizer = two_groups(model)
     engine = zs.shard(model, optimizer, policy="zero3", stall_timeout_s=20)
-    _train(model, optimizer, (0, 1), engine)
+    take_steps(0, 2, model, optimizer, engine)
     zs.save(folder, engine, step=2)
     engine.close()
 
@@ -136,7 +115,7 @@ def test_what_was_exported_comes_back_and_trains_on_to_the_same_bits(
     for row in ("zero1", "zero3"):
         again, loaded, skipped = run_ranks(2, _resume, tmp_path / "back", row)[0]
         assert skipped == []
-        _same(loaded, state)
+        check_same(loaded, state)
         assert again == losses
 
 
@@ -157,18 +136,18 @@ def test_a_plain_state_dict_is_taken_without_an_optimizer(tmp_path: Path, wrappe
     )
     if wrapper:
         assert len(imported.notes) == 1 and "numbers its parameters" in imported.notes[0]
-    _same(_values(imported, tmp_path)["model"], dict(model.state_dict()))
+    check_same(_values(imported, tmp_path)["model"], dict(model.state_dict()))
     with pytest.raises(Exception, match="no optimizer state"):
         run_ranks(1, _resume, tmp_path / "run", "ddp")
     _, loaded, skipped = run_ranks(2, _resume, tmp_path / "run", "zero3", False)[0]
-    _same(loaded, dict(model.state_dict()))
+    check_same(loaded, dict(model.state_dict()))
     assert any("no optimizer state" in line for line in skipped)
 
 
 def test_a_legacy_torch_file_is_read_too(tmp_path: Path) -> None:
     model, _ = _plain()
     torch.save(model.state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    _same(
+    check_same(
         _values(import_checkpoint(tmp_path / "old.pt", tmp_path / "run"), tmp_path)["model"],
         dict(model.state_dict()),
     )
@@ -190,8 +169,8 @@ def test_names_that_ddp_and_compile_lengthened_are_shortened(tmp_path: Path) -> 
         "_orig_mod.",
     ]
     losses, loaded, _ = run_ranks(2, _resume, tmp_path / "run", "zero3")[0]
-    _same(loaded, dict(model.state_dict()))
-    assert losses == _train(model, optimizer, (2, 3))
+    check_same(loaded, dict(model.state_dict()))
+    assert losses == take_steps(0, (2, 3), model, optimizer)
 
 
 def test_what_a_state_dict_does_not_say_is_guessed_and_can_be_said(tmp_path: Path) -> None:
@@ -225,7 +204,7 @@ def test_what_a_state_dict_does_not_say_is_guessed_and_can_be_said(tmp_path: Pat
     ].stride == (2, 1)
     assert imported.notes == ["'extra' is not taken: it is a dict, not a tensor"]
     del state["extra"]
-    _same(_values(imported, tmp_path)["model"], state)
+    check_same(_values(imported, tmp_path)["model"], state)
 
 
 @pytest.mark.parametrize("files", [0, 1, 3])
@@ -253,7 +232,7 @@ def test_safetensors_are_read_from_one_file_or_many(tmp_path: Path, files: int) 
         source if files else source / "model.safetensors", tmp_path / "run", step=5
     )
     assert (imported.step, imported.format, imported.optimizer) == (5, "hf", None)
-    _same(_values(imported, tmp_path)["model"], state)
+    check_same(_values(imported, tmp_path)["model"], state)
 
 
 def _fsdp(rank: int, world: int, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -266,7 +245,7 @@ def _fsdp(rank: int, world: int, folder: Path) -> tuple[list[float], dict[str, t
         fully_shard(block)
     fully_shard(model)
     optimizer = two_groups(model)
-    _train(model, optimizer, (0, 1))
+    take_steps(0, 2, model, optimizer)
     content = {
         "model": get_model_state_dict(model),
         "optim": get_optimizer_state_dict(model, optimizer),
@@ -274,7 +253,7 @@ def _fsdp(rank: int, world: int, folder: Path) -> tuple[list[float], dict[str, t
     }
     dcp.save(content, checkpoint_id=folder)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    return _train(model, optimizer, (2, 3)), state
+    return take_steps(0, (2, 3), model, optimizer), state
 
 
 def test_a_sharded_dcp_checkpoint_of_fsdp_continues_here(tmp_path: Path) -> None:
@@ -287,14 +266,14 @@ def test_a_sharded_dcp_checkpoint_of_fsdp_continues_here(tmp_path: Path) -> None
         [],
     )
     again, loaded, _ = run_ranks(2, _resume, tmp_path / "run", "zero3")[0]
-    _same(loaded, dict(state))
+    check_same(loaded, dict(state))
     assert again == pytest.approx(losses, rel=1e-6)
 
 
 def test_a_flat_dcp_checkpoint_is_a_state_dict(tmp_path: Path) -> None:
     model, _ = _plain()
     dcp.save(dict(model.state_dict()), checkpoint_id=tmp_path / "dcp", no_dist=True)
-    _same(
+    check_same(
         _values(import_checkpoint(tmp_path / "dcp", tmp_path / "run"), tmp_path)["model"],
         dict(model.state_dict()),
     )
@@ -321,7 +300,7 @@ def test_a_dcp_checkpoint_whose_enums_are_pickled_by_getattr_is_read(
     path = tmp_path / "dcp" / ".metadata"
     path.write_bytes(_by_getattr(pickle.loads(path.read_bytes()), monkeypatch))
     assert b"getattr" in path.read_bytes()
-    _same(
+    check_same(
         _values(import_checkpoint(tmp_path / "dcp", tmp_path / "run"), tmp_path)["model"],
         dict(model.state_dict()),
     )
@@ -408,13 +387,13 @@ def test_deepspeeds_masters_and_moments_come_back_by_name(tmp_path: Path, tree: 
         "scale": model.scale,
         "seen": torch.tensor(3),
     }
-    _same(
+    check_same(
         content["model"],
         expected.masters | frozen | {"head.weight": expected.masters["embed.weight"]},
     )
     assert sorted(content["optimizer"]) == sorted(expected.moments)
     for name, moments in expected.moments.items():
-        _same(content["optimizer"][name], moments | {"step": torch.tensor(3.0)})
+        check_same(content["optimizer"][name], moments | {"step": torch.tensor(3.0)})
     assert [sorted(group["params"]) for group in content["param_groups"]] == [
         sorted(group) for group in expected.groups
     ]
@@ -437,7 +416,7 @@ def test_deepspeeds_elastic_state_is_read_though_its_param_groups_are_not_there(
     )
     content = _values(import_checkpoint(tmp_path / "ds", tmp_path / "run"), tmp_path)
     for name, moments in expected.moments.items():
-        _same(content["optimizer"][name], moments | {"step": torch.tensor(3.0)})
+        check_same(content["optimizer"][name], moments | {"step": torch.tensor(3.0)})
 
 
 def _continue_tied(rank: int, world: int, folder: Path, row: str) -> list[str]:
@@ -698,7 +677,7 @@ def test_what_deepspeed_itself_wrote_comes_back_to_its_bits(
     assert sorted(content["optimizer"]) == sorted(expected)
     for name, values in expected.items():
         assert torch.equal(content["model"][name], values["value"]), name
-        _same(
+        check_same(
             content["optimizer"][name],
             {
                 "exp_avg": values["exp_avg"],

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zeroshard as zs
-from tests.engine.common import ROWS, TRANSPORTS, batch, make_model, two_groups
+from tests.engine.common import ROWS, TRANSPORTS, batch, make_model, take_steps, two_groups
 from tests.support.harness import run_ranks
 from zeroshard import CheckpointError, PlanMismatch
 
@@ -92,10 +92,7 @@ def _load(rank: int, world: int, directory: str, transport: str, precision: str)
                 report.bytes_read,
                 total,
             )
-        for step in range(2):
-            model(*batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(rank, 2, model, optimizer)
         zs.save(f"{directory}/{row}", engine, step=2)
         saved = engine.full_state_dict(rank0_only=False)
         with torch.no_grad(), engine.gathered(writeback=True):

@@ -14,34 +14,23 @@ from torch import nn
 
 import zeroshard as zs
 import zeroshard.checkpoint.save as saving
-from tests.engine.common import TRANSPORTS, Net, batch, make_model, two_groups
+from tests.engine.common import (
+    TRANSPORTS,
+    Net,
+    batch,
+    equal,
+    make_model,
+    make_sharded,
+    take_steps,
+    two_groups,
+)
+from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard import CheckpointError, ConfigError
 
 
-def _made(
-    row: str = "zero3", model: nn.Module | None = None, **options: Any
-) -> tuple[Any, torch.optim.Optimizer, zs.Engine]:
-    model = make_model() if model is None else model
-    optimizer = two_groups(model)
-    return model, optimizer, zs.shard(model, optimizer, policy=row, stall_timeout_s=20, **options)
-
-
-def _step(made: tuple[Any, torch.optim.Optimizer, zs.Engine], rank: int, step: int) -> float:
-    model, optimizer, engine = made
-    loss = model(*batch(rank, step))
-    engine.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss)
-
-
 def _state(engine: zs.Engine) -> dict[str, torch.Tensor]:
     return engine.full_state_dict(rank0_only=False)
-
-
-def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 # ------------------------------------------------------------------------ what is beside the shards
@@ -85,16 +74,17 @@ class Noisy(Net):
 
 def _beside(rank: int, world: int, folder: Path, precision: str) -> None:
     torch.manual_seed(0)
-    made = _made("zero3", Noisy(), precision=precision)
+    made = make_sharded("zero3", model=Noisy(), precision=precision)
     torch.manual_seed(50 + rank)
     random.seed(rank)
     np.random.seed(rank)
     engine, ema, loader = made[2], zs.EMA(made[2], 0.9), Loader(rank)
-    if engine._scaler is not None:
+    scaler = inside.loss_scaler(engine)
+    if scaler is not None:
         # it moves between the save and the load
-        engine._scaler.scale, engine._scaler.growth_interval = 256.0, 3
+        scaler.scale, scaler.growth_interval = 256.0, 3
     for step in range(2):
-        _step(made, rank, step)
+        take_steps(rank, [step], *made)
         ema.update()
     states = {"ema": ema, "loader": loader}
     extra = {
@@ -105,13 +95,13 @@ def _beside(rank: int, world: int, folder: Path, precision: str) -> None:
     }
     zs.save(folder, engine, step=2, states=states, extra=extra)
     draws = _draws()
-    expected = [_step(made, rank, step) for step in (2, 3)]
+    expected = take_steps(rank, (2, 3), *made)
     with ema.swapped():
         averaged = _state(engine)
     buffers = {name: buffer.clone() for name, buffer in made[0].named_buffers()}
     scale = engine.loss_scale
     for step in (4, 5):  # elsewhere by now
-        _step(made, rank, step)
+        take_steps(rank, [step], *made)
         ema.update()
     loader.position = {}
     restored = zs.load(folder, engine, states=states)
@@ -128,15 +118,13 @@ def _beside(rank: int, world: int, folder: Path, precision: str) -> None:
         loader.position["shuffle"], torch.arange(5) + rank
     )
     assert _draws() == draws
-    assert [_step(made, rank, step) for step in (2, 3)] == expected, (
-        "losses, dropout and batch norm included"
-    )
+    assert take_steps(rank, (2, 3), *made) == expected, "losses, dropout and batch norm included"
     assert (
         all(torch.equal(buffer, buffers[name]) for name, buffer in made[0].named_buffers())
         and engine.loss_scale == scale
     )
     with ema.swapped():
-        assert _same(_state(engine), averaged)
+        assert equal(_state(engine), averaged)
     engine.close()
 
 
@@ -148,7 +136,7 @@ def test_everything_beside_the_shards_comes_back_on_every_rank(
 
 
 def _alone(rank: int, world: int, folder: Path) -> list[str]:
-    made = _made("zero1", Noisy())
+    made = make_sharded("zero1", model=Noisy())
     loader = Loader(0)
     restored = zs.load(folder, made[2], states={"loader": loader})
     assert loader.position["seen"] == [0, (0, None)], "left as it was"
@@ -211,7 +199,7 @@ def _kinds(rank: int, world: int, folder: Path) -> None:
                 sync_from=0,
             )
             zs.load(folder / name, engine)
-            assert _same(_state(engine), expected), (name, row)
+            assert equal(_state(engine), expected), (name, row)
             engine.close()
     model = make_model()  # without an optimizer, for inference; values in another dtype
     engine = zs.shard(model.bfloat16(), precision="bf16")
@@ -224,7 +212,7 @@ def _kinds(rank: int, world: int, folder: Path) -> None:
         model = Net()
     engine = zs.shard(model, precision="bf16")
     zs.load(folder / "frozen", engine)
-    assert _same(_state(engine), expected)
+    assert equal(_state(engine), expected)
     engine.close()
 
 
@@ -236,8 +224,8 @@ def test_tied_channels_last_frozen_and_deferred_models(tmp_path: Path) -> None:
 
 
 def _misfits(rank: int, world: int, folder: Path) -> list[str]:
-    made = _made()
-    _step(made, rank, 0)
+    made = make_sharded()
+    take_steps(rank, [0], *made)
     zs.save(
         folder, made[2], step=1, states={"schedule": torch.optim.lr_scheduler.StepLR(made[1], 1)}
     )
@@ -263,7 +251,7 @@ def _misfits(rank: int, world: int, folder: Path) -> list[str]:
         with pytest.raises(CheckpointError) as error:
             zs.load(folder, engine, **options)
         said.append(str(error.value))
-        assert _same(_state(engine), before), "nothing has changed"
+        assert equal(_state(engine), before), "nothing has changed"
         restored = zs.load(folder, engine, strict=False, **options)
         assert restored.skipped
         assert torch.equal(_state(engine)["embed.weight"], _state(engine)["embed.weight"])
@@ -301,7 +289,7 @@ def test_what_does_not_fit_is_named_and_nothing_changes(tmp_path: Path) -> None:
 
 
 def _unsaveable(rank: int, world: int, folder: Path) -> None:
-    made = _made()
+    made = make_sharded()
     engine = made[2]
     for extra, message in (
         ({"fn": [print]}, r"extra\.fn\[0\] is a builtin_function_or_method, which has no form"),
@@ -347,7 +335,7 @@ def test_what_cannot_be_saved_is_named_before_anything_is_written(tmp_path: Path
 
 
 def _background(rank: int, world: int, folder: Path, row: str, transport: str) -> None:
-    made = _made(row, comm=zs.Comm.model_validate({"transport": transport}))
+    made = make_sharded(row, transport)
     engine = made[2]
     gate = threading.Event()
     real = saving.write_shard
@@ -359,12 +347,11 @@ def _background(rank: int, world: int, folder: Path, row: str, transport: str) -
     saving.write_shard = slow
     try:
         with zs.Saver(folder, engine, keep_last=2) as saver:
-            for step in range(2):
-                _step(made, rank, step)
+            take_steps(rank, 2, *made)
             states = [_state(engine)]
             saver.save(2)
             for step in range(2, 4):  # training goes on while nothing is on disk
-                _step(made, rank, step)
+                take_steps(rank, [step], *made)
             assert zs.latest_step(folder) is None
             states.append(_state(engine))
             gate.set()
@@ -374,9 +361,9 @@ def _background(rank: int, world: int, folder: Path, row: str, transport: str) -
             assert zs.latest_step(folder) == 4
             for step, state in zip((2, 4), states, strict=True):
                 zs.load(folder, engine, step=step)
-                assert _same(_state(engine), state), step
+                assert equal(_state(engine), state), step
             memory = {key: tensor.data_ptr() for key, tensor in saver._staging.items()}
-            _step(made, rank, 4)
+            take_steps(rank, [4], *made)
             saver.save(5)
             assert {key: tensor.data_ptr() for key, tensor in saver._staging.items()} == memory, (
                 "staged where it was before"
@@ -386,7 +373,7 @@ def _background(rank: int, world: int, folder: Path, row: str, transport: str) -
             "step-0000000005",
         ]
         zs.load(folder, engine, step=4)
-        assert _same(_state(engine), states[1])
+        assert equal(_state(engine), states[1])
     finally:
         saving.write_shard = real
     engine.close()
@@ -401,7 +388,7 @@ def test_a_save_in_the_background_holds_the_state_of_its_moment(
 
 
 def _failing(rank: int, world: int, folder: Path, background: bool) -> None:
-    made = _made()
+    made = make_sharded()
     engine = made[2]
     zs.save(folder, engine, step=1)
     real = saving.write_shard
@@ -416,7 +403,7 @@ def _failing(rank: int, world: int, folder: Path, background: bool) -> None:
         try:
             with pytest.raises(CheckpointError, match=r"the disk is on fire|a bug"):
                 saver.save(2)
-                _step(made, rank, 0)
+                take_steps(rank, [0], *made)
                 saver.save(3)
         finally:
             saving.write_shard = real
@@ -431,7 +418,7 @@ def _failing(rank: int, world: int, folder: Path, background: bool) -> None:
                 path.unlink()
             (folder / "step-0000000004").rmdir()
         engine.exchange(b"")
-    _step(made, rank, 1)
+    take_steps(rank, [1], *made)
     engine.close()
 
 

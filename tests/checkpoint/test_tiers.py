@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import zeroshard as zs
-from tests.engine.common import Net, batch, make_model, two_groups
+from tests.engine.common import Net, batch, make_model, take_steps, two_groups
 from tests.support.harness import run_ranks
 from zeroshard import CheckpointError, ConfigError
 
@@ -76,14 +76,7 @@ class Made:
     losses: list[float] = field(default_factory=list)
 
     def train(self, rank: int, steps: range) -> None:
-        self.losses = []
-        for step in steps:
-            loss = self.model(*batch(rank, step))
-            self.engine.backward(loss)
-            self.engine.clip_grad_norm_(0.5)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.losses.append(loss.item())
+        self.losses = take_steps(rank, steps, self.model, self.optimizer, self.engine, clip=0.5)
 
     def state(self) -> dict[str, torch.Tensor]:
         self.engine.states.finish_step()

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
-from tests.engine.common import ROWS, Run, batch, two_groups
+from tests.engine.common import ROWS, Run, batch, final_state, two_groups
+from tests.support import inside
 
 STEPS = 6
 WIDTH = 19
@@ -98,15 +99,9 @@ def train_case(rank: int, kind: str, case: Case, steps: int = STEPS, **options: 
         optimizer.zero_grad()
     losses = [value.double().sum().item() for value in seen]
     if engine is None:
-        return Run(
-            losses,
-            {k: v.clone() for k, v in inner.state_dict().items()},
-            {"state": len(optimizer.state)},
-        )
-    assert all(not unit.in_backward and unit.depth == 0 for unit in engine._weights.units)
-    state = engine.full_state_dict(rank0_only=False)
-    engine.close()
-    return Run(losses, state)
+        return Run(losses, final_state(inner, None), {"state": len(optimizer.state)})
+    assert inside.is_unused(engine)
+    return Run(losses, final_state(inner, engine))
 
 
 def compare_case(rank: int, case: Case, rows: Sequence[str] = ROWS) -> dict[str, list[str]]:
@@ -144,4 +139,22 @@ def seeded(make: Callable[..., nn.Module], *args: Any, **options: Any) -> Callab
         torch.manual_seed(0)
         return make(*args, **options)
 
+    return model
+
+
+class LoraLinear(nn.Module):
+    def __init__(self, width: int, rank: int = 3) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.base(x) + self.up(self.down(x))
+
+
+def lora() -> Chain:
+    model = Chain(LoraLinear)
+    model.embed.requires_grad_(False)
+    model.head.requires_grad_(False)
     return model

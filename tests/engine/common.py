@@ -5,7 +5,7 @@ for every contender.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from zeroshard.runtime.segment import Segment
-from zeroshard.runtime.unit import UnitState
+from tests.support import inside
+from tests.support.harness import run_ranks
 
 State = dict[str, torch.Tensor]
 
@@ -60,6 +61,29 @@ class Net(nn.Module):
         )
 
 
+class Recomputed(Net):
+    """A net whose blocks are recomputed in the backward."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=False)
+        assert y is not None
+        return nn.functional.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
+
+
+class Routed(Net):
+    """A net that runs the blocks of a route, which each rank may choose for itself."""
+
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, y: torch.Tensor, route: Sequence[int] = (0, 1, 2, 3)
+    ) -> torch.Tensor:
+        h = self.embed(x)
+        for index in route:
+            h = self.blocks[index](h)
+        return nn.functional.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
+
+
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the token batch of `rank` at `step`, different for every pair."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -84,19 +108,12 @@ def two_groups(
     )
 
 
-def padded_numel(engine: zs.Engine) -> int:
-    """Return the elements of all flat buffers, padding included."""
-    return sum(s.flat.layout.numel for unit in engine._weights.units for s in unit.segments)
-
-
 def one_step(
     engine: zs.Engine, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
 ) -> None:
     """Train one step on the first batch, counting traffic from zero."""
     engine.reset_traffic()
-    model(*batch(rank, 0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_steps(rank, 1, model, optimizer)
 
 
 def bytes_between_nodes(engine: zs.Engine) -> int:
@@ -176,6 +193,93 @@ def differences(
     return lines
 
 
+Sharded = tuple[Any, torch.optim.Optimizer, zs.Engine]
+
+
+def make_sharded(
+    row: str = "zero3",
+    transport: str = "auto",
+    *,
+    model: nn.Module | None = None,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = two_groups,
+    **options: Any,
+) -> Sharded:
+    """Return a model, its optimizer and the engine that shards them in `row`."""
+    model = make_model() if model is None else model
+    tied = optimizer(model)
+    comm = zs.Comm.model_validate({"transport": transport})
+    return (
+        model,
+        tied,
+        zs.shard(model, tied, policy=row, **{"comm": comm, "stall_timeout_s": 20, **options}),
+    )
+
+
+def wrapped(
+    model: nn.Module, optimizer: torch.optim.Optimizer, kind: str, **options: Any
+) -> tuple[nn.Module, zs.Engine | None]:
+    """Return what is called to train `model` as `kind` says, and the engine if there is one.
+
+    `kind` is a row, with the `options` of shard(); "torch-ddp"; or "plain", one process.
+    """
+    if kind == "plain":
+        return model, None
+    if kind == "torch-ddp":
+        return DistributedDataParallel(model), None
+    return model, zs.shard(model, optimizer, policy=kind, **{"stall_timeout_s": 20, **options})
+
+
+def take_steps(
+    rank: int,
+    steps: int | Iterable[int],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    engine: zs.Engine | None = None,
+    *,
+    micro_batches: int = 1,
+    no_sync: bool = False,
+    clip: float | None = None,
+    norms: list[float] | None = None,
+    data: Callable[[int, int], Sequence[Any]] = batch,
+) -> list[float]:
+    """Train on this rank's batches of `steps` (a number: from 0 on); return the losses.
+
+    `data` gives the arguments of `module` for a rank and a micro-batch, and `module` the loss. With
+    an `engine`, its ``backward()`` and clipping are used. The norms before clipping go to `norms`.
+    """
+    syncs: Any = engine or module
+    losses = []
+    for step in range(steps) if isinstance(steps, int) else steps:
+        for micro in range(micro_batches):
+            hold = no_sync and micro < micro_batches - 1
+            with syncs.no_sync() if hold else contextlib.nullcontext():
+                loss = module(*data(rank, step * micro_batches + micro))
+                engine.backward(loss) if engine else loss.backward()
+            losses.append(loss.item())
+        if clip is not None:
+            norm = _clipped(module, engine, clip)
+            if norms is not None:
+                norms.append(float(norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _clipped(module: nn.Module, engine: zs.Engine | None, clip: float) -> torch.Tensor:
+    if engine is not None:
+        return engine.clip_grad_norm_(clip)
+    return nn.utils.clip_grad_norm_(module.parameters(), clip)
+
+
+def final_state(model: nn.Module, engine: zs.Engine | None) -> State:
+    """Return the whole ``state_dict()`` of `model` on every rank, and close the engine."""
+    if engine is None:
+        return {name: value.clone() for name, value in model.state_dict().items()}
+    state = engine.full_state_dict(rank0_only=False)
+    engine.close()
+    return state
+
+
 def train(
     rank: int,
     kind: str,
@@ -188,60 +292,34 @@ def train(
     model: Callable[[], nn.Module] = make_model,
     **options: Any,
 ) -> Run:
-    """Train `model` on this rank for `steps`; `kind` is a row, "plain" (one process) or
-    "torch-ddp".
-    """
-    module, engine = model(), None
-    inner = module
-    tied = optimizer(module)
-    if kind == "torch-ddp":
-        module = DistributedDataParallel(module)
-    elif kind != "plain":
-        engine = zs.shard(module, tied, policy=kind, **{"stall_timeout_s": 20, **options})
-    syncs: Any = engine or module
-    losses, norms = [], []
-    for step in range(steps):
-        for micro in range(micro_batches):
-            x, y = batch(rank, step * micro_batches + micro)
-            hold = no_sync and micro < micro_batches - 1
-            with syncs.no_sync() if hold else contextlib.nullcontext():
-                loss = module(x, y)
-                engine.backward(loss) if engine else loss.backward()
-            losses.append(loss.item())
-        if clip is not None:
-            norms.append(
-                float(
-                    engine.clip_grad_norm_(clip)
-                    if engine
-                    else nn.utils.clip_grad_norm_(module.parameters(), clip)
-                )
-            )
-        tied.step()
-        tied.zero_grad()
+    """Train `model` on this rank for `steps`; `kind` is as in `wrapped`."""
+    inner = model()
+    tied = optimizer(inner)
+    module, engine = wrapped(inner, tied, kind, **options)
+    norms: list[float] = []
+    losses = take_steps(
+        rank,
+        steps,
+        module,
+        tied,
+        engine,
+        micro_batches=micro_batches,
+        no_sync=no_sync,
+        clip=clip,
+        norms=norms,
+    )
     extra: dict[str, Any] = {"norms": norms}
-    if engine is None:
-        return Run(losses, {k: v.clone() for k, v in inner.state_dict().items()}, extra, kind)
-    extra |= {"memory": engine.memory(), "traffic": engine.traffic(), "units": engine.units}
-    state = engine.full_state_dict(rank0_only=False)
-    engine.close()
-    return Run(losses, state, extra, kind)
+    if engine is not None:
+        extra |= {"memory": engine.memory(), "traffic": engine.traffic(), "units": engine.units}
+    return Run(losses, final_state(inner, engine), extra, kind)
 
 
 def train_with_ddp(
     rank: int, model: Net, optimizer: torch.optim.Optimizer, steps: list[int]
 ) -> Run:
     """Train `model` on this rank's batches of `steps` with torch's own data parallel wrapper."""
-    module = DistributedDataParallel(model)
-    losses = []
-    for step in steps:
-        loss = module(*batch(rank, step))
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return Run(
-        losses, {name: value.clone() for name, value in model.state_dict().items()}, row="torch-ddp"
-    )
+    losses = take_steps(rank, steps, DistributedDataParallel(model), optimizer)
+    return Run(losses, final_state(model, None), row="torch-ddp")
 
 
 def train_row(
@@ -270,15 +348,21 @@ def train_row(
         optimizer.step()
         optimizer.zero_grad()
         if engine is not None and row == "zero3":
-            assert all(unit.state is UnitState.RESTING for unit in engine._weights.units), (
-                "nothing stays gathered after the step"
-            )
+            assert not inside.gathered(engine), "nothing stays gathered after the step"
     if engine is None:
         return {name: value.detach().clone() for name, value in model.named_parameters()}
     assert engine.steps_skipped == 0
-    state = engine.full_state_dict(rank0_only=False)
-    engine.close()
-    return state
+    return final_state(model, engine)
+
+
+def on_rows(fn: Callable[..., None], *, rows: tuple[str, ...] = ROWS, world: int = 2) -> None:
+    """Call ``fn(rank, world, row)`` for each of `rows` on `world` ranks."""
+    run_ranks(world, _each, fn, rows, timeout=90)
+
+
+def _each(rank: int, world: int, fn: Callable[..., None], rows: tuple[str, ...]) -> None:
+    for row in rows:
+        fn(rank, world, row)
 
 
 def average_gradients(model: nn.Module) -> None:
@@ -289,13 +373,6 @@ def average_gradients(model: nn.Module) -> None:
             parameter.grad /= dist.get_world_size()
 
 
-def gradient_buffer_bytes(segments: Iterable[Segment]) -> int:
-    """Return the bytes of gradient buffers that are being filled or reduced now; memory that the
-    pool has lent again counts for its last loan.
-    """
-    paths = [segment.grad for segment in segments if segment.grad is not None]
-    reductions = [path.reduction for path in paths if path.reduction is not None]
-    loans = [reduction.loan for reduction in reductions if reduction.loan is not None]
-    return sum(path.bucket.num_bytes for path in paths if path.bucket.is_open) + sum(
-        loan.num_bytes for loan in loans if not loan.lent_again
-    )
+def equal(ours: State, expected: State) -> bool:
+    """Return whether both have the same names and the same values."""
+    return not differences(ours, expected)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.engine.common import ROWS, VOCABULARY, Run, batch, two_groups
+from tests.engine.common import ROWS, VOCABULARY, Run, batch, make_sharded, take_steps
 from tests.support.harness import run_ranks
 
 WIDTH = 16
@@ -118,18 +118,8 @@ def _trained(
     **options: object,
 ) -> Run:
     torch.manual_seed(0)
-    model = make()
-    optimizer = two_groups(model)
-    engine = zs.shard(
-        model, optimizer, policy=row, precision=precision, stall_timeout_s=20, **options
-    )
-    losses = []
-    for step in range(steps):
-        loss = model(*batch(rank, step))
-        engine.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    model, optimizer, engine = make_sharded(row, model=make(), precision=precision, **options)
+    losses = take_steps(rank, steps, model, optimizer, engine)
     model.eval()
     with torch.no_grad(), engine.gathered():  # where the engine's own hooks are out of the way
         losses.append(model(*batch(rank, 9)).item())

@@ -17,10 +17,11 @@ from tests.engine.common import (
     bytes_between_nodes,
     make_model,
     one_step,
-    padded_numel,
+    take_steps,
     train,
     two_groups,
 )
+from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard.comm.codec import Codec, codec
 from zeroshard.core.cost import Wires
@@ -28,7 +29,6 @@ from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.precision import PRECISIONS
 from zeroshard.errors import ConfigError
-from zeroshard.runtime.unit import UnitState
 
 MESH = Mesh(2, 2)
 PLUS_PLUS = {"weight_codec": "int8", "grad_codec": "int4"}
@@ -158,10 +158,8 @@ def _frozen(rank: int, world: int, path: str) -> dict[str, object]:
             optimizer.zero_grad()
             if step == 1 and name == "encoded":
                 zs.save(path, engine, step=2)
-        frozen = [s.flat for unit in engine._weights.units for s in unit.segments if s.grad is None]
-        sizes[name] = sum(flat.rest_bytes for flat in frozen) / sum(
-            flat.layout.numel / world for flat in frozen
-        )
+        num_bytes, numel = inside.frozen_bytes_and_numel(engine)
+        sizes[name] = num_bytes / (numel / world)
         states[name] = engine.full_state_dict(rank0_only=False)
         if name == "encoded":
             zs.load(path, engine)
@@ -264,10 +262,7 @@ def _overflow(rank: int, world: int) -> tuple[int, list[str]]:
     optimizer.zero_grad()
     skipped = engine.skipped_steps if hasattr(engine, "skipped_steps") else 1
     after = engine.full_state_dict(rank0_only=False)
-    for step in range(2):
-        model(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(rank, 2, model, optimizer)
     last = engine.full_state_dict(rank0_only=False)
     engine.close()
     changed = [key for key, value in before.items() if not torch.equal(value, after[key])]
@@ -368,8 +363,8 @@ def _counted(
     )
     for _ in range(2):
         one_step(engine, model, optimizer, rank)
-        assert all(unit.state is not UnitState.GATHERING for unit in engine._weights.units)
-    counted = (bytes_between_nodes(engine), padded_numel(engine))
+        assert not inside.is_gathering(engine)
+    counted = (bytes_between_nodes(engine), inside.padded_numel(engine))
     engine.close()
     return counted
 

@@ -22,6 +22,7 @@ from tests.engine.common import (
     make_model,
     two_groups,
 )
+from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard.runtime import segment as segment_module
 from zeroshard.state import gradient as resting
@@ -89,7 +90,7 @@ def _cleared_there(rank: int, world: int) -> list[str]:
     engine = zs.shard(model, optimizer, policy="zero2", stall_timeout_s=20)
     before = engine.full_state_dict(rank0_only=False)
     model(*batch(rank, 0)).backward()
-    pieces = engine._sharded.pieces()  # type: ignore[union-attr]
+    pieces = inside.param_shards(engine)
     cleared = "blocks.1.up.weight"
     for piece in pieces:
         if piece.name == cleared:

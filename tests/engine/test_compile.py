@@ -11,6 +11,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.engine.common import batch, make_model, two_groups
+from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard import ConfigError, StateError
 
@@ -34,10 +35,9 @@ def _compiled(rank: int, world: int, transport: str, row: str) -> None:
                 block.forward = forward
         losses[compiled] = []
         for step in range(4):
-            if step == 3:
-                engine._weights.trace = lambda what, name, seen=events: seen.append((what, name))  # type: ignore[misc]
-            loss = model(*batch(rank, step))
-            engine._weights.trace = None
+            events.clear()
+            with inside.traced(engine, lambda *event, seen=events: seen.append(event)):
+                loss = model(*batch(rank, step))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

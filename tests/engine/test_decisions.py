@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.engine.common import ROWS, TRANSPORTS, Net, batch, make_model, two_groups
+from tests.engine.common import ROWS, TRANSPORTS, Net, Routed, batch, make_model, two_groups
 from tests.support.harness import run_ranks
 from zeroshard import PlanMismatch
 from zeroshard.runtime.decisions import Decisions
@@ -267,18 +267,6 @@ def test_a_scheduler_fed_with_each_ranks_own_loss_is_told_and_one_fed_with_the_m
     assert run_ranks(2, _plateau, True) == ["nothing", "nothing"]
 
 
-class Branching(Net):
-    """Each rank may leave out blocks: the parameters that a rank uses are its own."""
-
-    def forward(
-        self, x: torch.Tensor, y: torch.Tensor, route: tuple[int, ...] = (0, 1, 2, 3)
-    ) -> torch.Tensor:  # type: ignore[override]
-        h = self.embed(x)
-        for index in route:
-            h = self.blocks[index](h)
-        return nn.functional.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
-
-
 def _cleared(model: Net, optimizer: torch.optim.Optimizer, how: str) -> None:
     if how == "of a part":
         for parameter in [
@@ -301,7 +289,7 @@ def _alike(rank: int, world: int, transport: str) -> None:
     for row in ROWS if transport == "shared_memory" else ("zero1", "zero2"):
         for how in ("of the optimizer", "of the model", "of a part", "to zeros"):
             torch.manual_seed(0)
-            model = Branching()
+            model = Routed()
             optimizer = two_groups(model)
             engine = zs.shard(
                 model,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.engine.common import batch, make_model, two_groups
+from tests.engine.common import train
 from tests.support.harness import run_ranks
 from zeroshard import Config, ConfigError
 
@@ -179,25 +179,14 @@ def test_what_is_not_supported_is_refused_by_name(source: Any, message: str) -> 
 
 
 def _clipped(rank: int, world: int) -> None:
-    def train(clip: bool, **options: Any) -> dict[str, torch.Tensor]:
-        model = make_model()
-        optimizer = two_groups(model)
-        engine = zs.shard(model, optimizer, stage=3, **options)
-        for step in range(4):
-            model(*batch(rank, step)).backward()
-            if clip:
-                engine.clip_grad_norm_(0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-        state = engine.full_state_dict(rank0_only=False)
-        engine.close()
-        return state
+    def trained(clips: bool, **options: Any) -> dict[str, torch.Tensor]:
+        return train(rank, "zero3", 4, clip=0.1 if clips else None, **options).state
 
-    by_hand = train(True)
+    by_hand = trained(True)
     for options in ({"gradient_clipping": 0.1}, {"config": {"gradient_clipping": 0.1}}):
-        by_itself = train(False, **options)
+        by_itself = trained(False, **options)
         assert all(torch.equal(by_itself[name], value) for name, value in by_hand.items())
-    both = train(True, gradient_clipping=0.001)
+    both = trained(True, gradient_clipping=0.001)
     assert all(torch.equal(both[name], value) for name, value in by_hand.items()), (
         "what the user clips is not clipped again"
     )
@@ -208,13 +197,13 @@ def _clipped(rank: int, world: int) -> None:
             " gradient_accumulation_steps=2 x 2 ranks"
         ),
     ):
-        train(
+        trained(
             False,
             train_batch_size=24,
             train_micro_batch_size_per_gpu=3,
             gradient_accumulation_steps=2,
         )
-    train(
+    trained(
         False, train_batch_size=12, train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=2
     )
 

@@ -15,7 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
 from tests.engine.cases import Case, Chain, compare_case, seeded, simple
-from tests.engine.common import ROWS, TRANSPORTS, Block, Run, batch, make_model, two_groups
+from tests.engine.common import (
+    ROWS,
+    TRANSPORTS,
+    Block,
+    Run,
+    batch,
+    make_model,
+    take_steps,
+    two_groups,
+)
 from tests.models.training import InBf16, narrowed
 from tests.support.harness import run_ranks
 from zeroshard.errors import ConfigError
@@ -156,13 +165,7 @@ def _partly_bf16(
                 precision="bf16",
                 comm=zs.Comm(transport=transport or "shared_memory"),
             )  # type: ignore[arg-type]
-        losses = []
-        for step in range(5):
-            loss = runs_module(*data(rank, step))
-            loss.backward()
-            losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
+        losses = take_steps(rank, 5, runs_module, optimizer, data=data)
         if engine is None:
             model.eval()
             losses.append(InBf16(model, NORMS)(*data(rank, 9)).item())
@@ -243,10 +246,7 @@ def _closed(rank: int, world: int, row: str, precision: str, transport: str) -> 
         precision=precision,
         comm=zs.Comm.model_validate({"transport": transport}),
     )
-    for step in range(2):
-        engine.backward(model(*batch(rank, step)))
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(rank, 2, model, optimizer, engine)
     weights = engine.full_state_dict(rank0_only=False)
     masters = {
         piece.name: (piece.start, piece.stop, piece.tensor.clone())

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,44 +15,28 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
-from tests.engine.common import ROWS, Net, batch, make_model, train, two_groups
-from tests.support.harness import run_ranks
+from tests.engine.common import (
+    Net,
+    batch,
+    equal,
+    make_model,
+    make_sharded,
+    on_rows,
+    take_steps,
+    train,
+    two_groups,
+)
 from zeroshard.errors import ConfigError, StateError
 
 SHARDED = ("zero3", "zero3-keep")  # rows whose weights rest in slices
 State = dict[str, torch.Tensor]
 
 
-def _made(row: str = "zero3", **options: Any) -> tuple[Net, torch.optim.Optimizer, zs.Engine]:
-    model = make_model()
-    optimizer = two_groups(model)
-    return model, optimizer, zs.shard(model, optimizer, policy=row, stall_timeout_s=20, **options)
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int = 0) -> None:
-    model(*batch(rank, step)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _on(fn: Callable[..., None], *, rows: tuple[str, ...] = ROWS, world: int = 2) -> None:
-    run_ranks(world, _each, fn, rows, timeout=90)
-
-
-def _each(rank: int, world: int, fn: Callable[..., None], rows: tuple[str, ...]) -> None:
-    for row in rows:
-        fn(rank, world, row)
-
-
-def _same(a: State, b: State) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 # ---------------------------------------------------------------------------------------- gradients
 
 
 def _gradients(rank: int, world: int, row: str) -> None:
-    model, optimizer, engine = _made(row)
+    model, optimizer, engine = make_sharded(row)
     pieces = [p for group in optimizer.param_groups for p in group["params"]]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     loss = model(*batch(rank, 0))
@@ -99,11 +82,11 @@ def _gradients(rank: int, world: int, row: str) -> None:
 
 
 def test_reading_a_gradient_between_backward_and_step_raises_with_the_remedy() -> None:
-    _on(_gradients)
+    on_rows(_gradients)
 
 
 def _full_grads(rank: int, world: int, row: str) -> None:
-    model, optimizer, engine = _made(row)
+    model, optimizer, engine = make_sharded(row)
     plain = make_model()
     reference = DistributedDataParallel(plain)
     reference(*batch(rank, 0)).backward()
@@ -118,11 +101,11 @@ def _full_grads(rank: int, world: int, row: str) -> None:
 
 
 def test_full_grad_equals_ddps_gradient() -> None:
-    _on(_full_grads)
+    on_rows(_full_grads)
 
 
 def _zeroed(rank: int, world: int, row: str, how: str) -> State:
-    model, optimizer, engine = _made(row)
+    model, optimizer, engine = make_sharded(row)
     for step in range(3):
         model(*batch(rank, step + 50)).backward()  # to be thrown away
         match how:
@@ -148,16 +131,16 @@ def _zeroed(rank: int, world: int, row: str, how: str) -> State:
 def _all_zeroed(rank: int, world: int, row: str) -> None:
     expected = train(rank, "torch-ddp", 3).state
     for how in ("optimizer", "optimizer, zeros", "model", "model, zeros", "by hand"):
-        assert _same(_zeroed(rank, world, row, how), expected), (row, how)
+        assert equal(_zeroed(rank, world, row, how), expected), (row, how)
 
 
 def test_every_zero_grad_forgets_the_resting_gradient() -> None:
-    _on(_all_zeroed)
+    on_rows(_all_zeroed)
 
 
 def _one_zeroed(rank: int, world: int, row: str) -> None:
     """Code that drops the gradient of one module (frozen for a while) drops that one alone."""
-    model, optimizer, engine = _made(row)
+    model, optimizer, engine = make_sharded(row)
     plain = make_model()
     ours, theirs = DistributedDataParallel(plain), two_groups(plain)
     for step in range(3):
@@ -168,20 +151,20 @@ def _one_zeroed(rank: int, world: int, row: str) -> None:
         for each in (optimizer, theirs):
             each.step()
             each.zero_grad()
-    assert _same(engine.full_state_dict(rank0_only=False), plain.state_dict()), row
+    assert equal(engine.full_state_dict(rank0_only=False), plain.state_dict()), row
     engine.close()
 
 
 def test_zeroing_one_modules_gradient_drops_that_one_alone() -> None:
-    _on(_one_zeroed)
+    on_rows(_one_zeroed)
 
 
 # -------------------------------------------------------------------------------------- state dicts
 
 
 def _state(rank: int, world: int, row: str) -> None:
-    model, optimizer, engine = _made(row)
-    _step(model, optimizer, rank)
+    model, optimizer, engine = make_sharded(row)
+    take_steps(rank, 1, model, optimizer)
     expected = engine.full_state_dict(rank0_only=False)
     for save in (model.state_dict, model.blocks[1].state_dict, model.head.state_dict):
         if row in SHARDED:
@@ -190,22 +173,22 @@ def _state(rank: int, world: int, row: str) -> None:
     with engine.gathered():
         inside = {name: value.clone() for name, value in model.state_dict().items()}
         assert list(inside) == list(expected)
-    assert _same(inside, expected)
+    assert equal(inside, expected)
     only = engine.full_state_dict()
-    assert _same(only, expected) if rank == 0 else only == {}
+    assert equal(only, expected) if rank == 0 else only == {}
     if row == "ddp":
-        assert _same(model.state_dict(), expected)
+        assert equal(model.state_dict(), expected)
     with engine.gathered(model.head.weight):
         assert torch.equal(model.head.state_dict()["weight"], expected["head.weight"])
         if row in SHARDED:
             with pytest.raises(StateError, match="state_dict"):
                 model.state_dict()
-    _step(model, optimizer, rank, 1)
+    take_steps(rank, [1], model, optimizer)
     engine.close()
 
 
 def test_state_dict_gives_full_tensors_inside_gathered_and_raises_outside() -> None:
-    _on(_state)
+    on_rows(_state)
 
 
 def _loaded(rank: int, world: int, row: str, precision: str) -> None:
@@ -215,10 +198,10 @@ def _loaded(rank: int, world: int, row: str, precision: str) -> None:
         name: value.to(torch.bfloat16 if precision == "bf16" else torch.float32)
         for name, value in other.items()
     }
-    model, optimizer, engine = _made(row, precision=precision)
-    _step(model, optimizer, rank)
+    model, optimizer, engine = make_sharded(row, precision=precision)
+    take_steps(rank, 1, model, optimizer)
     assert model.load_state_dict(other).missing_keys == []
-    assert _same(engine.full_state_dict(rank0_only=False), expected)
+    assert equal(engine.full_state_dict(rank0_only=False), expected)
     part = {
         name.removeprefix("blocks.1."): value * 2
         for name, value in other.items()
@@ -235,7 +218,7 @@ def _loaded(rank: int, world: int, row: str, precision: str) -> None:
         model.load_state_dict({**other, "head.weight": torch.zeros(3)})
     result = model.load_state_dict({"head.weight": other["head.weight"]}, strict=False)
     assert "embed.weight" in result.missing_keys
-    _step(model, optimizer, rank, 1)
+    take_steps(rank, [1], model, optimizer)
     assert all(
         value.isfinite().all() for value in engine.full_state_dict(rank0_only=False).values()
     )
@@ -248,12 +231,12 @@ def _loaded_both(rank: int, world: int, row: str) -> None:
 
 
 def test_load_state_dict_goes_into_the_shards_and_masters() -> None:
-    _on(_loaded_both)
+    on_rows(_loaded_both)
 
 
 def _written_back(rank: int, world: int, row: str) -> None:
-    model, optimizer, engine = _made(row)
-    _step(model, optimizer, rank)
+    model, optimizer, engine = make_sharded(row)
+    take_steps(rank, 1, model, optimizer)
     before = engine.full_state_dict(rank0_only=False)
     with engine.gathered(writeback=True), torch.no_grad():
         if rank == 0:
@@ -268,13 +251,13 @@ def _written_back(rank: int, world: int, row: str) -> None:
     }
     expected["embed.weight"] = before["embed.weight"].clone()
     expected["embed.weight"][3] = 1.0
-    assert _same(after, expected), row
+    assert equal(after, expected), row
     differently = pytest.raises(
         StateError, match=r"parameter 'head.weight' was edited differently on ranks 0 and \[1\]"
     )
     with differently, engine.gathered(writeback=True), torch.no_grad():
         model.head.weight.mul_(float(rank + 2))
-    assert _same(engine.full_state_dict(rank0_only=False), expected), row
+    assert equal(engine.full_state_dict(rank0_only=False), expected), row
     with (
         pytest.raises(StateError, match="was edited differently"),
         engine.gathered(model.head.weight, writeback=True),
@@ -282,13 +265,13 @@ def _written_back(rank: int, world: int, row: str) -> None:
     ):
         if rank == 1:
             model.head.weight.zero_()
-    assert _same(engine.full_state_dict(rank0_only=False), expected), row
-    _step(model, optimizer, rank, 1)
+    assert equal(engine.full_state_dict(rank0_only=False), expected), row
+    take_steps(rank, [1], model, optimizer)
     engine.close()
 
 
 def test_gathered_with_writeback_keeps_rank_0s_edits_or_equal_ones_and_refuses_others() -> None:
-    _on(_written_back)
+    on_rows(_written_back)
 
 
 @pytest.mark.parametrize(
@@ -336,18 +319,17 @@ def _attached_later(rank: int, world: int, row: str) -> None:
     engine.attach(optimizer)
     with pytest.raises(ConfigError, match="attached already"):
         engine.attach(never)
-    for step in range(3):
-        _step(model, optimizer, rank, step)
-    assert _same(engine.full_state_dict(rank0_only=False), train(rank, "torch-ddp", 3).state), row
+    take_steps(rank, 3, model, optimizer)
+    assert equal(engine.full_state_dict(rank0_only=False), train(rank, "torch-ddp", 3).state), row
     engine.close()
 
 
 def test_an_optimizer_attached_after_shard_works_and_one_never_attached_raises() -> None:
-    _on(_attached_later)
+    on_rows(_attached_later)
 
 
 def _groups(rank: int, world: int, row: str) -> None:
-    model, optimizer, engine = _made(row)
+    model, optimizer, engine = make_sharded(row)
     names = [id(group) for group in optimizer.param_groups]
     extra = nn.Parameter(torch.zeros(3))
     optimizer.add_param_group({"params": [extra]})
@@ -365,16 +347,15 @@ def _groups(rank: int, world: int, row: str) -> None:
 
 
 def test_param_groups_changed_after_shard_are_refused_at_the_step() -> None:
-    _on(_groups)
+    on_rows(_groups)
 
 
 def _optimizer_state(rank: int, world: int, row: str) -> None:
     straight = train(rank, row, 4).state
-    model, optimizer, engine = _made(row)
+    model, optimizer, engine = make_sharded(row)
     # Accelerate's prepare() does so, before the first step
     optimizer.load_state_dict(optimizer.state_dict())
-    for step in range(2):
-        _step(model, optimizer, rank, step)
+    take_steps(rank, 2, model, optimizer)
     if row == "ddp":
         # every rank holds all of it
         assert optimizer.state_dict()["zeroshard"] == engine.optimizer_part()["zeroshard"]
@@ -400,12 +381,11 @@ def _optimizer_state(rank: int, world: int, row: str) -> None:
         for piece in group
     )
     engine.close()
-    model, optimizer, engine = _made(row)
+    model, optimizer, engine = make_sharded(row)
     model.load_state_dict(weights)
     optimizer.load_state_dict(saved)
-    for step in range(2, 4):
-        _step(model, optimizer, rank, step)
-    assert _same(engine.full_state_dict(rank0_only=False), straight), row
+    take_steps(rank, range(2, 4), model, optimizer)
+    assert equal(engine.full_state_dict(rank0_only=False), straight), row
     for wrong, message in (
         ({**saved, "zeroshard": {**label, "rank": 7}}, "another rank"),
         ({**saved, "zeroshard": {**label, "world": 7}}, "another world"),
@@ -418,12 +398,12 @@ def _optimizer_state(rank: int, world: int, row: str) -> None:
 
 
 def test_the_optimizers_state_dict_is_labelled_and_resumes_to_the_same_bits() -> None:
-    _on(_optimizer_state)
+    on_rows(_optimizer_state)
 
 
 def _closures(rank: int, world: int, row: str) -> None:
     expected = train(rank, "torch-ddp", 4).state
-    model, optimizer, engine = _made(row)
+    model, optimizer, engine = make_sharded(row)
     for step in range(4):
 
         def closure(step: int = step) -> torch.Tensor:
@@ -434,12 +414,12 @@ def _closures(rank: int, world: int, row: str) -> None:
 
         loss = optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
         assert loss.isfinite()
-    assert _same(engine.full_state_dict(rank0_only=False), expected), row
+    assert equal(engine.full_state_dict(rank0_only=False), expected), row
     engine.close()
 
 
 def test_step_with_a_closure_finishes_the_gradients_after_the_closure() -> None:
-    _on(_closures)
+    on_rows(_closures)
 
 
 def _schedules(rank: int, world: int, row: str) -> None:
@@ -455,18 +435,18 @@ def _schedules(rank: int, world: int, row: str) -> None:
             engine = zs.shard(inner, optimizer, policy=row)
         after = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
         for step in range(4):
-            _step(module, optimizer, rank, step)
+            take_steps(rank, [step], module, optimizer)
             before.step()
             after.step()
             optimizer.param_groups[1]["weight_decay"] = 0.01 * step
         states.append(engine.full_state_dict(rank0_only=False) if engine else inner.state_dict())
         if engine:
             engine.close()
-    assert _same(*states), row
+    assert equal(*states), row
 
 
 def test_schedulers_made_before_and_after_shard_and_edited_options_act() -> None:
-    _on(_schedules)
+    on_rows(_schedules)
 
 
 def _older_state(rank: int, world: int, row: str) -> None:
@@ -475,30 +455,28 @@ def _older_state(rank: int, world: int, row: str) -> None:
     for kind in ("torch-ddp", row):
         inner = module = make_model()
         optimizer = two_groups(inner)
-        for step in range(2):
-            _step(inner, optimizer, 0, step)
+        take_steps(0, 2, inner, optimizer)
         engine = None
         if kind == "torch-ddp":
             module = DistributedDataParallel(inner)
         else:
             engine = zs.shard(inner, optimizer, policy=row)
-        for step in range(2, 4):
-            _step(module, optimizer, rank, step)
+        take_steps(rank, range(2, 4), module, optimizer)
         states.append(engine.full_state_dict(rank0_only=False) if engine else inner.state_dict())
         if engine:
             engine.close()
-    assert _same(*states), row
+    assert equal(*states), row
 
 
 def test_optimizer_state_from_before_shard_is_cut_and_goes_on() -> None:
-    _on(_older_state)
+    on_rows(_older_state)
 
 
 # -------------------------------------------------------------------------------- the module itself
 
 
 def _converted(rank: int, world: int, row: str) -> None:
-    model, optimizer, engine = _made(row)
+    model, optimizer, engine = make_sharded(row)
     model.register_buffer("scale", torch.ones(3))
     for change in (
         lambda: model.half(),
@@ -525,17 +503,17 @@ def _converted(rank: int, world: int, row: str) -> None:
         lambda: model.train(),
     ):
         assert same() is model
-    _step(model, optimizer, rank)
+    take_steps(rank, 1, model, optimizer)
     engine.close()
     assert model.half().head.weight.dtype is torch.float16
 
 
 def test_a_sharded_model_is_not_converted_or_moved() -> None:
-    _on(_converted)
+    on_rows(_converted)
 
 
 def _copied(rank: int, world: int, row: str) -> None:
-    model, optimizer, engine = _made(row)
+    model, optimizer, engine = make_sharded(row)
     for copier in (
         lambda: copy.deepcopy(model),
         lambda: copy.deepcopy(model.blocks),
@@ -549,10 +527,10 @@ def _copied(rank: int, world: int, row: str) -> None:
             match=r"is sharded and cannot be copied or pickled: .*engine.full_state_dict\(\)",
         ):
             copier()
-    _step(model, optimizer, rank)
+    take_steps(rank, 1, model, optimizer)
     engine.close()
     again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    assert _same(again.state_dict(), model.state_dict())
+    assert equal(again.state_dict(), model.state_dict())
     assert not any(
         key.startswith(("__", "_apply", "_zeroshard"))
         for module in model.modules()
@@ -561,23 +539,22 @@ def _copied(rank: int, world: int, row: str) -> None:
 
 
 def test_a_sharded_model_is_not_copied_or_pickled() -> None:
-    _on(_copied)
+    on_rows(_copied)
 
 
 def _closed(rank: int, world: int, row: str) -> None:
     expected = train(rank, row, 3).state
-    model, optimizer, engine = _made(row)
+    model, optimizer, engine = make_sharded(row)
     parameters = list(model.parameters())
     hooks = [
         len(module._forward_hooks) + len(module._forward_pre_hooks)
         for module in make_model().modules()
     ]
-    for step in range(3):
-        _step(model, optimizer, rank, step)
+    take_steps(rank, 3, model, optimizer)
     model(*batch(rank, 0)).backward()
     engine.close()
     engine.close()
-    assert _same(model.state_dict(), expected)
+    assert equal(model.state_dict(), expected)
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
     assert [p for group in optimizer.param_groups for p in group["params"]] == [
         p for p in parameters if p.ndim > 1
@@ -597,16 +574,16 @@ def _closed(rank: int, world: int, row: str) -> None:
             nn.utils.clip_grad_norm_(module.parameters(), 0.5)
             each.step()
             each.zero_grad()
-    assert _same(model.state_dict(), plain.state_dict()), row
+    assert equal(model.state_dict(), plain.state_dict()), row
     model.load_state_dict(expected)
     with zs.shard(model, optimizer, policy=row).gathered():  # and may be sharded again
-        assert _same(dict(model.state_dict()), expected)
+        assert equal(dict(model.state_dict()), expected)
 
 
 def test_close_gives_back_a_plain_module_and_optimizer_that_train_and_may_be_sharded_again() -> (
     None
 ):
-    _on(_closed)
+    on_rows(_closed)
 
 
 class Normed(nn.Module):
@@ -635,7 +612,7 @@ def _synced(rank: int, world: int, row: str) -> None:
 
 
 def test_ranks_that_start_differently_are_told_or_take_one_ranks_weights_and_buffers() -> None:
-    _on(_synced)
+    on_rows(_synced)
 
 
 class Critic(nn.Module):
@@ -679,15 +656,15 @@ def _adversaries(rank: int, world: int, row: str) -> None:
         )
         for engine in engines:
             engine.close()
-    assert all(_same(a, b) for a, b in zip(*states, strict=True)), row
+    assert all(equal(a, b) for a, b in zip(*states, strict=True)), row
 
 
 def test_two_engines_train_against_each_other_as_under_ddp() -> None:
-    _on(_adversaries)
+    on_rows(_adversaries)
 
 
 def test_users_hooks_run_inside_gathered_and_ours_come_back_after_it() -> None:
-    model, optimizer, engine = _made()
+    model, optimizer, engine = make_sharded()
     seen: list[str] = []
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -709,5 +686,5 @@ def test_users_hooks_run_inside_gathered_and_ours_come_back_after_it() -> None:
     hook.remove()
     with torch.no_grad():
         assert torch.equal(model(x), expected)  # gathered by our hooks again
-    _step(model, optimizer, 0)
+    take_steps(0, 1, model, optimizer)
     engine.close()

@@ -16,43 +16,29 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.engine.common import (
     ROWS,
     TRANSPORTS,
     Net,
+    Recomputed,
+    Routed,
     Run,
     batch,
     differences,
     make_model,
+    make_sharded,
+    take_steps,
     train,
     train_with_ddp,
     two_groups,
 )
+from tests.support import inside
 from tests.support.harness import run_ranks, spawn_ranks
 from zeroshard.errors import PeerLostError, PlanMismatch, StallError, StateError
 
 State = dict[str, torch.Tensor]
-
-
-def _made(
-    row: str, transport: str = "shared_memory", model: Net | None = None, **options: Any
-) -> tuple[Net, torch.optim.Optimizer, zs.Engine]:
-    model = make_model() if model is None else model
-    optimizer = two_groups(model)
-    return (
-        model,
-        optimizer,
-        zs.shard(
-            model,
-            optimizer,
-            policy=row,
-            comm=zs.Comm(transport=transport),
-            **{"stall_timeout_s": 20, **options},
-        ),
-    )
 
 
 # -------------------------------------------------------------------------- exceptions on all ranks
@@ -87,15 +73,6 @@ def _elsewhere(model: Net, rank: int) -> Any:
     return (_in_forward, _in_backward)[rank](model, rank)
 
 
-class Recomputed(Net):
-    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
-        h = self.embed(x)
-        for block in self.blocks:
-            h = checkpoint(block, h, use_reentrant=False)
-        assert y is not None
-        return nn.functional.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
-
-
 def _in_recomputation(model: Net, rank: int) -> Any:
     def hooked(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         if torch._C._current_graph_task_id() >= 0:
@@ -114,7 +91,7 @@ def _recover(rank: int, world: int, transport: str, where: Callable[[Net, int], 
 
     expected = _reference(rank, seeded(), [0, 2, 4])
     for row in ROWS if transport == "shared_memory" else ("zero2", "zero3"):
-        model, optimizer, engine = _made(row, transport, seeded())
+        model, optimizer, engine = make_sharded(row, transport, model=seeded())
         losses = []
         for step in range(5):
             broken = step in (1, 3)
@@ -125,10 +102,7 @@ def _recover(rank: int, world: int, transport: str, where: Callable[[Net, int], 
                 assert caught.type is Boom or "gave up this step" in str(caught.value), caught.value
                 handle.remove()
                 engine.reset()
-                assert all(
-                    unit.state.value == "resting" and unit.depth == 0
-                    for unit in engine._weights.units
-                )
+                assert inside.is_at_rest(engine)
                 continue
             loss = model(*batch(rank, step))
             loss.backward()
@@ -161,7 +135,7 @@ def test_after_an_exception_and_reset_training_goes_on_with_right_numbers(
 
 
 def _forgotten(rank: int, world: int) -> None:
-    model, optimizer, engine = _made("zero3")
+    model, optimizer, engine = make_sharded("zero3", "shared_memory")
     handle = _in_backward(model, rank)
     with pytest.raises(Boom):
         model(*batch(rank, 0)).backward()
@@ -181,7 +155,7 @@ def test_going_on_after_an_exception_without_reset_is_an_error() -> None:
 
 
 def _often(rank: int, world: int, transport: str) -> None:
-    model, optimizer, engine = _made("zero3", transport)
+    model, optimizer, engine = make_sharded("zero3", transport)
 
     def usage() -> tuple[int, int]:
         gc.collect()
@@ -213,7 +187,7 @@ def test_many_exceptions_leave_no_thread_and_no_descriptor(transport: str) -> No
 
 
 def _one_fails(rank: int, world: int, transport: str, where: str) -> str:
-    model, optimizer, _engine = _made("zero3", transport, stall_timeout_s=600)
+    model, optimizer, _engine = make_sharded("zero3", transport, stall_timeout_s=600)
     for step in range(3):
         if rank == 1 and step == 2:
             {"forward": _in_forward, "backward": _in_backward}.get(where, lambda model, rank: None)(
@@ -255,7 +229,7 @@ def _stalled(rank: int, world: int, transport: str, phase: str) -> None:
     """Rank 1 sleeps; rank 0 says so. Over messages rank 1 then stalls too, in shared memory it
     is told that rank 0 gave up.
     """
-    model, optimizer, engine = _made("zero3", transport, stall_timeout_s=1.5)
+    model, optimizer, engine = make_sharded("zero3", transport, stall_timeout_s=1.5)
     model(*batch(rank, 0)).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -317,14 +291,6 @@ def test_a_stalled_rank_is_reported_with_what_is_awaited(transport: str, phase: 
 # ------------------------------------------------------------------------------- ranks that diverge
 
 
-class Routed(Net):
-    def forward(self, x: torch.Tensor, y: torch.Tensor, route: list[int]) -> torch.Tensor:  # type: ignore[override]
-        h = self.embed(x)
-        for index in route:
-            h = self.blocks[index](h)
-        return nn.functional.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
-
-
 ROUTES = {
     "swapped": [[0, 1, 2, 3], [0, 2, 1, 3]],
     "skipped": [[0, 1, 2, 3], [0, 1, 3]],
@@ -334,12 +300,9 @@ ROUTES = {
 
 def _diverged(rank: int, world: int, transport: str, routes: list[list[int]]) -> str:
     torch.manual_seed(0)
-    model, optimizer, engine = _made("zero3", transport, Routed(), stall_timeout_s=1.5)
+    model, optimizer, engine = make_sharded("zero3", transport, model=Routed(), stall_timeout_s=1.5)
     said = ""
-    for step in range(2):
-        model(*batch(rank, step), [0, 1, 2, 3]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(rank, 2, model, optimizer)
     try:
         model(*batch(rank, 2), routes[rank]).backward()
         optimizer.step()
@@ -379,7 +342,7 @@ def test_ranks_that_run_different_units_are_told_on_gloo_and_served_on_shared_me
 
 def _uneven_sync(rank: int, world: int, transport: str) -> None:
     """One rank accumulates where the other reduces: other numbers, so an error, not a guess."""
-    model, optimizer, engine = _made("zero1", transport, stall_timeout_s=3)
+    model, optimizer, engine = make_sharded("zero1", transport, stall_timeout_s=3)
     with pytest.raises((PlanMismatch, StallError, StateError), match=r"reduce|exchange"):
         if rank == 0:
             with engine.no_sync():
@@ -404,7 +367,7 @@ def test_ranks_that_disagree_about_no_sync_are_told(transport: str) -> None:
 
 def _states(engine: zs.Engine, optimizer: torch.optim.Optimizer) -> State:
     out = engine.full_state_dict(rank0_only=False)
-    for index, piece in enumerate(engine._sharded.pieces()):
+    for index, piece in enumerate(inside.param_shards(engine)):
         out[f"master {index}"] = piece.tensor.detach().clone()
         for key, value in optimizer.state[piece.tensor].items():
             out[f"state {index} {key}"] = value.clone()
@@ -420,7 +383,7 @@ def _injected(
     """A NaN or inf at one (rank, parameter, micro-step): nobody steps, nothing changes,
     everybody goes on.
     """
-    model, optimizer, engine = _made(row, transport, precision=precision)
+    model, optimizer, engine = make_sharded(row, transport, precision=precision)
     scales = [engine.loss_scale]
     places = [(rank, name, micro) for rank in range(world) for name in names for micro in range(2)]
     for step in range(2 * len(places)):
@@ -484,7 +447,7 @@ def test_gradients_that_are_not_finite_skip_the_step_on_all_ranks_and_change_not
 
 def _always_bad(rank: int, world: int, precision: str) -> None:
     for row in ROWS:
-        model, optimizer, engine = _made(row, precision=precision)
+        model, optimizer, engine = make_sharded(row, "shared_memory", precision=precision)
         before = engine.full_state_dict(rank0_only=False)
         if rank == 1:
             model.blocks[2].up.weight.register_hook(lambda grad: grad * float("nan"))
@@ -521,7 +484,7 @@ def _skipped_like_never(rank: int, world: int) -> list[list[str]]:
     """A skipped step leaves nothing behind: the run goes on as if its batch had not been."""
     out = []
     for row in ROWS:
-        model, optimizer, engine = _made(row)
+        model, optimizer, engine = make_sharded(row, "shared_memory")
         losses = []
         for step in range(5):
             loss = model(*batch(rank, step))

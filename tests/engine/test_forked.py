@@ -16,7 +16,15 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.engine.common import TRANSPORTS, Net, batch, make_model, train, two_groups
+from tests.engine.common import (
+    TRANSPORTS,
+    Net,
+    batch,
+    make_model,
+    make_sharded,
+    take_steps,
+    train,
+)
 from tests.support.harness import run_ranks
 
 
@@ -24,20 +32,13 @@ class _Rank:
     """One rank's model, optimizer and engine."""
 
     def __init__(self, row: str, transport: str) -> None:
-        self.model: Net | None = make_model()
-        self.optimizer: torch.optim.Optimizer | None = two_groups(self.model)
-        self.engine: zs.Engine | None = zs.shard(
-            self.model,
-            self.optimizer,
-            policy=row,
-            comm=zs.Comm(transport=transport),
-            stall_timeout_s=20,
-        )
+        self.model: Net | None
+        self.optimizer: torch.optim.Optimizer | None
+        self.engine: zs.Engine | None
+        self.model, self.optimizer, self.engine = make_sharded(row, transport)
 
     def step(self, rank: int, step: int) -> None:
-        self.model(*batch(rank, step)).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        take_steps(rank, [step], self.model, self.optimizer)
 
     def forward(self) -> None:
         with torch.no_grad():

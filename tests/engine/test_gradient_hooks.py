@@ -13,7 +13,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
-from tests.engine.common import ROWS, TRANSPORTS, Run, batch, make_model, two_groups
+from tests.engine.common import (
+    ROWS,
+    TRANSPORTS,
+    Run,
+    batch,
+    final_state,
+    make_model,
+    take_steps,
+    two_groups,
+    wrapped,
+)
 from tests.support.harness import run_ranks
 from zeroshard.errors import StateError
 
@@ -30,36 +40,14 @@ def _run(
     """Train five steps; `before` and `after` hang hooks on the model before and after it is
     sharded, which write to a log.
     """
-    model, log, engine = make_model(), [], None
-    module: nn.Module = model
+    model, log = make_model(), []
     before(model, log)
     optimizer = two_groups(model)
-    if kind == "torch-ddp":
-        module = DistributedDataParallel(model)
-    else:
-        engine = zs.shard(
-            model,
-            optimizer,
-            policy=kind,
-            stall_timeout_s=20,
-            comm=zs.Comm.model_validate({"transport": transport}),
-        )
+    comm = zs.Comm.model_validate({"transport": transport})
+    module, engine = wrapped(model, optimizer, kind, comm=comm)
     after(model, log)
-    losses = []
-    for step in range(5):
-        loss = module(*batch(rank, step))
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    state = (
-        {k: v.clone() for k, v in model.state_dict().items()}
-        if engine is None
-        else engine.full_state_dict(rank0_only=False)
-    )
-    if engine is not None:
-        engine.close()
-    return Run(losses, state), log
+    losses = take_steps(rank, 5, module, optimizer)
+    return Run(losses, final_state(model, engine)), log
 
 
 def _nothing(model: nn.Module, log: list[str]) -> None:

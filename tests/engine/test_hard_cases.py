@@ -22,14 +22,24 @@ from tests.engine.cases import (
     Case,
     Chain,
     compare_case,
+    lora,
     seeded,
     simple,
     train_case,
 )
-from tests.engine.common import ROWS, TRANSPORTS, Block, Net, batch, make_model, two_groups
+from tests.engine.common import (
+    ROWS,
+    TRANSPORTS,
+    Block,
+    Net,
+    batch,
+    make_model,
+    take_steps,
+    two_groups,
+)
+from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard.errors import ConfigError, StateError
-from zeroshard.runtime.unit import UnitState
 
 # --------------------------------------------------------------------------------------- the models
 
@@ -205,24 +215,6 @@ class InPlace(Block):
         return out
 
 
-class LoraLinear(nn.Module):
-    def __init__(self, width: int, rank: int = 3) -> None:
-        super().__init__()
-        self.base = nn.Linear(width, width).requires_grad_(False)
-        self.down = nn.Linear(width, rank, bias=False)
-        self.up = nn.Linear(rank, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.base(x) + self.up(self.down(x))
-
-
-def _lora() -> Chain:
-    model = Chain(LoraLinear)
-    model.embed.requires_grad_(False)
-    model.head.requires_grad_(False)
-    return model
-
-
 class Convolutions(nn.Module):
     """Convolutions whose weights lie in channels_last order, and a transposed weight."""
 
@@ -364,7 +356,7 @@ CASES = {
     "evaluation between and inside steps": Case(make_model, _evaluated),
     "containers and views": Case(seeded(Containers), simple, ddp=_UNUSED),
     "in-place edits of outputs": Case(seeded(Chain, InPlace), simple),
-    "frozen base, LoRA adapters": Case(seeded(_lora), simple),
+    "frozen base, LoRA adapters": Case(seeded(lora), simple),
     "memory formats": Case(seeded(Convolutions), _images),
 }
 
@@ -384,18 +376,19 @@ def test_hard_case_trains_to_ddps_bits(name: str, rows: tuple[str, ...]) -> None
         assert not any(differences.values()), differences
 
 
+def _routed(rank: int, step: int) -> tuple[Any, ...]:
+    return *batch(rank, step), [0, 1, 2, 3]
+
+
 def _ends_early(rank: int, world: int, transport: str) -> list[str]:
     model = seeded(Routed)()
     optimizer = two_groups(model)
     comm = zs.Comm(transport=transport, node_size=None)  # type: ignore[arg-type]
     engine = zs.shard(model, optimizer, comm=comm, stall_timeout_s=20)
-    for step in range(2):
-        model(*batch(rank, step), [0, 1, 2, 3]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(rank, 2, model, optimizer, data=_routed)
     with torch.no_grad():
         model(*batch(rank, 2), [0])  # while the next block is on its way
-    gathered = [unit.name for unit in engine._weights.units if unit.state is not UnitState.RESTING]
+    gathered = inside.gathered(engine)
     engine.close()
     return gathered
 
@@ -441,7 +434,7 @@ def _unused(rank: int, world: int, row: str) -> None:
         assert engine.full_grad(model.blocks[0].up.weight) is not None
         optimizer.step()
         optimizer.zero_grad()
-    names = {piece.name for piece in engine._sharded.pieces() if piece.tensor in optimizer.state}
+    names = {piece.name for piece in inside.param_shards(engine) if piece.tensor in optimizer.state}
     assert not any(name.startswith(("spare", "blocks.2", "blocks.3")) for name in names), names
     assert torch.equal(engine.full_state_dict(rank0_only=False)["spare.up.weight"], spare)
     engine.close()
@@ -480,15 +473,12 @@ def test_a_unit_whose_gradients_come_at_different_times_on_different_ranks() -> 
 def _frozen_in_optimizer(rank: int, world: int) -> None:
     """People write AdamW(model.parameters()) also when half of the model is frozen."""
     for row in ROWS:
-        model = seeded(_lora)()
+        model = seeded(lora)()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         engine = zs.shard(model, optimizer, policy=row)
         before = engine.full_state_dict(rank0_only=False)
         memory = engine.memory().at_rest
-        for step in range(3):
-            model(*batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(rank, 3, model, optimizer)
         after = engine.full_state_dict(rank0_only=False)
         changed = {name for name in before if not torch.equal(before[name], after[name])}
         assert changed == {
@@ -533,7 +523,7 @@ def test_requires_grad_switched_off_and_on_again_skips_the_gradient() -> None:
 
 
 def _thawed(rank: int, world: int) -> None:
-    model = seeded(_lora)()
+    model = seeded(lora)()
     engine = zs.shard(
         model, two_groups(nn.ParameterList([p for p in model.parameters() if p.requires_grad]))
     )
@@ -569,10 +559,7 @@ def _stale(rank: int, world: int, row: str) -> None:
         losses[1].backward()
     del losses
     engine.reset()
-    for step in range(2):
-        model(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(rank, 2, model, optimizer)
     loss = model(*batch(rank, 5))
     with engine.gathered(writeback=True):
         (

@@ -10,10 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
-from tests.engine.common import ROWS, TRANSPORTS, batch, differences, make_model, two_groups
+from tests.engine.common import (
+    ROWS,
+    TRANSPORTS,
+    batch,
+    differences,
+    final_state,
+    make_model,
+    take_steps,
+    two_groups,
+    wrapped,
+)
 from tests.support.harness import run_ranks
 from zeroshard import ConfigError, PlanMismatch
 
@@ -32,39 +41,28 @@ def _train(
     """
     model = make_model()
     optimizer = two_groups(model)
+    comm = zs.Comm.model_validate({"transport": transport})
+    module, engine = wrapped(model, optimizer, kind, comm=comm, **options)
+    joined: contextlib.AbstractContextManager[Any] = engine.join() if engine else Join([module])
+    clip = 0.1 if engine and options.get("precision") == "bf16" else None
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    if kind == "torch-ddp":
-        runs: Any = DistributedDataParallel(model)
-        joined: contextlib.AbstractContextManager[Any] = Join([runs])
-        syncs: Any = runs
-    else:
-        engine = zs.shard(
-            model,
-            optimizer,
-            policy=kind,
-            comm=zs.Comm.model_validate({"transport": transport}),
-            stall_timeout_s=20,
-            **options,
-        )
-        runs, joined, syncs = model, engine.join(), engine
     with joined:
         for step in range(steps[rank]):
-            for micro in range(micro_batches):
-                with syncs.no_sync() if micro < micro_batches - 1 else contextlib.nullcontext():
-                    loss = runs(*batch(rank, step * micro_batches + micro))
-                    loss.backward() if kind == "torch-ddp" else engine.backward(loss)
-            if kind != "torch-ddp" and options.get("precision") == "bf16":
-                engine.clip_grad_norm_(0.1)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(
+                rank,
+                [step],
+                module,
+                optimizer,
+                engine,
+                micro_batches=micro_batches,
+                no_sync=True,
+                clip=clip,
+            )
             schedule.step()
-    if kind == "torch-ddp":
-        return {name: value.clone() for name, value in model.state_dict().items()}
-    model(*batch(rank, 0)).backward()  # everybody goes on together
-    optimizer.zero_grad()
-    state = engine.full_state_dict(rank0_only=False)
-    engine.close()
-    return state
+    if engine is not None:
+        model(*batch(rank, 0)).backward()  # everybody goes on together
+        optimizer.zero_grad()
+    return final_state(model, engine)
 
 
 def _same_as_ddp(rank: int, world: int, transport: str, steps: list[int]) -> None:
@@ -121,10 +119,7 @@ def _different_things(rank: int, world: int) -> None:
         loss = model(*batch(rank, 1)) if rank == 1 else loss
         loss.backward()
     engine.reset()
-    for step in range(2):
-        model(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(rank, 2, model, optimizer)
     engine.close()
 
 

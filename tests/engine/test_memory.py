@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.engine.common import Net, batch, gradient_buffer_bytes, make_model, two_groups
+from tests.engine.common import Net, batch, make_model, take_steps, two_groups
+from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard.core.layout import ALIGN
 from zeroshard.core.placement import Mesh
@@ -47,12 +48,7 @@ def _at_rest(rank: int, world: int, row: str, precision: str) -> dict[str, Any]:
     engine = zs.shard(
         model, optimizer, policy=row, precision=precision, comm=zs.Comm(transport="gloo")
     )
-    for step in range(2):
-        x, y = batch(rank, step)
-        model(x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    del x, y
+    take_steps(rank, 2, model, optimizer)
     with torch.no_grad():  # finishes the publish of replicated rows
         model(batch(rank, 0)[0])
     gc.collect()
@@ -111,14 +107,11 @@ def _peak(rank: int, world: int, row: str) -> dict[str, int]:
     model = make_model(width=64, layers=6)
     optimizer = two_groups(model)
     engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(transport="gloo"))
-    weights = engine._weights
-    segments = [segment for unit in weights.units for segment in unit.segments]
     peak = 0
 
     def sample(*_: Any) -> None:
         nonlocal peak
-        full = sum(segment.flat.full.untyped_storage().nbytes() for segment in segments)
-        peak = max(peak, full + gradient_buffer_bytes(segments))
+        peak = max(peak, inside.full_bytes(engine) + inside.gradient_buffer_bytes(engine))
 
     for module in model.modules():
         module.register_forward_pre_hook(sample)
@@ -126,11 +119,8 @@ def _peak(rank: int, world: int, row: str) -> dict[str, int]:
         module.register_full_backward_hook(sample)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(sample)
-    for step in range(3):
-        model(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    largest = max(unit.nominal_bytes for unit in weights.units)
+    take_steps(rank, 3, model, optimizer)
+    largest = inside.largest_unit_bytes(engine)
     reported = engine.memory().peak
     engine.close()
     return {"peak": peak, "largest": largest, "reported": reported}
@@ -234,9 +224,7 @@ def _growth(
         if step == 5:
             seen.append(census())
     seen.append(census())
-    slots = engine._context.transport.collectives.slots
-    pool = (slots.total_bytes(), slots._limit_bytes)
-    del slots
+    pool = inside.slot_bytes(engine)
     watched = [weakref.ref(thing) for thing in (model, optimizer, engine, *model.parameters())]
     del model, optimizer, engine
     gc.collect()

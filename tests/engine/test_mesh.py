@@ -21,10 +21,11 @@ from tests.engine.common import (
     bytes_between_nodes,
     make_model,
     one_step,
-    padded_numel,
+    take_steps,
     train,
     two_groups,
 )
+from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard.core.cost import Wires
 from zeroshard.core.placement import Mesh, Tier
@@ -207,10 +208,7 @@ def _saved(rank: int, world: int, path: str) -> list[str]:
                 if step == 1 and not loads:
                     zs.save(f"{path}/{save}", engine, step=2)
             if not loads:
-                for step in range(2, 4):
-                    model(*batch(rank, step)).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                take_steps(rank, range(2, 4), model, optimizer)
             states.append(engine.full_state_dict(rank0_only=False))
             engine.close()
         out += [
@@ -258,12 +256,12 @@ def _counted(rank: int, world: int, precision: str) -> dict[tuple[str, str], tup
             )
             for _ in range(2):
                 one_step(engine, model, optimizer, rank)
-                engine._context.transport.begin_write()  # what is published arrives in this step
+                inside.wait_published(engine)  # what is published arrives in this step
             traffic = engine.traffic()
             out[row, name] = (
                 bytes_between_nodes(engine),
                 traffic.total - traffic.bytes["exchange"],
-                padded_numel(engine),
+                inside.padded_numel(engine),
             )
             engine.close()
     return out
@@ -301,11 +299,11 @@ def _at_rest(rank: int, world: int) -> dict[str, tuple[float, float, int]]:
             stall_timeout_s=20,
         )
         loss = model(*batch(rank, 0))
-        columns = sum(s.flat.column_bytes for unit in engine._weights.units for s in unit.segments)
+        columns = inside.column_bytes(engine)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        padded = padded_numel(engine)
+        padded = inside.padded_numel(engine)
         formula = (
             policy_row(row)
             .bytes_at_rest("after_step", numel=padded, mesh=MESH, precision=PRECISIONS["bf16"])
@@ -396,9 +394,7 @@ def _flipped(rank: int, world: int, row: str) -> str:
             optimizer.step()
             optimizer.zero_grad()
             if rank == 3 and step == 2:
-                flat = engine._weights.units[1].segments[0].flat
-                flat.arrive()
-                flat.rest.whole[5] += 1.0
+                inside.alter_weights_at_rest(engine)
         engine.close()
     except PlanMismatch as error:
         return str(error)
@@ -419,7 +415,7 @@ def _late(rank: int, world: int) -> str:
     )
     if rank == 3:
         time.sleep(4)
-        engine._context.transport.close()
+        inside.transport(engine).close()
         return ""
     try:
         model(*batch(rank, 0))
@@ -427,7 +423,7 @@ def _late(rank: int, world: int) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         time.sleep(3)
-        engine._context.transport.close()
+        inside.transport(engine).close()
     return "went on"
 
 

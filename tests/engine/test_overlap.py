@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.engine.common import batch, make_model, two_groups
+from tests.engine.common import batch, make_model, take_steps, two_groups
+from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard.memory import Pages
 
@@ -21,14 +22,13 @@ def _events(rank: int, world: int) -> list[tuple[str, str]]:
     optimizer = two_groups(model)
     engine = zs.shard(model, optimizer, stage=3, comm=zs.Comm(transport="gloo"), stall_timeout_s=20)
     events: list[tuple[str, str]] = []
-    paths = {unit.name: unit.trainable[0].grad for unit in engine._weights.units}
     for index, block in enumerate(model.blocks):
         block.down.register_forward_hook(
             lambda *_, index=index: events.append(("computed", f"blocks.{index}"))
         )
 
         def entered(module: torch.nn.Module, grads: object, index: int = index) -> None:
-            flying = [name for name, path in paths.items() if path is not None and path.in_flight]
+            flying = inside.reducing(engine)
             events.extend(
                 (f"in flight while blocks.{index} runs backward", name) for name in flying
             )
@@ -39,13 +39,11 @@ def _events(rank: int, world: int) -> list[tuple[str, str]]:
             lambda _, index=index: events.append(("first gradient", f"blocks.{index}"))
         )
     for step in range(3):
-        if step == 2:
-            engine._weights.trace = lambda what, name: events.append((what, name))
-            events.clear()
-        model(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    engine._weights.trace = None
+        events.clear()
+        with inside.traced(engine, lambda what, name: events.append((what, name))):
+            model(*batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     engine.close()
     return events
 
@@ -82,13 +80,12 @@ def _published(rank: int, world: int) -> list[tuple[str, str]]:
     optimizer = two_groups(model)
     engine = zs.shard(model, optimizer, stage=1, comm=zs.Comm(transport="gloo"), stall_timeout_s=20)
     events: list[tuple[str, str]] = []
-    engine._weights.trace = lambda what, name: events.append((what, name))
-    model(*batch(rank, 0)).backward()
-    optimizer.step()
-    events.append(("stepped", ""))
-    optimizer.zero_grad()
-    model(*batch(rank, 1))
-    engine._weights.trace = None
+    with inside.traced(engine, lambda what, name: events.append((what, name))):
+        model(*batch(rank, 0)).backward()
+        optimizer.step()
+        events.append(("stepped", ""))
+        optimizer.zero_grad()
+        model(*batch(rank, 1))
     engine.close()
     return events
 
@@ -118,9 +115,7 @@ def _flipped(rank: int, world: int, row: str) -> str:
     for step in range(8):
         model(*batch(rank, step)).backward()
         if step == (3 if row == "ddp" else 5) and rank == 1:
-            next(u for u in engine._weights.units if u.name == "blocks.0").segments[
-                0
-            ].flat.full.view(torch.int32)[0] ^= 1
+            inside.full_weights(engine, "blocks.0").view(torch.int32)[0] ^= 1
         try:
             optimizer.step()
         except zs.PlanMismatch as error:
@@ -150,10 +145,7 @@ def _fresh_memory_differs(rank: int, world: int, row: str, options: dict[str, An
         model = make_model()
         optimizer = two_groups(model)
         engine = zs.shard(model, optimizer, policy=row, precision="bf16", verify_every=1, **options)
-        for step in range(2):
-            model(*batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(rank, 2, model, optimizer)
         engine.close()
     finally:
         Pages.empty = make  # type: ignore[method-assign]

@@ -5,6 +5,7 @@ zs.load() bring back, and what they refuse.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Iterator
@@ -19,14 +20,16 @@ import zeroshard as zs
 from tests.engine.common import (
     ROWS,
     TRANSPORTS,
-    Net,
     Run,
     batch,
     differences,
     make_model,
+    make_sharded,
+    take_steps,
     train_with_ddp,
     two_groups,
 )
+from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard.errors import CheckpointError, StallError, StateError
 
@@ -66,28 +69,7 @@ def _fragile(model: nn.Module) -> Fragile:
     return optimizer
 
 
-def _made(row: str, transport: str, **options: Any) -> tuple[Net, Fragile, zs.Engine]:
-    model = make_model()
-    optimizer = _fragile(model)
-    return (
-        model,
-        optimizer,
-        zs.shard(
-            model,
-            optimizer,
-            policy=row,
-            comm=zs.Comm.model_validate({"transport": transport}),
-            **{"stall_timeout_s": 20, **options},
-        ),
-    )
-
-
-def _step(rank: int, step: int, model: Net, optimizer: torch.optim.Optimizer) -> float:
-    loss = model(*batch(rank, step))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+_made = functools.partial(make_sharded, optimizer=_fragile)
 
 
 @contextlib.contextmanager
@@ -122,7 +104,7 @@ def _before_anything(rank: int, world: int, transport: str) -> dict[str, list[st
         for step in range(5):
             if step in (1, 3):
                 with _fails(optimizer, 0):
-                    _step(rank, step, model, optimizer)
+                    take_steps(rank, [step], model, optimizer)
                 with pytest.raises(
                     StateError,
                     match=r"the last optimizer.step\(\) did not finish: call engine.reset\(\)",
@@ -130,7 +112,7 @@ def _before_anything(rank: int, world: int, transport: str) -> dict[str, list[st
                     model(*batch(rank, step))
                 engine.reset()
             else:
-                losses.append(_step(rank, step, model, optimizer))
+                losses += take_steps(rank, [step], model, optimizer)
         if not options:
             out[row] = Run(losses, engine.full_state_dict(rank0_only=False)).differs_from(expected)
         engine.close()
@@ -150,20 +132,20 @@ def _half(rank: int, world: int, directory: str) -> None:
     for row in ("zero1", "zero3"):
         expected = _plain(rank, [0, 1, 2])
         model, optimizer, engine = _made(row, "shared_memory", precision="fp32")
-        losses = [_step(rank, 0, model, optimizer)]
+        losses = take_steps(rank, 1, model, optimizer)
         zs.save(f"{directory}/{row}", engine, step=1)
         with _fails(optimizer, 3):
-            _step(rank, 1, model, optimizer)
+            take_steps(rank, [1], model, optimizer)
         engine.reset()
         with engine.gathered():
             weights = {name: value.detach().clone() for name, value in model.named_parameters()}
         whole = engine.full_state_dict(rank0_only=False)
         assert not (found := differences(weights, whole, row, "the masters")), found
-        _step(rank, 5, model, optimizer)  # and it trains
+        take_steps(rank, [5], model, optimizer)  # and it trains
         with _fails(optimizer, 3):
-            _step(rank, 1, model, optimizer)
+            take_steps(rank, [1], model, optimizer)
         zs.load(f"{directory}/{row}", engine)  # also without reset()
-        losses += [_step(rank, step, model, optimizer) for step in (1, 2)]
+        losses += take_steps(rank, (1, 2), model, optimizer)
         found = Run(losses, engine.full_state_dict(rank0_only=False), row=row).differs_from(
             expected
         )
@@ -184,7 +166,7 @@ def _warned(rank: int, world: int) -> list[str]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zeroshard").addHandler(handler)
     with _fails(optimizer, 1):
-        _step(rank, 0, model, optimizer)
+        take_steps(rank, [0], model, optimizer)
     engine.reset()
     logging.getLogger("zeroshard").removeHandler(handler)
     engine.close()
@@ -209,12 +191,12 @@ def _one_in_the_step(rank: int, world: int, transport: str, row: str, directory:
     """
     expected = _plain(rank, [0, 1, 2])
     model, optimizer, engine = _made(row, transport)
-    losses = [_step(rank, 0, model, optimizer)]
+    losses = take_steps(rank, 1, model, optimizer)
     zs.save(directory, engine, step=1)
     with contextlib.suppress(OutOfMemory, StateError):
         optimizer.after = 2 if rank == 1 else None
         for _ in range(2):
-            _step(rank, 1, model, optimizer)
+            take_steps(rank, [1], model, optimizer)
     optimizer.after = None
     engine.reset()
     with pytest.raises(
@@ -228,7 +210,7 @@ def _one_in_the_step(rank: int, world: int, transport: str, row: str, directory:
     with pytest.raises(CheckpointError, match="load a checkpoint"):
         zs.save(directory, engine, step=2)
     zs.load(directory, engine, step=1)
-    losses += [_step(rank, step, model, optimizer) for step in (1, 2)]
+    losses += take_steps(rank, (1, 2), model, optimizer)
     assert Run(losses, engine.full_state_dict(rank0_only=False)).differs_from(expected) == []
     engine.close()
     return str(caught.value)
@@ -257,9 +239,9 @@ def test_ranks_that_have_finished_different_numbers_of_steps_are_told_after_rese
 def _different_parts(rank: int, world: int) -> str:
     """ddp: every rank holds all masters, and each fails after another part of them."""
     model, optimizer, engine = _made("ddp", "shared_memory")
-    _step(rank, 0, model, optimizer)
+    take_steps(rank, [0], model, optimizer)
     with _fails(optimizer, 2 + rank):
-        _step(rank, 1, model, optimizer)
+        take_steps(rank, [1], model, optimizer)
     engine.reset()
     with pytest.raises(StateError) as caught:
         model(*batch(rank, 1))
@@ -284,7 +266,7 @@ def _one_elsewhere(rank: int, world: int, transport: str, where: str, row: str) 
     """
     expected = _plain(rank, [0, 2])
     model, optimizer, engine = _made(row, transport, stall_timeout_s=60)
-    losses = [_step(rank, 0, model, optimizer)]
+    losses = take_steps(rank, 1, model, optimizer)
     handle = None
     if rank == 1 and where == "forward":
         handle = model.blocks[2].register_forward_pre_hook(_boom)
@@ -306,7 +288,7 @@ def _one_elsewhere(rank: int, world: int, transport: str, where: str, row: str) 
     )
     assert time.monotonic() - begin < 30
     engine.reset()
-    losses.append(_step(rank, 2, model, optimizer))
+    losses += take_steps(rank, [2], model, optimizer)
     differs = Run(losses, engine.full_state_dict(rank0_only=False)).differs_from(expected)
     engine.close()
     return differs
@@ -341,7 +323,7 @@ def _many(rank: int, world: int) -> None:
         if handle is not None:
             handle.remove()
         engine.reset()
-        _step(rank, step, model, optimizer)
+        take_steps(rank, [step], model, optimizer)
     engine.close()
 
 
@@ -355,8 +337,8 @@ def _late(rank: int, world: int) -> None:
     its own.
     """
     model, optimizer, engine = _made("zero3", "gloo", stall_timeout_s=1.5)
-    _step(rank, 0, model, optimizer)
-    engine._context.transport.control._notices = None  # as where the job's store is gone
+    take_steps(rank, [0], model, optimizer)
+    inside.lose_notices(engine)  # as where the job's store is gone
     if rank == 0:
         handle = model.blocks[1].register_forward_pre_hook(_boom)
         with pytest.raises(ZeroDivisionError):
@@ -369,7 +351,7 @@ def _late(rank: int, world: int) -> None:
                 model(*batch(rank, 1)).backward()
                 optimizer.step()
     engine.reset()
-    _step(rank, 1, model, optimizer)
+    take_steps(rank, [1], model, optimizer)
     engine.close()
 
 

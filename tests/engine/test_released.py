@@ -18,11 +18,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from tests.engine.common import ROWS, TRANSPORTS, batch, differences, make_model, two_groups
+from tests.engine.common import (
+    ROWS,
+    TRANSPORTS,
+    batch,
+    differences,
+    final_state,
+    make_model,
+    two_groups,
+    wrapped,
+)
+from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard import StateError
 from zeroshard.runtime.released import ReleasedParameter
-from zeroshard.runtime.unit import UnitState
 
 VOCABULARY, WIDTH = 37, 19
 
@@ -110,10 +119,8 @@ def _train(
     options: dict[str, Any] = {
         "comm": zs.Comm.model_validate({"transport": transport}),
         "units": UNITS[units],
-        "stall_timeout_s": 20,
     }
-    engine = None if kind == "torch-ddp" else zs.shard(model, optimizer, policy=kind, **options)
-    runs = DistributedDataParallel(model) if engine is None else model
+    runs, engine = wrapped(model, optimizer, kind, **options)
     losses = []
     for step in range(4):
         loss = USES[use](runs, *batch(rank, step))
@@ -127,10 +134,7 @@ def _train(
             )
         with torch.no_grad():
             losses.append(model(*batch(7, step)).item())
-    if engine is None:
-        return losses, {name: value.clone() for name, value in model.state_dict().items()}
-    state = engine.full_state_dict(rank0_only=False)
-    engine.close()
+    state = final_state(model, engine)
     assert all(type(p) is nn.Parameter for p in model.parameters())
     return losses, state
 
@@ -307,7 +311,5 @@ def test_every_unit_rests_after_shard(row: str, trained: bool) -> None:
     """What shard() itself looks at gathers nothing."""
     model = make_model()
     engine = zs.shard(model, two_groups(model) if trained else None, policy=row)
-    assert all(
-        unit.state is UnitState.RESTING and unit.depth == 0 for unit in engine._weights.units
-    )
+    assert inside.is_at_rest(engine)
     engine.close()

@@ -4,11 +4,14 @@ whole weights, for every row, lowering and codec.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 import zeroshard as zs
-from tests.engine.common import ROWS, Net, batch, padded_numel, two_groups
+from tests.engine.common import ROWS, Net, batch, two_groups
+from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard.core.cost import LinkBytes
 from zeroshard.core.placement import Mesh
@@ -56,21 +59,21 @@ def _counted(rank: int, world: int, cases: list[Case]) -> list[tuple[int, Counte
         engine = zs.shard(
             model, optimizer, policy=row, precision="bf16", comm=comm, stall_timeout_s=20
         )
-        engine._context.transport.begin_write()  # what shard() has published is here
+        inside.wait_published(engine)  # what shard() has published is here
         _taken(engine)
         for micro in range(3):
-            engine._backward.sync = micro == 2
-            model(*batch(rank, micro)).backward()
+            with engine.no_sync() if micro < 2 else nullcontext():
+                model(*batch(rank, micro)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        engine._context.transport.begin_write()  # what is published arrives in this step
+        inside.wait_published(engine)  # what is published arrives in this step
         step = _taken(engine)
         with torch.no_grad():
             model(batch(rank, 0)[0])  # replicated weights are gathered by now
         _taken(engine)
         with engine.gathered():
             raw = _taken(engine)
-        out.append((padded_numel(engine), step, raw))
+        out.append((inside.padded_numel(engine), step, raw))
         engine.close()
     return out
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from tests.support import inside
 from tests.support.harness import run_ranks
 from tests.support.paced_link import Paced
 from zeroshard.core.split import balanced
@@ -56,8 +57,7 @@ def _train(
         engine.clip_grad_norm_(0.1)
         optimizer.step()
         optimizer.zero_grad()
-        balance = engine._tiles.balance
-        if not settled_after and balance is not None and balance.settled:
+        if not settled_after and inside.is_balanced(engine):
             settled_after = step + 1
             if link is not None:
                 break

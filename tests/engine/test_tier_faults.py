@@ -26,6 +26,7 @@ import torch
 import zeroshard as zs
 import zeroshard.tier.disk as disk_tier
 from tests.engine.common import TRANSPORTS, Net, Run, batch, make_model, two_groups
+from tests.support import inside
 from tests.support.broken_storage import Broken, patched
 from tests.support.harness import ROOT, run_ranks, spawn_ranks
 from zeroshard import CheckpointError, StateError, StorageError
@@ -339,7 +340,7 @@ def _reference(rank: int, world: int, case: Case, folder: Path) -> tuple[Run, Pa
 
 def _tamper(case: Case, engine: zs.Engine) -> None:
     """Cut, alter or delete the file of a state."""
-    (store,) = engine._context.tiering.stores.values()
+    (store,) = inside.stores(engine).values()
     name = next(name for name in sorted(os.listdir(store.path)) if case.key in name)
     path = store.path / name
     if case.verb == "cut":
@@ -905,8 +906,7 @@ def _abandoned(rank: int, world: int, transport: str, path: str) -> list[str]:
     handle.remove()
     training.engine.reset()
     # memory that a read would write to is somebody else's by now
-    for unit in training.engine._weights.units:
-        unit.segments[0].flat.full.untyped_storage().resize_(0)
+    inside.drop_full_weights(training.engine)
     training.step(2)
     reference.step(2)
     runs = [Run([], t.engine.full_state_dict(rank0_only=False)) for t in (training, reference)]

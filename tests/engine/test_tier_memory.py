@@ -19,8 +19,9 @@ from torch import nn
 import zeroshard as zs
 from benchmarks.model import GPT
 from benchmarks.plan import Size
-from tests.engine.common import batch, make_model
+from tests.engine.common import batch, make_model, take_steps
 from tests.engine.test_memory import _live_storages
+from tests.support import inside
 from tests.support.harness import run_ranks, spawn_ranks
 from zeroshard.core.layout import ALIGN
 from zeroshard.core.placement import Mesh, Tier
@@ -53,21 +54,15 @@ class Census:
 
 
 def _census(engine: Any, before: dict[int, int]) -> Census:
-    for path in engine._backward._landing:
-        path.land()  # a sum on its way to another tier is still here
+    inside.flush_gradients(engine)  # a sum on its way to another tier is still here
     gc.collect()
     report = engine.memory()
     live = sum(size for address, size in _live_storages().items() if address not in before)
     accounts = {
         tier.value: (store.account.live, store.account.peak)
-        for tier, store in engine._context.tiering.stores.items()
+        for tier, store in inside.stores(engine).items()
     }
-    idle: dict[str, int] = {}
-    for path in engine._backward.paths():
-        for storage in path._place._idle:
-            idle[storage.tier.value] = (
-                idle.get(storage.tier.value, 0) + storage.numel * storage.dtype.itemsize
-            )
+    idle = inside.idle_gradient_bytes(engine)
     return Census(live, report.tiers, report.at_rest, accounts, report.tier_peaks, idle)
 
 
@@ -88,10 +83,7 @@ def _rests(
         comm=zs.Comm(transport="gloo"),
         offload=zs.Offload(**tiers, **disk),
     )
-    for step in range(2):
-        model(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(rank, 2, model, optimizer)
     with torch.no_grad():  # finishes the publish of replicated rows
         model(batch(rank, 0)[0])
     after_step = _census(engine, before)
@@ -101,7 +93,7 @@ def _rests(
     between = _census(engine, before)
     readable += _readable(engine, optimizer)
     optimizer.zero_grad()
-    largest = max(unit.nominal_bytes for unit in engine._weights.units)
+    largest = inside.largest_unit_bytes(engine)
     out = {
         "numel": numel,
         "after_step": after_step,
@@ -117,7 +109,7 @@ def _readable(engine: Any, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return what of the optimizer can be read as numbers although it rests elsewhere, or cannot
     although it rests here.
     """
-    away = {id(shard.tensor): shard.taken.off_device for shard in engine._sharded.pieces()}
+    away = inside.pieces_off_device(engine)
     wrong = []
     for group in optimizer.param_groups:
         for piece in group["params"]:
@@ -125,7 +117,7 @@ def _readable(engine: Any, optimizer: torch.optim.Optimizer) -> list[str]:
             for name, value in values.items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.numel():
                     is_nan = bool(value.isnan().all()) and value.untyped_storage().nbytes() <= 16
-                    if is_nan is not away.get(id(piece), False):
+                    if is_nan is not (id(piece) in away):
                         wrong.append(f"{name} {list(value.shape)}")
     return wrong
 
@@ -245,8 +237,7 @@ def _run(model: nn.Module, offload: zs.Offload, folder: Path, steps: int) -> Non
         if step == 1:
             zs.save(folder, engine, step=step)
             zs.load(folder, engine)
-    engine._sharded.join()
-    engine._context.tiering.close()  # not engine.close(), which gives the whole model back
+    inside.close_stores(engine)
 
 
 def _resident(rank: int, world: int, path: str, optimizer: str) -> tuple[int, int]:
@@ -328,10 +319,10 @@ def _large(rank: int, world: int, path: str) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(loss.item())
         seconds.append(time.perf_counter() - begin)
-    engine._sharded.join()
+    engine.states.join_step()
     peak = _status()["VmHWM"]
     states = 16 * sum(p.numel() for p in model.parameters())
-    engine._context.tiering.close()
+    inside.close_stores(engine)
     return {
         "peak": peak,
         "imported": imported,

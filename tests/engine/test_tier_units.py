@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from tests.engine.common import batch, make_model, train, two_groups
+from tests.engine.common import make_model, take_steps, train, two_groups
+from tests.support import inside
 from tests.support.harness import run_ranks
 
 CHECKPOINTS = {"kept": None, "recomputed": False, "reentrant": True}
@@ -105,28 +106,14 @@ def _slow_step(rank: int, world: int, precision: str) -> dict[str, list[str]]:
         optimizer = two_groups(model)
         offload = zs.Offload(grad="host", optimizer=optimizer_tier, fraction=0.4)
         engine = zs.shard(model, optimizer, policy="zero2", precision=precision, offload=offload)
-        run = engine._sharded.runner._step
-
-        def slow(*args: Any, run: Any = run) -> None:
-            time.sleep(0.005)
-            run(*args)
-
-        engine._sharded.runner._step = slow
-        _steps(engine, model, optimizer)
+        inside.delay_tiles(engine, lambda: time.sleep(0.005))
+        take_steps(0, 4, model, optimizer, engine, micro_batches=2)
         state = engine.full_state_dict(rank0_only=False)
         engine.close()
         out[optimizer_tier] = [
             name for name, value in state.items() if not torch.equal(value, reference.state[name])
         ]
     return out
-
-
-def _steps(engine: zs.Engine, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for step in range(4):
-        for micro in range(2):
-            engine.backward(model(*batch(0, 2 * step + micro)))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -12,7 +12,7 @@ import torch
 from torch.func import functional_call, grad, jvp, vmap
 
 import zeroshard as zs
-from tests.engine.common import TRANSPORTS, Net, batch, make_model, two_groups
+from tests.engine.common import TRANSPORTS, Net, batch, final_state, make_model, two_groups, wrapped
 from tests.support.harness import run_ranks
 from zeroshard.errors import StateError
 
@@ -63,13 +63,7 @@ def _numbers(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     model = make_model()
     optimizer = two_groups(model)
-    engine = (
-        None
-        if row is None
-        else zs.shard(
-            model, optimizer, policy=row, comm=zs.Comm(transport=transport), stall_timeout_s=20
-        )
-    )
+    _, engine = wrapped(model, optimizer, row or "plain", comm=zs.Comm(transport=transport))
     for _ in range(2):
         with engine.gathered() if engine is not None and gathered else nullcontext():
             loss = program(model)
@@ -78,14 +72,7 @@ def _numbers(
             model(X, Y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    state = (
-        {name: value.clone() for name, value in model.state_dict().items()}
-        if engine is None
-        else engine.full_state_dict(rank0_only=False)
-    )
-    if engine is not None:
-        engine.close()
-    return loss.item(), state
+    return loss.item(), final_state(model, engine)
 
 
 def _equal(rank: int, world: int, row: str, transport: str, gathered: bool) -> None:

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.engine.cases import Backward, ByHand, Case, seeded, simple, train_case
-from tests.engine.common import ROWS, batch, two_groups
+from tests.engine.common import ROWS, batch, take_steps, two_groups
+from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard.errors import PlanMismatch
 
@@ -327,14 +328,10 @@ def _verified(rank: int, world: int, row: str) -> str:
         model, optimizer, policy=row, verify_every=1, units=CUTS["halves"], stall_timeout_s=20
     )
     routes = [_plain("0a", "2b"), _plain("1a")][rank]
-    for step in range(3):
-        model(*batch(rank, step), routes).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    unit = next(unit for unit in engine._weights.units if unit.name == "blocks.1")
+    take_steps(rank, 3, model, optimizer, data=lambda rank, step: (*batch(rank, step), routes))
     loss = model(*batch(rank, 3), routes)
     if rank == 1:
-        unit.segments[0].flat.full[5] += 1.0
+        inside.full_weights(engine, "blocks.1")[5] += 1.0
     loss.backward()
     try:
         optimizer.step()
@@ -372,12 +369,14 @@ def _in_parts(rank: int, world: int) -> dict[str, Any]:
     optimizer = two_groups(model)
     engine = zs.shard(model, optimizer, policy="zero2", units=_holds_parameters, stall_timeout_s=20)
     reduced: list[str] = []
-    unit = next(unit for unit in engine._weights.units if unit.name == "norm")
-    engine._weights.trace = lambda event, name: reduced.append(name) if event == "reduce" else None
-    model(*batch(rank, 0)).backward()
-    path = unit.trainable[0].grad
-    assert path is not None
-    return {"reduced": reduced, "left": path.has_local}
+
+    def note(event: str, name: str) -> None:
+        if event == "reduce":
+            reduced.append(name)
+
+    with inside.traced(engine, note):
+        model(*batch(rank, 0)).backward()
+    return {"reduced": reduced, "left": inside.has_local_gradient(engine, "norm")}
 
 
 def test_a_unit_that_gets_more_in_a_nested_backward_is_reduced_after_it() -> None:

@@ -8,13 +8,15 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 import zeroshard as zs
-from tests.engine.common import ROWS, Net, batch, padded_numel, two_groups
+from tests.engine.common import ROWS, Net, batch, take_steps, two_groups
+from tests.support import inside
 from tests.support.harness import ROOT, run_ranks
 from zeroshard.core.cost import Wires
 from zeroshard.core.placement import Mesh
@@ -43,13 +45,13 @@ def _counted(
             comm=zs.Comm(transport=transport),
             stall_timeout_s=20,
         )
-        padded = padded_numel(engine)
+        padded = inside.padded_numel(engine)
         for micro_batches, no_sync in ((1, False), (1, False), (2, False), (2, True)):
             engine.reset_traffic()
             for micro in range(micro_batches):
-                engine._backward.sync = not (no_sync and micro < micro_batches - 1)
-                model(*batch(rank, micro)).backward()
-            engine._backward.sync = True
+                hold = no_sync and micro < micro_batches - 1
+                with engine.no_sync() if hold else nullcontext():
+                    model(*batch(rank, micro)).backward()
             optimizer.step()
             optimizer.zero_grad()
             counted = engine.traffic().bytes
@@ -117,16 +119,13 @@ def _interface(rank: int, world: int, row: str) -> tuple[int, int, float]:
     engine.reset_traffic()
     before = loopback()
     torch.distributed.barrier()
-    for step in range(4):
-        model(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(rank, 4, model, optimizer)
     with torch.no_grad():
         if row in ("zero1", "zero2"):
             model(batch(rank, 0)[0])  # the last publish arrives
     torch.distributed.barrier()
     crossed = loopback() - before
-    padded = padded_numel(engine)
+    padded = inside.padded_numel(engine)
     formula = (
         4
         * policy_row(row)
@@ -210,14 +209,9 @@ def _adapter(rank: int, world: int, row: str) -> dict[str, Any]:
         model(*batch(rank, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        engine._context.transport.begin_write()
+        inside.wait_published(engine)
         payload.append(engine.traffic().bytes.get("all_gather", 0))
-    trained = sum(
-        segment.flat.layout.numel
-        for unit in engine._weights.units
-        for segment in unit.segments
-        if segment.grad is not None
-    )
+    trained = inside.padded_numel(engine, trained=True)
     frozen = model.embed.weight.detach().clone()
     engine.close()
     return {"payload": payload[1], "trained": trained, "frozen": frozen}

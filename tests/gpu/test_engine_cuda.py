@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import zeroshard as zs
-from tests.engine.common import ROWS, Net, batch, two_groups
+from tests.engine.common import ROWS, Net, batch, take_steps, two_groups
 from tests.support.harness import run_ranks
 
 pytestmark = [
@@ -39,6 +39,10 @@ def nccl_group(tmp_path: Path) -> Any:
     )
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+def _data(rank: int, step: int) -> list[torch.Tensor]:
+    return [tokens.to(DEVICE) for tokens in batch(rank, step)]
 
 
 def _train(
@@ -98,7 +102,7 @@ def test_memory_is_steady_over_fifty_steps_of_stage_three(nccl_group: Any) -> No
     engine = zs.shard(model, optimizer, stage=3, comm=zs.Comm(transport="nccl"))
     gaps = []
     for step in range(50):
-        model(*(t.to(DEVICE) for t in batch(0, step))).backward()
+        model(*_data(0, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
@@ -121,10 +125,7 @@ def _over_gloo(rank: int, world: int, row: str) -> dict[str, torch.Tensor]:
     optimizer = two_groups(model)
     mesh = {"node_size": 1} if row in MESH_ROWS else {}
     engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(transport="gloo", **mesh))  # type: ignore[arg-type]
-    for step in range(10):
-        model(*(t.to(DEVICE) for t in batch(rank, step))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(rank, 10, model, optimizer, data=_data)
     state = engine.full_state_dict(rank0_only=False)
     engine.close()
     return state

@@ -21,7 +21,8 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.engine.common import Net, batch, two_groups
+from tests.engine.common import Net, batch, take_steps, two_groups
+from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard.core.placement import Tier
 from zeroshard.optim.copies import TileOptimizer
@@ -60,6 +61,10 @@ def _net(width: int = 64, layers: int = 6) -> Net:
     return Net(width=width, layers=layers).to(DEVICE)
 
 
+def _data(rank: int, step: int) -> list[torch.Tensor]:
+    return [tokens.to(DEVICE) for tokens in batch(rank, step)]
+
+
 def _train(
     row: str,
     tiers: dict[str, Any],
@@ -75,14 +80,7 @@ def _train(
     engine = zs.shard(
         model, optimizer, policy=row, precision=precision, offload=_offload(tiers, path), **options
     )
-    losses = []
-    for step in range(STEPS):
-        loss = model(*(t.to(DEVICE) for t in batch(rank, step)))
-        engine.backward(loss)
-        engine.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = take_steps(rank, STEPS, model, optimizer, engine, clip=1.0, data=_data)
     state = engine.full_state_dict(rank0_only=False)
     pieces = [
         (piece.tensor.device.type, piece.taken is not Taken.BY_USER)
@@ -172,15 +170,14 @@ def test_the_host_step_works_in_pinned_memory(
     engine = zs.shard(model, optimizer, policy=row, offload=_offload(tiers, tmp_path))
     for number in range(2):
         if number == 1:
-            monkeypatch.setattr(
-                TileOptimizer, "step", watched
-            )  # the first step makes its moments anew
-        model(*(t.to(DEVICE) for t in batch(0, number))).backward()
+            # the first step makes its moments anew
+            monkeypatch.setattr(TileOptimizer, "step", watched)
+        model(*_data(0, number)).backward()
         optimizer.step()
         optimizer.zero_grad()
     engine.states.join_step()
     assert len(seen) > 4 * len(list(model.parameters())) / 2 and set(seen) == {("cpu", True)}
-    for storage in getattr(engine._context.tiering.stores.get(Tier.HOST), "storages", []):
+    for storage in getattr(inside.stores(engine).get(Tier.HOST), "storages", []):
         assert torch.frombuffer(storage._memory, dtype=torch.uint8).is_pinned(), storage.key
     engine.close()
 
@@ -216,7 +213,7 @@ def test_memory_is_steady_over_fifty_steps(row: str, tiers: dict[str, str]) -> N
     engine = zs.shard(model, optimizer, policy=row, offload=_offload(tiers, None))
     gaps, held = [], []
     for step in range(50):
-        model(*(t.to(DEVICE) for t in batch(0, step))).backward()
+        model(*_data(0, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
@@ -237,7 +234,7 @@ def test_what_leaves_the_device_leaves_its_memory() -> None:
         numel = sum(parameter.numel() for parameter in model.parameters())
         optimizer = two_groups(model)
         engine = zs.shard(model, optimizer, stage=3, offload=_offload(tiers, None))
-        model(*(t.to(DEVICE) for t in batch(0, 0))).backward()
+        model(*_data(0, 0)).backward()
         optimizer.step()
         optimizer.zero_grad()
         engine.states.join_step()
@@ -286,9 +283,7 @@ class _Timed:
 
     @property
     def host_s(self) -> float:
-        sharded = self.engine._sharded
-        assert sharded is not None
-        return sharded.runner.step_s
+        return inside.tile_seconds(self.engine)
 
 
 def _copy_s(num_bytes: int, *, to_host: bool) -> float:

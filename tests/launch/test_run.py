@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.harness import is_running
 from zeroshard.launch.run import SIGNAL_GRACE_S
 
 PROGRAM = str(Path(sys.executable).parent / "zeroshard")
@@ -89,13 +90,6 @@ def _wait_until(condition: Callable[[], bool], timeout: float) -> None:
     while not condition():
         assert time.monotonic() - begin < timeout, f"not within {timeout} s"
         time.sleep(0.01)
-
-
-def _running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 Launch = Callable[..., _Job]
@@ -301,7 +295,7 @@ def test_ranks_that_ignore_the_request_to_end_are_gone_when_the_grace_is_over(
     code, _, stderr = job.end(timeout=BEFORE_TORCHRUN_S)
     assert code == 1
     assert "rank 0 failed first" in stderr
-    assert not any(map(_running, pids))
+    assert not any(map(is_running, pids))
 
 
 TRAIN = """
@@ -423,7 +417,7 @@ def test_what_a_failing_rank_has_started_ends_with_it(launch: Launch) -> None:
         if (job.directory / f"child-{rank}").exists()
     ]
     assert children
-    _wait_until(lambda: not any(map(_running, children)), 5)
+    _wait_until(lambda: not any(map(is_running, children)), 5)
 
 
 def test_when_the_launcher_is_killed_nothing_is_left_of_the_job(
@@ -444,7 +438,7 @@ def test_when_the_launcher_is_killed_nothing_is_left_of_the_job(
     assert [path.name.startswith("zeroshard-run-") for path in temporary.iterdir()] == [True]
     job.process.kill()
     _wait_until(
-        lambda: not any(map(_running, [*pids, *children])) and not list(temporary.iterdir()), 10
+        lambda: not any(map(is_running, [*pids, *children])) and not list(temporary.iterdir()), 10
     )
 
 
@@ -487,7 +481,7 @@ def test_a_killed_rank_ends_the_job_when_the_grace_is_over_and_is_named(
     assert code == 128 + signal.SIGKILL
     assert stderr.splitlines()[-1].startswith("zeroshard run: rank 1 failed first, ")
     assert "killed by SIGKILL" in stderr.splitlines()[-1]
-    assert not any(map(_running, pids))
+    assert not any(map(is_running, pids))
 
 
 @pytest.mark.slow
@@ -500,7 +494,7 @@ def test_a_rank_killed_at_a_random_moment_is_named(launch: Launch, seed: int) ->
     code, _, stderr = job.end(timeout=BEFORE_TORCHRUN_S)
     assert code == 137
     assert f"rank {seed % 3} failed first" in stderr.splitlines()[-1]
-    assert not any(map(_running, pids))
+    assert not any(map(is_running, pids))
 
 
 @pytest.mark.parametrize("stop", [False, True], ids=["running", "stopped"])
@@ -510,7 +504,7 @@ def test_when_the_launcher_is_killed_the_ranks_die(launch: Launch, stop: bool) -
     if stop:
         os.kill(pids[0], signal.SIGSTOP)
     job.process.kill()
-    _wait_until(lambda: not any(map(_running, pids)), 20)
+    _wait_until(lambda: not any(map(is_running, pids)), 20)
     assert job.end()[0] == -signal.SIGKILL
 
 
@@ -526,7 +520,7 @@ def test_a_signal_to_the_launcher_ends_the_ranks_and_is_said(
     code, _, stderr = job.end(timeout=BEFORE_TORCHRUN_S)
     assert code == 128 + number
     assert stderr == f"zeroshard run: ended by {number.name}\n"
-    assert not any(map(_running, pids))
+    assert not any(map(is_running, pids))
 
 
 def test_a_group_that_is_started_again_says_why_and_may_succeed(launch: Launch) -> None:

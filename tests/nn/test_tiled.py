@@ -13,19 +13,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.engine.common import (
     ROWS,
     Block,
     Net,
+    Recomputed,
     batch,
-    gradient_buffer_bytes,
     make_model,
     train,
     two_groups,
 )
+from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard.errors import CheckpointError, ConfigError, StateError
 from zeroshard.nn.deferred import is_deferred
@@ -468,17 +468,13 @@ def _peak(
     engine = zs.shard(
         model, optimizer, stage=3, comm=zs.Comm.model_validate({"transport": transport}), **options
     )
-    segments = [segment for unit in engine._weights.units for segment in unit.segments]
     sampled = 0
 
     def sample(*_: Any) -> None:
         nonlocal sampled
-        full = (
-            0
-            if transport == "shared_memory" and world > 1
-            else sum(s.flat.full.untyped_storage().nbytes() for s in segments)
-        )
-        sampled = max(sampled, full + gradient_buffer_bytes(segments))
+        is_mapped = transport == "shared_memory" and world > 1
+        full = 0 if is_mapped else inside.full_bytes(engine)
+        sampled = max(sampled, full + inside.gradient_buffer_bytes(engine))
 
     for module in model.modules():
         module.register_forward_pre_hook(sample)
@@ -540,9 +536,8 @@ def _events(rank: int, world: int) -> list[tuple[str, str]]:
         units=[Stack.Part],
     )
     events: list[tuple[str, str]] = []
-    engine._weights.trace = lambda what, name: events.append((what, name.rpartition(".")[2]))
-    model(torch.randn(3, Stack.WIDTH)).backward()
-    engine._weights.trace = None
+    with inside.traced(engine, lambda what, name: events.append((what, name.rpartition(".")[2]))):
+        model(torch.randn(3, Stack.WIDTH)).backward()
     engine.close()
     return [(what, name) for what, name in events if name.startswith("tile") and what != "gather"]
 
@@ -557,15 +552,6 @@ def test_tiles_are_gathered_and_released_one_at_a_time() -> None:
 
 
 # ----------------------------------------------------------------------------------------- training
-
-
-class Recomputed(Net):
-    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
-        h = self.embed(x)
-        for block in self.blocks:
-            h = checkpoint(block, h, use_reentrant=False)
-        assert y is not None
-        return nn.functional.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
 
 
 def _recomputed() -> Net:

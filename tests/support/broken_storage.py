@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ import zeroshard.tier.disk as disk_tier
 import zeroshard.tier.host as host_tier
 import zeroshard.tier.swapdir as swapdir
 
-__all__ = ["Broken", "patched"]
+__all__ = ["Broken", "file_limit", "patched"]
 
 
 class Broken:
@@ -91,6 +92,17 @@ def patched(module: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(module, name, real)
+
+
+@contextlib.contextmanager
+def file_limit(num_bytes: int) -> Iterator[None]:
+    """Let this process write no file beyond so many bytes: a disk that is full for it alone."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def _full(fd: int, num_bytes: int) -> None:

@@ -43,6 +43,7 @@ __all__ = [
     "RankFailure",
     "close_pools",
     "die_with_parent",
+    "is_running",
     "run_ranks",
     "spawn_ranks",
 ]
@@ -112,6 +113,14 @@ def die_with_parent(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:  # the parent died before the request
         os._exit(1)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether the process `pid` is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 # ------------------------------------------------------------------------------------ in the worker

@@ -22,7 +22,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.broken_storage import file_limit
 from tests.support.harness import ROOT
 from tests.support.paced_link import Paced
 from zeroshard.errors import StorageError
@@ -268,16 +268,6 @@ def test_a_write_waits_for_the_overlapping_read_before_it(
 
 
 # ------------------------------------------------------------------------------- full, no directory
-
-
-@contextmanager
-def file_limit(num_bytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def check_full(store: DiskStore, num_bytes: int) -> None:

@@ -1,0 +1,253 @@
+"""What tests ask of an engine's inside: the only file in tests that knows its private names.
+
+A test that can say what it means through the public API (``engine.memory()``,
+``engine.traffic()``, ``engine.states``) does that instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import zeroshard as zs
+from zeroshard.comm.transport import Transport
+from zeroshard.core.placement import Tier
+from zeroshard.optim.shards import ParamShard
+from zeroshard.optim.scaler import LossScaler
+from zeroshard.runtime.gradients import GradientPath
+from zeroshard.runtime.segment import Segment
+from zeroshard.runtime.unit import Unit, UnitState
+from zeroshard.tier.store import Store
+
+# ------------------------------------------------------------------------------------------- units
+
+
+def units(engine: zs.Engine) -> list[Unit]:
+    """Return the units of `engine`, in order."""
+    return list(engine._weights.units)
+
+
+def unit(engine: zs.Engine, name: str) -> Unit:
+    """Return the unit called `name`."""
+    return next(unit for unit in units(engine) if unit.name == name)
+
+
+def segments(engine: zs.Engine) -> list[Segment]:
+    """Return the segments of every unit, in order."""
+    return [segment for unit in units(engine) for segment in unit.segments]
+
+
+def padded_numel(engine: zs.Engine, *, trained: bool = False) -> int:
+    """Return the elements of all flat buffers (or of those that are `trained`), padding
+    included.
+    """
+    return sum(
+        segment.flat.layout.numel
+        for segment in segments(engine)
+        if not trained or segment.grad is not None
+    )
+
+
+def largest_unit_bytes(engine: zs.Engine) -> int:
+    """Return the bytes of the largest unit when it is gathered."""
+    return max(unit.nominal_bytes for unit in units(engine))
+
+
+def is_at_rest(engine: zs.Engine) -> bool:
+    """Return whether no unit is gathered or used."""
+    return not gathered(engine) and all(unit.depth == 0 for unit in units(engine))
+
+
+def is_unused(engine: zs.Engine) -> bool:
+    """Return whether no unit is in a forward or a backward; it may still be gathered."""
+    return all(not unit.in_backward and unit.depth == 0 for unit in units(engine))
+
+
+def is_gathering(engine: zs.Engine) -> bool:
+    """Return whether any unit is on its way."""
+    return any(unit.state is UnitState.GATHERING for unit in units(engine))
+
+
+def gathered(engine: zs.Engine) -> list[str]:
+    """Return the names of the units that are gathered, or being gathered."""
+    return [unit.name for unit in units(engine) if unit.state is not UnitState.RESTING]
+
+
+@contextmanager
+def traced(engine: zs.Engine, note: Callable[[str, str], None]) -> Iterator[None]:
+    """Call `note` with each event of a unit inside ("gather", "use", "release", "reduce", ...)
+    and the unit's name.
+    """
+    engine._weights.trace = note
+    try:
+        yield
+    finally:
+        engine._weights.trace = None
+
+
+# --------------------------------------------------------------------------------- weights, memory
+
+
+def full_weights(engine: zs.Engine, name: str) -> torch.Tensor:
+    """Return the buffer [numel] into which the first segment of the unit `name` is gathered."""
+    return unit(engine, name).segments[0].flat.full
+
+
+def full_bytes(engine: zs.Engine) -> int:
+    """Return the bytes of the buffers into which weights are gathered, as they are now."""
+    return sum(segment.flat.full.untyped_storage().nbytes() for segment in segments(engine))
+
+
+def drop_full_weights(engine: zs.Engine) -> None:
+    """Take the memory from under the buffers into which weights are gathered."""
+    for unit in units(engine):
+        unit.segments[0].flat.full.untyped_storage().resize_(0)
+
+
+def column_bytes(engine: zs.Engine) -> int:
+    """Return the bytes of the columns that `hpz` keeps for the backward."""
+    return sum(segment.flat.column_bytes for segment in segments(engine))
+
+
+def alter_weights_at_rest(engine: zs.Engine) -> None:
+    """Change one number of what this rank holds of the second unit."""
+    flat = units(engine)[1].segments[0].flat
+    flat.arrive()
+    flat.rest.whole[5] += 1.0
+
+
+def frozen_bytes_and_numel(engine: zs.Engine) -> tuple[int, int]:
+    """Return the bytes at rest of the segments without gradient, and their elements in all."""
+    frozen = [segment.flat for segment in segments(engine) if segment.grad is None]
+    return sum(flat.rest_bytes for flat in frozen), sum(flat.layout.numel for flat in frozen)
+
+
+# --------------------------------------------------------------------------------------- gradients
+
+
+def has_local_gradient(engine: zs.Engine, name: str) -> bool:
+    """Return whether the unit `name` has a gradient that has not been reduced."""
+    path = unit(engine, name).trainable[0].grad
+    assert path is not None
+    return path.has_local
+
+
+def reducing(engine: zs.Engine) -> list[str]:
+    """Return the names of the units whose gradients are being reduced."""
+    paths = [(unit.name, unit.trainable[0].grad) for unit in units(engine)]
+    return [name for name, path in paths if path is not None and path.in_flight]
+
+
+def gradient_buffer_bytes(engine: zs.Engine) -> int:
+    """Return the bytes of gradient buffers that are being filled or reduced now; memory that the
+    pool has lent again counts for its last loan.
+    """
+    paths = [segment.grad for segment in segments(engine) if segment.grad is not None]
+    reductions = [path.reduction for path in paths if path.reduction is not None]
+    loans = [reduction.loan for reduction in reductions if reduction.loan is not None]
+    return sum(path.bucket.num_bytes for path in paths if path.bucket.is_open) + sum(
+        loan.num_bytes for loan in loans if not loan.lent_again
+    )
+
+
+def flush_gradients(engine: zs.Engine) -> None:
+    """Wait for the sums that are on their way to another tier."""
+    for path in engine._backward._landing:
+        path.land()
+
+
+def idle_gradient_bytes(engine: zs.Engine) -> dict[str, int]:
+    """Return, by tier, the bytes that are kept for the next gradient."""
+    idle: dict[str, int] = {}
+    paths: list[GradientPath] = list(engine._backward.paths())
+    for path in paths:
+        for storage in path._place._idle:
+            num_bytes = storage.numel * storage.dtype.itemsize
+            idle[storage.tier.value] = idle.get(storage.tier.value, 0) + num_bytes
+    return idle
+
+
+# --------------------------------------------------------------------------------------- optimizer
+
+
+def param_shards(engine: zs.Engine) -> list[ParamShard]:
+    """Return the pieces of parameters that this rank steps."""
+    assert engine._sharded is not None
+    return list(engine._sharded.pieces())
+
+
+def tile_seconds(engine: zs.Engine) -> float:
+    """Return how long the tiles of the last step took that the engine steps itself."""
+    assert engine._sharded is not None
+    return engine._sharded.runner.step_s
+
+
+def delay_tiles(engine: zs.Engine, delay: Callable[[], None]) -> None:
+    """Call `delay` before each tile that the engine steps itself."""
+    assert engine._sharded is not None
+    runner: Any = engine._sharded.runner
+    run = runner._step
+
+    def slow(*args: Any) -> None:
+        delay()
+        run(*args)
+
+    runner._step = slow
+
+
+def pieces_off_device(engine: zs.Engine) -> set[int]:
+    """Return the ids of the stepped tensors whose numbers are on the host or on disk."""
+    return {id(shard.tensor) for shard in param_shards(engine) if shard.taken.off_device}
+
+
+def loss_scaler(engine: zs.Engine) -> LossScaler | None:
+    """Return the fp16 loss scaler, None in other precisions."""
+    return engine._scaler
+
+
+def is_balanced(engine: zs.Engine) -> bool:
+    """Return whether ``fraction="auto"`` has come to its fraction."""
+    balance = None if engine._tiles is None else engine._tiles.balance
+    return balance is not None and balance.settled
+
+
+# ------------------------------------------------------------------------------- transport, stores
+
+
+def transport(engine: zs.Engine) -> Transport:
+    """Return what moves bytes between the ranks."""
+    return engine._context.transport
+
+
+def wait_published(engine: zs.Engine) -> None:
+    """Return when the weights that the last step published have arrived on this rank."""
+    transport(engine).begin_write()
+
+
+def lose_notices(engine: zs.Engine) -> None:
+    """Do as where the store through which ranks tell of their errors is gone."""
+    unnoticed: Any = transport(engine).control
+    unnoticed._notices = None
+
+
+def slot_bytes(engine: zs.Engine) -> tuple[int, int]:
+    """Return the bytes of shared memory in slots, and the limit of what the pool keeps."""
+    shared: Any = transport(engine)
+    slots = shared.collectives.slots
+    return slots.total_bytes(), slots._limit_bytes
+
+
+def stores(engine: zs.Engine) -> dict[Tier, Store]:
+    """Return the stores of the tiers in use beyond the device."""
+    return dict(engine._context.tiering.stores)
+
+
+def close_stores(engine: zs.Engine) -> None:
+    """Wait for a step under way and close the stores; the model stays as it is, unlike in
+    ``engine.close()``, which brings all of it to the device.
+    """
+    engine.states.join_step()
+    engine._context.tiering.close()
