@@ -55,8 +55,7 @@ def export(
     max_shard_bytes: int = 5_000_000_000,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Write the checkpoint in the directory `step` to `out`, which must not exist: a directory,
-    or one file for ``torch``.
+    """Write the step in the directory `step` to `out`, a new directory (a file for ``torch``).
 
     Parameters are converted to `dtype` (default: as they were saved), the rest keeps its own.
     `max_shard_bytes` is for ``hf``: a new file begins where one would have more. `progress` is told
@@ -112,9 +111,7 @@ class _Source:
         self._pieces = self.manifest.pieces()
 
     def items(self) -> list[_Item]:
-        """Return all parameters, then rank 0's buffers; raise CheckpointError where one is
-        incomplete.
-        """
+        """Return all parameters and rank 0's buffers. Raises CheckpointError where one has gaps."""
         found = [self._item(name, VALUE, self._dtype) for name in self.manifest.parameters]
         for key, entry in self.manifest.loose().items():
             if key.startswith(BUFFER) and key.endswith("@0"):
@@ -138,9 +135,7 @@ class _Source:
         )
 
     def rows(self, item: _Item) -> Iterator[torch.Tensor]:
-        """Yield the elements of a tensor in row order, in 1-D tensors of at most a chunk each;
-        every one is valid until the next.
-        """
+        """Yield a tensor in row order, 1-D, a chunk at a time, each valid until the next."""
         if item.entry.stride == _row_stride(item.entry.shape) or item.entry.numel < 2:
             yield from self._chunks(item)
         else:
@@ -238,9 +233,7 @@ def _parts(source: _Source, header: bytes, group: list[_Item]) -> Iterator[Any]:
 
 
 def _split(items: list[_Item], max_bytes: int) -> list[list[_Item]]:
-    """Return `items` in files of at most `max_bytes`, in their order; a larger one has a file of
-    its own.
-    """
+    """Return `items` in files of at most `max_bytes`, in order; a larger item gets its own file."""
     groups: list[list[_Item]] = [[]]
     filled = 0
     for item in items:
@@ -313,9 +306,7 @@ def _write_torch(source: _Source, items: list[_Item], path: Path) -> None:
 
 
 def _write_dcp(source: _Source, items: list[_Item], directory: Path) -> None:
-    """Write what torch's get_model_state_dict and get_optimizer_state_dict would, as "model" and
-    "optimizer".
-    """
+    """Write "model" and "optimizer" as torch's get_*_state_dict functions would give them."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save

@@ -87,8 +87,7 @@ def load(
     fallback: Literal["previous"] | None = None,
     verify: bool = True,
 ) -> Restored:
-    """Read a checkpoint into `engine`: the newest one in `directory`, or that of `step`.
-    Collective.
+    """Read the newest checkpoint in `directory`, or that of `step`, into `engine`. Collective.
 
     It may have been saved under any row, precision, number of ranks and unit cut. `states` are the
     objects that were saved under these names; random generators and the loss scaler are taken over,
@@ -131,9 +130,7 @@ def load(
 
 
 def _candidates(directory: Path, engine: Engine, step: int | None) -> list[int]:
-    """Return the steps to try, the first choice last; rank 0's answer, since another process may
-    be pruning.
-    """
+    """Return the steps to try, first choice last. Rank 0 decides: others may see a prune."""
     error, steps = None, []
     if engine.rank == 0:
         try:
@@ -258,9 +255,7 @@ class _Reading:
     # ------------------------------------------------------------------ what fits
 
     def _match(self) -> dict[int, str]:
-        """Return the name in the checkpoint of each parameter, by id; note what is missing,
-        unexpected or of another shape.
-        """
+        """Return each parameter's name in the checkpoint, by id, and collect what does not fit."""
         by_any_name = {
             alias: name
             for name, entry in self.manifest.parameters.items()
@@ -296,9 +291,7 @@ class _Reading:
         return found
 
     def _match_groups(self) -> list[dict[str, Any]] | None:
-        """Return the saved options of each param group here, or None where there are none to
-        take.
-        """
+        """Return the saved options of each param group, or None if there are none to load."""
         optimizer, saved = self._engine.optimizer, self.manifest.optimizer
         if optimizer is None or saved is None:
             if optimizer is not None:
@@ -404,9 +397,7 @@ class _Reading:
                     )
 
     def _held(self, read: Callable[[], _T], *, again: bool) -> Callable[[], _T]:
-        """Read and verify now; return what gives the numbers later: those, or (`again`: they are
-        too many to hold) reads them once more.
-        """
+        """Read and verify now; return a function that returns the result, or rereads (`again`)."""
         numbers = read()
         if not again:
             return partial(_itself, numbers)
@@ -514,9 +505,7 @@ class _Reading:
     def _range(
         self, name: str, kind: str, stride: tuple[int, ...], start: int, stop: int
     ) -> torch.Tensor:
-        """Return elements ``[start, stop)`` of one kind of a parameter, in the order of memory
-        of `stride`.
-        """
+        """Return elements ``[start, stop)`` of a parameter's `kind`, in `stride`'s memory order."""
         entry = self.manifest.parameters[name]
         if _order(entry.stride, entry.shape) == _order(stride, entry.shape):
             return self._span(name, kind, start, stop)
@@ -580,9 +569,7 @@ class _Reading:
         self.extra = self._values.get(EXTRA)
 
     def _load_states(self) -> None:
-        """Load the user's states and the generators; put all of them back, on every rank, where
-        one of them refuses on any rank. Collective.
-        """
+        """Load states and generators; restore all of them if one fails on any rank. Collective."""
         error: CheckpointError | None = None
         numbers = generators()
         before = {
@@ -637,9 +624,7 @@ class _Reading:
 
 @contextmanager
 def _too_late() -> Iterator[None]:
-    """Turn what goes wrong when a piece is read again into what it is by now: the loss of what
-    rests.
-    """
+    """Convert a second-read failure into StorageError: part of the state is overwritten already."""
     try:
         yield
     except CheckpointError as error:

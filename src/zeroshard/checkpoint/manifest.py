@@ -88,9 +88,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class ParameterEntry:
-    """What is known of a parameter; ranges count its elements in the order in which memory of
-    `stride` holds them.
-    """
+    """A parameter. Ranges count its elements in the memory order of `stride`."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -105,9 +103,7 @@ class ParameterEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in a file. A piece of a parameter has its name, `kind` ("value", "state.exp_avg",
-    "ema") and range; other tensors a `kind` alone.
-    """
+    """A tensor in a file: a range of one `kind` of a parameter, or a tensor of its own."""
 
     file: int
     offset: int  # bytes from the start of the data
@@ -220,16 +216,12 @@ class Manifest:
 
 
 def _parsed_bytes(text: bytes) -> int:
-    """Return about how much memory the values in `text` take at most: text of nothing but
-    brackets takes twenty times its length.
-    """
+    """Estimate the memory of the values in `text`; brackets alone take 20 times their length."""
     return 64 * text.count(b",") + 150 * (text.count(b"[") + text.count(b"{"))
 
 
 def _most_bytes(text: bytes) -> int:
-    """Return how much memory the values of a manifest may take: tables of tensors take six times
-    their text, and states may be denser.
-    """
+    """Return the memory limit of a manifest's values; tables of tensors take 6 times their text."""
     return 8 * len(text) + (128 << 20)
 
 
@@ -255,9 +247,7 @@ def _parse(text: bytes, where: str) -> Manifest:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from walking millions of new objects again and again: it is
-    half of the time, and finds nothing.
-    """
+    """Disable the garbage collector: it would take half of the time and find nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -439,9 +429,7 @@ def _check_tensor(manifest: Manifest, entry: TensorEntry) -> None:
 
 
 def _check_places(manifest: Manifest) -> None:
-    """Raise ValueError where bytes of a file belong to two tensors, or to none: those no hash
-    would cover.
-    """
+    """Raise ValueError for bytes of a file that belong to two tensors, or to none."""
     ends = [0] * len(manifest.files)
     for entry in sorted(
         manifest.tensors, key=lambda entry: (entry.file, entry.offset, entry.num_bytes)
@@ -495,9 +483,7 @@ def _parameter(manifest: Manifest, name: Any) -> ParameterEntry:
 
 
 def _check_depth(value: Any) -> None:
-    """Raise ValueError for nesting that values.py does not write, and that recursion over it
-    might not survive.
-    """
+    """Raise ValueError for values nested too deep for recursive functions."""
     level = [value]
     for _ in range(MAX_DEPTH):
         lists = [

@@ -46,9 +46,7 @@ _RESERVED = (RNG, EXTRA, SCALER)
 
 
 class Stateful(Protocol):
-    """What can be handed to save() and load(): LR schedulers, data loaders, anything with these
-    two methods.
-    """
+    """An object that save() and load() accept as a state: an LR scheduler, a data loader, ..."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -57,9 +55,7 @@ class Stateful(Protocol):
 
 @dataclass
 class RankPart:
-    """What one rank contributes: the tensors of its file, and what of the manifest it alone
-    knows.
-    """
+    """One rank's part of a checkpoint: the tensors of its file and its part of the manifest."""
 
     stored: list[Stored]
     # states and buffers: JSON, and tensors by key
@@ -86,9 +82,7 @@ def parameters_of(engine: Engine) -> dict[str, ParameterEntry]:
 
 
 def check_arguments(directory: object, engine: object, states: object) -> None:
-    """Raise ConfigError, naming the argument, for what cannot be a directory, an engine or
-    states.
-    """
+    """Raise ConfigError, naming the argument, for a wrong directory, engine or states."""
     if not isinstance(engine, Engine):
         swapped = " (directory comes first, then engine)" if isinstance(directory, Engine) else ""
         raise ConfigError(
@@ -120,9 +114,7 @@ def buffers_of(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def collect(engine: Engine, states: Mapping[str, Stateful], extra: Any) -> RankPart:
-    """Return what this rank holds, before `divide`. Raises CheckpointError for state that has no
-    form in a checkpoint.
-    """
+    """Return this rank's part, before `divide`. Raises CheckpointError for unsupported state."""
     part = RankPart([])
     if engine.states.unsaved is not None:
         raise CheckpointError(f"what rests must not be saved: {engine.states.unsaved}")
@@ -165,9 +157,7 @@ def _state_dict(name: str, state: Stateful) -> dict[str, Any]:
 
 
 def divide(engine: Engine, part: RankPart) -> None:
-    """Settle who writes what is no piece: rank 0 all of it, others what they hold differently.
-    Collective.
-    """
+    """Assign states and buffers: rank 0 writes all, others what differs there. Collective."""
     mine = {name: _fingerprint(*pair) for name, pair in part.encoded.items()}
     everyone = [
         json.loads(answer) for answer in engine.exchange(json.dumps(mine).encode(), "zs.save()")

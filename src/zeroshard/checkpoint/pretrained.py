@@ -146,9 +146,7 @@ class _Files:
         return tuple(file.get_slice(there).get_shape())
 
     def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
-        """Return elements `start` to `stop`, in row order, of the tensor `name` of `shape`; 1-D,
-        in the file's dtype.
-        """
+        """Return elements ``[start, stop)`` of a tensor, in row order, 1-D, in the file's dtype."""
         file, there = self._tensors[name]
         axis = next((axis for axis, size in enumerate(shape) if size > 1), None)
         if axis is None:  # a scalar, or all sizes are 1
@@ -163,9 +161,7 @@ class _Files:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the safetensors files at `path`: it, or those in it, by the index where there is
-    one. Raises CheckpointError.
-    """
+    """Return the safetensors files that `path` is, holds or indexes. Raises CheckpointError."""
     if path.is_file() and path.suffix == ".safetensors":
         return [path]
     if (path / _INDEX).is_file():
@@ -194,9 +190,7 @@ class _Found:
 
 
 def _match(model: nn.Module, files: _Files, report: LoadReport) -> _Found:
-    """Find every parameter and persistent buffer in the files; raise CheckpointError for another
-    shape.
-    """
+    """Find every parameter and persistent buffer; raise CheckpointError for another shape."""
     left = dict.fromkeys(files.names())
     found = _Found()
     aliases: dict[int, list[str]] = {}
@@ -239,9 +233,7 @@ def _require_shape(name: str, shape: tuple[int, ...], files: _Files) -> None:
 def _in_memory_order(
     files: _Files, name: str, shape: tuple[int, ...], stride: tuple[int, ...], start: int, stop: int
 ) -> torch.Tensor:
-    """Return elements `start` to `stop` in the order in which a tensor of `stride` lies in
-    memory.
-    """
+    """Return elements ``[start, stop)`` in the memory order of `stride`."""
     if stride == torch.empty(shape, device="meta").stride():
         return files.read(name, shape, start, stop)
     whole = files.read(name, shape, 0, prod(shape)).view(shape)

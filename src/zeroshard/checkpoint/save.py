@@ -78,8 +78,7 @@ def save(
     keep_last: int | None = None,
     keep_every: int | None = None,
 ) -> Path:
-    """Write a checkpoint of `engine` as ``directory/step-NNNNNNNNNN``, and return that path once
-    it is complete on disk. Collective.
+    """Write ``directory/step-NNNNNNNNNN`` and return the path once it is on disk. Collective.
 
     `states` are objects with ``state_dict()`` by name (LR scheduler, data loader, ``zs.EMA``),
     `extra` anything of numbers, text, lists, dictionaries and tensors. Random generators and the
@@ -104,8 +103,7 @@ def save(
 
 
 class Saver:
-    """Saves an engine again and again, in the background: ``save()`` returns when the state is
-    copied, and the files are written meanwhile.
+    """Saves repeatedly, in the background: ``save()`` copies the state, a thread writes the files.
 
     Where state rests on disk it is written in the foreground instead, since the copy would bring
     all of it into memory; that is logged once.
@@ -182,8 +180,7 @@ class Saver:
         return step_path(self.directory, step)
 
     def wait(self) -> None:
-        """Return when no save is under way; raise CheckpointError where the last one failed, on
-        any rank. Collective.
+        """Wait for the save under way; raise CheckpointError if it failed on any rank. Collective.
 
         Ranks first tell each other whether their files are written: then rank 0 need not wait for
         what will never come.
@@ -221,9 +218,7 @@ class Saver:
     # ------------------------------------------------------------------ together
 
     def _agree_on(self, step: int) -> None:
-        """Raise PlanMismatch where the ranks save different steps, ConfigError for what is no
-        number of steps.
-        """
+        """Raise PlanMismatch if the ranks save different steps, ConfigError for an invalid one."""
         steps = [
             answer.decode() for answer in self._engine.exchange(repr(step).encode(), "zs.save()")
         ]
@@ -236,9 +231,7 @@ class Saver:
             raise ConfigError(f"step={step!r} is not a number of steps")
 
     def _begin(self, job: _Job) -> None:
-        """Write `job` in the background from a copy; where there is no memory for the copy, that
-        is what the other ranks will hear of.
-        """
+        """Copy the state and start writing; the other ranks learn of a copy that failed later."""
         try:
             job.part.stored = self._copied(job.part.stored)
         except Exception as error:
@@ -300,9 +293,7 @@ class Saver:
             )
 
     def _open(self, step: int, num_bytes: int, stack: ExitStack) -> str:
-        """On rank 0: take the lock, remove leftovers, see that there is space, make the hidden
-        directory; return its nonce.
-        """
+        """On rank 0: lock, clean up, check space, make the hidden directory; return its nonce."""
         nonce = secrets.token_hex(4)
         with ExitStack() as held:
             try:
@@ -339,9 +330,7 @@ class Saver:
     # ------------------------------------------------------------------ alone
 
     def _run(self, job: _Job) -> None:
-        """Write this rank's file; on rank 0 commit when all are there. Keeps the failure for
-        `_settle_run`.
-        """
+        """Write this rank's file; on rank 0 also commit. Failures are kept for `wait`."""
         try:
             with job.stack:
                 self._write_or_tell(job)
@@ -367,9 +356,7 @@ class Saver:
             job.tried.set()
 
     def _write_or_tell(self, job: _Job) -> None:
-        """Write our file; where that fails, tell the others: in the foreground they raise here
-        too, in the background rank 0 finds a note.
-        """
+        """Write our file. After a failure raise on all ranks, or in the background leave a note."""
         if job.failure is None:
             try:
                 job.index = self._write(job)
@@ -417,9 +404,7 @@ class Saver:
         return job.path / f"rank-{self._engine.rank:05d}-of-{self._engine.world:05d}.safetensors"
 
     def _gather(self, job: _Job) -> list[dict[str, Any]]:
-        """Wait for every other rank's part; raise what one said only when no rank writes any
-        more: the directory goes then, and who still wrote would say that.
-        """
+        """Collect all indices. Raise only after every rank has stopped writing to the directory."""
         indices, failure = [job.index], None
         for rank in range(1, self._engine.world):
             try:
@@ -449,9 +434,7 @@ class Saver:
         )
 
     def _await(self, job: _Job, rank: int) -> dict[str, Any]:
-        """On rank 0: return what another rank has left once its file is written; raise
-        CheckpointError with what it says, or where it will never come.
-        """
+        """On rank 0: return a rank's index once it is there. Raises CheckpointError if never."""
         path, deadline, hurried = job.path, time.monotonic() + self._timeout_s, False
         while True:
             try:
@@ -544,9 +527,7 @@ def _leave(path: Path, content: str | bytes) -> None:
 
 
 def settle(engine: Engine, error: Exception | None, call: str) -> None:
-    """Raise CheckpointError on every rank where one has an `error`: its own, or the first of the
-    others'. Collective.
-    """
+    """Raise CheckpointError on every rank if any rank has an `error`. Collective."""
     first = _first(engine, error, call)
     if error is not None:
         raise error

@@ -71,9 +71,7 @@ def opened(numbers: torch.Tensor | Lent) -> AbstractContextManager[torch.Tensor]
 
 
 def dtype_code(dtype: torch.dtype, what: str) -> str:
-    """Return safetensors' name of `dtype`; raises CheckpointError naming `what` for one that it
-    lacks.
-    """
+    """Return safetensors' name of `dtype`. Raises CheckpointError naming `what` if it has none."""
     if dtype not in _CODES:
         raise CheckpointError(f"{what} is {dtype}, which safetensors has no name for")
     return _CODES[dtype]
@@ -89,9 +87,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 def header_of(
     entries: Sequence[tuple[str, str, tuple[int, ...], int]], metadata: dict[str, str]
 ) -> bytes:
-    """Return the first bytes of a file: `entries` are key, dtype, shape and bytes of each
-    tensor, which lie one after another.
-    """
+    """Return a file's first bytes; `entries` are (key, dtype, shape, bytes) in file order."""
     table: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for key, dtype, shape, num_bytes in entries:
@@ -125,8 +121,7 @@ def write_shard(
     *,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[ShardEntry, list[TensorEntry]]:
-    """Write `stored` to the new file `path` and fsync it; return the entries of the file (number
-    `file`) and of its tensors, hashes included.
+    """Write and fsync the new file `path`; return the entries of the file and of its tensors.
 
     Raises CheckpointError when there is no space, or the disk fails; the file may be left behind.
     """
@@ -168,9 +163,7 @@ def _placed(entry: TensorEntry, file: int, offset: int, hashes: Sequence[str]) -
 
 
 def describe_range(entry: TensorEntry, start: int, stop: int) -> str:
-    """Return words for bytes ``[start, stop)`` of an entry: the elements of the parameter, or of
-    the tensor.
-    """
+    """Describe bytes ``[start, stop)`` of an entry as elements of the parameter or tensor."""
     size = ITEMSIZE[entry.dtype]
     first, last = entry.start + start // size, entry.start + -(-stop // size)
     of = "" if entry.parameter is None else f" of parameter {entry.parameter!r},"
@@ -179,9 +172,7 @@ def describe_range(entry: TensorEntry, start: int, stop: int) -> str:
 
 
 class ShardReader:
-    """An open file of pieces, as its manifest describes it. Counts what it reads of pieces in
-    `bytes_read`.
-    """
+    """An open file of pieces, as its manifest describes it; counts `bytes_read`."""
 
     def __init__(
         self, path: Path, file: ShardEntry, *, chunk_bytes: int, verify: bool = True
@@ -220,9 +211,7 @@ class ShardReader:
         os.close(self._fd)
 
     def read(self, entry: TensorEntry, start: int, stop: int, pages: Pages) -> torch.Tensor:
-        """Return elements ``[start, stop)`` of the flattened tensor, 1-D, in its dtype; `pages`
-        gives the memory.
-        """
+        """Return elements ``[start, stop)`` of a flattened tensor, 1-D, in memory from `pages`."""
         dtype, size = DTYPES[entry.dtype], ITEMSIZE[entry.dtype]
         try:
             out = pages.empty(stop - start, dtype, torch.device("cpu"))
@@ -234,9 +223,7 @@ class ShardReader:
         return out
 
     def read_into(self, entry: TensorEntry, start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of `entry` from its byte `start`; raises CheckpointError
-        naming parameter and range where one is damaged.
-        """
+        """Fill `out` from byte `start` of `entry`. Raises CheckpointError for a damaged range."""
         stop = start + len(out)
         if not out:
             return
@@ -253,9 +240,7 @@ class ShardReader:
             self._read_chunk(entry, number, start, out)
 
     def _read_chunk(self, entry: TensorEntry, number: int, start: int, out: memoryview) -> None:
-        """Read and verify one chunk, and put the part of it that is wanted into `out`, which
-        begins at byte `start` of the tensor.
-        """
+        """Read and verify one chunk; copy what overlaps `out`, which begins at byte `start`."""
         stop = start + len(out)
         low, high = (
             number * self._chunk_bytes,

@@ -45,9 +45,7 @@ def step_path(directory: Path, step: int) -> Path:
 
 
 def list_steps(directory: Path) -> dict[int, Path]:
-    """Return the steps in `directory`, oldest first; whether one is damaged is found when it is
-    read.
-    """
+    """Return the steps in `directory`, oldest first; damage is found only by reading them."""
     found: dict[int, Path] = {}
     try:
         entries = list(os.scandir(directory))
@@ -68,8 +66,7 @@ def list_steps(directory: Path) -> dict[int, Path]:
 
 
 def open_regular(path: Path) -> int:
-    """Open a file to read and return its descriptor; raises CheckpointError for one that is not
-    there, a symbolic link, a pipe or a device.
+    """Open a regular file to read. Raises CheckpointError for links, pipes and devices.
 
     What lies there is looked at through a descriptor that opens nothing (O_PATH): opening a device
     may already act on it.
@@ -118,9 +115,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_files(path: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError where a file of pieces is missing in `path`, or one lies there that
-    is not the manifest's; none is opened.
-    """
+    """Raise CheckpointError for files of pieces that are missing or not the manifest's."""
     try:
         there = {name for name in os.listdir(path) if SHARD_NAME.fullmatch(name)}
     except OSError as error:
@@ -141,9 +136,7 @@ def working_path(directory: Path, step: int, nonce: str) -> Path:
 
 @contextmanager
 def lock(directory: Path) -> Iterator[None]:
-    """Be the only process that may write in `directory`; raises CheckpointError naming who has
-    it, and where the lock cannot be taken or let go.
-    """
+    """Hold the lock of `directory`; raise CheckpointError naming the process that has it."""
     path = directory / ".lock"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
@@ -180,9 +173,7 @@ def _take_lock(fd: int, path: Path) -> None:
 
 
 def _let_go(fd: int) -> None:
-    """Give the lock up and close its file, whatever goes wrong on the way; raises the first
-    OSError.
-    """
+    """Release the lock and close its file in any case; raise the first OSError."""
     with ExitStack() as stack:
         stack.callback(os.close, fd)
         # also where a fork of ours still has the file open
@@ -202,9 +193,7 @@ def remember_steps(directory: Path) -> None:
 
 
 def check_alone(directory: Path) -> None:
-    """Raise CheckpointError where another job has written a step since this process last wrote
-    or loaded there: once for each; the caller holds the lock.
-    """
+    """Raise CheckpointError, once, for steps another job wrote since our last save or load."""
     before = _left.get(os.path.realpath(directory))
     if before is None:
         return
@@ -244,9 +233,7 @@ def make_directory(path: Path) -> None:
 
 
 def commit(working: Path, directory: Path, step: int) -> Path:
-    """Make the complete `working` visible as `step`, in one rename; an older checkpoint of that
-    step goes.
-    """
+    """Make the complete `working` visible as `step` in one rename, replacing an older one."""
     final = step_path(directory, step)
     try:
         sync_directory(working)
@@ -293,9 +280,7 @@ def sync_directory(path: Path) -> None:
 
 
 def require_space(directory: Path, num_bytes: int, what: str) -> None:
-    """Raise CheckpointError where `directory` lacks space for `num_bytes` of `what`, and for the
-    small files beside it.
-    """
+    """Raise CheckpointError if `directory` lacks `num_bytes`, and SLACK_BYTES, for `what`."""
     space = os.statvfs(directory)
     free = space.f_bavail * space.f_frsize
     if num_bytes + SLACK_BYTES > free:
@@ -322,9 +307,7 @@ def remove_leftovers(directory: Path) -> None:
 def prune(
     directory: Path, *, keep_last: int | None, keep_every: int | None, written: int | None = None
 ) -> list[int]:
-    """Remove all steps but the newest `keep_last`, the multiples of `keep_every` and the one
-    just `written`; return those that went. None keeps all.
-    """
+    """Remove all steps but the newest `keep_last`, multiples of `keep_every`, and `written`."""
     if keep_last is None:
         return []
     steps = list_steps(directory)

@@ -46,9 +46,7 @@ _PLAIN: tuple[tuple[type, Callable[[Any], Any]], ...] = (
 
 
 def encode(value: Any, path: str, store: Callable[[str, torch.Tensor], str]) -> Any:
-    """Return `value` as JSON; `store(path, tensor)` keeps a tensor and returns its key. Raises
-    CheckpointError naming the path of what has no form.
-    """
+    """Return `value` as JSON; `store(path, tensor)` gives a tensor's key."""
     return _encode(value, path, store, 0)
 
 
@@ -150,9 +148,7 @@ def _encode_dict(
 
 
 def decode(value: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
-    """Return what `encode` was given; `fetch(key)` brings a tensor. Raises ValueError for what
-    `encode` does not write.
-    """
+    """Return what `encode` was given; `fetch(key)` returns a tensor. Raises ValueError."""
     try:
         return _decode(value, fetch, 0)
     except CheckpointError:  # of fetch

@@ -52,9 +52,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def equal_shares(numel: int, num_shards: int, align: int = ALIGN) -> tuple[int, ...]:
-    """Cut `numel` elements into `num_shards` equal aligned shares (the total may exceed `numel`:
-    that is padding).
-    """
+    """Cut `numel` elements into `num_shards` equal aligned shares, padded at the end."""
     share = round_up(math.ceil(numel / num_shards), align)
     return (share,) * num_shards
 
@@ -125,9 +123,7 @@ class Layout:
         shares: Sequence[int] | None = None,
         mesh: Mesh | None = None,
     ) -> Layout:
-        """Lay `named_shapes` out in order; `shares` are elements per rank (default: equal),
-        aligned and covering the slots.
-        """
+        """Lay `named_shapes` out in order; `shares` are elements per rank (default: equal)."""
         slots, offset = [], 0
         for name, shape in named_shapes:
             slot = Slot(name, tuple(shape), offset)
@@ -169,16 +165,12 @@ class Layout:
         return tuple(out[rank] for rank in range(self.num_shards))
 
     def scope(self, cell: Cell) -> Scope:
-        """Return which part of a buffer rests where `cell` says: `cell`'s scope, but never
-        COLUMN on one node, where it is OWN.
-        """
+        """Return the scope of `cell`; on one node COLUMN is OWN."""
         has_columns = self.mesh is not None and self.mesh.num_nodes > 1
         return Scope.OWN if cell.scope is Scope.COLUMN and not has_columns else cell.scope
 
     def members(self, rank: int, scope: Scope) -> tuple[int, ...]:
-        """Return the ranks whose own ranges make up `rank`'s `scope` of the buffer, in the order
-        in which they lie there.
-        """
+        """Return the ranks whose ranges make up `rank`'s `scope`, in buffer order."""
         if scope is Scope.OWN:
             return (rank,)
         mesh = Mesh(1, self.num_shards) if self.mesh is None else self.mesh
@@ -195,15 +187,11 @@ class Layout:
         return self.numel - sum(slot.numel for slot in self.slots)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return the parameter pieces inside `rank`'s share, in parameter order (empty pieces
-        are left out).
-        """
+        """Return the non-empty parameter pieces in `rank`'s share, in order."""
         return self.pieces_in(self.ranges[rank])
 
     def pieces_in(self, span: Range) -> tuple[Piece, ...]:
-        """Return the parameter pieces inside `span`; their ``shard_start`` counts from the start
-        of `span`.
-        """
+        """Return the parameter pieces in `span`; ``shard_start`` counts from its start."""
         low, high = span
         out = []
         for index, slot in enumerate(self.slots):

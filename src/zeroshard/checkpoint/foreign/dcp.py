@@ -86,9 +86,7 @@ def _overlap(blocks: list[_Block]) -> bool:
 
 
 def read_dcp(directory: Path, wanted: Container[str]) -> dict[Any, Any]:
-    """Return what was saved under the keys `wanted`, or everything where it has none of these.
-    Raises CheckpointError.
-    """
+    """Return what was saved under the keys `wanted`, or everything. Raises CheckpointError."""
     path = directory / ".metadata"
     if path.stat().st_size > _MAX_BYTES:
         raise CheckpointError(

@@ -69,9 +69,7 @@ _ENUMS = {
 
 @dataclass(frozen=True)
 class _Slice:
-    """Elements of a parameter from `start` on, and where they lie: in group `group` of `rank`,
-    from element `at` on.
-    """
+    """Elements ``[start, start + count)`` of a parameter: in `rank`'s group `group`, from `at`."""
 
     rank: int
     group: int
@@ -124,9 +122,7 @@ def _tag(source: Path, intake: Intake) -> Path:
 
 
 def _files(directory: Path) -> tuple[list[Path], list[Path]]:
-    """Return the files of model states and of optimizer states, by rank. Raises ConfigError for
-    what has another structure.
-    """
+    """Return the model and the optimizer files, by rank. Raises ConfigError for other layouts."""
     found: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
     for path in sorted(directory.iterdir()):
         match = _RANK_FILE.fullmatch(path.name)
@@ -214,9 +210,7 @@ def _take_untrained(
     *,
     trained: bool,
 ) -> None:
-    """Take buffers and frozen weights: whole in the first file, or (stage 3) frozen ones as a
-    slice in each.
-    """
+    """Take buffers and frozen weights: whole in the first file, or one slice per rank (stage 3)."""
     first = models[0]
     buffers = set(first["buffer_names"] or ())
     declared = {
@@ -364,9 +358,7 @@ def _cut_parameters(
 
 
 def _spans(sizes: Sequence[int], position: int, count: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (group, first, count) for `count` elements from `position` on of groups that lie one
-    after another.
-    """
+    """Yield (group, first, count) of `count` elements from `position` of consecutive groups."""
     begin = 0
     for group, size in enumerate(sizes):
         low, high = max(position, begin), min(position + count, begin + size)
@@ -441,9 +433,7 @@ def _take_numbers(
 def _class(
     config: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], keys: set[str]
 ) -> str | None:
-    """Return the optimizer's class in torch's terms. DeepSpeed's own "Adam" is AdamW unless
-    ``adam_w_mode`` is off.
-    """
+    """Return torch's class name. DeepSpeed's "Adam" is AdamW unless ``adam_w_mode`` is off."""
     kind = str(config.get("type", "")).lower()
     if kind == "adam" and not (config.get("params") or {}).get("adam_w_mode", True):
         return "Adam"

@@ -173,9 +173,7 @@ def _read_torch(source: Path, intake: Intake, stack: ExitStack) -> None:
 
 
 def read_tree(content: Any, intake: Intake, where: str) -> None:
-    """Take a state_dict, or a dictionary that holds one beside the optimizer's state and the
-    number of steps.
-    """
+    """Take a state_dict, or a dictionary with one beside optimizer state and a step number."""
     if not isinstance(content, dict):
         raise CheckpointError(f"{where} holds a {type(content).__name__}, not a state_dict")
     model = next((content[key] for key in MODEL_KEYS if isinstance(content.get(key), dict)), None)
@@ -203,9 +201,7 @@ def _named(state: dict[Any, Any], where: str) -> dict[str, Any]:
 def _named_optimizer(
     found: Any, content: Mapping[str, Any], intake: Intake
 ) -> NamedOptimizer | None:
-    """Return the optimizer's state where it names its parameters: as torch's
-    get_optimizer_state_dict gives it, or as our export does.
-    """
+    """Return optimizer state that names its parameters (torch's or our format), else None."""
     state, groups = found, content.get("param_groups")
     if (
         isinstance(found, dict)

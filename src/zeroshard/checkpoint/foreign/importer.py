@@ -86,9 +86,7 @@ class Intake:
         self.parameters[name] = ParameterEntry(sizes, stride, trained, tuple(aliases))
 
     def piece(self, name: str, kind: str, start: int, tensor: torch.Tensor) -> None:
-        """Add elements of a parameter, in row order from `start` on: of its "value", or of the
-        optimizer's "state.KEY".
-        """
+        """Add a "value" or "state.KEY" of a parameter, in row order, from element `start` on."""
         stop = start + tensor.numel()
         assert 0 <= start <= stop <= self.parameters[name].numel, (name, kind, start, stop)
         if start < stop:
@@ -128,9 +126,7 @@ class Intake:
         groups: Sequence[Mapping[str, Any]],
         scalars: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Declare the optimizer: its class, its param groups ("params": names), and by parameter
-        the numbers of its state.
-        """
+        """Declare the optimizer: class, param groups by name, and scalars by parameter."""
         self.optimizer = {
             "class": self.optimizer_name or name,
             "groups": [
@@ -162,9 +158,7 @@ class Intake:
 
 
 def take_state(intake: Intake, state: Mapping[str, Any], optimizer: NamedOptimizer | None) -> None:
-    """Take a model's state_dict, whose tensors may share memory where parameters are tied, and
-    an optimizer's state by names.
-    """
+    """Take a model's state_dict (tied parameters share memory) and named optimizer state."""
     state, optimizer = _unwrapped(state, optimizer, intake.notes)
     aliases = _aliases(state)
     first_of = {alias: first for first, others in aliases.items() for alias in (first, *others)}
@@ -275,9 +269,7 @@ def _aliases(state: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def optimizer_class(groups: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> str | None:
-    """Return the name of torch's class that has such param groups and such state, or None where
-    that is not known.
-    """
+    """Return the name of torch's class with such param groups and state, or None if unknown."""
     decoupled = {
         group["decoupled_weight_decay"] for group in groups if "decoupled_weight_decay" in group
     }
@@ -288,9 +280,7 @@ def optimizer_class(groups: Sequence[Mapping[str, Any]], keys: Iterable[str]) ->
 
 
 def _code(tensor: torch.Tensor, name: str) -> str:
-    """Return safetensors' name of a tensor's dtype; raises CheckpointError where the tensor has
-    no plain memory.
-    """
+    """Return safetensors' name of a tensor's dtype. Raises CheckpointError if it is not dense."""
     if (
         tensor.layout is not torch.strided
         or tensor.is_quantized
