@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,7 +31,7 @@ from zeroshard.checkpoint.manifest import (
     TensorEntry,
     digest,
 )
-from zeroshard.checkpoint.steps import open_regular
+from zeroshard.checkpoint.steps import open_regular, os_errors
 from zeroshard.errors import CheckpointError
 from zeroshard.memory import Pages
 
@@ -141,34 +142,20 @@ def write_shard(
                     chunk = data[start : start + chunk_bytes]
                     hashes.append(digest(chunk))
                     yield chunk
-            entries.append(_placed(entry, file, offset, hashes))
+            entries.append(replace(entry, file=file, offset=offset, hashes=tuple(hashes)))
             offset += entry.num_bytes
 
     write_new(path, total, parts())
     return ShardEntry(path.name, total, len(header), digest(header)), entries
 
 
-def _placed(entry: TensorEntry, file: int, offset: int, hashes: Sequence[str]) -> TensorEntry:
-    return TensorEntry(
-        file,
-        offset,
-        entry.dtype,
-        entry.shape,
-        tuple(hashes),
-        entry.kind,
-        entry.parameter,
-        entry.start,
-        entry.stop,
-    )
-
-
 def describe_range(entry: TensorEntry, start: int, stop: int) -> str:
     """Describe bytes ``[start, stop)`` of an entry as elements of the parameter or tensor."""
     size = ITEMSIZE[entry.dtype]
     first, last = entry.start + start // size, entry.start + -(-stop // size)
-    of = "" if entry.parameter is None else f" of parameter {entry.parameter!r},"
-    what = f"tensor {entry.kind}" if entry.parameter is None else f"{entry.kind}{of}"
-    return f"{what} elements {first} to {last}"
+    if entry.parameter is None:
+        return f"tensor {entry.kind} elements {first} to {last}"
+    return f"{entry.kind} of parameter {entry.parameter!r}, elements {first} to {last}"
 
 
 class ShardReader:
@@ -193,7 +180,9 @@ class ShardReader:
                     f"{path} has {size} bytes and should have {file.bytes}: it was cut short, or is"
                     " not of this checkpoint"
                 )
-            if verify and digest(self._header(file.header_bytes)) != file.header_hash:
+            header = bytearray(file.header_bytes if verify else 0)
+            self._fill(memoryview(header), 0)
+            if verify and digest(header) != file.header_hash:
                 raise CheckpointError(f"{path} is damaged in its header")
         except BaseException:
             os.close(self._fd)
@@ -231,59 +220,41 @@ class ShardReader:
             self._fill(out, self._start + entry.offset + start)
             self.bytes_read += len(out)
             return
-        numbers = range(start // self._chunk_bytes, -(-stop // self._chunk_bytes))
-        self.bytes_read += (
-            min(numbers.stop * self._chunk_bytes, entry.num_bytes)
-            - numbers.start * self._chunk_bytes
-        )
-        for number in numbers:
-            self._read_chunk(entry, number, start, out)
+        for number in range(start // self._chunk_bytes, -(-stop // self._chunk_bytes)):
+            low, high = self._bounds(entry, number)
+            first, last = max(low, start), min(high, stop)
+            inside = first == low and last == high
+            chunk = out[low - start : high - start] if inside else memoryview(bytearray(high - low))
+            if not self._read_chunk(entry, number, chunk):
+                raise CheckpointError(f"{self.path} is damaged: {describe_range(entry, low, high)}")
+            if not inside:
+                out[first - start : last - start] = chunk[first - low : last - low]
 
-    def _read_chunk(self, entry: TensorEntry, number: int, start: int, out: memoryview) -> None:
-        """Read and verify one chunk; copy what overlaps `out`, which begins at byte `start`."""
-        stop = start + len(out)
-        low, high = (
-            number * self._chunk_bytes,
-            min((number + 1) * self._chunk_bytes, entry.num_bytes),
-        )
-        first, last = max(low, start), min(high, stop)
-        inside = first == low and last == high
-        chunk = out[low - start : high - start] if inside else memoryview(bytearray(high - low))
-        self._fill(chunk, self._start + entry.offset + low)
-        if digest(chunk) != entry.hashes[number]:
-            raise CheckpointError(f"{self.path} is damaged: {describe_range(entry, low, high)}")
-        if not inside:
-            out[first - start : last - start] = chunk[first - low : last - low]
+    def _bounds(self, entry: TensorEntry, number: int) -> tuple[int, int]:
+        """Return the first byte of a chunk of `entry`, and the one after its last."""
+        low = number * self._chunk_bytes
+        return low, min(low + self._chunk_bytes, entry.num_bytes)
+
+    def _read_chunk(self, entry: TensorEntry, number: int, out: memoryview) -> bool:
+        """Read one chunk; return whether it has its hash."""
+        self._fill(out, self._start + entry.offset + number * self._chunk_bytes)
+        self.bytes_read += len(out)
+        return digest(out) == entry.hashes[number]
 
     def check(self, entry: TensorEntry) -> list[str]:
         """Read all of a tensor; return what is damaged, in words."""
-        damaged = []
-        self.bytes_read += entry.num_bytes
         scratch = memoryview(bytearray(min(self._chunk_bytes, entry.num_bytes)))
-        for number, expected in enumerate(entry.hashes):
-            low, high = (
-                number * self._chunk_bytes,
-                min((number + 1) * self._chunk_bytes, entry.num_bytes),
-            )
-            chunk = scratch[: high - low]
-            self._fill(chunk, self._start + entry.offset + low)
-            if digest(chunk) != expected:
+        damaged = []
+        for number in range(len(entry.hashes)):
+            low, high = self._bounds(entry, number)
+            if not self._read_chunk(entry, number, scratch[: high - low]):
                 damaged.append(describe_range(entry, low, high))
         return damaged
 
-    def _header(self, num_bytes: int) -> bytearray:
-        data = bytearray(num_bytes)
-        self._fill(memoryview(data), 0)
-        return data
-
     def _fill(self, out: memoryview, position: int) -> None:
         while out:
-            try:
+            with os_errors(f"{self.path} cannot be read at byte {position}"):
                 count = os.preadv(self._fd, [out], position)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{self.path} cannot be read at byte {position}: {error.strerror}"
-                ) from error
             if not count:
                 raise CheckpointError(
                     f"{self.path} ends at byte {position}: it was cut short while it was read"
