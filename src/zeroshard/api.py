@@ -240,9 +240,7 @@ def _make_context(
 def _make_tiering(
     settings: Config, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device
 ) -> Tiering:
-    """Make the stores that the configuration asks for; a disk that cannot be used is a
-    StorageError on every rank.
-    """
+    """Make the configured stores. An unusable disk raises StorageError on every rank."""
     offload = settings.offload
     link = link_of(device) if offload.link is None else offload.link
     stores: dict[Tier, Store] = {}
@@ -281,9 +279,7 @@ def _make_tiering(
 
 
 def _no_room_for(model: nn.Module, device: torch.device, world: int) -> float:
-    """Return the share of the optimizer's state (master and two moments) that half of the
-    device's free memory cannot take.
-    """
+    """Return the share of the optimizer's state that half of the free memory cannot hold."""
     if device.type == "cpu":
         return 0.0
     free, _ = torch.get_device_module(device).mem_get_info(device)
@@ -428,9 +424,7 @@ def _check_precision(model: nn.Module, precision: Precision) -> None:
 
 
 def _check_codecs(model: nn.Module, dtypes: Dtypes, settings: Config) -> None:
-    """Raise ConfigError for parameters that a codec cannot take, and for a codec that has none
-    to take.
-    """
+    """Raise ConfigError for parameters a codec cannot take, or a codec without any."""
     comm, named = settings.comm, named_parameters_once(model)
     if comm.frozen_codec is not None and all(
         parameter.requires_grad for parameter in named.values()
@@ -477,9 +471,7 @@ def _check_nodes(mesh: Mesh, settings: Config) -> None:
 
 
 def _node_size(settings: Config) -> int | None:
-    """Return how many ranks form a node; rows that keep columns ask the launcher's environment
-    where nothing was said.
-    """
+    """Return ranks per node; rows that keep columns default to the launcher's variable."""
     if settings.comm.node_size is not None or not settings.resolved_policy().keeps_columns:
         return settings.comm.node_size
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -545,9 +537,7 @@ def _initial_values(model: nn.Module) -> dict[str, str]:
 
 
 def _told(model: nn.Module, differences: Mapping[str, str]) -> dict[int, str]:
-    """Return, by id of each parameter whose values differ between ranks, the message that says
-    so.
-    """
+    """Return, by parameter id, the error message for values that differ between ranks."""
     remedy = f"{REMEDY}, or give it values with zs.load_pretrained() before its first use"
     keys = {
         f"initial value of {name}": id(parameter)

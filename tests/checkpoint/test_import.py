@@ -33,7 +33,7 @@ from tests.support.harness import run_ranks
 from zeroshard import CheckpointError, ConfigError
 from zeroshard.checkpoint.export import export
 from zeroshard.checkpoint.foreign import Imported, import_checkpoint
-from zeroshard.checkpoint.foreign.restricted_unpickler import read_inert
+from zeroshard.checkpoint.foreign.restricted_unpickler import read_restricted
 from zeroshard.checkpoint.steps import list_steps, read_manifest
 from zeroshard.checkpoint.verify import verify
 
@@ -937,7 +937,7 @@ def test_an_index_that_makes_no_sense_is_refused(tmp_path: Path, text: str) -> N
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_value_or_an_error_but_never_run(data: bytes) -> None:
     with contextlib.suppress(CheckpointError):
-        read_inert(data, frozenset(), "noise")
+        read_restricted(data, frozenset(), "noise")
 
 
 @given(st.data())
@@ -950,7 +950,7 @@ def test_a_pickle_with_changed_bytes_is_a_value_or_an_error(data: st.DataObject)
     for position in data.draw(st.lists(st.integers(0, len(text) - 1), max_size=4)):
         text[position] = data.draw(st.integers(0, 255))
     with contextlib.suppress(CheckpointError):
-        read_inert(bytes(text), frozenset(), "noise")
+        read_restricted(bytes(text), frozenset(), "noise")
 
 
 @given(
@@ -972,4 +972,4 @@ def test_a_pickle_with_changed_bytes_is_a_value_or_an_error(data: st.DataObject)
     st.integers(3, 5),  # before that bytes were the call of a function
 )
 def test_plain_values_are_read_as_pickle_reads_them(value: Any, protocol: int) -> None:
-    assert read_inert(pickle.dumps(value, protocol=protocol), frozenset(), "plain") == value
+    assert read_restricted(pickle.dumps(value, protocol=protocol), frozenset(), "plain") == value

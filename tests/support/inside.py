@@ -15,8 +15,8 @@ import torch
 import zeroshard as zs
 from zeroshard.comm.transport import Transport
 from zeroshard.core.placement import Tier
-from zeroshard.optim.shards import ParamShard
 from zeroshard.optim.scaler import LossScaler
+from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit, UnitState

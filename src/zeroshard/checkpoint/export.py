@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +33,7 @@ from zeroshard.checkpoint.manifest import (
     Manifest,
     ParameterEntry,
     TensorEntry,
+    row_stride,
 )
 from zeroshard.checkpoint.shards import DTYPES, OpenShards, as_bytes, dtype_code, header_of
 from zeroshard.checkpoint.steps import read_manifest
@@ -55,8 +55,7 @@ def export(
     max_shard_bytes: int = 5_000_000_000,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Write the checkpoint in the directory `step` to `out`, which must not exist: a directory,
-    or one file for ``torch``.
+    """Write the step in the directory `step` to `out`, a new directory (a file for ``torch``).
 
     Parameters are converted to `dtype` (default: as they were saved), the rest keeps its own.
     `max_shard_bytes` is for ``hf``: a new file begins where one would have more. `progress` is told
@@ -68,16 +67,14 @@ def export(
     with ExitStack() as stack:
         source = _Source(step, dtype, stack, progress)
         items = source.items()
-        num_bytes = sum(item.num_bytes for item in items) + (
-            0 if to == "hf" else source.optimizer_bytes()
-        )
-        with published(out, num_bytes) as working:
-            if to == "hf":
+        num_bytes = sum(item.num_bytes for item in items)
+        if to == "hf":
+            with published(out, num_bytes) as working:
                 _write_hf(source, items, working, max_shard_bytes)
-            elif to == "torch":
-                _write_torch(source, items, working)
-            else:
-                _write_dcp(source, items, working)
+        else:
+            write = _write_torch if to == "torch" else _write_dcp
+            with published(out, num_bytes + source.optimizer_bytes()) as working:
+                write(source, items, working)
 
 
 @dataclass(frozen=True)
@@ -112,17 +109,14 @@ class _Source:
         self._pieces = self.manifest.pieces()
 
     def items(self) -> list[_Item]:
-        """Return all parameters, then rank 0's buffers; raise CheckpointError where one is
-        incomplete.
-        """
+        """Return all parameters and rank 0's buffers. Raises CheckpointError where one has gaps."""
         found = [self._item(name, VALUE, self._dtype) for name in self.manifest.parameters]
         for key, entry in self.manifest.loose().items():
             if key.startswith(BUFFER) and key.endswith("@0"):
-                shape = ParameterEntry(entry.shape, _row_stride(entry.shape), trained=False)
+                name = key.removeprefix(BUFFER).removesuffix("@0")
+                shape = ParameterEntry(entry.shape, row_stride(entry.shape), trained=False)
                 flat = replace(entry, start=0, stop=entry.numel)
-                found.append(
-                    _Item(key.removeprefix(BUFFER).removesuffix("@0"), entry.dtype, shape, (flat,))
-                )
+                found.append(_Item(name, entry.dtype, shape, (flat,)))
         return found
 
     def optimizer_state(self, name: str) -> dict[str, _Item]:
@@ -138,10 +132,8 @@ class _Source:
         )
 
     def rows(self, item: _Item) -> Iterator[torch.Tensor]:
-        """Yield the elements of a tensor in row order, in 1-D tensors of at most a chunk each;
-        every one is valid until the next.
-        """
-        if item.entry.stride == _row_stride(item.entry.shape) or item.entry.numel < 2:
+        """Yield a tensor in row order, 1-D, a chunk at a time, each valid until the next."""
+        if item.entry.stride == row_stride(item.entry.shape) or item.entry.numel < 2:
             yield from self._chunks(item)
         else:
             yield self.whole(item).view(-1)
@@ -152,7 +144,7 @@ class _Source:
         for chunk in self._chunks(item):
             flat[position : position + chunk.numel()] = chunk
             position += chunk.numel()
-        stride = item.entry.stride if item.entry.numel > 1 else _row_stride(item.entry.shape)
+        stride = item.entry.stride if item.entry.numel > 1 else row_stride(item.entry.shape)
         return flat.as_strided(item.entry.shape, stride).contiguous()
 
     def _item(self, name: str, kind: str, dtype: torch.dtype | None) -> _Item:
@@ -164,11 +156,10 @@ class _Source:
                 raise CheckpointError(
                     f"{self.path} lacks elements {stop} to {start} of {kind} of parameter {name!r}"
                 )
-        there = pieces[0].dtype if pieces else "F32"
-        convert = dtype is not None and DTYPES[there].is_floating_point
-        return _Item(
-            name, dtype_code(dtype, name) if convert and dtype is not None else there, entry, pieces
-        )
+        code = pieces[0].dtype if pieces else "F32"
+        if dtype is not None and DTYPES[code].is_floating_point:
+            code = dtype_code(dtype, name)
+        return _Item(name, code, entry, pieces)
 
     def _chunks(self, item: _Item) -> Iterator[torch.Tensor]:
         """Yield the elements of a tensor in the order of its memory."""
@@ -180,10 +171,6 @@ class _Source:
                 chunk = self._shards.read(piece, start, stop)
                 self._progress(chunk.numel() * chunk.element_size())
                 yield _converted(chunk, DTYPES[item.dtype], item.name)
-
-
-def _row_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _converted(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
@@ -205,25 +192,20 @@ def _converted(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Ten
 def _write_hf(source: _Source, items: list[_Item], directory: Path, max_bytes: int) -> None:
     directory.mkdir()
     groups = _split(items, max_bytes)
-    names = [
-        f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        for number in range(1, len(groups) + 1)
-    ]
-    if len(groups) == 1:
-        names = ["model.safetensors"]
-    for name, group in zip(names, groups, strict=True):
-        header = header_of(
-            [(item.name, item.dtype, item.entry.shape, item.num_bytes) for item in group],
-            {"format": "pt"},
-        )
+    weight_map: dict[str, str] = {}
+    for number, group in enumerate(groups, 1):
+        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        if len(groups) == 1:
+            name = "model.safetensors"
+        entries = [(item.name, item.dtype, item.entry.shape, item.num_bytes) for item in group]
+        header = header_of(entries, {"format": "pt"})
         total = len(header) + sum(item.num_bytes for item in group)
         write_new(directory / name, total, _parts(source, header, group))
+        weight_map |= {item.name: name for item in group}
     if len(groups) > 1:
-        weight_map = {
-            item.name: name for name, group in zip(names, groups, strict=True) for item in group
-        }
+        size = sum(item.num_bytes for item in items)
         index = {
-            "metadata": {"total_size": sum(item.num_bytes for item in items)},
+            "metadata": {"total_size": size},
             "weight_map": dict(sorted(weight_map.items())),
         }
         text = (json.dumps(index, indent=2) + "\n").encode()
@@ -238,9 +220,7 @@ def _parts(source: _Source, header: bytes, group: list[_Item]) -> Iterator[Any]:
 
 
 def _split(items: list[_Item], max_bytes: int) -> list[list[_Item]]:
-    """Return `items` in files of at most `max_bytes`, in their order; a larger one has a file of
-    its own.
-    """
+    """Return `items` in files of at most `max_bytes`, in order; a larger item gets its own file."""
     groups: list[list[_Item]] = [[]]
     filled = 0
     for item in items:
@@ -269,16 +249,14 @@ def _optimizer_state(source: _Source) -> tuple[dict[str, dict[str, Any]], list[d
     """Return the optimizer's state by parameter and key, and its param groups."""
     saved = source.manifest.optimizer
     assert saved is not None
+
+    def decoded(values: dict[str, Any]) -> dict[str, Any]:
+        return {key: decode(value, _no_tensors) for key, value in values.items()}
+
     try:
-        state: dict[str, dict[str, Any]] = {
-            name: {key: decode(value, _no_tensors) for key, value in scalars.items()}
-            for name, scalars in saved["scalars"].items()
-        }
+        state = {name: decoded(scalars) for name, scalars in saved["scalars"].items()}
         groups = [
-            {
-                **{key: decode(value, _no_tensors) for key, value in group["options"].items()},
-                "params": list(group["params"]),
-            }
+            {**decoded(group["options"]), "params": list(group["params"])}
             for group in saved["groups"]
         ]
     except (KeyError, TypeError, ValueError, AttributeError) as odd:
@@ -313,9 +291,7 @@ def _write_torch(source: _Source, items: list[_Item], path: Path) -> None:
 
 
 def _write_dcp(source: _Source, items: list[_Item], directory: Path) -> None:
-    """Write what torch's get_model_state_dict and get_optimizer_state_dict would, as "model" and
-    "optimizer".
-    """
+    """Write "model" and "optimizer" as torch's get_*_state_dict functions would give them."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save

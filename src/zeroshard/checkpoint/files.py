@@ -26,8 +26,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def published(out: Path, num_bytes: int) -> Iterator[Path]:
-    """Give a hidden path beside `out` to write `num_bytes` to, a file or a directory; rename it
-    to `out` at the end, or remove it after an error.
+    """Yield a hidden path beside `out` for `num_bytes`; rename it to `out`, or remove it on error.
 
     Raises ConfigError where `out` is there already (an empty directory does not count),
     CheckpointError where there is no space.

@@ -3,11 +3,10 @@
     choose a step (rank 0 says which) . compare parameters . read and verify everything needed .
     agree . write
 
-Invariant: nothing of the engine, the optimizer or the states has changed when it raises. Cost: the
-file's bytes of this rank's pieces, plus at most a chunk at either end of each; for a moment memory
-for the state a second time, but for what rests on disk: that is read twice, a piece at a time,
-first to be verified. A tier that fails while it is written to (StorageError on every rank) leaves
-an engine that refuses to go on until a load has succeeded.
+Invariant: nothing of the engine, the optimizer or the states has changed when it raises
+CheckpointError. Cost: the bytes of this rank's pieces, plus at most a chunk at either end of each;
+memory for the state a second time, except for state on disk, which is read twice, a piece at a
+time, first to be verified.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -29,13 +29,14 @@ from zeroshard.checkpoint.pieces import (
     RNG,
     SCALER,
     Stateful,
-    buffers_of,
     check_arguments,
     generators,
+    in_memory_order,
     parameters_of,
+    persistent_buffers,
     restore_generators,
 )
-from zeroshard.checkpoint.save import settle
+from zeroshard.checkpoint.save import raise_on_all
 from zeroshard.checkpoint.shards import DTYPES, OpenShards
 from zeroshard.checkpoint.steps import (
     MANIFEST,
@@ -51,7 +52,6 @@ from zeroshard.optim.copies import fitted_state, state_after_trial
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, RestingPiece
-from zeroshard.state.full import flatten
 
 __all__ = ["Restored", "latest_step", "load"]
 
@@ -87,21 +87,19 @@ def load(
     fallback: Literal["previous"] | None = None,
     verify: bool = True,
 ) -> Restored:
-    """Read a checkpoint into `engine`: the newest one in `directory`, or that of `step`.
-    Collective.
+    """Read the newest checkpoint in `directory`, or that of `step`, into `engine`. Collective.
 
     It may have been saved under any row, precision, number of ranks and unit cut. `states` are the
-    objects that were saved under these names; random generators and the loss scaler are taken over,
-    too. What ranks held differently is taken where there are as many ranks as saved. Without
-    `strict` what does not fit (missing, unexpected and reshaped parameters, param groups, states)
-    is left out and named in ``Restored.skipped``. With ``fallback="previous"`` a damaged step is
-    passed over for the one before it. `verify` off reads without comparing hashes.
+    objects that were saved under these names; random generators and the loss scaler are loaded too.
+    State that differed between ranks is loaded on as many ranks as saved it. Without `strict`,
+    whatever does not fit (missing, unexpected and reshaped parameters, param groups, states) is
+    left out and named in ``Restored.skipped``. ``fallback="previous"`` replaces a damaged step by
+    the one before it. `verify` off reads without comparing hashes.
 
-    Raises CheckpointError on every rank; nothing has been changed then. (Where the
-    ``load_state_dict()`` of one of `states` refuses, all of them are put back to what their
-    ``state_dict()`` gave before; one that does not take that either is named.) StorageError, where
-    a tier of the engine fails on any rank, says that the state is half loaded. A load also ends
-    what a tier's failure has brought about: forwards and steps go on again, and bit for bit.
+    Raises CheckpointError on every rank, with nothing changed: if ``load_state_dict()`` of one of
+    `states` fails, all get their former ``state_dict()`` back, and one that refuses it is named.
+    Raises StorageError if a tier fails on any rank: the state is then half loaded, and the engine
+    refuses to continue until a load succeeds.
     """
     check_arguments(directory, engine, states)
     directory = Path(directory)
@@ -116,11 +114,9 @@ def load(
             if not candidates:
                 raise CheckpointError("; ".join([*damaged, str(error)])) from error
             if fallback is None:
-                more = (
-                    ""
-                    if isinstance(error, _Misfit)
-                    else f". Step {candidates[-1]} is there, too: fallback='previous' takes it"
-                )
+                more = f". Step {candidates[-1]} is there, too: fallback='previous' takes it"
+                if isinstance(error, _Misfit):
+                    more = ""
                 raise CheckpointError(f"{error}{more}") from error
             damaged.append(str(error))
             if engine.rank == 0:
@@ -131,9 +127,7 @@ def load(
 
 
 def _candidates(directory: Path, engine: Engine, step: int | None) -> list[int]:
-    """Return the steps to try, the first choice last; rank 0's answer, since another process may
-    be pruning.
-    """
+    """Return the steps to try, first choice last. Rank 0 decides: others may see a prune."""
     error, steps = None, []
     if engine.rank == 0:
         try:
@@ -142,7 +136,7 @@ def _candidates(directory: Path, engine: Engine, step: int | None) -> list[int]:
                 raise CheckpointError(f"{directory} holds no checkpoint")
         except CheckpointError as refused:
             error = refused
-    settle(engine, error, "zs.load()")
+    raise_on_all(engine, error, "zs.load()")
     answer = engine.exchange(",".join(map(str, steps)).encode(), "zs.load()")[0]
     steps = [int(number) for number in answer.decode().split(",")]
     if step is not None and step not in steps:
@@ -183,13 +177,12 @@ def _load_step(
         except CheckpointError as refused:
             error = refused
         except Exception as odd:
-            # values that no save writes, a disk that fails, no memory: the other ranks must hear of
-            # it
+            # invalid values, a disk that fails, no memory: the other ranks must know
             error = CheckpointError(
                 f"step {step} in {directory} cannot be read: {type(odd).__name__}: {odd}"
             )
         mine = b"" if reading is None else reading.text_hash.encode()
-        settle(engine, error, "zs.load()")
+        raise_on_all(engine, error, "zs.load()")
         if len(set(engine.exchange(mine, "zs.load()"))) > 1:
             raise CheckpointError(
                 f"the ranks see different checkpoints under {directory}: is it on storage that all"
@@ -200,13 +193,9 @@ def _load_step(
         if engine.rank == 0:
             with suppress(CheckpointError):
                 remember_steps(directory)  # what another job has written is known here now
-        return Restored(
-            step,
-            reading.path,
-            reading.extra,
-            reading.misfits + reading.skipped,
-            bytes_read=reading.bytes_read(),
-        )
+        skipped = reading.misfits + reading.skipped
+        num_bytes = reading.bytes_read()
+        return Restored(step, reading.path, reading.extra, skipped, bytes_read=num_bytes)
 
 
 class _NoSuchStep(CheckpointError):
@@ -258,36 +247,31 @@ class _Reading:
     # ------------------------------------------------------------------ what fits
 
     def _match(self) -> dict[int, str]:
-        """Return the name in the checkpoint of each parameter, by id; note what is missing,
-        unexpected or of another shape.
-        """
+        """Return each parameter's name in the checkpoint, by id, and collect what does not fit."""
+        saved = self.manifest.parameters
         by_any_name = {
-            alias: name
-            for name, entry in self.manifest.parameters.items()
-            for alias in (name, *entry.aliases)
+            alias: name for name, entry in saved.items() for alias in (name, *entry.aliases)
         }
-        left = dict.fromkeys(self.manifest.parameters)
+        left = dict.fromkeys(saved)
         found: dict[int, str] = {}
         parameters = dict(self._engine.module.named_parameters())
         for name, entry in parameters_of(self._engine).items():
-            there = next(
-                (by_any_name[alias] for alias in (name, *entry.aliases) if alias in by_any_name),
-                None,
-            )
-            if there is None:
+            known = [alias for alias in (name, *entry.aliases) if alias in by_any_name]
+            if not known:
                 self.misfits.append(f"parameter {name!r} is not in the checkpoint")
                 continue
+            there = by_any_name[known[0]]
             left.pop(there, None)
-            shape = self.manifest.parameters[there].shape
-            if shape != entry.shape:
-                self.misfits.append(
-                    f"parameter {name!r} is {list(shape)} in the checkpoint and {list(entry.shape)}"
-                    " in the model"
-                )
+            shape = saved[there].shape
+            if shape == entry.shape:
+                found[id(parameters[name])] = there
                 continue
-            found[id(parameters[name])] = there
+            self.misfits.append(
+                f"parameter {name!r} is {list(shape)} in the checkpoint and {list(entry.shape)}"
+                " in the model"
+            )
         # imported from a format that does not tell them from parameters
-        buffers = buffers_of(self._engine)
+        buffers = persistent_buffers(self._engine.module)
         self.misfits += [
             f"parameter {other!r} of the checkpoint is not in the model"
             for other in left
@@ -296,9 +280,7 @@ class _Reading:
         return found
 
     def _match_groups(self) -> list[dict[str, Any]] | None:
-        """Return the saved options of each param group here, or None where there are none to
-        take.
-        """
+        """Return the saved options of each param group, or None if there are none to load."""
         optimizer, saved = self._engine.optimizer, self.manifest.optimizer
         if optimizer is None or saved is None:
             if optimizer is not None:
@@ -308,26 +290,23 @@ class _Reading:
             elif saved is not None:
                 self.skipped.append("the optimizer's state: this engine has no optimizer")
             return None
-        if saved["class"] != type(optimizer).__name__:
-            self.misfits.append(
-                f"the optimizer was {saved['class']} and is {type(optimizer).__name__}"
-            )
+        name = type(optimizer).__name__
+        if saved["class"] != name:
+            self.misfits.append(f"the optimizer was {saved['class']} and is {name}")
             return None
         mine = [
             sorted(self._there.get(id(parameter), "?") for parameter in group)
             for group in self._engine.states.param_groups()
         ]
         theirs = [sorted(group["params"]) for group in saved["groups"]]
-        if mine != theirs and not self.misfits:
-            index = next(
-                i
-                for i, _ in enumerate([*mine, *theirs])
-                if i >= min(len(mine), len(theirs)) or mine[i] != theirs[i]
-            )
-            self.misfits.append(
-                f"optimizer param group {index} holds other parameters here than in the checkpoint"
-            )
         if mine != theirs:
+            if not self.misfits:
+                pairs = enumerate(zip_longest(mine, theirs))
+                index = next(index for index, (one, other) in pairs if one != other)
+                self.misfits.append(
+                    f"optimizer param group {index} holds other parameters here than in the"
+                    " checkpoint"
+                )
             return None
         return [
             {key: decode(value, self._fetch) for key, value in group["options"].items()}
@@ -382,40 +361,27 @@ class _Reading:
             name = self._there.get(id(piece.parameter))
             if name is None:
                 continue
+            place = (piece.stride, piece.start, piece.stop)
             again = piece.state.away is not None and piece.state.away.tier is Tier.DISK
-            self._copies.append(
-                (
-                    piece,
-                    self._held(
-                        partial(self._range, name, VALUE, piece.stride, piece.start, piece.stop),
-                        again=again,
-                    ),
-                )
-            )
+            source = self._held(partial(self._range, name, VALUE, *place), again=again)
+            self._copies.append((piece, source))
             for kind, ema in averages.items():
                 if piece.master is not None:
                     number, span = piece.master
-                    average = self._range(name, kind, piece.stride, piece.start, piece.stop)
-                    self._copies.append(
-                        (
-                            ema.averages[number][span],
-                            self._held(partial(_itself, average), again=False),
-                        )
-                    )
+                    read = partial(self._range, name, kind, *place)
+                    self._copies.append((ema.averages[number][span], self._held(read, again=False)))
 
     def _held(self, read: Callable[[], _T], *, again: bool) -> Callable[[], _T]:
-        """Read and verify now; return what gives the numbers later: those, or (`again`: they are
-        too many to hold) reads them once more.
-        """
+        """Read and verify now; return a function that returns the result, or rereads (`again`)."""
         numbers = read()
         if not again:
             return partial(_itself, numbers)
         del numbers
-        self._forget_memory()
+        self._release_memory()
         return read
 
-    def _forget_memory(self) -> None:
-        """Let go of the memory that a piece was read into."""
+    def _release_memory(self) -> None:
+        """Release the memory that a piece was read into."""
         self._shards.pages.clear()
         self._trimmer.passed(self._shards.bytes_read - self._trimmed)
         self._trimmed = self._shards.bytes_read
@@ -425,9 +391,9 @@ class _Reading:
         optimizer, device = self._engine.optimizer, torch.device("cpu")
         assert optimizer is not None
         for index, (mine, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-            options = {
-                key: value for key, value in mine.items() if key not in ("params", "param_names")
-            } | saved
+            options = {**mine, **saved}
+            for key in ("params", "param_names"):
+                options.pop(key, None)
             device = next((piece.device for piece in mine["params"]), device)
             dtype = next((piece.dtype for piece in mine["params"]), torch.float32)
             try:
@@ -471,24 +437,19 @@ class _Reading:
 
     def _read_buffers(self) -> None:
         rank = self._engine.rank if self._engine.world == self.manifest.world else 0
-        for name, buffer in buffers_of(self._engine).items():
-            entry = self._loose.get(f"{BUFFER}{name}@{rank}") or self._loose.get(
-                f"{BUFFER}{name}@0"
-            )
+        for name, buffer in persistent_buffers(self._engine.module).items():
+            key, shape = f"{BUFFER}{name}@", tuple(buffer.shape)
+            entry = self._loose.get(f"{key}{rank}") or self._loose.get(f"{key}0")
             imported = self.manifest.parameters.get(name)
-            if entry is None and imported is not None and imported.shape == tuple(buffer.shape):
-                self._buffers.append(
-                    (buffer, self._span(name, VALUE, 0, imported.numel).view(imported.shape))
-                )
-                continue
-            if entry is None or entry.shape != tuple(buffer.shape):
-                self.skipped.append(
-                    f"buffer {name!r} is not in the checkpoint"
-                    if entry is None
-                    else f"buffer {name!r} has another shape there"
-                )
-                continue
-            self._buffers.append((buffer, self._whole(entry)))
+            if entry is None and imported is not None and imported.shape == shape:
+                value = self._span(name, VALUE, 0, imported.numel).view(shape)
+                self._buffers.append((buffer, value))
+            elif entry is None:
+                self.skipped.append(f"buffer {name!r} is not in the checkpoint")
+            elif entry.shape != shape:
+                self.skipped.append(f"buffer {name!r} has another shape there")
+            else:
+                self._buffers.append((buffer, self._whole(entry)))
 
     def _read_state(self, name: str) -> None:
         saved = self.manifest.states[name]
@@ -514,25 +475,15 @@ class _Reading:
     def _range(
         self, name: str, kind: str, stride: tuple[int, ...], start: int, stop: int
     ) -> torch.Tensor:
-        """Return elements ``[start, stop)`` of one kind of a parameter, in the order of memory
-        of `stride`.
-        """
-        entry = self.manifest.parameters[name]
-        if _order(entry.stride, entry.shape) == _order(stride, entry.shape):
-            return self._span(name, kind, start, stop)
-        there = self._span(name, kind, 0, entry.numel).as_strided(entry.shape, entry.stride)
-        return flatten(torch.empty_strided(entry.shape, stride, dtype=there.dtype).copy_(there))[
-            start:stop
-        ]
+        """Return elements ``[start, stop)`` of a parameter's `kind`, in `stride`'s memory order."""
+        read = partial(self._span, name, kind)
+        return in_memory_order(read, self.manifest.parameters[name], stride, start, stop)
 
     def _span(self, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
         if start == stop:
             return torch.empty(0)
-        pieces = [
-            piece
-            for piece in self._pieces.get((name, kind), ())
-            if piece.start < stop and piece.stop > start
-        ]
+        known = self._pieces.get((name, kind), ())
+        pieces = [piece for piece in known if piece.start < stop and piece.stop > start]
         if len(pieces) == 1 and pieces[0].start <= start and stop <= pieces[0].stop:
             return self._shards.read(pieces[0], start - pieces[0].start, stop - pieces[0].start)
         position = start
@@ -543,9 +494,8 @@ class _Reading:
                 break
             part = self._shards.read(piece, first - piece.start, last - piece.start)
             if out is None:
-                out = self._shards.pages.empty(
-                    stop - start, DTYPES[piece.dtype], torch.device("cpu")
-                )
+                dtype = DTYPES[piece.dtype]
+                out = self._shards.pages.empty(stop - start, dtype, torch.device("cpu"))
             out[first - start : last - start] = part
             position = last
         if out is None or position != stop:
@@ -571,7 +521,7 @@ class _Reading:
                     else:
                         target.write(numbers)
                     del numbers
-                    self._forget_memory()
+                    self._release_memory()
             engine.states.overwritten(self._there)
             for buffer, value in self._buffers:
                 buffer.copy_(value)
@@ -580,14 +530,11 @@ class _Reading:
         self.extra = self._values.get(EXTRA)
 
     def _load_states(self) -> None:
-        """Load the user's states and the generators; put all of them back, on every rank, where
-        one of them refuses on any rank. Collective.
-        """
+        """Load states and generators; restore all of them if one fails on any rank. Collective."""
         error: CheckpointError | None = None
         numbers = generators()
-        before = {
-            name: _state_before(self._states[name]) for name in self._values if name in self._states
-        }
+        mine = [name for name in self._values if name in self._states]
+        before = {name: _state_before(self._states[name]) for name in mine}
         loaded: list[str] = []
         try:
             for name, value in self._values.items():
@@ -602,18 +549,18 @@ class _Reading:
                 f" {refused}"
             )
         try:
-            settle(self._engine, error, "zs.load()")
+            raise_on_all(self._engine, error, "zs.load()")
         except CheckpointError as told:
             stuck = [
-                name
+                f"states[{name!r}]"
                 for name in loaded
                 if name in before and not _put_back(self._states[name], before[name])
             ]
             restore_generators(numbers)
             if stuck:
+                names = ", ".join(stuck)
                 raise CheckpointError(
-                    f"{told}; {', '.join(f'states[{name!r}]' for name in stuck)} could not be put"
-                    " back, the rest is as it was"
+                    f"{told}; {names} could not be put back, the rest is as it was"
                 ) from error
             raise
 
@@ -628,7 +575,7 @@ class _Reading:
             optimizer.state.pop(owned.tensor, None)
             if state:
                 optimizer.state[owned.tensor] = state
-            self._forget_memory()
+            self._release_memory()
 
         self._engine.states.set_states(take_over)
         for group, options in zip(optimizer.param_groups, groups, strict=True):
@@ -637,9 +584,7 @@ class _Reading:
 
 @contextmanager
 def _too_late() -> Iterator[None]:
-    """Turn what goes wrong when a piece is read again into what it is by now: the loss of what
-    rests.
-    """
+    """Convert a second-read failure into StorageError: part of the state is overwritten already."""
     try:
         yield
     except CheckpointError as error:
@@ -667,11 +612,6 @@ def _put_back(state: Stateful, before: Any) -> bool:
 
 def _itself(value: _T) -> _T:
     return value
-
-
-def _order(stride: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides that matter: those of sizes other than 1."""
-    return tuple(step for step, size in zip(stride, shape, strict=True) if size != 1)
 
 
 def _some(items: list[str]) -> str:

@@ -29,7 +29,7 @@ from zeroshard.errors import CheckpointError
 
 __all__ = [
     "BUFFER", "CHUNK_BYTES", "FORMAT", "ITEMSIZE", "SHARD_NAME", "STATE", "VALUE", "VERSION",
-    "Manifest", "ParameterEntry", "ShardEntry", "TensorEntry", "digest", "num_chunks",
+    "Manifest", "ParameterEntry", "ShardEntry", "TensorEntry", "digest", "num_chunks", "row_stride",
 ]  # fmt: skip
 
 FORMAT = "zeroshard checkpoint"
@@ -42,24 +42,10 @@ MAX_CHUNK_BYTES = 1 << 30  # a reader needs that much memory
 MAX_HEADER_BYTES = 100_000_008  # safetensors reads no longer ones
 # of states in JSON: values.py writes three levels for one of Python's, a hundred times
 MAX_DEPTH = 320
-ITEMSIZE = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U64": 8,
-    "U32": 4,
-    "U16": 2,
-    "U8": 1,
-    "BOOL": 1,
-    "C64": 8,
-}  # fmt: skip (safetensors' names)
+ITEMSIZE = {  # by safetensors' names
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4,
+    "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8,
+}  # fmt: skip
 
 SHARD_NAME = re.compile(r"rank-\d{5,9}-of-\d{5,9}\.safetensors")
 _TAIL = re.compile(r'\n "hash": "([0-9a-f]{32})"\n\}\n')
@@ -76,6 +62,11 @@ def num_chunks(num_bytes: int, chunk_bytes: int) -> int:
     return -(-num_bytes // chunk_bytes)
 
 
+def row_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the stride of a tensor of `shape` in row order."""
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
 @dataclass(frozen=True)
 class ShardEntry:
     """A file of pieces."""
@@ -88,9 +79,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class ParameterEntry:
-    """What is known of a parameter; ranges count its elements in the order in which memory of
-    `stride` holds them.
-    """
+    """A parameter. Ranges count its elements in the memory order of `stride`."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -105,19 +94,27 @@ class ParameterEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in a file. A piece of a parameter has its name, `kind` ("value", "state.exp_avg",
-    "ema") and range; other tensors a `kind` alone.
-    """
+    """A tensor in a file: a range of one `kind` of a parameter, or a tensor of its own."""
 
     file: int
     offset: int  # bytes from the start of the data
     dtype: str
     shape: tuple[int, ...]
     hashes: tuple[str, ...]  # one per chunk
-    kind: str
+    kind: str  # of a parameter: "value", "state.exp_avg", "ema", ...
     parameter: str | None = None
     start: int = 0
     stop: int = 0
+
+    @classmethod
+    def piece(cls, name: str, kind: str, start: int, stop: int, dtype: str) -> TensorEntry:
+        """Return the entry of elements ``[start, stop)`` of a parameter, not yet in a file."""
+        return cls(0, 0, dtype, (stop - start,), (), kind, name, start, stop)
+
+    @classmethod
+    def loose(cls, kind: str, shape: tuple[int, ...], dtype: str) -> TensorEntry:
+        """Return the entry of a tensor that is no piece of a parameter, not yet in a file."""
+        return cls(0, 0, dtype, shape, (), kind)
 
     @property
     def numel(self) -> int:
@@ -131,11 +128,9 @@ class TensorEntry:
     @property
     def key(self) -> str:
         """Its name in the safetensors file."""
-        return (
-            self.kind
-            if self.parameter is None
-            else f"{self.parameter}|{self.kind}|{self.start}:{self.stop}"
-        )
+        if self.parameter is None:
+            return self.kind
+        return f"{self.parameter}|{self.kind}|{self.start}:{self.stop}"
 
 
 @dataclass(frozen=True)
@@ -176,15 +171,9 @@ class Manifest:
 
     def dump(self) -> bytes:
         """Return the text of the manifest, its hash in the last line."""
-        data = {
-            "format": FORMAT,
-            "version": VERSION,
-            **{
-                name: value
-                for name, value in vars(self).items()
-                if name not in ("files", "parameters", "tensors")
-            },
-        }
+        tables = ("files", "parameters", "tensors")  # the last keys
+        plain = {name: value for name, value in vars(self).items() if name not in tables}
+        data = {"format": FORMAT, "version": VERSION, **plain}
         data["files"] = [asdict(file) for file in self.files]
         data["parameters"] = {
             name: {k: v for k, v in asdict(entry).items() if v != ()} | {"shape": entry.shape}
@@ -220,16 +209,12 @@ class Manifest:
 
 
 def _parsed_bytes(text: bytes) -> int:
-    """Return about how much memory the values in `text` take at most: text of nothing but
-    brackets takes twenty times its length.
-    """
+    """Estimate the memory of the values in `text`; brackets alone take 20 times their length."""
     return 64 * text.count(b",") + 150 * (text.count(b"[") + text.count(b"{"))
 
 
 def _most_bytes(text: bytes) -> int:
-    """Return how much memory the values of a manifest may take: tables of tensors take six times
-    their text, and states may be denser.
-    """
+    """Return the memory limit of a manifest's values; tables of tensors take 6 times their text."""
     return 8 * len(text) + (128 << 20)
 
 
@@ -247,17 +232,14 @@ def _parse(text: bytes, where: str) -> Manifest:
         manifest = _build(raw)
         _check(manifest)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"{where} makes no sense: {type(error).__name__}: {_cut(error)}"
-        ) from None
+        what = f"{type(error).__name__}: {_cut(error)}"
+        raise CheckpointError(f"{where} makes no sense: {what}") from None
     return manifest
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from walking millions of new objects again and again: it is
-    half of the time, and finds nothing.
-    """
+    """Disable the garbage collector: it would take half of the time and find nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -276,20 +258,17 @@ def _lean(entry: TensorEntry) -> dict[str, Any]:
 
 def _spread(value: Any) -> str:
     """Return JSON with one line per item of a list or object."""
-    if isinstance(value, list) and value:
-        return (
-            "[\n" + ",\n".join(f"  {json.dumps(item, allow_nan=False)}" for item in value) + "\n ]"
-        )
-    if isinstance(value, dict) and value:
-        return (
-            "{\n"
-            + ",\n".join(
-                f"  {json.dumps(key)}: {json.dumps(item, allow_nan=False)}"
-                for key, item in value.items()
-            )
-            + "\n }"
-        )
-    return json.dumps(value, allow_nan=False)
+    if not value or not isinstance(value, list | dict):
+        return json.dumps(value, allow_nan=False)
+    if isinstance(value, list):
+        (first, last), keys = "[]", [""] * len(value)
+    else:
+        (first, last), keys = "{}", [f"{json.dumps(key)}: " for key in value]
+        value = value.values()
+    lines = [
+        f"  {key}{json.dumps(item, allow_nan=False)}" for key, item in zip(keys, value, strict=True)
+    ]
+    return f"{first}\n" + ",\n".join(lines) + f"\n {last}"
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -357,23 +336,18 @@ def _build(raw: dict[str, Any]) -> Manifest:
 
 
 def _tensor(raw: dict[str, Any]) -> TensorEntry:
-    place = (
+    loose = (
         _whole(raw["file"], "file"),
         _whole(raw["offset"], "offset"),
         intern(_text(raw["dtype"])),
         _wholes(raw["shape"]),
+        tuple(_text(h) for h in _list(raw["hashes"])),
+        intern(_text(raw["kind"])),
     )
-    hashes, kind = tuple(_text(h) for h in _list(raw["hashes"])), intern(_text(raw["kind"]))
     if "parameter" not in raw:
-        return TensorEntry(*place, hashes, kind)
-    return TensorEntry(
-        *place,
-        hashes,
-        kind,
-        intern(_text(raw["parameter"])),
-        _whole(raw["start"], "start"),
-        _whole(raw["stop"], "stop"),
-    )
+        return TensorEntry(*loose)
+    start, stop = _whole(raw["start"], "start"), _whole(raw["stop"], "stop")
+    return TensorEntry(*loose, intern(_text(raw["parameter"])), start, stop)
 
 
 def _check(manifest: Manifest) -> None:
@@ -430,22 +404,16 @@ def _check_tensor(manifest: Manifest, entry: TensorEntry) -> None:
         raise ValueError(f"{entry.key} has {len(entry.hashes)} hashes for {entry.num_bytes} bytes")
     if entry.parameter is not None:
         parameter = _parameter(manifest, entry.parameter)
-        if not 0 <= entry.start <= entry.stop <= parameter.numel or entry.shape != (
-            entry.stop - entry.start,
-        ):
-            raise ValueError(
-                f"{entry.key} does not fit a parameter of shape {list(parameter.shape)}"
-            )
+        is_range = 0 <= entry.start <= entry.stop <= parameter.numel
+        if not is_range or entry.shape != (entry.stop - entry.start,):
+            shape = list(parameter.shape)
+            raise ValueError(f"{entry.key} does not fit a parameter of shape {shape}")
 
 
 def _check_places(manifest: Manifest) -> None:
-    """Raise ValueError where bytes of a file belong to two tensors, or to none: those no hash
-    would cover.
-    """
+    """Raise ValueError for bytes of a file that belong to two tensors, or to none."""
     ends = [0] * len(manifest.files)
-    for entry in sorted(
-        manifest.tensors, key=lambda entry: (entry.file, entry.offset, entry.num_bytes)
-    ):
+    for entry in sorted(manifest.tensors, key=lambda one: (one.file, one.offset, one.num_bytes)):
         if entry.num_bytes and entry.offset != ends[entry.file]:
             raise ValueError(
                 f"{entry.key} lies at byte {entry.offset} of the data, and the tensor before it"
@@ -477,10 +445,9 @@ def _check_optimizer(manifest: Manifest) -> None:
 
 def _check_states(manifest: Manifest) -> None:
     for name, state in manifest.states.items():
-        of_each = (
-            _object(state).keys() == {"ranks"} and len(_list(state["ranks"])) == manifest.world
-        )
-        if not of_each and state.keys() != {"same"}:
+        is_same = _object(state).keys() == {"same"}
+        of_each = state.keys() == {"ranks"} and len(_list(state["ranks"])) == manifest.world
+        if not is_same and not of_each:
             raise ValueError(
                 f"the state {brief(name)} is neither the same on all ranks nor one for each of"
                 f" {manifest.world}"
@@ -495,16 +462,11 @@ def _parameter(manifest: Manifest, name: Any) -> ParameterEntry:
 
 
 def _check_depth(value: Any) -> None:
-    """Raise ValueError for nesting that values.py does not write, and that recursion over it
-    might not survive.
-    """
+    """Raise ValueError for values nested too deep for recursive functions."""
     level = [value]
     for _ in range(MAX_DEPTH):
-        lists = [
-            item if isinstance(item, list) else item.values()
-            for item in level
-            if isinstance(item, list | dict)
-        ]
+        nested = [item for item in level if isinstance(item, list | dict)]
+        lists = [item if isinstance(item, list) else item.values() for item in nested]
         level = [item for items in lists for item in items]
         if not level:
             return

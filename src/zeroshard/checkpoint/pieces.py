@@ -11,44 +11,36 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from zeroshard.checkpoint.manifest import BUFFER, STATE, VALUE, ParameterEntry, TensorEntry, digest
 from zeroshard.checkpoint.shards import Lent, Stored, as_bytes, dtype_code
-from zeroshard.checkpoint.values import encode
+from zeroshard.checkpoint.values import encode, no_tensors
 from zeroshard.core.layout import Range
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine
+from zeroshard.state.full import flatten
 
 __all__ = [
-    "EXTRA",
-    "RNG",
-    "SCALER",
-    "RankPart",
-    "Stateful",
-    "buffers_of",
-    "collect",
-    "divide",
-    "generators",
-    "parameters_of",
+    "EXTRA", "RNG", "SCALER", "RankPart", "Stateful", "check_arguments", "collect", "divide",
+    "generators", "in_memory_order", "names_of", "parameters_of", "persistent_buffers",
     "restore_generators",
-]
+]  # fmt: skip
 
 RNG, EXTRA, SCALER = "rng", "extra", "scaler"  # our own names among the states
 _RESERVED = (RNG, EXTRA, SCALER)
 
 
 class Stateful(Protocol):
-    """What can be handed to save() and load(): LR schedulers, data loaders, anything with these
-    two methods.
-    """
+    """An object that save() and load() accept as a state: an LR scheduler, a data loader, ..."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -57,9 +49,7 @@ class Stateful(Protocol):
 
 @dataclass
 class RankPart:
-    """What one rank contributes: the tensors of its file, and what of the manifest it alone
-    knows.
-    """
+    """One rank's part of a checkpoint: the tensors of its file and its part of the manifest."""
 
     stored: list[Stored]
     # states and buffers: JSON, and tensors by key
@@ -69,26 +59,42 @@ class RankPart:
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)  # the optimizer's param groups
 
+    def add(
+        self,
+        name: str,
+        kind: str,
+        start: int,
+        numbers: torch.Tensor | Lent,
+        dtype: torch.dtype,
+        *,
+        stop: int,
+    ) -> None:
+        """Add elements ``[start, stop)`` of one kind of the parameter `name`."""
+        code = dtype_code(dtype, f"{kind} of {name!r}")
+        self.stored.append((TensorEntry.piece(name, kind, start, stop, code), numbers))
+
+
+def names_of(module: nn.Module) -> dict[int, list[str]]:
+    """Return all names of each parameter, by its id, in the order of the module."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
 
 def parameters_of(engine: Engine) -> dict[str, ParameterEntry]:
     """Return what is known of every parameter, by the first of its names."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    layouts = engine.states.parameter_layouts()
+    names, layouts = names_of(engine.module), engine.states.parameter_layouts()
     out = {}
-    for first, parameter in engine.module.named_parameters():
-        stride, trained = layouts[id(parameter)]
-        out[first] = ParameterEntry(
-            tuple(parameter.shape), stride, trained, tuple(names[id(parameter)][1:])
-        )
+    for parameter in engine.module.parameters():
+        first, *others = names[id(parameter)]
+        shape, (stride, trained) = tuple(parameter.shape), layouts[id(parameter)]
+        out[first] = ParameterEntry(shape, stride, trained, tuple(others))
     return out
 
 
 def check_arguments(directory: object, engine: object, states: object) -> None:
-    """Raise ConfigError, naming the argument, for what cannot be a directory, an engine or
-    states.
-    """
+    """Raise ConfigError, naming the argument, for a wrong directory, engine or states."""
     if not isinstance(engine, Engine):
         swapped = " (directory comes first, then engine)" if isinstance(directory, Engine) else ""
         raise ConfigError(
@@ -100,29 +106,49 @@ def check_arguments(directory: object, engine: object, states: object) -> None:
     if not isinstance(states, Mapping | None):
         raise ConfigError(f"states is a {type(states).__name__}, not a dict of objects by name")
     for name, state in (states or {}).items():
-        if not (
-            hasattr(state, "state_dict") and hasattr(state, "load_state_dict")
-        ) and not isinstance(state, EMA):
+        is_stateful = hasattr(state, "state_dict") and hasattr(state, "load_state_dict")
+        if not is_stateful and not isinstance(state, EMA):
             raise ConfigError(
                 f"states[{name!r}] is a {type(state).__name__}, which has no state_dict() and"
                 " load_state_dict(): give plain values as extra="
             )
 
 
-def buffers_of(engine: Engine) -> dict[str, torch.Tensor]:
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a state_dict holds, by name."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in engine.module.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
+        for prefix, child in module.named_modules()
+        for name, buffer in child._buffers.items()
+        if buffer is not None and name not in child._non_persistent_buffers_set
     }
 
 
-def collect(engine: Engine, states: Mapping[str, Stateful], extra: Any) -> RankPart:
-    """Return what this rank holds, before `divide`. Raises CheckpointError for state that has no
-    form in a checkpoint.
+def in_memory_order(
+    read: Callable[[int, int], torch.Tensor],
+    entry: ParameterEntry,
+    stride: tuple[int, ...],
+    start: int,
+    stop: int,
+) -> torch.Tensor:
+    """Return elements ``[start, stop)`` of a parameter in the memory order of `stride`.
+
+    `read` returns elements in the order of `entry`; all of them are read where the orders differ.
     """
+
+    def significant(strides: tuple[int, ...]) -> list[int]:
+        return [step for step, size in zip(strides, entry.shape, strict=True) if size != 1]
+
+    if significant(entry.stride) == significant(stride):
+        return read(start, stop)
+    there = read(0, entry.numel).as_strided(entry.shape, entry.stride)
+    return flatten(torch.empty_strided(entry.shape, stride, dtype=there.dtype).copy_(there))[
+        start:stop
+    ]
+
+
+def collect(engine: Engine, states: Mapping[str, Stateful], extra: Any) -> RankPart:
+    """Return this rank's part, before `divide`. Raises CheckpointError for unsupported state."""
     part = RankPart([])
     if engine.states.unsaved is not None:
         raise CheckpointError(f"what rests must not be saved: {engine.states.unsaved}")
@@ -147,7 +173,7 @@ def collect(engine: Engine, states: Mapping[str, Stateful], extra: Any) -> RankP
     part.encoded = {name: _encoded(name, value) for name, value in values.items()}
     part.encoded |= {
         f"{BUFFER}{name}": (None, {f"{BUFFER}{name}": tensor})
-        for name, tensor in buffers_of(engine).items()
+        for name, tensor in persistent_buffers(engine.module).items()
     }
     for _, tensors in part.encoded.values():
         for key, tensor in tensors.items():
@@ -165,9 +191,7 @@ def _state_dict(name: str, state: Stateful) -> dict[str, Any]:
 
 
 def divide(engine: Engine, part: RankPart) -> None:
-    """Settle who writes what is no piece: rank 0 all of it, others what they hold differently.
-    Collective.
-    """
+    """Assign states and buffers: rank 0 writes all, others what differs there. Collective."""
     mine = {name: _fingerprint(*pair) for name, pair in part.encoded.items()}
     everyone = [
         json.loads(answer) for answer in engine.exchange(json.dumps(mine).encode(), "zs.save()")
@@ -176,9 +200,10 @@ def divide(engine: Engine, part: RankPart) -> None:
         alike = all(other.get(name) == everyone[0].get(name) for other in everyone)
         is_buffer = name.startswith(BUFFER)
         if engine.rank == 0 or (mine[name] != everyone[0].get(name) if is_buffer else not alike):
-            part.stored += [
-                (_loose(f"{key}@{engine.rank}", tensor), tensor) for key, tensor in tensors.items()
-            ]
+            for key, tensor in tensors.items():
+                code = dtype_code(tensor.dtype, key)
+                place = f"{key}@{engine.rank}"
+                part.stored.append((TensorEntry.loose(place, tuple(tensor.shape), code), tensor))
             if not is_buffer:
                 part.states[name] = {"same" if alike else "own": value}
 
@@ -187,20 +212,16 @@ def _collect_pieces(engine: Engine, averages: Mapping[str, EMA], part: RankPart)
     stepped: dict[int, list[ParamShard]] = {}
     for owned in engine.states.stepped_pieces():
         stepped.setdefault(id(owned.parameter), []).append(owned)
-    firsts = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    names = names_of(engine.module)
     for piece in engine.states.resting_pieces(share=True):
-        name = firsts[id(piece.parameter)]
+        name = names[id(piece.parameter)][0]
         values = piece.tensor if piece.state.on_device else piece.borrowed
-        part.stored.append(_piece(name, VALUE, piece.start, piece.stop, values, piece.state.dtype))
+        part.add(name, VALUE, piece.start, values, piece.state.dtype, stop=piece.stop)
         for average, ema in averages.items():
             if piece.master is not None:
                 number, span = piece.master
-                averages_here = ema.averages[number][span]
-                part.stored.append(
-                    _piece(
-                        name, average, piece.start, piece.stop, averages_here, averages_here.dtype
-                    )
-                )
+                numbers = ema.averages[number][span]
+                part.add(name, average, piece.start, numbers, numbers.dtype, stop=piece.stop)
         for owned in stepped.get(id(piece.parameter), ()):
             _collect_state(engine, name, owned, (piece.start, piece.stop), part)
 
@@ -217,7 +238,7 @@ def _collect_state(
     for key, value in engine.optimizer.state.get(owned.tensor, {}).items():
         if not (isinstance(value, torch.Tensor) and value.dim() > 0):
             part.scalars.setdefault(name, {})[key] = encode(
-                value, f"optimizer state {key!r} of {name!r}", _no_tensors
+                value, f"optimizer state {key!r} of {name!r}", no_tensors
             )
             continue
         if value.shape != owned.tensor.shape:
@@ -230,53 +251,22 @@ def _collect_state(
         if key in away:
             rest = away[key]
             numbers = replace(rest, start=rest.start + first, stop=rest.start + last).borrowed
-        part.stored.append(_piece(name, f"{STATE}{key}", start, stop, numbers, value.dtype))
+        part.add(name, f"{STATE}{key}", start, numbers, value.dtype, stop=stop)
 
 
 def _collect_groups(engine: Engine, part: RankPart) -> None:
     if engine.optimizer is None:
         return
-    firsts = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    for index, (group, parameters) in enumerate(
-        zip(engine.optimizer.param_groups, engine.states.param_groups(), strict=True)
-    ):
+    names = names_of(engine.module)
+    groups = zip(engine.optimizer.param_groups, engine.states.param_groups(), strict=True)
+    for index, (group, parameters) in enumerate(groups):
         options = {
-            key: encode(value, f"optimizer param group {index}: {key}", _no_tensors)
+            key: encode(value, f"optimizer param group {index}: {key}", no_tensors)
             for key, value in group.items()
             if key not in ("params", "param_names")
         }
-        part.groups.append(
-            {"params": [firsts[id(parameter)] for parameter in parameters], "options": options}
-        )
-
-
-def _no_tensors(path: str, tensor: torch.Tensor) -> str:
-    raise CheckpointError(
-        f"{path} is a tensor of shape {list(tensor.shape)}, which has no place in a checkpoint"
-    )
-
-
-def _piece(
-    name: str, kind: str, start: int, stop: int, numbers: torch.Tensor | Lent, dtype: torch.dtype
-) -> Stored:
-    return (
-        TensorEntry(
-            0,
-            0,
-            dtype_code(dtype, f"{kind} of {name!r}"),
-            (stop - start,),
-            (),
-            kind,
-            name,
-            start,
-            stop,
-        ),
-        numbers,
-    )
-
-
-def _loose(key: str, tensor: torch.Tensor) -> TensorEntry:
-    return TensorEntry(0, 0, dtype_code(tensor.dtype, key), tuple(tensor.shape), (), key)
+        params = [names[id(parameter)][0] for parameter in parameters]
+        part.groups.append({"params": params, "options": options})
 
 
 def _encoded(name: str, value: Any) -> tuple[Any, dict[str, torch.Tensor]]:

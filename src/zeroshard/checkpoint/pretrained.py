@@ -16,6 +16,7 @@ import json
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from zeroshard.checkpoint.manifest import ParameterEntry, row_stride
+from zeroshard.checkpoint.pieces import in_memory_order, names_of, persistent_buffers
 from zeroshard.errors import CheckpointError
 from zeroshard.nn.deferred import allocate
 from zeroshard.runtime.engine import Engine
-from zeroshard.state.full import flatten
 
 __all__ = ["LoadReport", "load_pretrained", "weight_files"]
 
@@ -69,14 +71,8 @@ def load_pretrained(
             files = _Files(Path(directory), rename or (lambda name: name), stack)
             found = _match(model, files, report)
             if strict and (report.missing or report.unexpected):
-                parts = [
-                    f"{what} {_some(names)}"
-                    for what, names in (
-                        ("missing", report.missing),
-                        ("unexpected", report.unexpected),
-                    )
-                    if names
-                ]
+                found_wrong = {"missing": report.missing, "unexpected": report.unexpected}
+                parts = [f"{what} {_some(names)}" for what, names in found_wrong.items() if names]
                 raise CheckpointError(
                     f"{directory} does not fit {type(model).__name__}: {'; '.join(parts)};"
                     " strict=False loads what fits"
@@ -93,11 +89,10 @@ def load_pretrained(
         with torch.no_grad():
             for buffer, name in found.buffers:
                 buffer.copy_(files.read(name, buffer.shape, 0, buffer.numel()).view(buffer.shape))
-            (
+            if isinstance(target, Engine):
                 _fill_engine(target, files, found)
-                if isinstance(target, Engine)
-                else _fill_module(model, files, found)
-            )
+            else:
+                _fill_module(model, files, found)
     report.bytes_read = files.bytes_read
     return report
 
@@ -107,10 +102,10 @@ def _fill_engine(engine: Engine, files: _Files, found: _Found) -> None:
         for piece in engine.states.resting_pieces():
             name = found.parameters.get(id(piece.parameter))
             if name is not None:
-                values = _in_memory_order(
-                    files, name, tuple(piece.parameter.shape), piece.stride, piece.start, piece.stop
-                )
-                piece.write(values)
+                shape = tuple(piece.parameter.shape)
+                entry = ParameterEntry(shape, row_stride(shape), trained=False)
+                read = partial(files.read, name, shape)
+                piece.write(in_memory_order(read, entry, piece.stride, piece.start, piece.stop))
     engine.states.overwritten(found.parameters)
 
 
@@ -118,10 +113,8 @@ def _fill_module(model: nn.Module, files: _Files, found: _Found) -> None:
     present = [parameter for parameter in model.parameters() if id(parameter) in found.parameters]
     allocate(*present)  # deferred ones
     for parameter in present:
-        values = files.read(
-            found.parameters[id(parameter)], tuple(parameter.shape), 0, parameter.numel()
-        )
-        parameter.copy_(values.view(parameter.shape))
+        name, shape = found.parameters[id(parameter)], tuple(parameter.shape)
+        parameter.copy_(files.read(name, shape, 0, parameter.numel()).view(shape))
 
 
 class _Files:
@@ -146,9 +139,7 @@ class _Files:
         return tuple(file.get_slice(there).get_shape())
 
     def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
-        """Return elements `start` to `stop`, in row order, of the tensor `name` of `shape`; 1-D,
-        in the file's dtype.
-        """
+        """Return elements ``[start, stop)`` of a tensor, in row order, 1-D, in the file's dtype."""
         file, there = self._tensors[name]
         axis = next((axis for axis, size in enumerate(shape) if size > 1), None)
         if axis is None:  # a scalar, or all sizes are 1
@@ -163,9 +154,7 @@ class _Files:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the safetensors files at `path`: it, or those in it, by the index where there is
-    one. Raises CheckpointError.
-    """
+    """Return the safetensors files that `path` is, holds or indexes. Raises CheckpointError."""
     if path.is_file() and path.suffix == ".safetensors":
         return [path]
     if (path / _INDEX).is_file():
@@ -194,36 +183,27 @@ class _Found:
 
 
 def _match(model: nn.Module, files: _Files, report: LoadReport) -> _Found:
-    """Find every parameter and persistent buffer in the files; raise CheckpointError for another
-    shape.
-    """
+    """Find every parameter and persistent buffer; raise CheckpointError for another shape."""
     left = dict.fromkeys(files.names())
     found = _Found()
-    aliases: dict[int, list[str]] = {}
-    shapes: dict[int, tuple[int, ...]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), []).append(name)
-        shapes[id(parameter)] = tuple(parameter.shape)
-    for key, names in aliases.items():
+    names_by_id = names_of(model)
+    for parameter in model.parameters():
+        names = names_by_id[id(parameter)]
         here = [name for name in names if name in left]
         for name in here:
             del left[name]
-            _require_shape(name, shapes[key], files)
+            _require_shape(name, tuple(parameter.shape), files)
         if here:
-            found.parameters[key] = here[0]
+            found.parameters[id(parameter)] = here[0]
         else:
             report.missing.append(names[0])
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or name in module._non_persistent_buffers_set:
-                continue
-            full = f"{prefix}.{name}" if prefix else name
-            if full in left:
-                del left[full]
-                _require_shape(full, tuple(buffer.shape), files)
-                found.buffers.append((buffer, full))
-            else:
-                report.missing.append(full)
+    for name, buffer in persistent_buffers(model).items():
+        if name in left:
+            del left[name]
+            _require_shape(name, tuple(buffer.shape), files)
+            found.buffers.append((buffer, name))
+        else:
+            report.missing.append(name)
     report.unexpected = list(left)
     return found
 
@@ -234,19 +214,6 @@ def _require_shape(name: str, shape: tuple[int, ...], files: _Files) -> None:
         raise CheckpointError(
             f"tensor {name!r} is {list(there)} in the files and {list(shape)} in the model"
         )
-
-
-def _in_memory_order(
-    files: _Files, name: str, shape: tuple[int, ...], stride: tuple[int, ...], start: int, stop: int
-) -> torch.Tensor:
-    """Return elements `start` to `stop` in the order in which a tensor of `stride` lies in
-    memory.
-    """
-    if stride == torch.empty(shape, device="meta").stride():
-        return files.read(name, shape, start, stop)
-    whole = files.read(name, shape, 0, prod(shape)).view(shape)
-    laid_out = torch.empty_strided(shape, stride, dtype=whole.dtype).copy_(whole)
-    return flatten(laid_out)[start:stop]
 
 
 def _some(names: list[str]) -> str:

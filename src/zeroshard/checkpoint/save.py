@@ -48,6 +48,7 @@ from zeroshard.checkpoint.steps import (
     commit,
     lock,
     make_directory,
+    os_errors,
     prune,
     remember_steps,
     remove_leftovers,
@@ -59,7 +60,7 @@ from zeroshard.errors import CheckpointError, ConfigError, PeerLostError, PlanMi
 from zeroshard.memory import Pages
 from zeroshard.runtime.engine import Engine
 
-__all__ = ["Saver", "save", "settle"]
+__all__ = ["Saver", "raise_on_all", "save"]
 
 _log = logging.getLogger("zeroshard")
 _POLL_S = 0.005
@@ -78,8 +79,7 @@ def save(
     keep_last: int | None = None,
     keep_every: int | None = None,
 ) -> Path:
-    """Write a checkpoint of `engine` as ``directory/step-NNNNNNNNNN``, and return that path once
-    it is complete on disk. Collective.
+    """Write ``directory/step-NNNNNNNNNN`` and return the path once it is on disk. Collective.
 
     `states` are objects with ``state_dict()`` by name (LR scheduler, data loader, ``zs.EMA``),
     `extra` anything of numbers, text, lists, dictionaries and tensors. Random generators and the
@@ -104,8 +104,7 @@ def save(
 
 
 class Saver:
-    """Saves an engine again and again, in the background: ``save()`` returns when the state is
-    copied, and the files are written meanwhile.
+    """Saves repeatedly, in the background: ``save()`` copies the state, a thread writes the files.
 
     Where state rests on disk it is written in the foreground instead, since the copy would bring
     all of it into memory; that is logged once.
@@ -178,12 +177,11 @@ class Saver:
             self._begin(job)
         else:
             self._run(job)
-            self._settle_run()
+            self._raise_failure()
         return step_path(self.directory, step)
 
     def wait(self) -> None:
-        """Return when no save is under way; raise CheckpointError where the last one failed, on
-        any rank. Collective.
+        """Wait for the save under way; raise CheckpointError if it failed on any rank. Collective.
 
         Ranks first tell each other whether their files are written: then rank 0 need not wait for
         what will never come.
@@ -194,7 +192,7 @@ class Saver:
         try:
             while not job.tried.wait(_LOOK_S):
                 self._engine.states.check_peers("a save in the background")
-            job.told = _first(self._engine, job.failure, "zs.save()")
+            job.failure_elsewhere = _first_failure(self._engine, job.failure, "zs.save()")
             while self._writer is not None and self._writer.is_alive():
                 self._writer.join(_LOOK_S)
                 self._engine.states.check_peers("a save in the background")
@@ -203,7 +201,7 @@ class Saver:
             self._join_writer()
             raise
         self._join_writer()
-        self._settle_run()
+        self._raise_failure()
 
     def _join_writer(self) -> None:
         if self._writer is not None:
@@ -221,14 +219,10 @@ class Saver:
     # ------------------------------------------------------------------ together
 
     def _agree_on(self, step: int) -> None:
-        """Raise PlanMismatch where the ranks save different steps, ConfigError for what is no
-        number of steps.
-        """
-        steps = [
-            answer.decode() for answer in self._engine.exchange(repr(step).encode(), "zs.save()")
-        ]
+        """Raise PlanMismatch if the ranks save different steps, ConfigError for an invalid one."""
+        steps = self._engine.exchange(repr(step).encode(), "zs.save()")
         if len(set(steps)) > 1:
-            said = ", ".join(f"rank {rank} step={text}" for rank, text in enumerate(steps))
+            said = ", ".join(f"rank {rank} step={text.decode()}" for rank, text in enumerate(steps))
             raise PlanMismatch(
                 f"zs.save() is called with different steps: {said}. Give every rank the same step"
             )
@@ -236,9 +230,7 @@ class Saver:
             raise ConfigError(f"step={step!r} is not a number of steps")
 
     def _begin(self, job: _Job) -> None:
-        """Write `job` in the background from a copy; where there is no memory for the copy, that
-        is what the other ranks will hear of.
-        """
+        """Copy the state and start writing; the other ranks learn of a copy that failed later."""
         try:
             job.part.stored = self._copied(job.part.stored)
         except Exception as error:
@@ -254,9 +246,9 @@ class Saver:
             self._writer = None
             self._run(job)
 
-    def _settle_run(self) -> None:
+    def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
-        settle(self._engine, failure, "zs.save()")
+        raise_on_all(self._engine, failure, "zs.save()")
 
     def _prepare(self, step: int, extra: Any) -> _Job:
         engine, error, part = self._engine, None, RankPart([])
@@ -272,50 +264,33 @@ class Saver:
             error = refused
         except Exception as odd:
             error = CheckpointError(f"step {step} cannot be collected: {type(odd).__name__}: {odd}")
-        settle(engine, error, "zs.save()")
+        raise_on_all(engine, error, "zs.save()")
         divide(engine, part)
         metadata = {"format": "zeroshard", "rank": str(engine.rank), "step": str(step)}
-        sizes = [
-            int(answer)
-            for answer in engine.exchange(
-                str(shard_bytes(part.stored, metadata)).encode(), "zs.save()"
-            )
-        ]
-        nonce = ""
+        size = str(shard_bytes(part.stored, metadata)).encode()
+        num_bytes, nonce = sum(map(int, engine.exchange(size, "zs.save()"))), ""
         with ExitStack() as stack:
             if engine.rank == 0:
                 try:
-                    nonce = self._open(step, sum(sizes), stack)
+                    nonce = self._open(step, num_bytes, stack)
                 except CheckpointError as refused:
                     error = refused
-            settle(engine, error, "zs.save()")
+            raise_on_all(engine, error, "zs.save()")
             nonce = engine.exchange(nonce.encode(), "zs.save()")[0].decode()
-            return _Job(
-                step,
-                part,
-                metadata,
-                working_path(self.directory, step, nonce),
-                stack.pop_all(),
-                parameters_of(engine),
-            )
+            path = working_path(self.directory, step, nonce)
+            return _Job(step, part, metadata, path, stack.pop_all(), parameters_of(engine))
 
     def _open(self, step: int, num_bytes: int, stack: ExitStack) -> str:
-        """On rank 0: take the lock, remove leftovers, see that there is space, make the hidden
-        directory; return its nonce.
-        """
+        """On rank 0: lock, clean up, check space, make the hidden directory; return its nonce."""
         nonce = secrets.token_hex(4)
         with ExitStack() as held:
-            try:
+            with os_errors(f"{self.directory} cannot be written"):
                 make_directory(self.directory)
                 held.enter_context(lock(self.directory))
                 check_alone(self.directory)
                 remove_leftovers(self.directory)
                 require_space(self.directory, num_bytes, f"step {step} in {self.directory}")
                 working_path(self.directory, step, nonce).mkdir()
-            except OSError as error:
-                raise CheckpointError(
-                    f"{self.directory} cannot be written: {error.strerror}"
-                ) from error
             stack.push(held.pop_all())
         return nonce
 
@@ -327,9 +302,8 @@ class Saver:
             copy = self._staging.get(entry.key)
             with opened(numbers) as tensor:
                 if copy is None or copy.shape != tensor.shape or copy.dtype is not tensor.dtype:
-                    copy = self._pages.empty(
-                        tensor.numel(), tensor.dtype, torch.device("cpu")
-                    ).view(tensor.shape)
+                    flat = self._pages.empty(tensor.numel(), tensor.dtype, torch.device("cpu"))
+                    copy = flat.view(tensor.shape)
                 copy.copy_(tensor)
             staging[entry.key] = copy
             out.append((entry, copy))
@@ -339,37 +313,28 @@ class Saver:
     # ------------------------------------------------------------------ alone
 
     def _run(self, job: _Job) -> None:
-        """Write this rank's file; on rank 0 commit when all are there. Keeps the failure for
-        `_settle_run`.
-        """
+        """Write this rank's file; on rank 0 also commit. Failures are kept for `wait`."""
         try:
             with job.stack:
-                self._write_or_tell(job)
+                self._write_or_report(job)
                 if self._engine.rank == 0:
                     try:
                         self._commit(job)
                     finally:
                         remember_steps(self.directory)
         except Exception as error:
-            failure = (
-                error
-                if isinstance(error, CheckpointError)
-                else CheckpointError(f"step {job.step}: {type(error).__name__}: {error}")
-            )
-            self._failure = (
-                CheckpointError(f"step {job.step} is complete, but {failure}")
-                if job.visible
-                else failure
-            )
+            if not isinstance(error, CheckpointError):
+                error = CheckpointError(f"step {job.step}: {type(error).__name__}: {error}")
+            if job.visible:
+                error = CheckpointError(f"step {job.step} is complete, but {error}")
+            self._failure = error
             if self._engine.rank == 0:
                 shutil.rmtree(job.path, ignore_errors=True)
         finally:
             job.tried.set()
 
-    def _write_or_tell(self, job: _Job) -> None:
-        """Write our file; where that fails, tell the others: in the foreground they raise here
-        too, in the background rank 0 finds a note.
-        """
+    def _write_or_report(self, job: _Job) -> None:
+        """Write our file. After a failure raise on all ranks, or in the background leave a note."""
         if job.failure is None:
             try:
                 job.index = self._write(job)
@@ -384,7 +349,7 @@ class Saver:
         # we write nothing more: once all have tried, rank 0 may remove the directory
         job.tried.set()
         if not self._background:
-            settle(self._engine, job.failure, "zs.save()")
+            raise_on_all(self._engine, job.failure, "zs.save()")
         elif job.failure is not None:
             if self._engine.rank == 0:
                 with suppress(CheckpointError, OSError):
@@ -407,19 +372,15 @@ class Saver:
             "scalars": job.part.scalars,
         }
         if rank > 0:
-            try:
+            with os_errors(f"{job.path} cannot be written"):
                 _leave(job.path / f"rank-{rank}.json", json.dumps(index))
-            except OSError as error:
-                raise CheckpointError(f"{job.path} cannot be written: {error.strerror}") from error
         return index
 
     def _shard(self, job: _Job) -> Path:
         return job.path / f"rank-{self._engine.rank:05d}-of-{self._engine.world:05d}.safetensors"
 
     def _gather(self, job: _Job) -> list[dict[str, Any]]:
-        """Wait for every other rank's part; raise what one said only when no rank writes any
-        more: the directory goes then, and who still wrote would say that.
-        """
+        """Collect all indices. Raise only after every rank has stopped writing to the directory."""
         indices, failure = [job.index], None
         for rank in range(1, self._engine.world):
             try:
@@ -434,38 +395,27 @@ class Saver:
         """On rank 0: wait for every rank's file, write the manifest, make the step visible."""
         indices = self._gather(job)
         manifest = self._manifest(job, indices)
-        try:
+        with os_errors(f"{job.path / MANIFEST} cannot be written"):
             for rank in range(1, self._engine.world):
                 (job.path / f"rank-{rank}.json").unlink()
             _leave(job.path / MANIFEST, manifest.dump())
-        except OSError as error:
-            raise CheckpointError(
-                f"{job.path / MANIFEST} cannot be written: {error.strerror}"
-            ) from error
         commit(job.path, self.directory, job.step)
         job.visible = True
-        prune(
-            self.directory, keep_last=self._keep_last, keep_every=self._keep_every, written=job.step
-        )
+        keep = {"keep_last": self._keep_last, "keep_every": self._keep_every}
+        prune(self.directory, **keep, written=job.step)
 
     def _await(self, job: _Job, rank: int) -> dict[str, Any]:
-        """On rank 0: return what another rank has left once its file is written; raise
-        CheckpointError with what it says, or where it will never come.
-        """
+        """On rank 0: return a rank's index once it is there. Raises CheckpointError if never."""
         path, deadline, hurried = job.path, time.monotonic() + self._timeout_s, False
         while True:
-            try:
+            with os_errors(f"{path} cannot be read"), suppress(FileNotFoundError):
                 index: dict[str, Any] = json.loads((path / f"rank-{rank}.json").read_text())
                 return index
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
             failed = path / f"rank-{rank}.failed"
             if failed.exists():
                 raise CheckpointError(f"rank {rank}: {failed.read_text()}")
-            if job.told is not None:
-                raise CheckpointError(job.told)
+            if job.failure_elsewhere is not None:
+                raise CheckpointError(job.failure_elsewhere)
             if not path.is_dir():
                 raise CheckpointError(f"{path} was removed while the ranks wrote to it")
             if (self._hurry.is_set() or not threading.main_thread().is_alive()) and not hurried:
@@ -479,23 +429,16 @@ class Saver:
 
     def _manifest(self, job: _Job, indices: list[dict[str, Any]]) -> Manifest:
         engine = self._engine
-        states: dict[str, Any] = {}
-        scalars: dict[str, Any] = {}
-        for index in reversed(indices):
-            scalars |= index["scalars"]
-        for name, value in indices[0]["states"].items():
-            states[name] = (
-                value
-                if "same" in value
-                else {"ranks": [index["states"][name]["own"] for index in indices]}
-            )
-        optimizer = None
+        states: dict[str, Any] = indices[0]["states"]
+        for name, value in states.items():
+            if "same" not in value:
+                states[name] = {"ranks": [index["states"][name]["own"] for index in indices]}
+        optimizer: dict[str, Any] | None = None
         if engine.optimizer is not None:
-            optimizer = {
-                "class": type(engine.optimizer).__name__,
-                "groups": job.part.groups,
-                "scalars": scalars,
-            }
+            name, scalars = type(engine.optimizer).__name__, dict[str, Any]()
+            for index in reversed(indices):
+                scalars |= index["scalars"]
+            optimizer = {"class": name, "groups": job.part.groups, "scalars": scalars}
         return Manifest(
             step=job.step,
             world=engine.world,
@@ -529,7 +472,7 @@ class _Job:
     failure: Exception | None = None  # why this rank's file could not be written
     # this rank's file is written, or never will be
     tried: threading.Event = field(default_factory=threading.Event)
-    told: str | None = None  # what another rank said of why its file will never come
+    failure_elsewhere: str | None = None  # why another rank's file will never come
     visible: bool = False  # on rank 0: the step has its name
 
 
@@ -543,18 +486,16 @@ def _leave(path: Path, content: str | bytes) -> None:
     os.rename(hidden, path)
 
 
-def settle(engine: Engine, error: Exception | None, call: str) -> None:
-    """Raise CheckpointError on every rank where one has an `error`: its own, or the first of the
-    others'. Collective.
-    """
-    first = _first(engine, error, call)
+def raise_on_all(engine: Engine, error: Exception | None, call: str) -> None:
+    """Raise CheckpointError on every rank if any rank has an `error`. Collective."""
+    first = _first_failure(engine, error, call)
     if error is not None:
         raise error
     if first is not None:
         raise CheckpointError(first)
 
 
-def _first(engine: Engine, error: Exception | None, call: str) -> str | None:
+def _first_failure(engine: Engine, error: Exception | None, call: str) -> str | None:
     """Return the `error` of the first rank that has one, and which rank that is. Collective."""
     answers = engine.exchange(
         b"" if error is None else f"rank {engine.rank}: {error}".encode(), call

@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,7 +31,7 @@ from zeroshard.checkpoint.manifest import (
     TensorEntry,
     digest,
 )
-from zeroshard.checkpoint.steps import open_regular
+from zeroshard.checkpoint.steps import open_regular, os_errors
 from zeroshard.errors import CheckpointError
 from zeroshard.memory import Pages
 
@@ -71,9 +72,7 @@ def opened(numbers: torch.Tensor | Lent) -> AbstractContextManager[torch.Tensor]
 
 
 def dtype_code(dtype: torch.dtype, what: str) -> str:
-    """Return safetensors' name of `dtype`; raises CheckpointError naming `what` for one that it
-    lacks.
-    """
+    """Return safetensors' name of `dtype`. Raises CheckpointError naming `what` if it has none."""
     if dtype not in _CODES:
         raise CheckpointError(f"{what} is {dtype}, which safetensors has no name for")
     return _CODES[dtype]
@@ -89,9 +88,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 def header_of(
     entries: Sequence[tuple[str, str, tuple[int, ...], int]], metadata: dict[str, str]
 ) -> bytes:
-    """Return the first bytes of a file: `entries` are key, dtype, shape and bytes of each
-    tensor, which lie one after another.
-    """
+    """Return a file's first bytes; `entries` are (key, dtype, shape, bytes) in file order."""
     table: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for key, dtype, shape, num_bytes in entries:
@@ -125,8 +122,7 @@ def write_shard(
     *,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[ShardEntry, list[TensorEntry]]:
-    """Write `stored` to the new file `path` and fsync it; return the entries of the file (number
-    `file`) and of its tensors, hashes included.
+    """Write and fsync the new file `path`; return the entries of the file and of its tensors.
 
     Raises CheckpointError when there is no space, or the disk fails; the file may be left behind.
     """
@@ -146,42 +142,24 @@ def write_shard(
                     chunk = data[start : start + chunk_bytes]
                     hashes.append(digest(chunk))
                     yield chunk
-            entries.append(_placed(entry, file, offset, hashes))
+            entries.append(replace(entry, file=file, offset=offset, hashes=tuple(hashes)))
             offset += entry.num_bytes
 
     write_new(path, total, parts())
     return ShardEntry(path.name, total, len(header), digest(header)), entries
 
 
-def _placed(entry: TensorEntry, file: int, offset: int, hashes: Sequence[str]) -> TensorEntry:
-    return TensorEntry(
-        file,
-        offset,
-        entry.dtype,
-        entry.shape,
-        tuple(hashes),
-        entry.kind,
-        entry.parameter,
-        entry.start,
-        entry.stop,
-    )
-
-
 def describe_range(entry: TensorEntry, start: int, stop: int) -> str:
-    """Return words for bytes ``[start, stop)`` of an entry: the elements of the parameter, or of
-    the tensor.
-    """
+    """Describe bytes ``[start, stop)`` of an entry as elements of the parameter or tensor."""
     size = ITEMSIZE[entry.dtype]
     first, last = entry.start + start // size, entry.start + -(-stop // size)
-    of = "" if entry.parameter is None else f" of parameter {entry.parameter!r},"
-    what = f"tensor {entry.kind}" if entry.parameter is None else f"{entry.kind}{of}"
-    return f"{what} elements {first} to {last}"
+    if entry.parameter is None:
+        return f"tensor {entry.kind} elements {first} to {last}"
+    return f"{entry.kind} of parameter {entry.parameter!r}, elements {first} to {last}"
 
 
 class ShardReader:
-    """An open file of pieces, as its manifest describes it. Counts what it reads of pieces in
-    `bytes_read`.
-    """
+    """An open file of pieces, as its manifest describes it; counts `bytes_read`."""
 
     def __init__(
         self, path: Path, file: ShardEntry, *, chunk_bytes: int, verify: bool = True
@@ -202,7 +180,9 @@ class ShardReader:
                     f"{path} has {size} bytes and should have {file.bytes}: it was cut short, or is"
                     " not of this checkpoint"
                 )
-            if verify and digest(self._header(file.header_bytes)) != file.header_hash:
+            header = bytearray(file.header_bytes if verify else 0)
+            self._fill(memoryview(header), 0)
+            if verify and digest(header) != file.header_hash:
                 raise CheckpointError(f"{path} is damaged in its header")
         except BaseException:
             os.close(self._fd)
@@ -220,9 +200,7 @@ class ShardReader:
         os.close(self._fd)
 
     def read(self, entry: TensorEntry, start: int, stop: int, pages: Pages) -> torch.Tensor:
-        """Return elements ``[start, stop)`` of the flattened tensor, 1-D, in its dtype; `pages`
-        gives the memory.
-        """
+        """Return elements ``[start, stop)`` of a flattened tensor, 1-D, in memory from `pages`."""
         dtype, size = DTYPES[entry.dtype], ITEMSIZE[entry.dtype]
         try:
             out = pages.empty(stop - start, dtype, torch.device("cpu"))
@@ -234,9 +212,7 @@ class ShardReader:
         return out
 
     def read_into(self, entry: TensorEntry, start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of `entry` from its byte `start`; raises CheckpointError
-        naming parameter and range where one is damaged.
-        """
+        """Fill `out` from byte `start` of `entry`. Raises CheckpointError for a damaged range."""
         stop = start + len(out)
         if not out:
             return
@@ -244,61 +220,41 @@ class ShardReader:
             self._fill(out, self._start + entry.offset + start)
             self.bytes_read += len(out)
             return
-        numbers = range(start // self._chunk_bytes, -(-stop // self._chunk_bytes))
-        self.bytes_read += (
-            min(numbers.stop * self._chunk_bytes, entry.num_bytes)
-            - numbers.start * self._chunk_bytes
-        )
-        for number in numbers:
-            self._read_chunk(entry, number, start, out)
+        for number in range(start // self._chunk_bytes, -(-stop // self._chunk_bytes)):
+            low, high = self._bounds(entry, number)
+            first, last = max(low, start), min(high, stop)
+            inside = first == low and last == high
+            chunk = out[low - start : high - start] if inside else memoryview(bytearray(high - low))
+            if not self._read_chunk(entry, number, chunk):
+                raise CheckpointError(f"{self.path} is damaged: {describe_range(entry, low, high)}")
+            if not inside:
+                out[first - start : last - start] = chunk[first - low : last - low]
 
-    def _read_chunk(self, entry: TensorEntry, number: int, start: int, out: memoryview) -> None:
-        """Read and verify one chunk, and put the part of it that is wanted into `out`, which
-        begins at byte `start` of the tensor.
-        """
-        stop = start + len(out)
-        low, high = (
-            number * self._chunk_bytes,
-            min((number + 1) * self._chunk_bytes, entry.num_bytes),
-        )
-        first, last = max(low, start), min(high, stop)
-        inside = first == low and last == high
-        chunk = out[low - start : high - start] if inside else memoryview(bytearray(high - low))
-        self._fill(chunk, self._start + entry.offset + low)
-        if digest(chunk) != entry.hashes[number]:
-            raise CheckpointError(f"{self.path} is damaged: {describe_range(entry, low, high)}")
-        if not inside:
-            out[first - start : last - start] = chunk[first - low : last - low]
+    def _bounds(self, entry: TensorEntry, number: int) -> tuple[int, int]:
+        """Return the first byte of a chunk of `entry`, and the one after its last."""
+        low = number * self._chunk_bytes
+        return low, min(low + self._chunk_bytes, entry.num_bytes)
+
+    def _read_chunk(self, entry: TensorEntry, number: int, out: memoryview) -> bool:
+        """Read one chunk; return whether it has its hash."""
+        self._fill(out, self._start + entry.offset + number * self._chunk_bytes)
+        self.bytes_read += len(out)
+        return digest(out) == entry.hashes[number]
 
     def check(self, entry: TensorEntry) -> list[str]:
         """Read all of a tensor; return what is damaged, in words."""
-        damaged = []
-        self.bytes_read += entry.num_bytes
         scratch = memoryview(bytearray(min(self._chunk_bytes, entry.num_bytes)))
-        for number, expected in enumerate(entry.hashes):
-            low, high = (
-                number * self._chunk_bytes,
-                min((number + 1) * self._chunk_bytes, entry.num_bytes),
-            )
-            chunk = scratch[: high - low]
-            self._fill(chunk, self._start + entry.offset + low)
-            if digest(chunk) != expected:
+        damaged = []
+        for number in range(len(entry.hashes)):
+            low, high = self._bounds(entry, number)
+            if not self._read_chunk(entry, number, scratch[: high - low]):
                 damaged.append(describe_range(entry, low, high))
         return damaged
 
-    def _header(self, num_bytes: int) -> bytearray:
-        data = bytearray(num_bytes)
-        self._fill(memoryview(data), 0)
-        return data
-
     def _fill(self, out: memoryview, position: int) -> None:
         while out:
-            try:
+            with os_errors(f"{self.path} cannot be read at byte {position}"):
                 count = os.preadv(self._fd, [out], position)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{self.path} cannot be read at byte {position}: {error.strerror}"
-                ) from error
             if not count:
                 raise CheckpointError(
                     f"{self.path} ends at byte {position}: it was cut short while it was read"

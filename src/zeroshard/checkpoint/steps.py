@@ -25,8 +25,9 @@ from zeroshard.errors import CheckpointError
 
 __all__ = [
     "MANIFEST", "SLACK_BYTES", "STEP_NAME", "check_alone", "check_files", "commit", "list_steps",
-    "lock", "make_directory", "open_regular", "prune", "read_manifest", "remember_steps",
-    "remove_leftovers", "require_space", "step_path", "sync_directory", "working_path",
+    "lock", "make_directory", "open_regular", "os_errors", "prune", "read_manifest",
+    "remember_steps", "remove_leftovers", "require_space", "step_path", "sync_directory",
+    "working_path",
 ]  # fmt: skip
 
 MANIFEST = "manifest.json"
@@ -39,76 +40,73 @@ _EXCHANGE = 2  # RENAME_EXCHANGE
 _AT_FDCWD = -100
 
 
+@contextmanager
+def os_errors(what: str) -> Iterator[None]:
+    """Convert an OSError in the context into a CheckpointError: `what`, and the system's words."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{what}: {error.strerror}") from error
+
+
 def step_path(directory: Path, step: int) -> Path:
     """Return where `step` is seen once it is complete."""
     return directory / f"step-{step:010d}"
 
 
 def list_steps(directory: Path) -> dict[int, Path]:
-    """Return the steps in `directory`, oldest first; whether one is damaged is found when it is
-    read.
-    """
+    """Return the steps in `directory`, oldest first; damage is found only by reading them."""
     found: dict[int, Path] = {}
-    try:
+    entries: list[os.DirEntry[str]] = []
+    with os_errors(f"{directory} cannot be read"), suppress(FileNotFoundError):
         entries = list(os.scandir(directory))
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
-    # one that was moved aside counts until its successor is there
+    # a directory that was moved aside counts until its successor is there
     for pattern in (_REPLACED, STEP_NAME):
         for entry in entries:
-            match = pattern.fullmatch(entry.name)
             # read_manifest() refuses a link by name
-            if match and (
-                entry.is_dir(follow_symlinks=False) or (pattern is STEP_NAME and entry.is_symlink())
-            ):
+            is_link = pattern is STEP_NAME and entry.is_symlink()
+            match = pattern.fullmatch(entry.name)
+            if match and (is_link or entry.is_dir(follow_symlinks=False)):
                 found[int(match[1])] = Path(entry.path)
     return dict(sorted(found.items()))
 
 
 def open_regular(path: Path) -> int:
-    """Open a file to read and return its descriptor; raises CheckpointError for one that is not
-    there, a symbolic link, a pipe or a device.
+    """Open a regular file to read. Raises CheckpointError for links, pipes and devices.
 
-    What lies there is looked at through a descriptor that opens nothing (O_PATH): opening a device
-    may already act on it.
+    The file is checked through a descriptor that opens nothing (O_PATH): opening a device may
+    already act on it.
     """
-    try:
+    with os_errors(f"{path} cannot be read"):
         found = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             mode = os.fstat(found).st_mode
             if stat.S_ISLNK(mode):
-                raise CheckpointError(
-                    f"{path} cannot be read: it is a symbolic link, which is not followed"
-                )
+                raise _followed_link(path)
             if not stat.S_ISREG(mode):
                 raise CheckpointError(f"{path} cannot be read: it is not a file")
             # the same file, whatever has the name by now
             return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             os.close(found)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _followed_link(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read: it is a symbolic link, which is not followed")
 
 
 def read_manifest(path: Path) -> Manifest:
     """Read the manifest of one step; raises CheckpointError."""
     if path.is_symlink():
-        raise CheckpointError(
-            f"{path} cannot be read: it is a symbolic link, which is not followed"
-        )
+        raise _followed_link(path)
     file = path / MANIFEST
-    with os.fdopen(open_regular(file), "rb") as opened:
-        try:
-            size = os.fstat(opened.fileno()).st_size
-            if size > MAX_BYTES:
-                raise CheckpointError(
-                    f"{file} has {size} bytes, more than the {MAX_BYTES} that a manifest may have"
-                )
-            manifest = Manifest.parse(opened.read(), str(file))
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    with os.fdopen(open_regular(file), "rb") as opened, os_errors(f"{file} cannot be read"):
+        size = os.fstat(opened.fileno()).st_size
+        if size > MAX_BYTES:
+            raise CheckpointError(
+                f"{file} has {size} bytes, more than the {MAX_BYTES} that a manifest may have"
+            )
+        manifest = Manifest.parse(opened.read(), str(file))
     match = STEP_NAME.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
     if match and int(match[1]) != manifest.step:
         raise CheckpointError(
@@ -118,13 +116,9 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_files(path: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError where a file of pieces is missing in `path`, or one lies there that
-    is not the manifest's; none is opened.
-    """
-    try:
+    """Raise CheckpointError for files of pieces that are missing or not the manifest's."""
+    with os_errors(f"{path} cannot be read"):
         there = {name for name in os.listdir(path) if SHARD_NAME.fullmatch(name)}
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     expected = {entry.name for entry in manifest.files}
     for name in sorted(expected - there):
         raise CheckpointError(f"{path / name} is missing")
@@ -141,25 +135,19 @@ def working_path(directory: Path, step: int, nonce: str) -> Path:
 
 @contextmanager
 def lock(directory: Path) -> Iterator[None]:
-    """Be the only process that may write in `directory`; raises CheckpointError naming who has
-    it, and where the lock cannot be taken or let go.
-    """
+    """Hold the lock of `directory`; raise CheckpointError naming the process that has it."""
     path = directory / ".lock"
-    try:
+    with os_errors(f"{directory} cannot be written"):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    except OSError as error:
-        raise CheckpointError(f"{directory} cannot be written: {error.strerror}") from error
     try:
         _take_lock(fd, path)
         yield
-    except BaseException:  # this error is the one to tell
+    except BaseException:  # the first error is the one to report
         with suppress(OSError):
-            _let_go(fd)
+            _unlock(fd)
         raise
-    try:
-        _let_go(fd)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be let go: {error.strerror}") from error
+    with os_errors(f"{path} cannot be let go"):
+        _unlock(fd)
 
 
 def _take_lock(fd: int, path: Path) -> None:
@@ -179,10 +167,8 @@ def _take_lock(fd: int, path: Path) -> None:
         os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
 
 
-def _let_go(fd: int) -> None:
-    """Give the lock up and close its file, whatever goes wrong on the way; raises the first
-    OSError.
-    """
+def _unlock(fd: int) -> None:
+    """Release the lock and close its file in any case; raise the first OSError."""
     with ExitStack() as stack:
         stack.callback(os.close, fd)
         # also where a fork of ours still has the file open
@@ -202,9 +188,7 @@ def remember_steps(directory: Path) -> None:
 
 
 def check_alone(directory: Path) -> None:
-    """Raise CheckpointError where another job has written a step since this process last wrote
-    or loaded there: once for each; the caller holds the lock.
-    """
+    """Raise CheckpointError, once, for steps another job wrote since our last save or load."""
     before = _left.get(os.path.realpath(directory))
     if before is None:
         return
@@ -244,11 +228,9 @@ def make_directory(path: Path) -> None:
 
 
 def commit(working: Path, directory: Path, step: int) -> Path:
-    """Make the complete `working` visible as `step`, in one rename; an older checkpoint of that
-    step goes.
-    """
+    """Make the complete `working` visible as `step` in one rename, replacing an older one."""
     final = step_path(directory, step)
-    try:
+    with os_errors(f"{final} cannot be put in place"):
         sync_directory(working)
         if not final.exists():
             os.rename(working, final)
@@ -265,8 +247,6 @@ def commit(working: Path, directory: Path, step: int) -> Path:
             os.rename(working, final)
             sync_directory(directory)
             _remove(aside)
-    except OSError as error:
-        raise CheckpointError(f"{final} cannot be put in place: {error.strerror}") from error
     return final
 
 
@@ -284,7 +264,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def sync_directory(path: Path) -> None:
-    """Have the entries of a directory on disk."""
+    """Write the entries of a directory to disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -293,18 +273,13 @@ def sync_directory(path: Path) -> None:
 
 
 def require_space(directory: Path, num_bytes: int, what: str) -> None:
-    """Raise CheckpointError where `directory` lacks space for `num_bytes` of `what`, and for the
-    small files beside it.
-    """
+    """Raise CheckpointError if `directory` lacks `num_bytes`, and SLACK_BYTES, for `what`."""
     space = os.statvfs(directory)
-    free = space.f_bavail * space.f_frsize
-    if num_bytes + SLACK_BYTES > free:
-        needs = (
-            f"it needs {num_bytes + SLACK_BYTES} bytes ({num_bytes} and {SLACK_BYTES} for the"
-            " manifest and the directory)"
-        )
+    free, needed = space.f_bavail * space.f_frsize, num_bytes + SLACK_BYTES
+    if needed > free:
         raise CheckpointError(
-            f"no space for {what}: {needs}, and {free} are free; what was there before is untouched"
+            f"no space for {what}: it needs {needed} bytes ({num_bytes} and {SLACK_BYTES} for the"
+            f" manifest and the directory), and {free} are free; what was there before is untouched"
         )
 
 
@@ -312,18 +287,18 @@ def remove_leftovers(directory: Path) -> None:
     """Remove what killed saves have left; the caller holds the lock."""
     steps = list_steps(directory)
     for entry in list(os.scandir(directory)):
-        replaced = _REPLACED.fullmatch(entry.name)
-        if _LEFTOVER.fullmatch(entry.name) or (
-            replaced and steps.get(int(replaced[1])) != Path(entry.path)
-        ):
-            _delete(Path(entry.path))
+        path, replaced = Path(entry.path), _REPLACED.fullmatch(entry.name)
+        is_old = replaced is not None and steps.get(int(replaced[1])) != path
+        if is_old or _LEFTOVER.fullmatch(entry.name):
+            _delete(path)
 
 
 def prune(
-    directory: Path, *, keep_last: int | None, keep_every: int | None, written: int | None = None
+    directory: Path, *, keep_last: int | None, keep_every: int | None, written: int
 ) -> list[int]:
-    """Remove all steps but the newest `keep_last`, the multiples of `keep_every` and the one
-    just `written`; return those that went. None keeps all.
+    """Remove all steps but the newest `keep_last`, multiples of `keep_every`, and `written`.
+
+    Returns the steps that were removed. None keeps all.
     """
     if keep_last is None:
         return []

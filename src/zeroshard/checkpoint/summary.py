@@ -84,9 +84,7 @@ def _optimizer(manifest: Manifest) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return an encoded value (values.py) for people: without the tags, so that a tuple becomes
-    a list.
-    """
+    """Return an encoded value (values.py) without its tags; a tuple becomes a list."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if not isinstance(value, dict):

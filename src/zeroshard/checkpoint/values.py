@@ -27,7 +27,7 @@ import torch
 
 from zeroshard.errors import CheckpointError
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "no_tensors", "require_dense"]
 
 _MAX_DEPTH = 100
 _MAX_INT_BITS = 8192  # Python reads no number of more than 4300 digits
@@ -46,9 +46,7 @@ _PLAIN: tuple[tuple[type, Callable[[Any], Any]], ...] = (
 
 
 def encode(value: Any, path: str, store: Callable[[str, torch.Tensor], str]) -> Any:
-    """Return `value` as JSON; `store(path, tensor)` keeps a tensor and returns its key. Raises
-    CheckpointError naming the path of what has no form.
-    """
+    """Return `value` as JSON; `store(path, tensor)` gives a tensor's key."""
     return _encode(value, path, store, 0)
 
 
@@ -67,35 +65,26 @@ def _encode(value: Any, path: str, store: Callable[[str, torch.Tensor], str], de
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, path, store, depth)
     numpy = sys.modules.get("numpy")
-    if (
-        numpy is not None
-        and type(value) in (numpy.ndarray, numpy.memmap)
-        and value.dtype.kind in "biufc"
-    ):
-        return {"$array": store(path, _from_numpy(value, path))}
-    if (
-        numpy is not None
-        and isinstance(value, numpy.generic)
-        and value.dtype.kind in "biufc"
-        and not isinstance(value.item(), numpy.generic)
-    ):
-        return _encode(value.item(), path, store, depth)
+    if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
+        is_number = value.dtype.kind in "biufc"
+        if type(value) in (numpy.ndarray, numpy.memmap) and is_number:
+            return {"$array": store(path, _from_numpy(value, path))}
+        if isinstance(value, numpy.generic) and is_number:
+            number = value.item()
+            if not isinstance(number, numpy.generic):  # longdouble
+                return _encode(number, path, store, depth)
     if isinstance(value, dict):
         return _encode_dict(value, path, store, depth)
     for kind, tag in _COLLECTIONS:
         if isinstance(value, kind):
-            items = sorted(value, key=repr) if kind in (set, frozenset) else value
-            out = [
-                _encode(item, f"{path}[{index}]", store, depth + 1)
-                for index, item in enumerate(items)
-            ]
+            items = enumerate(sorted(value, key=repr) if kind in (set, frozenset) else value)
+            out = [_encode(item, f"{path}[{index}]", store, depth + 1) for index, item in items]
             return {tag: out} if tag else out
     if isinstance(value, bytes | bytearray):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, complex):
-        return {
-            "$complex": [_encode(part, path, store, depth + 1) for part in (value.real, value.imag)]
-        }
+        parts = (value.real, value.imag)
+        return {"$complex": [_encode(part, path, store, depth + 1) for part in parts]}
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
     for base, plain in _PLAIN:
@@ -107,13 +96,25 @@ def _encode(value: Any, path: str, store: Callable[[str, torch.Tensor], str], de
     )
 
 
+def no_tensors(path: str, tensor: torch.Tensor) -> str:
+    """Raise CheckpointError: the `store` of values that hold no tensors."""
+    raise CheckpointError(
+        f"{path} is a tensor of shape {list(tensor.shape)}, which has no place in a checkpoint"
+    )
+
+
+def require_dense(tensor: torch.Tensor, path: str) -> None:
+    """Raise CheckpointError naming `path` for a tensor without plain memory."""
+    kinds = {"quantized": tensor.is_quantized, "meta": tensor.is_meta, "nested": tensor.is_nested}
+    what = next((kind for kind, is_so in kinds.items() if is_so), str(tensor.layout))
+    if what != str(torch.strided):
+        raise CheckpointError(f"{path} is a {what} tensor, which has no form in a checkpoint")
+
+
 def _encode_tensor(
     value: torch.Tensor, path: str, store: Callable[[str, torch.Tensor], str], depth: int
 ) -> Any:
-    kinds = {"quantized": value.is_quantized, "meta": value.is_meta, "nested": value.is_nested}
-    what = next((kind for kind, is_so in kinds.items() if is_so), str(value.layout))
-    if what != str(torch.strided):
-        raise CheckpointError(f"{path} is a {what} tensor, which has no form in a checkpoint")
+    require_dense(value, path)
     if value.dim() == 0 and not value.is_complex():
         dtype = str(value.dtype).removeprefix("torch.")
         return {"$scalar": [dtype, _encode(value.item(), path, store, depth)]}
@@ -150,9 +151,7 @@ def _encode_dict(
 
 
 def decode(value: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
-    """Return what `encode` was given; `fetch(key)` brings a tensor. Raises ValueError for what
-    `encode` does not write.
-    """
+    """Return what `encode` was given; `fetch(key)` returns a tensor. Raises ValueError."""
     try:
         return _decode(value, fetch, 0)
     except CheckpointError:  # of fetch

@@ -36,9 +36,7 @@ class Damage:
 
 
 def verify(step: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> list[Damage]:
-    """Check the checkpoint in the directory `step`; return what is wrong, in the order of the
-    files. `progress` is told how many bytes were read.
-    """
+    """Return everything wrong with a step, by file; `progress(n)` is called after n bytes."""
     try:
         manifest = read_manifest(step)
     except CheckpointError as error:
@@ -65,9 +63,7 @@ def _check_file(
     manifest: Manifest,
     progress: Callable[[int], None],
 ) -> Iterator[Damage]:
-    """Yield what is wrong with one file; where its size or its header is, still look at each
-    tensor that is there.
-    """
+    """Yield the damage of one file; after a wrong size or header still check each tensor."""
     size = file.bytes
     try:
         with ShardReader(path, file, chunk_bytes=manifest.chunk_bytes):
@@ -114,7 +110,5 @@ def _tensor(entry: TensorEntry) -> str:
 
 
 def _refused(error: CheckpointError) -> bool:
-    """Return whether the operating system refused, for another reason than that the file is not
-    there.
-    """
+    """Return whether the operating system refused to read a file that is there."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno not in _NOT_THERE

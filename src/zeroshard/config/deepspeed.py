@@ -26,9 +26,7 @@ _DEVICES = {"none": "device", "cpu": "host", "nvme": "disk"}
 
 
 def deepspeed_fields(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of `zeroshard.Config` that a DeepSpeed configuration sets; None stands for
-    our default. Raises ConfigError for a key or a value that is not supported.
-    """
+    """Return the Config fields of a DeepSpeed configuration. Raises ConfigError."""
     fields: dict[str, Any] = {"stage": 0, "gradient_clipping": 1.0}
     for key, value in data.items():
         if key in _BATCH_KEYS:
@@ -56,9 +54,7 @@ def deepspeed_fields(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _section_value(section: str, value: Any, name: str, default: Any) -> Any:
-    """Return the one key of a section that is read; "auto" is the default, and any other key is
-    refused.
-    """
+    """Return the only key read of a section; "auto" is the default, other keys are errors."""
     if not isinstance(value, dict):
         raise ConfigError(f"DeepSpeed's section {section!r} is an object, not {value!r}")
     others = [key for key in value if key != name]
@@ -78,9 +74,7 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _object(name: str, value: Any, known: list[str]) -> dict[str, Any]:
-    """Return a section of DeepSpeed's with no keys but those `known`; none, empty or false is
-    one without keys.
-    """
+    """Return a section that has only `known` keys; None and False are empty sections."""
     if value in (None, False):
         return {}
     if not isinstance(value, dict):
@@ -95,9 +89,7 @@ def _object(name: str, value: Any, known: list[str]) -> dict[str, Any]:
 
 
 def _zero_section(value: Any) -> dict[str, Any]:
-    """Read DeepSpeed's ``zero_optimization``: the stage, and what is offloaded (gradients go to
-    the host with the optimizer, as there).
-    """
+    """Read ``zero_optimization``. With a host optimizer gradients go to the host, as there."""
     if not isinstance(value, dict):
         raise ConfigError(f"DeepSpeed's section 'zero_optimization' is an object, not {value!r}")
     others = [key for key in value if key not in _ZERO_KEYS]

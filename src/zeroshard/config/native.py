@@ -58,9 +58,7 @@ class _Strict(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what pydantic would convert: true or a text for a number, a number or a text
-        for true and false.
-        """
+        """Refuse what pydantic would convert: bool or str to a number, number or str to bool."""
         kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
         for item in value.values() if isinstance(value, dict) else [value]:
             if kinds & {int, float} and type(item) is bool and bool not in kinds:
@@ -83,9 +81,7 @@ class _Strict(BaseModel):
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """Return the types, and the literal values, that an annotation names; of a dict those of its
-    values.
-    """
+    """Return the types and literal values that an annotation names; of a dict, its values'."""
     if get_origin(annotation) in (Union, UnionType, Literal):
         return set().union(*(_kinds(part) for part in get_args(annotation)))
     if get_origin(annotation) is Annotated:
@@ -96,9 +92,7 @@ def _kinds(annotation: Any) -> set[Any]:
 
 
 class ErrorFeedback(_Strict):
-    """How much of each new error is taken over, and after how many sums all of it is forgotten
-    (None: never).
-    """
+    """The weight of each new error, and after how many sums all is reset (None: never)."""
 
     beta: float = Field(default=0.8, gt=0, le=1)
     reset: int | None = Field(default=1024, ge=1)
@@ -130,9 +124,7 @@ class Comm(_Strict):
     error_feedback: bool | ErrorFeedback = False
 
     def codecs(self) -> Codecs:
-        """Return what encodes weights and gradients. Raises ConfigError for a name or a block
-        that no codec has.
-        """
+        """Return the codecs. Raises ConfigError for an unknown name or block size."""
 
         def made(setting: str, name: str | None) -> Codec | None:
             if name is None or name == "bf16":
@@ -225,9 +217,7 @@ class Offload(_Strict):
         return {state: tier for state, tier in tiers.items() if tier is not Tier.DEVICE}
 
     def fractions(self) -> dict[str, float]:
-        """Return the share of each state that leaves the device, where its tier says so ("auto":
-        what it starts from).
-        """
+        """Return the share of each state that leaves the device ("auto" starts from 1)."""
         if isinstance(self.fraction, dict):
             return {**dict.fromkeys(get_args(State), 1.0), **self.fraction}
         return dict.fromkeys(get_args(State), 1.0 if self.fraction == "auto" else self.fraction)
@@ -332,9 +322,7 @@ class Config(_Strict):
         return self
 
     def resolved_policy(self) -> Policy:
-        """Return the row in force (stage 3 where nothing was said), on the tiers that `offload`
-        names.
-        """
+        """Return the row in force (default: stage 3), on the tiers of `offload`."""
         if isinstance(self.policy, Policy):
             policy = self.policy
         else:
@@ -359,9 +347,7 @@ class Config(_Strict):
         return PRECISIONS[self.precision] if isinstance(self.precision, str) else self.precision
 
     def check_batch(self, num_ranks: int) -> None:
-        """Raise ConfigError unless the batch sizes that were given multiply to one another over
-        `num_ranks`.
-        """
+        """Raise ConfigError unless the given batch sizes multiply up over `num_ranks`."""
         total, micro, steps = (
             self.train_batch_size,
             self.train_micro_batch_size_per_gpu,
@@ -405,9 +391,7 @@ class Config(_Strict):
             )
 
     def to_json(self) -> str:
-        """Return the JSON text of this configuration; raises ConfigError for a policy object or
-        a callable `units`, which have none.
-        """
+        """Return JSON text. Raises ConfigError for a Policy object or a callable `units`."""
         data = self.model_dump(exclude={"policy", "precision", "units"})
         if isinstance(self.policy, Policy):
             raise ConfigError("a zeroshard.Policy object has no JSON form: name a row of the table")
@@ -426,16 +410,12 @@ class Config(_Strict):
 
     @classmethod
     def from_json(cls, text: str) -> Config:
-        """Read what `to_json` wrote; raises ConfigError naming a wrong key and the nearest right
-        one.
-        """
+        """Read what `to_json` wrote. Raises ConfigError naming a wrong key and the nearest."""
         return build_config(parse_json(text, "the configuration"))
 
     @classmethod
     def read(cls, source: Config | dict[str, Any] | str | Path | None) -> Config:
-        """Return the configuration in `source`: one of ours (a Config, a dict, a path to JSON,
-        None for the defaults), or DeepSpeed's.
-        """
+        """Return the configuration in `source`, in our format or in DeepSpeed's."""
         data = read_json(source) if isinstance(source, (str, Path)) else source
         if isinstance(data, dict) and "zero_optimization" in data:
             return cls.from_deepspeed(data)
@@ -473,8 +453,7 @@ def _precision_json(precision: Precision) -> dict[str, str]:
 
 
 def build_config(source: Config | dict[str, Any] | str | Path | None, **overrides: Any) -> Config:
-    """Return the configuration in `source` (a Config, a dict, a path to JSON) with `overrides`
-    on top.
+    """Return the configuration in `source` (Config, dict, JSON path) with `overrides`.
 
     Raises ConfigError, one line, naming a wrong key with the nearest right one, or a wrong value.
     """
@@ -517,9 +496,7 @@ def build_config(source: Config | dict[str, Any] | str | Path | None, **override
 
 def _one_line(error: ValidationError, section: str = "") -> str:
     def fits(one: ErrorDetails) -> tuple[int, bool]:
-        """Rank the errors of the kinds that a key may have: deeper fits better, and so does a
-        section with an error of its own.
-        """
+        """Rank errors: deeper ones first, then errors of a section's own."""
         return len(one["loc"]), one["type"] == "value_error"
 
     first = max(error.errors(), key=fits)

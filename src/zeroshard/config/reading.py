@@ -26,9 +26,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """Read JSON without what Python's reader adds to it (NaN, Infinity, a key twice); raises
-    ConfigError naming `where`.
-    """
+    """Read strict JSON (no NaN, Infinity or repeated key). Raises ConfigError naming `where`."""
 
     def number(literal: str) -> float:
         if not isfinite(float(literal)):

@@ -90,9 +90,7 @@ class Wires:
         grad: float | None = None,
         hop: float | None = None,
     ) -> Wires:
-        """Return what travels in `precision`. `weight` and `grad` are a codec's bytes per
-        element; `hop` is fp32's unless a codec encodes it.
-        """
+        """Return the bytes in `precision`; `weight`, `grad` and `hop` override with a codec's."""
         return cls(
             precision.compute.itemsize if weight is None else weight,
             precision.wire.itemsize if grad is None else grad,
@@ -120,8 +118,7 @@ def all_gather(
 def reduce_scatter(
     mesh: Mesh, target: Scope, whole: float, hop: float, *, two_level: bool
 ) -> LinkBytes:
-    """Return what summing whole buffers (`whole` bytes; `hop` bytes where node sums travel) into
-    `target` moves.
+    """Return the bytes that summing buffers of `whole` bytes into `target` moves.
 
     COLUMN is the sum of one node's ranks only: a partial sum (P S).
     """
@@ -149,8 +146,7 @@ def step_bytes(
     no_sync: bool = False,
     two_level: bool | None = None,
 ) -> WireBytes:
-    """Return the payload per rank and step of `numel` parameters that rest as `cells` says,
-    padding excluded.
+    """Return the bytes per rank and step of `numel` parameters that rest in `cells`.
 
     `micro_batches` forwards and backwards before the step; `no_sync`: all but the last ran inside
     ``engine.no_sync()``. `two_level` None takes the cheapest lowering of each transition.
@@ -185,9 +181,7 @@ def step_bytes(
 def _whole_sum(
     cells: Cells, mesh: Mesh, wires: Wires, numel: int, reduce: Callable[[Scope], LinkBytes]
 ) -> LinkBytes:
-    """Return what one sum over all ranks moves: node sums that exist already take the second
-    level only with them.
-    """
+    """Return the bytes of one sum over all ranks; existing node sums go in two levels."""
     if cells.grad.is_partial and cells.grad.local is Placement.SHARD:
         return reduce_scatter(
             mesh, Scope.OWN, numel * wires.grad, numel * wires.hop, two_level=True

@@ -62,9 +62,7 @@ class Digest:
 
 
 def first_difference(logs: Sequence[Sequence[str]]) -> tuple[int, list[str]]:
-    """Return (position, each rank's entry there) of the first place where `logs` differ;
-    "nothing" stands for a log that ended.
-    """
+    """Return (position, entry of each rank) of the first difference between `logs`."""
     length = max(len(log) for log in logs)
     for position in range(length):
         entries = [log[position] if position < len(log) else "nothing" for log in logs]

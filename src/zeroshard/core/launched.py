@@ -22,8 +22,7 @@ def _launcher() -> Any:
 
 
 def meeting_file() -> str | None:
-    """Return the path of a new file, private to this user, for a FileStore of all ranks; None
-    where they are not on one host of ours.
+    """Return the path of a new private file for a FileStore of all ranks, or None.
 
     The n-th call on a rank gives the file of the n-th call on the others.
     """
@@ -32,9 +31,7 @@ def meeting_file() -> str | None:
 
 
 def heartbeat() -> Callable[[], None]:
-    """Return what an engine calls when the program has made progress; it costs less than a
-    microsecond.
-    """
+    """Return a function for an engine to call on progress; it costs under a microsecond."""
     launcher = _launcher()
     return _nobody_listens if launcher is None else launcher.beat
 

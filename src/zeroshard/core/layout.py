@@ -52,9 +52,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def equal_shares(numel: int, num_shards: int, align: int = ALIGN) -> tuple[int, ...]:
-    """Cut `numel` elements into `num_shards` equal aligned shares (the total may exceed `numel`:
-    that is padding).
-    """
+    """Cut `numel` elements into `num_shards` equal aligned shares, padded at the end."""
     share = round_up(math.ceil(numel / num_shards), align)
     return (share,) * num_shards
 
@@ -124,8 +122,8 @@ class Layout:
         align: int = ALIGN,
         shares: Sequence[int] | None = None,
     ) -> Layout:
-        """Lay `named_shapes` out in order over the ranks of `mesh`; `shares` are elements per
-        rank (default: equal), aligned and covering the slots.
+        """Lay `named_shapes` out in order over the ranks of `mesh`; `shares` are elements per rank
+        (default: equal).
         """
         slots, offset = [], 0
         for name, shape in named_shapes:
@@ -168,16 +166,12 @@ class Layout:
         return tuple(out[rank] for rank in range(self.num_shards))
 
     def scope(self, cell: Cell) -> Scope:
-        """Return which part of a buffer rests where `cell` says: `cell`'s scope, but never
-        COLUMN on one node, where it is OWN.
-        """
+        """Return the scope of `cell`; on one node COLUMN is OWN."""
         one_node = self.mesh.num_nodes == 1
         return Scope.OWN if cell.scope is Scope.COLUMN and one_node else cell.scope
 
     def members(self, rank: int, scope: Scope) -> tuple[int, ...]:
-        """Return the ranks whose own ranges make up `rank`'s `scope` of the buffer, in the order
-        in which they lie there.
-        """
+        """Return the ranks whose ranges make up `rank`'s `scope`, in buffer order."""
         if scope is Scope.OWN:
             return (rank,)
         return self.mesh.column(rank) if scope is Scope.COLUMN else self.mesh.column_order
@@ -193,15 +187,11 @@ class Layout:
         return self.numel - sum(slot.numel for slot in self.slots)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return the parameter pieces inside `rank`'s share, in parameter order (empty pieces
-        are left out).
-        """
+        """Return the non-empty parameter pieces in `rank`'s share, in order."""
         return self.pieces_in(self.ranges[rank])
 
     def pieces_in(self, span: Range) -> tuple[Piece, ...]:
-        """Return the parameter pieces inside `span`; their ``shard_start`` counts from the start
-        of `span`.
-        """
+        """Return the parameter pieces in `span`; ``shard_start`` counts from its start."""
         low, high = span
         out = []
         for index, slot in enumerate(self.slots):

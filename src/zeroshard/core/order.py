@@ -35,8 +35,7 @@ U = TypeVar("U", bound=Hashable)  # unit
 
 
 def advance(trace: Sequence[U], position: int, unit: U) -> int | None:
-    """Return the index of `unit`'s next run in `trace` after `position` (-1: before the start),
-    None if there is none.
+    """Return the index of `unit`'s next run in `trace` after `position`, or None.
 
     Units between the two were skipped by this pass. ``advance("abcb", 0, "b") == 1``,
     ``advance("abcb", 1, "b") == 3``.
@@ -58,8 +57,7 @@ def fitting(
     free_bytes: int,
     live: Container[U] = (),
 ) -> list[U]:
-    """Return the units of ``trace[start:]`` to gather now, in order, up to the first that does
-    not fit in `free_bytes`.
+    """Return the units of ``trace[start:]`` to gather, up to the first too large for the rest.
 
     `live` units are gathered already: left out and not counted.
     """
@@ -78,8 +76,7 @@ def fitting(
 def to_evict(
     prefetched: Iterable[U], upcoming: Sequence[U], *, sizes: Mapping[U, int], excess_bytes: int
 ) -> list[U]:
-    """Return which of the `prefetched` units, none of them in use, to release so that at least
-    `excess_bytes` come free.
+    """Return which `prefetched` units, none in use, to release for `excess_bytes`.
 
     First those that are not `upcoming` at all, oldest first; then those needed last (Belady's
     rule). Returns all of them when that is not enough: a needed unit is gathered in any case.
@@ -100,9 +97,7 @@ def to_evict(
 
 @dataclass
 class _Pass(Generic[U]):
-    """One phase: the trace of the last pass, where this pass stands in it, and what it has run
-    so far.
-    """
+    """One phase: the last pass's trace, this pass's position in it, and its units so far."""
 
     trace: list[U] = field(default_factory=list)
     position: int = -1
@@ -110,9 +105,7 @@ class _Pass(Generic[U]):
 
 
 class Order(Generic[U]):
-    """The traces of all phases. ``begin`` a pass, ``record`` each unit that runs, ask what comes
-    next.
-    """
+    """The traces of all phases: ``begin`` a pass, ``record`` its units, ``predict``."""
 
     def __init__(self) -> None:
         self._passes: dict[Hashable, _Pass[U]] = {}
@@ -148,8 +141,7 @@ class Order(Generic[U]):
         budget_bytes: int,
         live: Container[U] | None = None,
     ) -> list[U]:
-        """Return the units to prefetch after `unit`, which was recorded or runs next, in the
-        order they will be needed.
+        """Return the units to prefetch after `unit`, in the order in which they are needed.
 
         `sizes` are gathered bytes. `live` are the units gathered now, `unit` among them (default:
         it alone), with `live_bytes` in all; live and predicted units together never exceed
@@ -167,9 +159,7 @@ class Order(Generic[U]):
         )
 
     def upcoming(self, phase: Hashable, unit: U) -> list[U]:
-        """Return what is expected to run after `unit`, repeats included, to the end of the pass:
-        ``to_evict`` reads it.
-        """
+        """Return the units expected after `unit` in this pass, repeats included."""
         start = self._after(phase, unit)
         return [] if start is None else self._passes[phase].trace[start:]
 

@@ -40,9 +40,7 @@ class Tier(Enum):
 
 
 class Scope(IntEnum):
-    """Which part of a buffer a rank holds; each contains the one before
-    (docs/design/traffic.md).
-    """
+    """The part of a buffer that a rank holds (docs/design/traffic.md)."""
 
     OWN = 0  # S S: 1/(nodes x local)
     # R S: 1/local, the OWN parts of the ranks with one local index, one per node, side by side. On
@@ -136,8 +134,7 @@ class Cell:
 
     @property
     def scope(self) -> Scope:
-        """Which part of a state a rank holds; a partial sum (P S: of one node's ranks) as if it
-        were whole.
+        """The part of a state that a rank holds; a partial sum counts as whole.
 
         Raises ValueError for S R: no row has it.
         """

@@ -53,9 +53,7 @@ class Policy:
     units: dict[str, Cells] = field(default_factory=dict, hash=False)
 
     def tiered(self, weight: Tier, grad: Tier, optim: Tier) -> Policy:
-        """Return this row with its states on other tiers; raises ValueError for what makes no
-        sense, with the reason.
-        """
+        """Return this row with its states on other tiers. Raises ValueError with the reason."""
 
         def moved(cells: Cells) -> Cells:
             return Cells(
@@ -143,9 +141,7 @@ class Policy:
         two_level: bool | None = None,
         unit: str = "",
     ) -> WireBytes:
-        """Return the payload per rank and step of `unit`'s `numel` parameters; see
-        ``core.cost.step_bytes``.
-        """
+        """Return ``core.cost.step_bytes`` of `unit`'s `numel` parameters."""
         cells = self.cells(unit)
         return step_bytes(
             cells,

@@ -18,9 +18,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:
-    """Return the dtype called `name` ("fp32", "bf16", "fp16"); raises ValueError naming the
-    choices.
-    """
+    """Return the dtype called "fp32", "bf16" or "fp16". Raises ValueError."""
     if isinstance(name, torch.dtype):
         name = _NAMES.get(name, str(name))
     if name not in _DTYPES:
@@ -69,9 +67,7 @@ class Precision:
         return self.reduce
 
     def at(self, compute: torch.dtype) -> Precision:
-        """Return these dtypes for a parameter that computes in `compute`: what was the compute
-        dtype here is `compute` there.
-        """
+        """Return these dtypes for a parameter that computes in `compute` instead."""
         reduce = compute if self.reduce is self.compute else self.reduce
         return replace(
             self,

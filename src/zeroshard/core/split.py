@@ -25,8 +25,7 @@ __all__ = ["balanced", "splits", "tiles"]
 
 
 def splits(numels: Sequence[int], fraction: float, align: int = ALIGN) -> list[int]:
-    """Return, per segment of `numels` elements (multiples of `align`), how many of its first
-    elements rest on the device.
+    """Return how many first elements of each segment of `numels` rest on the device.
 
     `fraction` in [0, 1] of all elements rest on the other tier.
     """
@@ -42,16 +41,13 @@ def splits(numels: Sequence[int], fraction: float, align: int = ALIGN) -> list[i
 
 
 def tiles(split: int, numel: int, tile_numel: int) -> list[Range]:
-    """Return [split, numel) cut into ranges of at most `tile_numel` elements, counted from
-    `split`.
-    """
+    """Return [split, numel) in ranges of at most `tile_numel` elements."""
     assert tile_numel > 0 and 0 <= split <= numel, (split, numel, tile_numel)
     return [(start, min(start + tile_numel, numel)) for start in range(split, numel, tile_numel)]
 
 
 def balanced(fraction: float, device_s: float, other_s: float, *, least: float = 0.0) -> float:
-    """Return the fraction at which both sides would have taken the same time, had they gone on
-    at the speeds of a step at `fraction`.
+    """Return the fraction at which device and other tier would take the same time.
 
     `device_s` and `other_s` are what the step of each part took.
     ``balanced(0.5, 1.0, 3.0) == 0.25``: three quarters at the device's speed take 1.5, a quarter at

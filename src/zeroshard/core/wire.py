@@ -33,8 +33,7 @@ class Wire:
 
     @classmethod
     def of(cls, dtype: str | torch.dtype, codec: str | None = None, *, block: int = 256) -> Wire:
-        """Return the format of `dtype` (given by its short name, or a torch.dtype of any kind),
-        packed by `codec` in blocks of `block` elements.
+        """Return the format of `dtype` (short name or torch.dtype), packed by `codec` if given.
 
         Raises ValueError for an unknown name.
         """

@@ -14,8 +14,7 @@ class Work(Protocol):
     """Something under way."""
 
     def wait(self) -> None:
-        """Return when the result is valid (on accelerators: in the order of the current stream).
-        Idempotent.
+        """Return when the result is valid, on accelerators in stream order. Idempotent.
 
         Raises what went wrong: of a collective, StallError naming the operation's key and the ranks
         awaited after the transport's ``stall_timeout_s``, and PeerLostError when such a rank has

@@ -32,9 +32,7 @@ _OURS = "zeroshard"  # the directory of our checkpoint within the Trainer's
 
 
 class _Wrapped(nn.Module):
-    """What the training loop calls: the sharded model, with the engine's ``no_sync``; it answers
-    for the model's own attributes, too.
-    """
+    """The module that the training loop calls: the sharded model and ``no_sync``."""
 
     def __init__(self, model: nn.Module, engine: zs.Engine) -> None:
         super().__init__()
@@ -53,9 +51,7 @@ class _Wrapped(nn.Module):
 
 
 class _Steps:
-    """What Accelerate asks whether the last step was skipped, in which case the Trainer leaves
-    the learning rate as it is.
-    """
+    """Tells Accelerate whether the last step was skipped, and with it the scheduler's."""
 
     def __init__(self, engine: zs.Engine) -> None:
         self._engine = engine
@@ -149,9 +145,7 @@ class ZeroTrainer(Trainer):
 
 
 def _settled(config: zs.Config, args: Any) -> zs.Config:
-    """Return `config` with what it leaves open taken from the TrainingArguments; raise
-    ConfigError where they contradict each other.
-    """
+    """Return `config` completed from TrainingArguments. Raises ConfigError if they contradict."""
     if args.fp16:
         raise zs.ConfigError(
             "args.fp16 brings a GradScaler of its own: leave it out, and say precision='fp16' in"

@@ -41,9 +41,7 @@ _UNITS = {
 
 
 def add_parser(commands: Any) -> None:
-    """Add ``checkpoint`` with its subcommands to what ``ArgumentParser.add_subparsers``
-    returned.
-    """
+    """Add ``checkpoint`` and its subcommands to the `commands` of an argument parser."""
     checkpoint = commands.add_parser(
         "checkpoint", help="show, verify, export and import checkpoints"
     )

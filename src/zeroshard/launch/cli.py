@@ -23,9 +23,7 @@ EXIT_USAGE, EXIT_INTERNAL, EXIT_IO, EXIT_INTERRUPTED = 2, 70, 74, 130
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit code; ``--help``, ``--version`` and usage errors
-    end through SystemExit.
-    """
+    """Run the command line and return the exit code; usage errors and --help raise SystemExit."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
         return _dispatch(arguments)

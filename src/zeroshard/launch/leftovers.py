@@ -41,9 +41,7 @@ class Janitor:
 
 
 def end_sessions(leaders: Iterable[int]) -> None:
-    """Kill every process in the sessions of `leaders`, process ids of ours that have ended; not
-    the leaders.
-    """
+    """Kill every process in the sessions of `leaders`, ended processes of ours."""
     sessions = set(leaders)
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) in sessions:

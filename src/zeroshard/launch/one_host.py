@@ -33,9 +33,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class OneHost(RendezvousHandler):
-    """torch's protocol between an agent and the others, where there are no others. `port` 0: a
-    free one, a new one for each start.
-    """
+    """torch's rendezvous for one agent alone. `port` 0 takes a new free port for each start."""
 
     def __init__(self, run_id: str, port: int) -> None:
         self._run_id = run_id

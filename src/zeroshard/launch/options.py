@@ -106,9 +106,7 @@ class LineParser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """A parsed ``zeroshard run`` line. ``torchrun`` are torchrun's options as they were given;
-    ``kind`` is script, module or command.
-    """
+    """A parsed ``zeroshard run`` line; `kind` is script, module or command."""
 
     script: str
     args: list[str] = field(default_factory=list)
@@ -205,9 +203,7 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
 
 
 def _hint_at_order(options: list[tuple[str, str | None]], rest: list[str]) -> None:
-    """Say so where an option of ours stands after the script and not before it: it may be the
-    script's own, so it is no error.
-    """
+    """Warn of an option of ours after the script; it may be the script's own."""
     before = {name for name, _ in options}
     named = (token.partition("=")[0] for token in rest[1:])
     late = next((name for name in named if name in OWN_VALUES and name not in before), None)
@@ -232,9 +228,7 @@ def _long(name: str) -> str:
 
 
 def _split(argv: list[str]) -> tuple[list[tuple[str, str | None]], list[str]]:
-    """Cut the line into (option, value) pairs and everything from the script on, which nobody
-    may touch.
-    """
+    """Split the line into (option, value) pairs and everything from the script on."""
     options: list[tuple[str, str | None]] = []
     index = 0
     while index < len(argv):
@@ -336,9 +330,7 @@ def _port(text: str | None) -> int:
 
 
 def _check_port(given: argparse.Namespace) -> None:
-    """A port that the user pinned and that is taken is told now, not after the rendezvous'
-    timeout.
-    """
+    """Raise UsageError for a port that is taken, before the rendezvous would time out."""
     if (
         given.master_port is None
         or given.node_rank not in (None, "0")

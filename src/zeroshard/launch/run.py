@@ -52,9 +52,7 @@ SIGNAL_GRACE_S = 30
 
 
 def launch(options: RunOptions) -> int:
-    """Run the script on every rank and return the exit code of the job (DESIGN: 0, 1, 2, 3, 70
-    to 75, 128 + signal).
-    """
+    """Run the script on every rank; return the exit code (0 to 3, 70 to 75, 128 + signal)."""
     begin = time.monotonic()
     with _private_directory() as directory:
         import torch.distributed.run as torchrun
@@ -81,9 +79,7 @@ def launch(options: RunOptions) -> int:
 
 @contextmanager
 def _private_directory() -> Iterator[str]:
-    """A directory that only this user may look into, removed at the end, also where this process
-    is killed.
-    """
+    """Yield a directory with mode 0700, removed at the end even if this process is killed."""
     directory = tempfile.mkdtemp(prefix="zeroshard-run-")
     janitor = Janitor(directory)
     try:
@@ -94,9 +90,7 @@ def _private_directory() -> Iterator[str]:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """End the launcher's process: the interpreter's own way out of a process that imported torch
-    takes a second or two.
-    """
+    """End the process without the interpreter's teardown, which takes seconds with torch."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
@@ -274,9 +268,7 @@ def _before_or_after(failure: Failure, first: Failure) -> str:
 
 
 def _report_leaver(first: Failure, others: list[Failure], begin: float) -> None:
-    """The script of one rank ended well while the others went on: where they waited for it, and
-    what may be meant.
-    """
+    """Report a rank whose script ended well while the others waited for it."""
     for failure in others:
         if failure.traceback:
             _say(f"rank {failure.rank} waited for rank {first.rank}:\n{failure.traceback.rstrip()}")

@@ -68,9 +68,7 @@ SIGNALS_OF_A_CONSEQUENCE = frozenset({signal.SIGABRT, signal.SIGTERM, signal.SIG
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed. ``status`` is the exit code, negative for a signal, None while not
-    known; ``at`` is CLOCK_MONOTONIC seconds.
-    """
+    """How one rank failed: exit code (or -signal) if known, and CLOCK_MONOTONIC seconds."""
 
     rank: int
     pid: int
@@ -127,9 +125,7 @@ def blame_order(failures: list[Failure]) -> list[Failure]:
 
 
 def exit_code_of(failure: Failure) -> int:
-    """What the launcher ends with: 71 for a rank that left, 128 + signal, a code of the contract
-    as it is, 1 for every other failure of the user's script.
-    """
+    """Return the launcher's exit code: 71 for a leaver, 128 + signal, the contract's, or 1."""
     if failure.status is None:
         return 1
     if failure.left:
@@ -141,9 +137,7 @@ def exit_code_of(failure: Failure) -> int:
 
 @dataclass
 class _Watched:
-    """One rank of one generation (the agent may start the whole group again). ``end_by`` is when
-    our patience with it is over.
-    """
+    """One rank of one generation, that is of one start of the whole group."""
 
     rank: int
     generation: int
@@ -165,8 +159,7 @@ class _Watched:
 
 
 class Supervisor:
-    """A thread that watches the ranks announced in ``directory``; when one fails, the rest have
-    ``grace_s`` seconds to end.
+    """Watches the ranks of ``directory``; after a failure the rest have ``grace_s`` seconds.
 
     ``on_restart`` is called, in the thread, with the failures of a generation when the agent has
     started the next. When no rank has shown a heartbeat for ``stall_s`` seconds, ``on_stall`` is
@@ -217,9 +210,7 @@ class Supervisor:
         self._thread.start()
 
     def stop(self, grace_s: float = 0.5) -> None:
-        """Watch until no rank is left, at most ``grace_s`` seconds, then end those that are, and
-        the thread.
-        """
+        """Watch at most ``grace_s`` seconds more, then end the remaining ranks and the thread."""
         deadline = time.monotonic() + grace_s
         while (
             any(watched.alive for watched in list(self._watched.values()))

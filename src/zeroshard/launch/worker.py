@@ -55,9 +55,7 @@ TIME = struct.Struct("<d")  # CLOCK_MONOTONIC; 0: no heartbeat yet
 
 
 def main(argv: list[str]) -> None:
-    """Run ``argv`` = [kind, target, *args]; returns when the target did, and ends the process
-    when it failed.
-    """
+    """Run ``argv`` = [kind, target, *args]; end the process if the target fails."""
     directory, launcher = os.environ.pop(DIRECTORY), int(os.environ.pop(LAUNCHER_PID))
     _die_with(launcher)
     _Launched.meeting = os.environ.pop(MEETING, None)
@@ -120,9 +118,7 @@ def beat() -> None:
 
 
 def _show(directory: str, *, stacks: bool) -> bool:
-    """Make the files through which the launcher sees this rank (pulse.py); return whether it
-    will show its stacks.
-    """
+    """Make this rank's files for pulse.py; return whether it will write its stacks."""
     prefix = os.path.join(directory, f"rank-{os.getpid()}")
     try:
         with open(f"{prefix}.heart", "w+b") as file:
@@ -232,9 +228,7 @@ def _lost_a_peer(error: BaseException) -> bool:
 
 
 def _leave(exit_code: int) -> NoReturn:
-    """End without the interpreter's teardown: after a failure it waits for threads, and backends
-    whose peers are gone abort in it.
-    """
+    """End without the interpreter's teardown, which waits for threads, or aborts in backends."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -118,9 +118,7 @@ class SavedActivation:
         )
 
     def fetch(self) -> torch.Tensor:
-        """Return the bytes [num_bytes] on the device, valid on compute; the next `fetch` reads
-        them again.
-        """
+        """Return the bytes [num_bytes] on the device, valid on compute; each call reads again."""
         spoiled = self._spoiled if self._source is None else self._source._version != self._version
         if spoiled:
             raise StateError(
@@ -173,9 +171,7 @@ class ActivationStore:
         self._lock = threading.RLock()
 
     def put(self, source: torch.Tensor, call: object) -> SavedActivation:
-        """Start copying `source` (1-D, contiguous) away, as an input of `call`; wait for the
-        sources of older calls.
-        """
+        """Start copying `source` (1-D, contiguous), an input of `call`; wait for older sources."""
         with self._lock:
             saved = SavedActivation(self, source)
             if not self._leaving or self._leaving[-1][0] is not call:
@@ -222,9 +218,7 @@ class ActivationStore:
             return Flight([hops()], self.streams, lane)
 
     def take(self, num_bytes: int) -> Storage:
-        """Return a storage of at least `num_bytes` bytes. Raises StorageError where the tier is
-        full.
-        """
+        """Return a storage of at least `num_bytes`. Raises StorageError when the tier is full."""
         with self._lock:
             self.collect()
             size = size_class(num_bytes)
@@ -277,8 +271,7 @@ _lock = threading.Lock()
 def activation_store_for(
     tier: Tier, device: torch.device, disk_path: str | None
 ) -> ActivationStore:
-    """Return the program's activation store on `tier` for tensors of `device`, made when it is
-    first asked for.
+    """Return the program's activation store on `tier` for `device`, made at its first use.
 
     Raises ConfigError when more than a few are in use, and StorageError where it cannot be made.
     """

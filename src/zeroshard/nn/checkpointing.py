@@ -57,8 +57,7 @@ def checkpoint(
     disk_path: str | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Return ``fn(*args, **kwargs)``, computed again in backward; until then its tensor inputs
-    rest on `tier`: device, host or disk.
+    """Return ``fn(*args, **kwargs)``, recomputed in backward; its tensor inputs rest on `tier`.
 
     `disk_path` is a directory on a local disk. `partition` is a torch ProcessGroup whose ranks call
     this with equal inputs (tensor parallel ranks do): each keeps a slice, and backward gathers, a
@@ -84,9 +83,7 @@ def _call(rest: Rest, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 def _is_recomputed() -> bool:
-    """Whether this is inside another checkpoint, which computes our inputs again, or computes
-    them again just now.
-    """
+    """Return whether another checkpoint will compute, or computes, our inputs again."""
     around: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     inside = (
         around is not None and getattr(around[0], "__module__", "") == torch_checkpoint.__module__
@@ -95,9 +92,7 @@ def _is_recomputed() -> bool:
 
 
 class _Runs:
-    """`fn` as a function of its tensors alone; they are added to `tensors`. The first run is
-    given the caller's own containers.
-    """
+    """`fn` as a function of its `tensors`; the first run is given the caller's containers."""
 
     def __init__(
         self,
@@ -172,8 +167,7 @@ def checkpoint_blocks(
     disk_path: str | None = None,
     blocks: UnitSpec | None = None,
 ) -> list[str]:
-    """Have the repeated blocks of `model` computed again in backward, as by `checkpoint`, from
-    now on; return their names.
+    """Checkpoint the repeated blocks of `model` from now on; return their names.
 
     `blocks` are module classes, qualified names or a callable(name, module) -> bool (default: the
     blocks that ``shard()`` finds by itself). It may be called before or after ``shard()``;
@@ -198,9 +192,7 @@ def checkpoint_blocks(
 
 
 def uncheckpoint_blocks(model: nn.Module) -> list[str]:
-    """Undo `checkpoint_blocks` on `model`; return the names of the blocks that were. Raises
-    StateError where a block's forward was replaced since.
-    """
+    """Undo `checkpoint_blocks`; return the names. Raises StateError for a replaced forward."""
     marked = list(_marked(model))
     for name, module in marked:
         if getattr(module.__dict__.get("forward"), "__func__", None) is not _forward:

@@ -48,8 +48,7 @@ _thread = threading.local()
 
 @contextmanager
 def deferred_init() -> Iterator[None]:
-    """Build modules inside this context without memory for their parameters; ``shard()`` or
-    ``materialize()`` gives it to them.
+    """Build modules in this context without memory; ``shard()`` or ``materialize()`` gives it.
 
     Parameters are the final objects, so an optimizer may be built from them at once; reading their
     values before they have any raises StateError. Their values, and the random generators after the
@@ -72,8 +71,7 @@ def deferred_init() -> Iterator[None]:
 
 
 def materialize(*things: nn.Module | torch.Tensor) -> None:
-    """Give deferred modules and tensors their memory and values, in place; what has them already
-    is left alone.
+    """Give deferred modules and tensors memory and values, in place; others are left alone.
 
     For a deferred model that is used without ``shard()``, which does this unit by unit.
     """

@@ -81,9 +81,7 @@ def place_of(tensor: torch.Tensor, cell: Cell, *, metadata_only: bool = False) -
 
 
 def hollow_out(tensor: torch.Tensor, owner: object) -> tuple[Record, Place]:
-    """Take the memory of `tensor`'s storage away; as long as nobody gives the record another
-    entry, it reads as zeros.
-    """
+    """Release the memory of `tensor`'s storage; it reads as zeros until another entry writes."""
     storage = storage_of(tensor)
     assert storage is not None, tensor.layout
     cell = Cell(storage.nbytes(), tensor.device)
@@ -95,9 +93,7 @@ def hollow_out(tensor: torch.Tensor, owner: object) -> tuple[Record, Place]:
 
 @contextmanager
 def inflated(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Give hollow storages their size inside the context (memory that is never touched), as
-    torch checks bounds when it makes views.
-    """
+    """Give hollow storages their size in the context: torch checks bounds when making views."""
     storages = _hollow_storages(storage_of(tensor) for tensor in tensors)
     try:
         for storage, record in storages.items():
@@ -109,9 +105,7 @@ def inflated(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def fill(tensors: Iterable[torch.Tensor], *, compute: bool = True) -> None:
-    """Give the hollow storages under `tensors` their memory and contents; with `compute` False
-    only the memory.
-    """
+    """Give the hollow storages under `tensors` memory and, with `compute`, their contents."""
     fill_storages((storage_of(tensor) for tensor in tensors), compute=compute)
 
 
@@ -144,9 +138,7 @@ def _hollow_storages(
 
 
 def fingerprint_of(tensor: torch.Tensor) -> str | None:
-    """Return a digest of how a hollow tensor's contents will be computed, None for any other
-    tensor.
-    """
+    """Return a digest of how a hollow tensor is computed, None for any other tensor."""
     record = record_of(tensor)
     if record is None:
         return None
@@ -166,8 +158,7 @@ def adopt_all(owner: object) -> None:
 
 
 def settle(owner: object, *, compute: bool) -> None:
-    """A recorder ends: fill what no parameter uses (buffers, tables, temporaries), put guards on
-    the rest.
+    """End a recorder: fill what no parameter uses (buffers, temporaries) and guard the rest.
 
     With `compute` False (an exception is under way) everything is guarded.
     """

@@ -88,9 +88,7 @@ class _Here:
 
 
 class Call:
-    """One checkpointed call: its inputs at rest, and the call before it, which backward comes to
-    next.
-    """
+    """One checkpointed call: its inputs at rest, and the call before it (next in backward)."""
 
     def __init__(self, rest: Rest) -> None:
         self._rest = rest
@@ -210,9 +208,7 @@ def _may_leave(tensor: torch.Tensor) -> bool:
 
 
 def _slice_of(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's part of `flat` [n]: [ceil(n / T)] elements of its own, zeros beyond the
-    end. 10 on 4 ranks: 3, 3, 3, 1 and 0 0.
-    """
+    """Return this rank's part [ceil(n / T)] of `flat` [n], zero-padded at the end."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     share = -(-flat.numel() // world)
     mine = flat[rank * share : (rank + 1) * share]

@@ -210,9 +210,7 @@ class _Call:
         )
 
     def run(self, stand_ins: dict[int, torch.Tensor], **options: Any) -> Any:
-        """Do it, with `stand_ins` (by id) in the place of arguments and `options` in the place
-        of keywords.
-        """
+        """Run it with `stand_ins`, by id, for arguments and `options` for keywords."""
 
         def swap(leaf: Any) -> Any:
             return stand_ins.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf
@@ -272,9 +270,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._record(call)
 
     def _create(self, call: _Call) -> Any:
-        """Run an operation on real tensors (or none); take the memory of its new large results
-        away.
-        """
+        """Run an operation on real tensors or none; release the memory of large new results."""
         states, arguments = call.states(), self._describe(call) if call.traits.is_random else None
         result = call.func(*call.args, **call.kwargs)
         if (
@@ -338,9 +334,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _compute(
         self, call: _Call, arguments: tuple[Any, Any], states: dict[torch.device, torch.Tensor]
     ) -> Any:
-        """Run an operation whose results cannot be told without values; take the memory of the
-        large ones away again.
-        """
+        """Run an operation whose results depend on values; release the large ones' memory."""
         if call.written:
             return self._do_at_once(call)
         result = call.run(self._values(call))
@@ -350,9 +344,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _values(self, call: _Call) -> dict[int, torch.Tensor]:
-        """Return the values of its hollow arguments, by id. Small ones are filled, as they will
-        be asked for again.
-        """
+        """Return the values of its hollow arguments, by id; small ones are filled for good."""
         fill([t for t in call.hollow_tensors if call.hollow[id(t)].cell.num_bytes < LARGE_BYTES])
         large = {
             id(t): (t, record) for t in call.hollow_tensors if (record := record_of(t)) is not None
@@ -374,9 +366,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _shapes(call: _Call, stand_ins: dict[int, torch.Tensor]) -> Any:
-        """Run it on tensors without data; None where that does not tell the results, or would
-        change the shape of an argument.
-        """
+        """Run it on meta tensors; None if that fails, or would reshape an argument."""
         options = {"device": torch.device("meta")} if call.kwargs.get("device") is not None else {}
         try:
             result = call.run(stand_ins, **options)
@@ -398,9 +388,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ------------------------------------------------------------------ writing on the tape
 
     def _freed(self, num_bytes: int) -> None:
-        """Note that memory which had been written to was freed, and return it to the system from
-        time to time.
-        """
+        """Count freed memory that had been written, and return it to the system now and then."""
         self._freed_bytes += num_bytes
         if self._freed_bytes > _KEPT_BYTES:
             return_freed_memory()

@@ -58,9 +58,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Place:
-    """One strided tensor inside a cell. With `metadata_only` the operation looks at its shape
-    alone.
-    """
+    """One strided tensor in a cell; with `metadata_only` only its shape matters."""
 
     cell: Cell
     shape: tuple[int, ...]
@@ -127,9 +125,7 @@ class Seeded:
 
 @dataclass(eq=False)
 class Entry:
-    """One operation, by value. ``func`` None is memory that was allocated and read without
-    having been written: it reads as zeros.
-    """
+    """One operation, by value; ``func`` None is memory read but never written: zeros."""
 
     func: Callable[..., Any] | None
     args: tuple[Any, ...] = ()
@@ -279,9 +275,7 @@ def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 def fingerprint(entry: Entry) -> str:
-    """Return a 64-bit digest, as hexadecimal text, of all that `entry` needs: operations,
-    arguments and generator states.
-    """
+    """Return 16 hexadecimal digits for operations, arguments and generators of `entry`."""
     numbers: dict[Cell, int] = {}
     digest = xxhash.xxh3_64()
 

@@ -49,9 +49,7 @@ _TILE_KEY = re.compile(
 
 
 class LinearTile(nn.Linear):
-    """One tile of a TiledLinear. `fan_in` is the in_features of the whole layer, which its
-    initial values go by.
-    """
+    """One tile of a TiledLinear; `fan_in` is the in_features of the whole layer."""
 
     unit_of_its_own: ClassVar[bool] = True
 
@@ -89,9 +87,7 @@ class LinearTile(nn.Linear):
 
 
 class _Put(torch.autograd.Function):
-    """Write a tile's part into its columns of the output, or add it to them; the gradient of the
-    part is a view of the output's.
-    """
+    """Copy or add a tile's part to its columns of the output; its gradient is a view."""
 
     @staticmethod
     def forward(
@@ -111,8 +107,7 @@ class _Put(torch.autograd.Function):
 
 
 class TiledLinear(nn.Module):
-    """A drop-in for nn.Linear [..., in_features] -> [..., out_features] that needs one of its
-    out_tiles x in_tiles tiles at a time.
+    """An nn.Linear [..., in_features] -> [..., out_features] that needs one tile at a time.
 
     Sizes that do not divide are cut as evenly as possible. ``state_dict()`` gives, and
     ``load_state_dict()`` takes, nn.Linear's ``weight`` and ``bias``, copies of the tiles' parts;
@@ -148,8 +143,7 @@ class TiledLinear(nn.Module):
     def from_linear(
         cls, linear: nn.Linear, *, out_tiles: int = 1, in_tiles: int = 1
     ) -> TiledLinear:
-        """Return a tiled layer with the numbers, dtype, device, mode and requires_grad of
-        `linear`; its memory is its own.
+        """Return a tiled copy of `linear`: numbers, dtype, device, mode and requires_grad.
 
         Takes a deferred `linear` as well (zs.deferred_init): the tiles are then deferred. Raises
         StateError for a sharded one.
@@ -212,9 +206,7 @@ class TiledLinear(nn.Module):
     def _parts(
         self, whole: Mapping[str, torch.Tensor | None]
     ) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yield each tile's parameters by name, as views of the whole layer's ``weight`` and
-        ``bias``.
-        """
+        """Yield each tile's parameters by name, as views of the layer's ``weight`` and ``bias``."""
         weight, bias = whole.get("weight"), whole.get("bias")
         for row, stop in enumerate(_ends(self.out_sizes)):
             start = stop - self.out_sizes[row]
@@ -253,9 +245,7 @@ class TiledLinear(nn.Module):
         unexpected: Any,
         errors: Any,
     ) -> None:
-        """Cut the whole layer's numbers, where `state_dict` has them, for the tiles, which are
-        loaded next.
-        """
+        """Split the whole layer's numbers, if `state_dict` has them, for the tiles."""
         shapes = {"weight": (self.out_features, self.in_features), "bias": (self.out_features,)}
         for kind in ("weight", "bias") if self.has_bias else ("weight",):
             whole = state_dict.pop(prefix + kind, None)
@@ -281,9 +271,7 @@ class TiledLinear(nn.Module):
 
 
 def _cut(size: int, tiles: int, side: str) -> list[int]:
-    """Return the sizes of `tiles` parts of `size`, which differ by 1 at most: 10 in 4 is 3, 3,
-    2, 2.
-    """
+    """Return the sizes of `tiles` parts of `size`, which differ by at most 1: 3, 3, 2, 2 of 10."""
     if not 1 <= tiles <= size:
         raise ConfigError(
             f"{side}_tiles={tiles} of {side}_features={size}: give from 1 to {size} tiles"
@@ -299,8 +287,7 @@ def _ends(sizes: Iterable[int]) -> Iterable[int]:
 
 
 def join_tiles(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return `state` with the tiles of each tiled layer put together under nn.Linear's names:
-    ``up.tile_0_0.weight``, ... -> ``up.weight``.
+    """Return `state` with tiles joined under nn.Linear's names (``up.tile_0_0.weight``, ...).
 
     For ``engine.full_state_dict()`` of a tiled model, whose names are the tiles'. The joined
     tensors are copies; other entries are passed on. Raises ConfigError where a tile is missing.
@@ -349,8 +336,7 @@ def tile_linears(
     out_tiles: int = 1,
     in_tiles: int = 1,
 ) -> list[str]:
-    """Replace nn.Linear layers inside `model` by tiled ones with the same numbers, in place;
-    return their names.
+    """Replace nn.Linear layers in `model` by tiled ones with the same numbers; return names.
 
     `which` maps names to out_tiles or (out_tiles, in_tiles); or it is a list of names, or a
     callable(name, linear) -> bool, and the keywords say how many tiles. Call it before the
@@ -393,9 +379,7 @@ def tile_linears(
 
 
 def _refuse(model: nn.Module, name: str) -> None:
-    """Raise ConfigError where the module called `name` is not a plain layer, which its numbers
-    make up.
-    """
+    """Raise ConfigError if the module `name` is more than a plain layer's numbers."""
     modules = dict(model.named_modules())
     if name not in modules:
         raise ConfigError(

@@ -13,6 +13,7 @@ cut does not fall are not touched.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 

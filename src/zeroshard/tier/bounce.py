@@ -31,14 +31,10 @@ class Bytes(Protocol):
     """A tensor as bytes, for one transfer."""
 
     def straight(self, start: int, stop: int, align: int) -> memoryview | None:
-        """Return bytes [start, stop) if the disk can use them where they lie: host memory at a
-        multiple of `align`.
-        """
+        """Return bytes [start, stop) if the disk can use them in place, aligned to `align`."""
 
     def put(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
-        """Copy `num_bytes` of `memory` from `low` on to byte `start` of the tensor; done when it
-        returns.
-        """
+        """Copy `num_bytes` of `memory` from `low` to byte `start` of the tensor, and wait."""
 
     def get(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
         """The other way."""
@@ -111,9 +107,7 @@ class BounceBuffers:
             self._stream = torch.get_device_module(device).Stream(device)
 
     def of(self, tensor: torch.Tensor) -> Bytes:
-        """Return `tensor` as bytes; on an accelerator, as they will be when what is enqueued on
-        the current stream has run.
-        """
+        """Return `tensor` as bytes; on an accelerator, once the current stream's work has run."""
         if tensor.device.type == "cpu":
             if self._pretended and not self._staging.owns(tensor):
                 return _LinkedBytes(tensor, self._carry)

@@ -36,16 +36,13 @@ def round_up(num: int, unit: int) -> int:
 
 
 def open_new(name: str, folder_fd: int, *, direct: bool) -> int:
-    """Return a descriptor of the new file `name` for reading and writing. Raises OSError, also
-    when it exists.
-    """
+    """Return a descriptor of the new file `name`. Raises OSError, also if it exists."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(name, flags | (_DIRECT if direct else 0), 0o600, dir_fd=folder_fd)
 
 
 def accepts_direct(folder_fd: int, block: memoryview) -> bool:
-    """Whether O_DIRECT works in this folder, tried with an aligned `block` [BLOCK]: some file
-    systems refuse the open, some the first write.
+    """Return whether O_DIRECT works here, tried with an aligned `block` [BLOCK].
 
     Raises OSError for what has nothing to do with O_DIRECT, such as a full disk.
     """
@@ -71,9 +68,7 @@ def accepts_direct(folder_fd: int, block: memoryview) -> bool:
 
 
 def reserve(fd: int, num_bytes: int) -> None:
-    """Have the file system set `num_bytes` aside now, so that no later write can lack space.
-    Raises OSError.
-    """
+    """Allocate the file's bytes, so that no later write lacks space. Raises OSError."""
     if num_bytes:
         os.posix_fallocate(fd, 0, num_bytes)
 

@@ -63,8 +63,7 @@ _REMEDY = "name another disk_path if it happens again"
 
 
 class DiskStore:
-    """Files in a directory of this rank's own below `directory`, for the states of a model on
-    `device`.
+    """Files in this rank's own directory below `directory`, for a model on `device`.
 
     `direct` says whether the page cache is out of the way; where the file system refuses, rank 0
     says so once. `staging` is the pool from which callers take buffers. Raises StorageError when
@@ -281,9 +280,7 @@ class _DiskStorage:
             write_blocks(self._fd, data, low)
 
     def _check_file(self) -> None:
-        """Refuse what was lost, and a file that was cut off: writing beyond the cut would fill
-        it up with zeros again.
-        """
+        """Refuse a lost file, and a truncated one: writing would fill its gap with zeros."""
         if self._lost:
             raise StorageError(
                 f"{self.path}: {self.key}: an earlier write to it failed, so it does not hold what"

@@ -110,17 +110,13 @@ class _HostStorage:
         return work
 
     def _yield_to(self, start: int, stop: int, *, writes: bool) -> None:
-        """Come after the copies under way that this one conflicts with: those the other way,
-        which the link does not order.
-        """
+        """Wait for overlapping copies in the opposite direction; the link orders only its own."""
         for low, high, other_writes, work in self._under_way:
             if low < stop and start < high and other_writes is not writes:
                 work.wait()
 
     def settle(self, start: int, stop: int, *, write: bool) -> None:
-        """Wait, on the host, for the copies under way that touch [start, stop): those that write
-        here, and with `write` all.
-        """
+        """Wait, on the host, for writes to [start, stop), and with `write` for reads too."""
         for low, high, writes, work in self._under_way:
             if low < stop and start < high and (write or writes):
                 synchronize = getattr(work, "synchronize", work.wait)

@@ -36,9 +36,7 @@ class Piece:
 
 
 def cut(start: int, stop: int, *, storage_bytes: int, unit: int, chunk: int) -> list[Piece]:
-    """Return the pieces of bytes [start, stop), in order; units end where the file does, at
-    `storage_bytes` rounded up to the block.
-    """
+    """Return the pieces of bytes [start, stop); the last unit ends with the file's last block."""
     assert 0 <= start <= stop <= storage_bytes and chunk % unit == 0 and unit % BLOCK == 0, (
         start,
         stop,

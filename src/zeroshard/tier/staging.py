@@ -32,9 +32,7 @@ __all__ = ["Memory", "Staging"]
 
 
 class Memory:
-    """`num_bytes` of host memory that starts on a block, pinned or not; a tensor on it exists
-    only where `tensor` made one.
-    """
+    """Host memory that starts on a block; only `tensor` makes tensors on it."""
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
         self.num_bytes = round_up(num_bytes, BLOCK)
@@ -73,8 +71,7 @@ class Staging:
         return sum(memory.num_bytes for memory, _ in self._lent.values())
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Lend `numel` uninitialised elements, aligned to the disk's block; sleeps while the
-        pool is full.
+        """Lend `numel` uninitialised elements, aligned to a block; wait while the pool is full.
 
         Raises StorageError when the wait could never end, naming the bytes and the limit, or when
         the host has no memory.
@@ -100,9 +97,7 @@ class Staging:
         return self.tensor(num_bytes, torch.uint8)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Take back what was lent: `tensor` itself, which reads as NaN from here on, or a view
-        that starts where it does. Views stay dangerous.
-        """
+        """Take back `tensor`, or a view that starts where it does; `tensor` reads as NaN then."""
         if not tensor.numel():
             return
         address = tensor.data_ptr()

@@ -37,9 +37,7 @@ __all__ = ["Storage", "Store"]
 
 
 class Storage(Protocol):
-    """`numel` elements of `dtype` at rest on one tier; elements are counted from the storage's own
-    start.
-    """
+    """`numel` elements of `dtype` at rest on one tier, counted from the storage's start."""
 
     key: str  # names the state in errors: "blocks.3:fp32 exp_avg"
     numel: int
@@ -51,9 +49,7 @@ class Storage(Protocol):
         """Bytes that rest there."""
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> Work:
-        """Start copying elements [start, stop) into `out` [stop - start] of the same dtype, 1-D
-        and contiguous.
-        """
+        """Start copying elements [start, stop) into `out` [stop - start], contiguous."""
 
     def write(self, start: int, stop: int, source: torch.Tensor) -> Work:
         """Start copying `source` [stop - start] into elements [start, stop)."""
@@ -61,8 +57,7 @@ class Storage(Protocol):
     def borrowed(
         self, start: int, stop: int, *, write: bool
     ) -> AbstractContextManager[torch.Tensor]:
-        """Lend elements [start, stop) as a CPU tensor (the device tier: a device tensor) that is
-        valid inside the context only.
+        """Lend elements [start, stop) as a CPU (or device) tensor, valid inside the context.
 
         With `write`, what is written to it rests in the storage when the context ends without an
         exception. Waits for what is under way.
@@ -79,9 +74,7 @@ class Store(Protocol):
     account: MemoryCounter
 
     def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Storage:
-        """Allocate a storage now, so that a shortage is a StorageError here, naming `key`, the
-        bytes and the place, and not in a later write.
-        """
+        """Allocate a storage. Raises StorageError naming `key`, the bytes and the place."""
 
     def close(self) -> None:
         """Close every storage and give back threads and files. Idempotent."""

@@ -46,9 +46,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def safe_name(text: str) -> str:
-    """Return `text` as part of a file name, still readable: "blocks.3:fp32 exp_avg" ->
-    "blocks.3_fp32_exp_avg".
-    """
+    """Return `text` as part of a file name: "blocks.3:fp32 m" -> "blocks.3_fp32_m"."""
     return re.sub(r"[^A-Za-z0-9._+=-]+", "_", text)[:150] or "_"
 
 
@@ -59,9 +57,7 @@ def free_bytes(path: Path) -> int:
 
 
 class SwapDirectory:
-    """A directory of this rank below `parent`, made now; abandoned ones beside it are removed.
-    Raises StorageError naming `parent`.
-    """
+    """A new directory of this rank below `parent`; abandoned ones there are removed."""
 
     def __init__(self, parent: Path, *, run: str, rank: int) -> None:
         self._pid = os.getpid()
@@ -80,9 +76,7 @@ class SwapDirectory:
         self._removed = False
 
     def create(self, key: str, num_bytes: int, *, direct: bool) -> tuple[int, str]:
-        """Return (descriptor, name) of a new file with `num_bytes` set aside. Raises
-        StorageError naming `key`, the bytes and the place.
-        """
+        """Return (fd, name) of a new, allocated file. Raises StorageError naming `key`."""
         name = f"{self._num_files:04}-{safe_name(key)}{_SUFFIX}"
         self._num_files += 1
         fd = -1
@@ -110,9 +104,7 @@ class SwapDirectory:
         return StorageError(f"{key}: {self.path}: {why}")
 
     def check_process(self, key: str) -> None:
-        """Raise StorageError in a forked child, which has neither the worker threads nor the
-        right to change the files.
-        """
+        """Raise StorageError in a forked child, which has no worker threads."""
         if os.getpid() != self._pid:
             raise StorageError(
                 f"{key}: {self.path} belongs to process {self._pid}; a forked child cannot use what"
@@ -156,9 +148,7 @@ def _open_parent(parent: Path) -> int:
 
 
 def _claim(parent_fd: int, name: str) -> tuple[int, int]:
-    """Make the directory `name` and return the descriptors of it and of its lock, which is held.
-    See [Note: taking a name].
-    """
+    """Make the directory `name`; return its and its held lock's fd ([Note: taking a name])."""
     hidden = f".{name}"
     os.mkdir(hidden, 0o700, dir_fd=parent_fd)
     fd = lock_fd = -1
@@ -208,9 +198,7 @@ def _remove_if_abandoned(name: str, parent_fd: int, parent: Path, *, hidden: boo
 
 
 def _lock_of(fd: int) -> int:
-    """Take the lock of a directory, -1 if it has none (its removal had come that far). Raises
-    BlockingIOError while somebody holds it.
-    """
+    """Take the lock of a directory, -1 if it has none. Raises BlockingIOError if held."""
     try:
         lock_fd = os.open(
             _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd

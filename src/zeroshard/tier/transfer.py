@@ -28,8 +28,7 @@ __all__ = ["Scratch", "Transfer", "Workers"]
 
 
 class Scratch:
-    """One worker's own buffer for what cannot go straight between disk and tensor; made when it
-    is first needed.
+    """One worker's buffer for unaligned transfers, allocated at its first use.
 
     Not from the staging pool: whoever waits for a transfer may hold all of that.
     """
@@ -48,9 +47,7 @@ class Scratch:
 
 
 class Transfer:
-    """A read or a write of one storage: a Work. `beside` is the storage's list of what is under
-    way, which the workers keep.
-    """
+    """A read or write of one storage, as a Work; `beside` lists the storage's transfers."""
 
     def __init__(
         self,
@@ -157,9 +154,7 @@ class Workers:
             transfer.settle()
 
     def stop(self) -> None:
-        """Let the threads end after the last transfer, those included that still wait for
-        others.
-        """
+        """Let the threads end after the last transfer, waiting ones included."""
         with self._lock:
             self._stopping = True
             self._end_threads()

@@ -20,7 +20,12 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.foreign.restricted_unpickler import Name, Record, load_tensors, read_inert
+from zeroshard.checkpoint.foreign.restricted_unpickler import (
+    Name,
+    Record,
+    load_tensors,
+    read_restricted,
+)
 from zeroshard.checkpoint.shards import DTYPES
 from zeroshard.errors import CheckpointError
 
@@ -29,11 +34,9 @@ __all__ = ["read_dcp"]
 _METADATA = "torch.distributed.checkpoint.metadata"
 _MAX_BYTES = 512 << 20  # of .metadata
 _DTYPES = {f"torch.{str(dtype).removeprefix('torch.')}": dtype for dtype in DTYPES.values()}
-_TENSOR, _BYTES, _INDEX = (
-    f"{_METADATA}.TensorStorageMetadata",
-    f"{_METADATA}.BytesStorageMetadata",
-    f"{_METADATA}.MetadataIndex",
-)
+_TENSOR = f"{_METADATA}.TensorStorageMetadata"
+_BYTES = f"{_METADATA}.BytesStorageMetadata"
+_INDEX = f"{_METADATA}.MetadataIndex"
 _PLACE = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _ENUMS = {
     f"{_METADATA}._MEM_FORMAT_ENCODING": {
@@ -42,19 +45,11 @@ _ENUMS = {
         "TORCH_PRESERVE_FORMAT": 2,
     }
 }
+_CLASSES = ("Metadata", "TensorProperties", "ChunkStorageMetadata", "StorageMeta")
+_OTHERS = ("torch.Size", "torch.serialization._get_layout", "collections.OrderedDict")
 _ALLOWED = {
-    *(
-        f"{_METADATA}.{name}"
-        for name in ("Metadata", "TensorProperties", "ChunkStorageMetadata", "StorageMeta")
-    ),
-    *_ENUMS,
-    *(_TENSOR, _BYTES, _INDEX, _PLACE, *_DTYPES),
-    *(
-        "torch.Size",
-        "torch.serialization._get_layout",
-        "collections.OrderedDict",
-        "pathlib.PosixPath",
-    ),
+    *(f"{_METADATA}.{name}" for name in _CLASSES),
+    *(_TENSOR, _BYTES, _INDEX, _PLACE, "pathlib.PosixPath", *_OTHERS, *_ENUMS, *_DTYPES),
 }
 
 
@@ -66,11 +61,10 @@ class _Block:
     sizes: tuple[int, ...]
 
     def inside(self, size: tuple[int, ...]) -> bool:
-        fits = len(self.offsets) == len(self.sizes) == len(size)
-        return fits and all(
-            first + count <= all_
-            for first, count, all_ in zip(self.offsets, self.sizes, size, strict=True)
-        )
+        if not len(self.offsets) == len(self.sizes) == len(size):
+            return False
+        ends = zip(self.offsets, self.sizes, size, strict=True)
+        return all(first + count <= all_ for first, count, all_ in ends)
 
     def overlaps(self, other: _Block) -> bool:
         edges = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -80,21 +74,18 @@ class _Block:
 def _overlap(blocks: list[_Block]) -> bool:
     ordered = sorted(blocks, key=lambda block: block.offsets)
     whole_rows = len({(block.offsets[1:], block.sizes[1:]) for block in blocks}) < 2
-    return any(
-        a.overlaps(b) for a, b in (pairwise(ordered) if whole_rows else combinations(ordered, 2))
-    )
+    pairs = pairwise(ordered) if whole_rows else combinations(ordered, 2)
+    return any(a.overlaps(b) for a, b in pairs)
 
 
 def read_dcp(directory: Path, wanted: Container[str]) -> dict[Any, Any]:
-    """Return what was saved under the keys `wanted`, or everything where it has none of these.
-    Raises CheckpointError.
-    """
+    """Return what was saved under the keys `wanted`, or everything. Raises CheckpointError."""
     path = directory / ".metadata"
     if path.stat().st_size > _MAX_BYTES:
         raise CheckpointError(
             f"{path} has {path.stat().st_size} bytes, more than the {_MAX_BYTES} that are read"
         )
-    record = read_inert(path.read_bytes(), _ALLOWED, str(path), _ENUMS)
+    record = read_restricted(path.read_bytes(), _ALLOWED, str(path), _ENUMS)
     try:
         reading = _Reading(directory, _fields(record, f"{_METADATA}.Metadata"))
         return reading.tree(wanted)
@@ -111,10 +102,8 @@ class _Reading:
         self._places: dict[tuple[str, tuple[int, ...] | None], Mapping[str, Any]] = {}
         for index, place in metadata["storage_data"].items():
             at = _fields(index, _INDEX)
-            offset = at.get("offset")
-            self._places[at["fqn"], None if offset is None else _sizes(offset)] = _fields(
-                place, _PLACE
-            )
+            offsets = None if at.get("offset") is None else _sizes(at["offset"])
+            self._places[at["fqn"], offsets] = _fields(place, _PLACE)
 
     def tree(self, wanted: Container[str]) -> dict[Any, Any]:
         paths = {name: tuple(self._paths.get(name, (name,))) for name in self._entries}
@@ -140,21 +129,14 @@ class _Reading:
         out = torch.empty(size, dtype=dtype)
         for block in blocks:
             part = self._read(name, block.offsets)
-            if (
-                not isinstance(part, torch.Tensor)
-                or tuple(part.shape) != block.sizes
-                or part.dtype is not dtype
-            ):
+            is_tensor = isinstance(part, torch.Tensor)
+            if not is_tensor or tuple(part.shape) != block.sizes or part.dtype is not dtype:
                 raise CheckpointError(
                     f"{self._directory}: the block of {name!r} at {list(block.offsets)} is not what"
                     " .metadata says"
                 )
-            out[
-                tuple(
-                    slice(first, first + count)
-                    for first, count in zip(block.offsets, block.sizes, strict=True)
-                )
-            ] = part
+            edges = zip(block.offsets, block.sizes, strict=True)
+            out[tuple(slice(first, first + count) for first, count in edges)] = part
         return out
 
     def _require_whole(
@@ -163,11 +145,8 @@ class _Reading:
         """See that the blocks fill the tensor, before memory is taken for it."""
         inside = all(block.inside(size) for block in blocks)
         filled = [block for block in blocks if prod(block.sizes)]
-        if (
-            not inside
-            or sum(prod(block.sizes) for block in filled) != prod(size)
-            or _overlap(filled)
-        ):
+        numel = sum(prod(block.sizes) for block in filled)
+        if not inside or numel != prod(size) or _overlap(filled):
             raise CheckpointError(
                 f"{self._directory}: the blocks of {name!r} do not fill a tensor of shape"
                 f" {list(size)}"
@@ -184,11 +163,8 @@ class _Reading:
         if (name, offsets) not in self._places:
             raise CheckpointError(f"{self._directory}: .metadata does not say where {name!r} lies")
         place = self._places[name, offsets]
-        file, start, length = (
-            _text(place["relative_path"]),
-            _whole(place["offset"]),
-            _whole(place["length"]),
-        )
+        file = _text(place["relative_path"])
+        start, length = _whole(place["offset"]), _whole(place["length"])
         if place.get("transform_descriptors"):
             raise CheckpointError(
                 f"{self._directory}: {name!r} is stored through {place['transform_descriptors']!r},"
@@ -228,12 +204,8 @@ def _fields_of_properties(record: Any) -> tuple[Any, ...]:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     """Return the numbers of a recorded torch.Size."""
-    if (
-        not isinstance(value, Record)
-        or value.name != "torch.Size"
-        or len(value.args) != 1
-        or not isinstance(value.args[0], tuple)
-    ):
+    is_size = isinstance(value, Record) and value.name == "torch.Size" and len(value.args) == 1
+    if not is_size or not isinstance(value.args[0], tuple):
         raise ValueError("a shape is no torch.Size")
     return tuple(_whole(size) for size in value.args[0])
 
@@ -256,8 +228,6 @@ def _lists(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     inner = {key: _lists(item) for key, item in value.items()}
-    return (
-        [inner[key] for key in sorted(inner)]
-        if inner and set(inner) == set(range(len(inner)))
-        else inner
-    )
+    if not inner or set(inner) != set(range(len(inner))):
+        return inner
+    return [inner[key] for key in sorted(inner)]

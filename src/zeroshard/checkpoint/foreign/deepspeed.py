@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.foreign.importer import Intake, optimizer_class
+from zeroshard.checkpoint.foreign.importer import Importer, is_flat_state, optimizer_class
 from zeroshard.checkpoint.foreign.restricted_unpickler import load_tensors
 from zeroshard.checkpoint.manifest import STATE, VALUE
 from zeroshard.errors import CheckpointError, ConfigError
@@ -67,11 +67,14 @@ _ENUMS = {
 }
 
 
+_TORCH_NAMES = {  # by the type in DeepSpeed's configuration
+    "adam": "AdamW", "adamw": "AdamW", "sgd": "SGD", "lion": "Lion", "adagrad": "Adagrad",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class _Slice:
-    """Elements of a parameter from `start` on, and where they lie: in group `group` of `rank`,
-    from element `at` on.
-    """
+    """Elements ``[start, start + count)`` of a parameter: in `rank`'s group `group`, from `at`."""
 
     rank: int
     group: int
@@ -88,19 +91,21 @@ class _Rank:
     states: list[dict[str, Any]]
 
 
-def read_deepspeed(source: Path, intake: Intake) -> None:
+def read_deepspeed(source: Path, importer: Importer) -> None:
     """Take the newest tag in `source`, or the tag that it is. Raises CheckpointError."""
-    directory = _tag(source, intake)
+    directory = _tag(source, importer)
     models, optims = _files(directory)
     try:
-        _take(directory, [_load(path) for path in models], [_load(path) for path in optims], intake)
+        _take(
+            directory, [_load(path) for path in models], [_load(path) for path in optims], importer
+        )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as odd:
         raise CheckpointError(
             f"{directory} is not as DeepSpeed writes it: {type(odd).__name__}: {odd}"
         ) from None
 
 
-def _tag(source: Path, intake: Intake) -> Path:
+def _tag(source: Path, importer: Importer) -> Path:
     if any(source.glob("*_model_states.pt")):
         return source
     numbered = {
@@ -117,16 +122,14 @@ def _tag(source: Path, intake: Intake) -> Path:
             " is no global_step*"
         )
     newest = numbered[max(numbered)]
-    intake.notes.append(
+    importer.notes.append(
         f"{newest.name} is taken: the file 'latest' does not name a directory that is there"
     )
     return newest
 
 
 def _files(directory: Path) -> tuple[list[Path], list[Path]]:
-    """Return the files of model states and of optimizer states, by rank. Raises ConfigError for
-    what has another structure.
-    """
+    """Return the model and the optimizer files, by rank. Raises ConfigError for other layouts."""
     found: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
     for path in sorted(directory.iterdir()):
         match = _RANK_FILE.fullmatch(path.name)
@@ -152,9 +155,8 @@ def _files(directory: Path) -> tuple[list[Path], list[Path]]:
             raise CheckpointError(f"{directory} lacks the files of rank {lacking[0]}")
     if not found["model"]:
         raise CheckpointError(f"{directory} lacks a file of model states")
-    return [found["model"][rank] for rank in sorted(found["model"])], [
-        found["optim"][rank] for rank in sorted(found["optim"])
-    ]
+    models, optims = ([found[kind][rank] for rank in sorted(found[kind])] for kind in found)
+    return models, optims
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -168,7 +170,7 @@ def _take(
     directory: Path,
     models: Sequence[Mapping[str, Any]],
     optims: Sequence[Mapping[str, Any]],
-    intake: Intake,
+    importer: Importer,
 ) -> None:
     first = models[0]
     if first.get("mp_world_size", 1) > 1:
@@ -176,73 +178,65 @@ def _take(
             f"{directory} is tensor parallel over {first['mp_world_size']} ranks; such checkpoints"
             " are not imported"
         )
-    intake.step = int(first.get("global_steps") or 0)
+    importer.step = int(first.get("global_steps") or 0)
     aliases: dict[str, list[str]] = {}
     for alias, name in (first.get("shared_params") or {}).items():
         aliases.setdefault(name, []).append(alias)
-    shapes = (
-        [
-            {name: tuple(shape) for name, shape in group.items()}
-            for group in first.get("param_shapes") or ()
-        ]
-        if optims
-        else []
-    )
+    shapes = _shapes(first) if optims else []
     for group in shapes:
         for name, shape in group.items():
-            intake.parameter(name, shape, aliases=aliases.get(name, ()))
+            importer.parameter(name, shape, aliases=aliases.get(name, ()))
     tied = {alias for others in aliases.values() for alias in others}
-    _take_untrained(directory, models, intake, tied, aliases, trained=not optims)
+    _take_untrained(directory, models, importer, tied, aliases, trained=not optims)
     if not optims:
-        intake.notes.append(
+        importer.notes.append(
             "the weights are the model's own, and there is no optimizer's state: ZeRO has left no"
             " *_optim_states.pt"
         )
         return
-    _take_trained(
-        directory, [content["optimizer_state_dict"] for content in optims], shapes, intake
-    )
-    _take_numbers(first, optims[0], shapes, intake)
+    states = [content["optimizer_state_dict"] for content in optims]
+    _take_trained(directory, states, shapes, importer)
+    _take_numbers(first, optims[0], shapes, importer)
+
+
+def _shapes(model: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]]]:
+    """Return the shapes of the trained parameters, by group and name."""
+    groups = model.get("param_shapes") or ()
+    return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
 
 
 def _take_untrained(
     directory: Path,
     models: Sequence[Mapping[str, Any]],
-    intake: Intake,
+    importer: Importer,
     tied: set[str],
     aliases: Mapping[str, list[str]],
     *,
     trained: bool,
 ) -> None:
-    """Take buffers and frozen weights: whole in the first file, or (stage 3) frozen ones as a
-    slice in each.
-    """
+    """Take buffers and frozen weights: whole in the first file, or one slice per rank (stage 3)."""
     first = models[0]
     buffers = set(first["buffer_names"] or ())
-    declared = {
-        name: tuple(shape)
-        for group in first.get("param_shapes") or ()
-        for name, shape in group.items()
-    }
+    declared = {name: shape for group in _shapes(first) for name, shape in group.items()}
     frozen = first.get("frozen_param_shapes") or {} if first.get("frozen_param_fragments") else {}
     for name, shape in frozen.items():
-        intake.parameter(name, shape, trained=False, aliases=aliases.get(name, ()))
+        importer.parameter(name, shape, trained=False, aliases=aliases.get(name, ()))
         position, numel = 0, prod(shape)
         for model in models:
             part = model["frozen_param_fragments"][name].reshape(-1)[: numel - position]
-            intake.piece(name, VALUE, position, part)
+            importer.piece(name, VALUE, position, part)
             position += part.numel()
         if position != numel:
             raise CheckpointError(
                 f"{directory} holds {position} of the {numel} elements of frozen parameter {name!r}"
             )
     for name, tensor in first["module"].items():
-        if name in intake.parameters or name in tied:
+        if name in importer.parameters or name in tied:
             continue
         if name in buffers:
-            intake.buffer(name, tensor)
+            importer.buffer(name, tensor)
         elif not isinstance(tensor, torch.Tensor):
-            intake.notes.append(
+            importer.notes.append(
                 f"{name!r} is not taken: it is a {type(tensor).__name__}, not a tensor"
             )
         elif name in declared and tuple(tensor.shape) != declared[name]:
@@ -250,13 +244,13 @@ def _take_untrained(
                 f"{directory} lacks the files *_optim_states.pt, in which parameter {name!r} lies"
             )
         elif not tensor.numel():
-            intake.notes.append(
+            importer.notes.append(
                 f"{name!r} is not taken: DeepSpeed saved nothing of it (its optimizer does not"
                 " have it)"
             )
         else:
-            intake.parameter(name, tensor.shape, trained=trained, aliases=aliases.get(name, ()))
-            intake.piece(name, VALUE, 0, tensor)
+            importer.parameter(name, tensor.shape, trained=trained, aliases=aliases.get(name, ()))
+            importer.piece(name, VALUE, 0, tensor)
 
 
 # ------------------------------------------------------------------ what ZeRO has cut
@@ -266,7 +260,7 @@ def _take_trained(
     directory: Path,
     optims: Sequence[Mapping[str, Any]],
     shapes: list[dict[str, tuple[int, ...]]],
-    intake: Intake,
+    importer: Importer,
 ) -> None:
     stage = _stage(optims[0]["zero_stage"])
     count = optims[0]["partition_count"]
@@ -276,16 +270,15 @@ def _take_trained(
             f"{directory} holds the optimizer files of {len(optims)} ranks, and {world} wrote it"
         )
     ranks = [_rank(optim, stage) for optim in optims]
-    slices = (
-        _cut_parameters(directory, ranks, shapes)
-        if stage == 3
-        else _cut_groups(directory, ranks, shapes, optims[0])
-    )
+    if stage == 3:
+        slices = _cut_parameters(directory, ranks, shapes)
+    else:
+        slices = _cut_groups(directory, ranks, shapes, optims[0].get("param_alignment_paddings"))
     for name, cut in slices:
         tensors = {VALUE: ranks[cut.rank].masters[cut.group]} | {
             f"{STATE}{key}": value
             for key, value in ranks[cut.rank].states[cut.group].items()
-            if isinstance(value, torch.Tensor) and value.dim() > 0
+            if is_flat_state(value)
         }
         for kind, flat in tensors.items():
             part = flat.reshape(-1)[cut.at : cut.at + cut.count]
@@ -293,7 +286,7 @@ def _take_trained(
                 raise CheckpointError(
                     f"{directory}: rank {cut.rank} lacks elements of {kind} of parameter {name!r}"
                 )
-            intake.piece(name, kind, cut.start, part)
+            importer.piece(name, kind, cut.start, part)
 
 
 def _stage(value: Any) -> int:
@@ -304,9 +297,8 @@ def _stage(value: Any) -> int:
 
 
 def _rank(optim: Mapping[str, Any], stage: int) -> _Rank:
-    masters = list(
-        optim["fp32_flat_groups"] if stage == 3 else optim["single_partition_of_fp32_groups"]
-    )
+    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    masters = list(optim[key])
     base = optim["optimizer_state_dict"] if stage == 3 else optim["base_optimizer_state"]
     # a list where "elastic_checkpoint" was on
     states = base["state"] if isinstance(base, dict) else dict(enumerate(base))
@@ -317,10 +309,9 @@ def _cut_groups(
     directory: Path,
     ranks: list[_Rank],
     shapes: list[dict[str, tuple[int, ...]]],
-    optim: Mapping[str, Any],
+    paddings: Sequence[Sequence[int]] | None,
 ) -> Iterator[tuple[str, _Slice]]:
     """Yield where the parameters lie in stages 1 and 2."""
-    paddings = optim.get("param_alignment_paddings")
     for group, parameters in enumerate(shapes):
         # of each rank's share; only the last one's has lost its padding
         size = ranks[0].masters[group].numel()
@@ -364,9 +355,7 @@ def _cut_parameters(
 
 
 def _spans(sizes: Sequence[int], position: int, count: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (group, first, count) for `count` elements from `position` on of groups that lie one
-    after another.
-    """
+    """Yield (group, first, count) of `count` elements from `position` of consecutive groups."""
     begin = 0
     for group, size in enumerate(sizes):
         low, high = max(position, begin), min(position + count, begin + size)
@@ -382,31 +371,22 @@ def _take_numbers(
     model: Mapping[str, Any],
     optim: Mapping[str, Any],
     shapes: list[dict[str, tuple[int, ...]]],
-    intake: Intake,
+    importer: Importer,
 ) -> None:
     """Take class, param groups and numbers of steps."""
     held = optim["optimizer_state_dict"]
-    base = (
-        held.get("optimizer_state_dict")
-        if "fp32_flat_groups" in held
-        else held["base_optimizer_state"]
-    )
+    is_stage_3 = "fp32_flat_groups" in held
+    base = held.get("optimizer_state_dict") if is_stage_3 else held["base_optimizer_state"]
     rank = _rank(held, _stage(held["zero_stage"]))
-    keys = {
-        key
-        for state in rank.states
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor)
-    }
-    groups = (
-        base["param_groups"]
-        if isinstance(base, dict)
-        else [{"params": [number]} for number in range(len(shapes))]
-    )
+    entries = [entry for state in rank.states for entry in state.items()]
+    keys = {key for key, value in entries if isinstance(value, torch.Tensor)}
+    groups = [{"params": [number]} for number in range(len(shapes))]
+    if isinstance(base, dict):
+        groups = base["param_groups"]
     config = (optim.get("ds_config") or model.get("ds_config") or {}).get("optimizer") or {}
-    name = intake.optimizer_name or _class(config, groups, keys)
+    name = importer.optimizer_name or _class(config, groups, keys)
     if name is None:
-        intake.notes.append(
+        importer.notes.append(
             f"the optimizer's class is not known from its state ({', '.join(sorted(keys))}):"
             " --optimizer says it"
         )
@@ -414,44 +394,27 @@ def _take_numbers(
     scalars: dict[str, dict[str, Any]] = {}
     for number, (parameters, state) in enumerate(zip(shapes, rank.states, strict=True)):
         numbers = {
-            key: value
-            for key, value in state.items()
-            if key != "step" and not (isinstance(value, torch.Tensor) and value.dim())
+            key: value for key, value in state.items() if key != "step" and not is_flat_state(value)
         }
-        options: Mapping[str, Any] = next(
-            (group for group in groups if number in group["params"]), {}
-        )
+        options: Mapping[str, Any] = next((g for g in groups if number in g["params"]), {})
         # torch's Adam wants the number of steps as a tensor
         if {"exp_avg", "exp_avg_sq"} <= state.keys():
-            found = (
-                state.get("step")
-                or held.get("base_optimizer_state_step")
-                or options.get("step")
-                or steps
-            )
+            found = state.get("step") or held.get("base_optimizer_state_step")
+            found = found or options.get("step") or steps
             numbers["step"] = torch.tensor(float(found), dtype=torch.float32)
         scalars |= dict.fromkeys(parameters, numbers)
     named = [
         {**group, "params": [one for number in group["params"] for one in shapes[number]]}
         for group in groups
     ]
-    intake.optimizer_numbers(name or "unknown", named, scalars)
+    importer.optimizer_numbers(name or "unknown", named, scalars)
 
 
 def _class(
     config: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], keys: set[str]
 ) -> str | None:
-    """Return the optimizer's class in torch's terms. DeepSpeed's own "Adam" is AdamW unless
-    ``adam_w_mode`` is off.
-    """
+    """Return torch's class name. DeepSpeed's "Adam" is AdamW unless ``adam_w_mode`` is off."""
     kind = str(config.get("type", "")).lower()
     if kind == "adam" and not (config.get("params") or {}).get("adam_w_mode", True):
         return "Adam"
-    known = optimizer_class(groups, keys)
-    return known or {
-        "adam": "AdamW",
-        "adamw": "AdamW",
-        "sgd": "SGD",
-        "lion": "Lion",
-        "adagrad": "Adagrad",
-    }.get(kind)
+    return optimizer_class(groups, keys) or _TORCH_NAMES.get(kind)

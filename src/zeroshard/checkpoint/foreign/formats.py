@@ -4,10 +4,10 @@ torch.distributed.checkpoint, DeepSpeed's ZeRO 1, 2 and 3.
     recognise the format . read it (never running code that it chose) . write one file of pieces and
     a manifest . commit
 
-The step has one rank and the row ``ddp``; ``zeroshard.load`` reads it into any other. Without the
-model's code strides are those of contiguous tensors, and which tensors are buffers is a guess in
-formats that do not say (`Intake.is_buffer`). Where there is no optimizer state, or none that names
-its parameters, the step has none, and ``load(strict=False)`` takes the weights.
+The step has one rank and the row ``ddp``; ``zeroshard.load`` reads it into any other. Strides are
+those of contiguous tensors; buffers are guessed in formats that do not name them
+(`Importer.is_buffer`). Without optimizer state that names its parameters the step has none, and
+``load(strict=False)`` reads the weights.
 
 Invariant: torch's files are opened with ``weights_only=True``, other pickles are read as data
 (restricted_unpickler.py). Cost: files are mapped, not read into memory, but for DCP's, which are
@@ -35,7 +35,7 @@ from zeroshard.checkpoint.foreign.importer import (
     MODEL_KEYS,
     OPTIMIZER_KEYS,
     STEP_KEYS,
-    Intake,
+    Importer,
     NamedOptimizer,
     optimizer_class,
     take_state,
@@ -94,12 +94,12 @@ def import_checkpoint(
     """
     format = recognise(source) if format == "auto" else format
     with ExitStack() as stack:
-        intake = Intake(buffers, optimizer)
-        READERS[format](source, intake, stack)
-        number = (intake.step or 0) if step is None else step
-        path, num_bytes = _write(intake, directory, number, format)
-    name = None if intake.optimizer is None else intake.optimizer["class"]
-    return Imported(path, number, format, len(intake.parameters), num_bytes, name, intake.notes)
+        importer = Importer(buffers, optimizer)
+        READERS[format](source, importer, stack)
+        number = (importer.step or 0) if step is None else step
+        path, num_bytes = _write(importer, directory, number, format)
+    name = None if importer.optimizer is None else importer.optimizer["class"]
+    return Imported(path, number, format, len(importer.parameters), num_bytes, name, importer.notes)
 
 
 def recognise(source: Path) -> str:
@@ -112,11 +112,8 @@ def recognise(source: Path) -> str:
         return "hf"
     if (source / ".metadata").is_file():
         return "dcp"
-    if (
-        (source / "latest").is_file()
-        or any(source.glob("global_step*"))
-        or any(source.glob("*model_states.pt"))
-    ):
+    patterns = ("global_step*", "*model_states.pt")
+    if (source / "latest").is_file() or any(any(source.glob(one)) for one in patterns):
         return "deepspeed"
     raise ConfigError(
         f"{source} is no checkpoint that is known here (torch, Transformers, DCP, DeepSpeed);"
@@ -124,7 +121,7 @@ def recognise(source: Path) -> str:
     )
 
 
-def _write(intake: Intake, directory: Path, step: int, format: str) -> tuple[Path, int]:
+def _write(importer: Importer, directory: Path, step: int, format: str) -> tuple[Path, int]:
     make_directory(directory)
     with lock(directory):
         check_alone(directory)
@@ -138,21 +135,19 @@ def _write(intake: Intake, directory: Path, step: int, format: str) -> tuple[Pat
         working.mkdir()
         try:
             metadata = {"format": "zeroshard", "step": str(step)}
-            file, tensors = write_shard(
-                working / "rank-00000-of-00001.safetensors", 0, intake.stored, metadata
-            )
+            name = "rank-00000-of-00001.safetensors"
+            file, tensors = write_shard(working / name, 0, importer.stored, metadata)
+            writer = f"zeroshard {__version__}, torch {torch.__version__}, imported ({format})"
             manifest = Manifest(
                 step=step,
                 world=1,
-                written_by=(
-                    f"zeroshard {__version__}, torch {torch.__version__}, imported ({format})"
-                ),
+                written_by=writer,
                 policy="ddp",
                 precision=PRECISIONS["fp32"].describe(),
                 files=(file,),
-                parameters=intake.parameters,
+                parameters=importer.parameters,
                 tensors=tuple(tensors),
-                optimizer=intake.optimizer,
+                optimizer=importer.optimizer,
             )
             text = manifest.dump()
             Manifest.parse(text, "what was imported")
@@ -168,14 +163,12 @@ def _write(intake: Intake, directory: Path, step: int, format: str) -> tuple[Pat
 # ------------------------------------------------------------------ torch
 
 
-def _read_torch(source: Path, intake: Intake, stack: ExitStack) -> None:
-    read_tree(load_tensors(source, str(source)), intake, str(source))
+def _read_torch(source: Path, importer: Importer) -> None:
+    read_tree(load_tensors(source, str(source)), importer, str(source))
 
 
-def read_tree(content: Any, intake: Intake, where: str) -> None:
-    """Take a state_dict, or a dictionary that holds one beside the optimizer's state and the
-    number of steps.
-    """
+def read_tree(content: Any, importer: Importer, where: str) -> None:
+    """Take a state_dict, or a dictionary with one beside optimizer state and a step number."""
     if not isinstance(content, dict):
         raise CheckpointError(f"{where} holds a {type(content).__name__}, not a state_dict")
     model = next((content[key] for key in MODEL_KEYS if isinstance(content.get(key), dict)), None)
@@ -185,13 +178,13 @@ def read_tree(content: Any, intake: Intake, where: str) -> None:
             raise CheckpointError(
                 f"{where} holds no state_dict under one of {', '.join(MODEL_KEYS)}: it has {keys}"
             )
-        take_state(intake, _named(content, where), None)
+        take_state(importer, _named(content, where), None)
         return
     step = next((content[key] for key in STEP_KEYS if key in content), None)
-    intake.step = int(step) if isinstance(step, int | torch.Tensor) and int(step) >= 0 else None
+    importer.step = int(step) if isinstance(step, int | torch.Tensor) and int(step) >= 0 else None
     found = next((content[key] for key in OPTIMIZER_KEYS if content.get(key)), None)
-    optimizer = None if found is None else _named_optimizer(found, content, intake)
-    take_state(intake, _named(model, where), optimizer)
+    optimizer = None if found is None else _named_optimizer(found, content, importer)
+    take_state(importer, _named(model, where), optimizer)
 
 
 def _named(state: dict[Any, Any], where: str) -> dict[str, Any]:
@@ -201,73 +194,60 @@ def _named(state: dict[Any, Any], where: str) -> dict[str, Any]:
 
 
 def _named_optimizer(
-    found: Any, content: Mapping[str, Any], intake: Intake
+    found: Any, content: Mapping[str, Any], importer: Importer
 ) -> NamedOptimizer | None:
-    """Return the optimizer's state where it names its parameters: as torch's
-    get_optimizer_state_dict gives it, or as our export does.
-    """
+    """Return optimizer state that names its parameters (torch's or our format), else None."""
     state, groups = found, content.get("param_groups")
-    if (
-        isinstance(found, dict)
-        and isinstance(found.get("state"), dict)
-        and isinstance(found.get("param_groups"), list)
-    ):
-        state, groups = found["state"], found["param_groups"]
+    if isinstance(found, dict):
+        inner = found.get("state"), found.get("param_groups")
+        if isinstance(inner[0], dict) and isinstance(inner[1], list):
+            state, groups = inner
     try:
         names = [*state, *(name for group in groups or () for name in group["params"])]
         if any(isinstance(name, int) for name in names):
-            intake.notes.append(
+            importer.notes.append(
                 "the optimizer's state is not taken: it numbers its parameters (torch's"
                 " get_optimizer_state_dict names them)"
             )
             return None
         keys = {key for values in state.values() for key in values}
-        name = (
-            intake.optimizer_name
-            or content.get("optimizer_class")
-            or optimizer_class(groups or (), keys)
-        )
+        name = importer.optimizer_name or content.get("optimizer_class")
+        name = name or optimizer_class(groups or (), keys)
         if name is not None and groups:
-            return NamedOptimizer(
-                str(name), list(groups), {str(one): dict(values) for one, values in state.items()}
-            )
+            named = {str(one): dict(values) for one, values in state.items()}
+            return NamedOptimizer(str(name), list(groups), named)
     except (TypeError, KeyError, AttributeError, ValueError):
         pass
-    intake.notes.append("the optimizer's state is not taken: its form is not known here")
+    importer.notes.append("the optimizer's state is not taken: its form is not known here")
     return None
 
 
 # ------------------------------------------------------------------ Transformers
 
 
-def _read_hf(source: Path, intake: Intake, stack: ExitStack) -> None:
+def _read_hf(source: Path, importer: Importer, stack: ExitStack) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for path in weight_files(source):
         try:
             opened = stack.enter_context(safe_open(path, framework="pt"))
             for name in opened.keys():  # noqa: SIM118 (not a dict)
                 if name in tensors:
-                    raise CheckpointError(
-                        f"{path} holds {name!r}, as another file of the checkpoint does"
-                    )
+                    others = "as another file of the checkpoint does"
+                    raise CheckpointError(f"{path} holds {name!r}, {others}")
                 tensors[name] = opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-    take_state(intake, tensors, None)
+    take_state(importer, tensors, None)
 
 
-def _read_dcp(source: Path, intake: Intake, stack: ExitStack) -> None:
+def _read_dcp(source: Path, importer: Importer) -> None:
     wanted = {*MODEL_KEYS, *OPTIMIZER_KEYS, *STEP_KEYS, "param_groups", "optimizer_class"}
-    read_tree(read_dcp(source, wanted), intake, str(source))
+    read_tree(read_dcp(source, wanted), importer, str(source))
 
 
-def _read_deepspeed(source: Path, intake: Intake, stack: ExitStack) -> None:
-    read_deepspeed(source, intake)
-
-
-READERS: dict[str, Callable[[Path, Intake, ExitStack], None]] = {
-    "torch": _read_torch,
+READERS: dict[str, Callable[[Path, Importer, ExitStack], None]] = {
+    "torch": lambda source, importer, stack: _read_torch(source, importer),
     "hf": _read_hf,
-    "dcp": _read_dcp,
-    "deepspeed": _read_deepspeed,
+    "dcp": lambda source, importer, stack: _read_dcp(source, importer),
+    "deepspeed": lambda source, importer, stack: read_deepspeed(source, importer),
 }

@@ -10,44 +10,38 @@ said in `notes`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from math import prod
+from operator import methodcaller
 from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.manifest import BUFFER, STATE, VALUE, ParameterEntry, TensorEntry
+from zeroshard.checkpoint.manifest import (
+    BUFFER,
+    STATE,
+    VALUE,
+    ParameterEntry,
+    TensorEntry,
+    row_stride,
+)
 from zeroshard.checkpoint.shards import Stored, dtype_code
-from zeroshard.checkpoint.values import encode
+from zeroshard.checkpoint.values import encode, no_tensors, require_dense
 from zeroshard.errors import CheckpointError
 
 __all__ = [
-    "MODEL_KEYS",
-    "OPTIMIZER_KEYS",
-    "STEP_KEYS",
-    "Intake",
-    "NamedOptimizer",
-    "optimizer_class",
+    "MODEL_KEYS", "OPTIMIZER_KEYS", "STEP_KEYS", "Importer", "NamedOptimizer", "optimizer_class",
     "take_state",
-]
+]  # fmt: skip
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 STEP_KEYS = ("step", "global_step", "iteration")
 _OPTIONS = (
-    "lr",
-    "initial_lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "momentum",
-    "dampening",
-    "nesterov",
-    "amsgrad",
-    "maximize",
-)
+    "lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov",
+    "amsgrad", "maximize",
+)  # fmt: skip
 # what DistributedDataParallel and torch.compile put before every name
 _WRAPPERS = ("module.", "_orig_mod.")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm: buffers
@@ -62,7 +56,7 @@ class NamedOptimizer:
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-class Intake:
+class Importer:
     """A checkpoint in the making."""
 
     def __init__(self, buffers: Sequence[str] = (), optimizer_name: str | None = None) -> None:
@@ -82,45 +76,27 @@ class Intake:
         sizes = tuple(shape)
         for one in (name, *aliases):
             self._new(one)
-        stride = tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
-        self.parameters[name] = ParameterEntry(sizes, stride, trained, tuple(aliases))
+        self.parameters[name] = ParameterEntry(sizes, row_stride(sizes), trained, tuple(aliases))
 
     def piece(self, name: str, kind: str, start: int, tensor: torch.Tensor) -> None:
-        """Add elements of a parameter, in row order from `start` on: of its "value", or of the
-        optimizer's "state.KEY".
-        """
+        """Add a "value" or "state.KEY" of a parameter, in row order, from element `start` on."""
         stop = start + tensor.numel()
         assert 0 <= start <= stop <= self.parameters[name].numel, (name, kind, start, stop)
         if start < stop:
-            self.stored.append(
-                (
-                    TensorEntry(
-                        0, 0, _code(tensor, name), (stop - start,), (), kind, name, start, stop
-                    ),
-                    tensor,
-                )
-            )
+            entry = TensorEntry.piece(name, kind, start, stop, _code(tensor, name))
+            self.stored.append((entry, tensor))
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
         """Take the buffer called `name` into the checkpoint."""
         self._new(name)
-        self.stored.append(
-            (
-                TensorEntry(
-                    0, 0, _code(tensor, name), tuple(tensor.shape), (), f"{BUFFER}{name}@0"
-                ),
-                tensor,
-            )
-        )
+        shape, code = tuple(tensor.shape), _code(tensor, name)
+        self.stored.append((TensorEntry.loose(f"{BUFFER}{name}@0", shape, code), tensor))
 
     def is_buffer(self, name: str, tensor: torch.Tensor) -> bool:
         """Guess whether a tensor of a state_dict, which does not say, is a buffer."""
-        named = any(fnmatchcase(name, pattern) for pattern in self._buffers)
-        return (
-            named
-            or not (tensor.is_floating_point() or tensor.is_complex())
-            or name.rpartition(".")[2] in _STATISTICS
-        )
+        is_named = any(fnmatchcase(name, pattern) for pattern in self._buffers)
+        is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+        return is_named or is_integer or name.rpartition(".")[2] in _STATISTICS
 
     def optimizer_numbers(
         self,
@@ -128,25 +104,22 @@ class Intake:
         groups: Sequence[Mapping[str, Any]],
         scalars: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Declare the optimizer: its class, its param groups ("params": names), and by parameter
-        the numbers of its state.
-        """
+        """Declare the optimizer: class, param groups by name, and scalars by parameter."""
+
+        def options(group: Mapping[str, Any]) -> dict[str, Any]:
+            known = [key for key in _OPTIONS if key in group]
+            return {
+                key: encode(_plain(group[key]), f"param group: {key}", no_tensors) for key in known
+            }
+
         self.optimizer = {
             "class": self.optimizer_name or name,
             "groups": [
-                {
-                    "params": list(group["params"]),
-                    "options": {
-                        key: encode(_plain(group[key]), f"param group: {key}", _no_tensors)
-                        for key in _OPTIONS
-                        if key in group
-                    },
-                }
-                for group in groups
+                {"params": list(group["params"]), "options": options(group)} for group in groups
             ],
             "scalars": {
                 parameter: {
-                    key: encode(value, f"state {key!r} of {parameter!r}", _no_tensors)
+                    key: encode(value, f"state {key!r} of {parameter!r}", no_tensors)
                     for key, value in numbers.items()
                 }
                 for parameter, numbers in scalars.items()
@@ -161,79 +134,70 @@ class Intake:
         self._names.add(name)
 
 
-def take_state(intake: Intake, state: Mapping[str, Any], optimizer: NamedOptimizer | None) -> None:
-    """Take a model's state_dict, whose tensors may share memory where parameters are tied, and
-    an optimizer's state by names.
-    """
-    state, optimizer = _unwrapped(state, optimizer, intake.notes)
+def take_state(
+    importer: Importer, state: Mapping[str, Any], optimizer: NamedOptimizer | None
+) -> None:
+    """Take a model's state_dict (tied parameters share memory) and named optimizer state."""
+    state, optimizer = _unwrapped(state, optimizer, importer.notes)
     aliases = _aliases(state)
     first_of = {alias: first for first, others in aliases.items() for alias in (first, *others)}
     problem = None if optimizer is None else _problem(state, first_of, optimizer)
     if optimizer is not None and problem:
-        intake.notes.append(f"the optimizer's state is not taken: {problem}")
+        importer.notes.append(f"the optimizer's state is not taken: {problem}")
         optimizer = None
-    trained = (
-        None
-        if optimizer is None
-        else {first_of[name] for group in optimizer.groups for name in group["params"]}
-    )
+    trained = set(aliases)  # without an optimizer: all of them
+    if optimizer is not None:
+        trained = {first_of[name] for group in optimizer.groups for name in group["params"]}
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
-            intake.notes.append(
+            importer.notes.append(
                 f"{name!r} is not taken: it is a {type(tensor).__name__}, not a tensor"
             )
         elif first_of[name] != name:
             continue
-        elif (trained is None or name not in trained) and intake.is_buffer(name, tensor):
-            intake.buffer(name, tensor)
+        elif (optimizer is None or name not in trained) and importer.is_buffer(name, tensor):
+            importer.buffer(name, tensor)
         else:
-            intake.parameter(
-                name,
-                tensor.shape,
-                trained=trained is None or name in trained,
-                aliases=aliases[name],
-            )
-            intake.piece(name, VALUE, 0, tensor)
+            is_trained = name in trained
+            importer.parameter(name, tensor.shape, trained=is_trained, aliases=aliases[name])
+            importer.piece(name, VALUE, 0, tensor)
     if optimizer is not None:
-        _take_optimizer(intake, optimizer, first_of)
+        _take_optimizer(importer, optimizer, first_of)
 
 
-def _take_optimizer(intake: Intake, optimizer: NamedOptimizer, first_of: Mapping[str, str]) -> None:
+def _take_optimizer(
+    importer: Importer, optimizer: NamedOptimizer, first_of: Mapping[str, str]
+) -> None:
     scalars: dict[str, dict[str, Any]] = {}
     for name, values in optimizer.state.items():
         for key, value in values.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                intake.piece(first_of[name], f"{STATE}{key}", 0, value)
+            if is_flat_state(value):
+                importer.piece(first_of[name], f"{STATE}{key}", 0, value)
             else:
                 scalars.setdefault(first_of[name], {})[key] = value
-    groups = [
-        {**group, "params": [first_of[name] for name in group["params"]]}
-        for group in optimizer.groups
-    ]
-    intake.optimizer_numbers(optimizer.name, groups, scalars)
+    groups = _renamed(optimizer.groups, first_of.__getitem__)
+    importer.optimizer_numbers(optimizer.name, groups, scalars)
+
+
+def is_flat_state(value: Any) -> bool:
+    """Return whether a value of an optimizer's state has elements of its own for each weight."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def _problem(
     state: Mapping[str, Any], first_of: Mapping[str, str], optimizer: NamedOptimizer
 ) -> str:
     """Return why an optimizer's state does not go with these parameters; nothing where it does."""
-    for name in (
-        *optimizer.state,
-        *(name for group in optimizer.groups for name in group["params"]),
-    ):
+    in_groups = (name for group in optimizer.groups for name in group["params"])
+    for name in (*optimizer.state, *in_groups):
         if name not in first_of:
             return f"it names {name!r}, which the model's state lacks"
     for name, values in optimizer.state.items():
+        shape = state[name].shape
         for key, value in values.items():
-            if (
-                isinstance(value, torch.Tensor)
-                and value.dim() > 0
-                and value.shape != state[name].shape
-            ):
-                return (
-                    f"{key!r} of {name!r} has shape {list(value.shape)}, and the parameter"
-                    f" {list(state[name].shape)}"
-                )
+            if is_flat_state(value) and value.shape != shape:
+                there = f"{key!r} of {name!r} has shape {list(value.shape)}"
+                return f"{there}, and the parameter {list(shape)}"
     return ""
 
 
@@ -247,13 +211,16 @@ def _unwrapped(
         notes.append(f"every name begins with {prefix!r}, which is taken off")
         state = {name.removeprefix(prefix): value for name, value in state.items()}
         if optimizer is not None:
-            groups = [
-                {**group, "params": [name.removeprefix(prefix) for name in group["params"]]}
-                for group in optimizer.groups
-            ]
+            groups = _renamed(optimizer.groups, methodcaller("removeprefix", prefix))
             named = {name.removeprefix(prefix): values for name, values in optimizer.state.items()}
             optimizer = NamedOptimizer(optimizer.name, groups, named)
     return state, optimizer
+
+
+def _renamed(
+    groups: Iterable[Mapping[str, Any]], rename: Callable[[str], str]
+) -> list[dict[str, Any]]:
+    return [{**group, "params": [rename(name) for name in group["params"]]} for group in groups]
 
 
 def _aliases(state: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -264,20 +231,15 @@ def _aliases(state: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
         if not isinstance(tensor, torch.Tensor):
             continue
         _code(tensor, name)
-        key: Any = (
-            (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            if tensor.numel()
-            else name
-        )
+        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        key: Any = memory if tensor.numel() else name
         first = seen.setdefault(key, name)
         found[first] = (*found[first], name) if first in found else ()
     return found
 
 
 def optimizer_class(groups: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> str | None:
-    """Return the name of torch's class that has such param groups and such state, or None where
-    that is not known.
-    """
+    """Return the name of torch's class with such param groups and state, or None if unknown."""
     decoupled = {
         group["decoupled_weight_decay"] for group in groups if "decoupled_weight_decay" in group
     }
@@ -288,34 +250,11 @@ def optimizer_class(groups: Sequence[Mapping[str, Any]], keys: Iterable[str]) ->
 
 
 def _code(tensor: torch.Tensor, name: str) -> str:
-    """Return safetensors' name of a tensor's dtype; raises CheckpointError where the tensor has
-    no plain memory.
-    """
-    if (
-        tensor.layout is not torch.strided
-        or tensor.is_quantized
-        or tensor.is_meta
-        or tensor.is_nested
-    ):
-        what = (
-            "quantized"
-            if tensor.is_quantized
-            else "meta"
-            if tensor.is_meta
-            else "nested"
-            if tensor.is_nested
-            else tensor.layout
-        )
-        raise CheckpointError(f"{name!r} is a {what} tensor, which has no form in a checkpoint")
+    """Return safetensors' name of a tensor's dtype. Raises CheckpointError if it is not dense."""
+    require_dense(tensor, repr(name))
     return dtype_code(tensor.dtype, repr(name))
 
 
 def _plain(value: Any) -> Any:
     """Return an option as a number: a learning rate may be a tensor."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-
-def _no_tensors(path: str, tensor: torch.Tensor) -> str:
-    raise CheckpointError(
-        f"{path} is a tensor of shape {list(tensor.shape)}, which has no place in a checkpoint"
-    )

@@ -27,7 +27,7 @@ import torch
 
 from zeroshard.errors import CheckpointError
 
-__all__ = ["Name", "Record", "load_tensors", "read_inert"]
+__all__ = ["Name", "Record", "load_tensors", "read_restricted"]
 
 
 @dataclass(frozen=True)
@@ -48,28 +48,16 @@ class Record:
 
 _MARK = object()
 _VALUES = (  # they push their argument
-    *(
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "INT",
-        "LONG",
-        "LONG1",
-        "LONG4",
-        "BINFLOAT",
-        "BINBYTES",
-        "BINBYTES8",
-        "SHORT_BINBYTES",
-    ),
-    *("BINUNICODE", "BINUNICODE8", "SHORT_BINUNICODE"),
-)
+    "BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4", "BINFLOAT", "BINBYTES",
+    "BINBYTES8", "SHORT_BINBYTES", "BINUNICODE", "BINUNICODE8", "SHORT_BINUNICODE",
+)  # fmt: skip
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _NOTHING = {"PROTO", "FRAME"}
 _GETATTR = "builtins.getattr"
 _GETATTR_OF_OLD = "__builtin__.getattr"  # in pickles of protocol 2
 
 
-def read_inert(
+def read_restricted(
     data: bytes,
     allowed: Container[str],
     where: str,
@@ -188,11 +176,9 @@ class _Machine:
 
     def _member(self, args: tuple[Any, ...]) -> Record:
         """Return the record of an enum's member, as a call of the enum would be recorded."""
-        owner, name = (*args, None, None)[:2]
-        known = (
-            self._enums.get(owner.name, {}) if isinstance(owner, Name) and len(args) == 2 else {}
-        )
-        if not isinstance(name, str) or name not in known:
+        owner, name = args if len(args) == 2 else (None, None)
+        known = self._enums.get(owner.name, {}) if isinstance(owner, Name) else {}
+        if owner is None or not isinstance(name, str) or name not in known:
             raise CheckpointError(
                 f"{self._where} asks for {_attribute(args)}, which is no enum's member known here:"
                 " refused, and nothing of it was run"
@@ -207,11 +193,9 @@ class _Machine:
 
 def _attribute(args: tuple[Any, ...]) -> str:
     """Return words for what a call of ``getattr`` asks for."""
-    return (
-        f"attribute {brief(args[1])} of {brief(args[0])}"
-        if len(args) == 2
-        else f"getattr with {len(args)} arguments"
-    )
+    if len(args) != 2:
+        return f"getattr with {len(args)} arguments"
+    return f"attribute {brief(args[1])} of {brief(args[0])}"
 
 
 # ------------------------------------------------------------------ torch
@@ -236,9 +220,9 @@ def load_tensors(
 
     def member(*args: Any) -> Any:
         """Stand in for ``builtins.getattr``."""
-        owner, name = (*args, None, None)[:2]
-        known = enums.get(owner, {}) if enums and isinstance(owner, type) and len(args) == 2 else {}
-        if not isinstance(name, str) or name not in known:
+        owner, name = args if len(args) == 2 else (None, None)
+        known = enums.get(owner, {}) if enums and isinstance(owner, type) else {}
+        if owner is None or not isinstance(name, str) or name not in known:
             raise ValueError(
                 f"it asks for {_attribute(args)}, which is no enum's member known here"
             )
@@ -262,6 +246,5 @@ def _reason(error: Exception) -> str:
     asked = re.search(r"\bGLOBAL (\S+)", text)
     if asked is not None:
         return f"it asks for {asked[1]}, which has no place in it"
-    return (
-        text[max(text.find("WeightsUnpickler error:"), 0) :].split(". ")[0] or type(error).__name__
-    )
+    start = max(text.find("WeightsUnpickler error:"), 0)
+    return text[start:].split(". ")[0] or type(error).__name__
