@@ -25,7 +25,7 @@ import torch
 
 from zeroshard.comm import memfd
 from zeroshard.comm.codec import Codec
-from zeroshard.comm.control import PeerControl, Plane
+from zeroshard.comm.control import Operation, PeerControl, Plane
 from zeroshard.comm.gloo_peers import LOOSE_GATHER, REDUCE_SCATTER, Transfer
 from zeroshard.comm.links import Kind, Message
 from zeroshard.comm.matching import Matching, Part, Pending, checked_parts, sum_parts
@@ -376,8 +376,10 @@ class Collectives(Plane):
         self._far_pool.clear()
 
 
-class PartsWork:
-    """An operation under way; `missing` names the near peers whose part has not come."""
+class PartsWork(Operation):
+    """An operation that needs a part of every rank; `missing` names the near peers whose part has
+    not come.
+    """
 
     def __init__(
         self,
@@ -388,29 +390,15 @@ class PartsWork:
         missing: Callable[[], set[int]],
         transfer: Transfer | None,
     ) -> None:
-        self._control = control
+        super().__init__(control, what, call, transfer)
         self._pending = pending
-        self._what = what
-        self._call = call
         self._missing = missing
-        self._transfer = transfer
 
-    def wait(self) -> None:
-        if not self._pending.done:
-            far = set if self._transfer is None else self._transfer.awaited
-            self._control.wait_until(
-                lambda: self._pending.done,
-                self._what,
-                near=self._missing,
-                far=far,
-                call=self._call,
-                transfer=self._transfer,
-            )
-
-    def done(self) -> bool:
-        if not self._pending.done:
-            self._control.progress()
+    def is_over(self) -> bool:
         return self._pending.done
+
+    def missing(self) -> set[int]:
+        return self._missing()
 
 
 def _slice(buffer: GradBuffer | None, zeros: torch.Tensor | None, share: Range) -> torch.Tensor:

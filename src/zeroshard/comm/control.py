@@ -27,10 +27,10 @@ from zeroshard.comm.transport import Traffic
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import StallError
 
-__all__ = ["IDLE_S", "PeerControl", "Plane"]
+__all__ = ["Operation", "PeerControl", "Plane"]
 
 # a rank that waits for a slot and hears nothing for so long is stuck ([Note: relief])
-IDLE_S = 0.0002
+_IDLE_S = 0.0002
 _POLL_S = 0.002  # how often to look after what cannot wake us
 _PATIENT_S = 0.1
 _LISTEN_AFTER_S = 1.0  # when a wait begins to ask whether it can ever end
@@ -51,6 +51,46 @@ class Plane:
 
     def restart(self) -> None:
         """Every rank has called `reset`."""
+
+
+class Operation:
+    """The Work of an operation under way; `transfer` holds its messages to and from far ranks.
+
+    `call` names it where ranks wait for each other in different calls.
+    """
+
+    def __init__(
+        self, control: PeerControl, what: str, call: str, transfer: Transfer | None
+    ) -> None:
+        self.transfer = transfer
+        self._control = control
+        self._what = what
+        self._call = call
+
+    def is_over(self) -> bool:
+        """Whether everything has come and is where it belongs."""
+        raise NotImplementedError
+
+    def missing(self) -> set[int]:
+        """Return the near ranks awaited."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        if not self.is_over():
+            far = set if self.transfer is None else self.transfer.awaited
+            self._control.wait_until(
+                self.is_over,
+                self._what,
+                near=self.missing,
+                far=far,
+                call=self._call,
+                transfer=self.transfer,
+            )
+
+    def done(self) -> bool:
+        if not self.is_over():
+            self._control.progress()
+        return self.is_over()
 
 
 class PeerControl:
@@ -158,12 +198,12 @@ class PeerControl:
         and relieve those that are stuck.
 
         `near` and `far` name the ranks awaited; `far` may be slow and is asked only for the error.
-        `idle` is called when nothing was heard for `IDLE_S`. `call` names this wait where nothing
+        `idle` is called when nothing was heard for `_IDLE_S`. `call` names this wait where nothing
         but a call of the awaited ranks' programs can end it; `transfer` is what it awaits from far
         ranks then. Raises StallError, PeerLostError, PlanMismatch where an awaited rank waits for
         us in another call, and StateError where one has given up what we wait for.
         """
-        others, begin, patience_s = serving.others(self), time.monotonic(), IDLE_S
+        others, begin, patience_s = serving.others(self), time.monotonic(), _IDLE_S
         deadline = begin + self.stall_timeout_s
         if self._notices is not None:
             self._notices.begin_wait()
@@ -185,8 +225,8 @@ class PeerControl:
                 self._listen(transfer, call)
             self._relieve()
             if self.dispatcher.collect(min(patience_s, deadline - now + 0.001)):
-                patience_s = IDLE_S
-            elif time.monotonic() - now >= IDLE_S:
+                patience_s = _IDLE_S
+            elif time.monotonic() - now >= _IDLE_S:
                 # what others wait for cannot wake us
                 patience_s = _POLL_S if others else _PATIENT_S
                 if idle is not None:

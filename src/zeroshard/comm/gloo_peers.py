@@ -62,7 +62,6 @@ __all__ = [
 ]
 
 ALL_GATHER, REDUCE_SCATTER, CONTROL, LOOSE_GATHER = 0, 1, 2, 3
-BROADCAST = ALL_GATHER  # of key 0
 
 _KEY_BITS = 20
 _HASHED = 1 << (_KEY_BITS - 1)
@@ -428,22 +427,6 @@ class GlooPeers:
                 for peer, head in begun.items()
                 if _HEAD.unpack(_to_bytes(head[: _HEAD.size]))[1] == self._received[peer]
             }
-
-    def broadcast(self, tensor: torch.Tensor, source: int, peers: Sequence[int]) -> None:
-        """Send the contiguous `tensor` to `peers` (on the source), or receive it from `source`.
-        Blocking.
-        """
-        tag, own = self._tag(0, BROADCAST), self._rank == source
-        self._wait(
-            [
-                self.post(
-                    "broadcast",
-                    tag,
-                    dict.fromkeys(peers, tensor) if own else {},
-                    {} if own else {source: tensor},
-                )
-            ]
-        )
 
     def abandon(self, transfers: Sequence[Transfer]) -> None:
         """Leave `transfers` behind: what is sent from now on meets nothing sent before. All

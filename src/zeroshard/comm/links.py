@@ -53,7 +53,6 @@ class Kind(IntEnum):
     PUBLISHED = 7  # our slice of a window may be read [serial, epoch]
     READ = 8  # we have finished reading all windows [count]
     EXCHANGE = 9  # part of a payload [sequence, whole size; bytes]
-    BROADCAST = 10  # part of a tensor lies in a slot [sequence, slot, bytes]
     STUCK = 11  # we cannot go on before you need our slots no longer
     ABANDON = 12  # we have left everything before this generation
     # we have given up, since the ranks are in different calls [exchanges ended before; text]

@@ -156,25 +156,11 @@ class NcclTransport:
         loan = self._temporaries.take(own * (self.size if exchanges else 1), wire_dtype, out.device)
         arrived = loan
         if exchanges:
-            sends = [high - low for low, high in ranges]
-            if list(ranges) == sorted(ranges):
-                works = [
-                    dist.all_to_all_single(
-                        arrived, data, [own] * self.size, sends, group=self._group, async_op=True
-                    )
-                ]
-            else:
-                parts_out, parts_in = (
-                    [*arrived.view(self.size, own)],
-                    [data[low:high] for low, high in ranges],
-                )
-                works = [dist.all_to_all(parts_out, parts_in, group=self._group, async_op=True)]
+            works = [self._all_to_all(data, arrived.view(self.size, own), ranges)]
         elif _are_equal(ranges):
-            works = (
-                [reduce_scatter_single(arrived, data, group=self._group, async_op=True)]
-                if numel
-                else []
-            )
+            works = []
+            if numel:
+                works = [reduce_scatter_single(arrived, data, group=self._group, async_op=True)]
         else:
             works = self._reduce_one_by_one(data, ranges)
             arrived = data[start:stop]
@@ -198,6 +184,18 @@ class NcclTransport:
             NativeWork(
                 self, f"reduce of {key}", works, finish, [data, arrived, out], is_gather=False
             )
+        )
+
+    def _all_to_all(
+        self, data: torch.Tensor, arrived: torch.Tensor, ranges: Sequence[Range]
+    ) -> Any:
+        """Send each rank's slice to that rank; theirs of ours become the rows of `arrived`."""
+        if list(ranges) != sorted(ranges):
+            slices = [data[start:stop] for start, stop in ranges]
+            return dist.all_to_all([*arrived], slices, group=self._group, async_op=True)
+        receives, sends = [arrived.shape[1]] * self.size, [stop - start for start, stop in ranges]
+        return dist.all_to_all_single(
+            arrived.view(-1), data, receives, sends, group=self._group, async_op=True
         )
 
     def _reduce_one_by_one(self, data: torch.Tensor, ranges: Sequence[Range]) -> list[Any]:

@@ -12,45 +12,13 @@ import torch
 
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.matching import sum_parts
+from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import DoneWork, GradBuffer, Traffic, Work
-from zeroshard.core.layout import Range, end_of
+from zeroshard.core.layout import Range
 from zeroshard.memory import Pool
 
 __all__ = ["OneProcess"]
-
-
-class _Window:
-    """The whole buffer, which is our slice too."""
-
-    def __init__(
-        self,
-        transport: OneProcess,
-        key: str,
-        ranges: Sequence[Range],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.key = key
-        self.ranges = tuple(ranges)
-        self.aliased = True
-        self.full: torch.Tensor | None = torch.zeros(
-            end_of(self.ranges), dtype=dtype, device=device
-        )
-        self.local = self.full[slice(*self.ranges[0])]
-        self._traffic = transport.traffic
-
-    def gather(self, out: torch.Tensor | None = None) -> Work:
-        assert self.full is not None, f"window {self.key} is closed"
-        if out is not None:
-            out.copy_(self.full)
-        self._traffic.add("all_gather", "local", 0)
-        return DoneWork()
-
-    def publish(self) -> None: ...
-
-    def close(self) -> None:
-        self.full, self.local = None, torch.empty(0)
 
 
 class _Alone:
@@ -87,9 +55,9 @@ class OneProcess:
         device: torch.device,
         *,
         replicated: bool,
-    ) -> _Window:
+    ) -> PrivateWindow:
         assert len(ranges) == 1, (key, ranges)
-        return _Window(self, key, ranges, dtype, device)
+        return PrivateWindow(self, key, ranges, dtype, device, replicated=True, aliased=True)
 
     def register(self, key: str) -> None: ...
 

@@ -22,17 +22,22 @@ _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 
 def gather_bytes(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
     """Return every rank's `payload`, of any size, in rank order. Collective."""
-    group, size = _on_cpu(group), group.size()
+    on_cpu, size = _on_cpu(group), group.size()
     lengths = torch.zeros(size, dtype=torch.int64)
-    all_gather_single(lengths, torch.tensor([len(payload)], dtype=torch.int64), group=group)
+    all_gather_single(lengths, torch.tensor([len(payload)], dtype=torch.int64), group=on_cpu)
     longest = max(1, *lengths.tolist())
     padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
     rows = torch.empty(size * longest, dtype=torch.uint8)
-    all_gather_single(rows, padded, group=group)
-    return [
+    all_gather_single(rows, padded, group=on_cpu)
+    payloads = [
         row[:length].numpy().tobytes()
         for row, length in zip(rows.view(size, longest), lengths.tolist(), strict=True)
     ]
+    if on_cpu is group:
+        return payloads
+    ranks = dist.get_process_group_ranks(group)
+    by_rank = dict(zip(sorted(ranks), payloads, strict=True))  # new_group sorts its ranks
+    return [by_rank[rank] for rank in ranks]
 
 
 def _on_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -45,10 +45,11 @@ class PrivateWindow:
         device: torch.device,
         *,
         replicated: bool,
+        aliased: bool = False,
     ) -> None:
         self.key = key
         self.ranges = tuple(ranges)
-        self.aliased = False
+        self.aliased = aliased
         self.full, self.local = private(
             self.ranges, transport.rank, dtype, device, replicated=replicated
         )

@@ -26,7 +26,7 @@ import torch
 
 from zeroshard.comm import memfd
 from zeroshard.comm.agree import agree, failures
-from zeroshard.comm.control import PeerControl, Plane
+from zeroshard.comm.control import Operation, PeerControl, Plane
 from zeroshard.comm.gloo_peers import ALL_GATHER, Transfer
 from zeroshard.comm.links import Kind, Message
 from zeroshard.comm.private_window import private
@@ -298,7 +298,7 @@ class PairedWindow:
             ]
             if out is not None:
                 out[slice(*self.ranges[self._control.rank])].copy_(self.local)
-        work = GatherWork(self._windows, self, copies, self._post(target))
+        work = GatherWork(self._control, self, copies, self._post(target))
         self._count(bool(copies))
         self._windows.start(work)
         return work
@@ -338,26 +338,35 @@ class PairedWindow:
         self.full, self.local, self._near = None, torch.empty(0), {}
 
 
-class GatherWork:
+class GatherWork(Operation):
     """A gather under way: near slices are copied once published, far ones arrive by themselves."""
 
     def __init__(
         self,
-        windows: Windows,
+        control: PeerControl,
         window: PairedWindow,
         copies: list[tuple[torch.Tensor, torch.Tensor]],
         transfer: Transfer | None,
     ) -> None:
-        self.transfer = transfer
-        self._control = windows.control
+        what, epoch = f"gather of {window.key}", window.epoch
+        super().__init__(control, f"{what} (epoch {epoch})", f"the {what}", transfer)
         self._window = window
-        self._epoch = window.epoch
+        self._epoch = epoch
         self._copies = copies
         self._near_done = False
         self._far_done = transfer is None
 
+    def is_over(self) -> bool:
+        return self._near_done and self._far_done
+
+    def missing(self) -> set[int]:
+        return set() if self._near_done else self._unpublished()
+
+    def _unpublished(self) -> set[int]:
+        return {rank for rank, epoch in self._window.peer_epochs().items() if epoch < self._epoch}
+
     def advance(self) -> bool:
-        """Do what has become possible; return whether the gather is finished."""
+        """Do what has become possible; return whether the gather is over."""
         if not self._near_done and not self._unpublished():
             before = self._window.peer_epochs()
             for target, source in self._copies:
@@ -373,23 +382,4 @@ class GatherWork:
         if not self._far_done and self.transfer is not None and self.transfer.done():
             self.transfer.wait()
             self._far_done = True
-        return self._near_done and self._far_done
-
-    def _unpublished(self) -> set[int]:
-        return {rank for rank, epoch in self._window.peer_epochs().items() if epoch < self._epoch}
-
-    def wait(self) -> None:
-        if not (self._near_done and self._far_done):
-            self._control.wait_until(
-                lambda: self._near_done and self._far_done,
-                f"gather of {self._window.key} (epoch {self._epoch})",
-                call=f"the gather of {self._window.key}",
-                near=lambda: set() if self._near_done else self._unpublished(),
-                far=lambda: set() if self.transfer is None else self.transfer.awaited(),
-                transfer=self.transfer,
-            )
-
-    def done(self) -> bool:
-        if not (self._near_done and self._far_done):
-            self._control.progress()
-        return self._near_done and self._far_done
+        return self.is_over()
