@@ -13,6 +13,7 @@ cut does not fall are not touched.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -53,7 +54,7 @@ def move(source: State, target: State) -> None:
 class StepTiles:
     """The tiles that one rank steps, and the cut between the device's and the others."""
 
-    def __init__(self, units: list[Unit], context: Context) -> None:
+    def __init__(self, units: Sequence[Unit], context: Context) -> None:
         self._trained = [(unit, segment) for unit in units for segment in unit.trainable]
         self._context = context
         self._tiles = [cut_tiles(segment, unit.cells, context) for unit, segment in self._trained]
