@@ -67,13 +67,12 @@ class EMA:
         outside.
         """
         self._swap()
-        self._engine.refuse_steps = (
-            "the weights are swapped for their average: step outside EMA.swapped()"
-        )
         try:
-            yield
+            with self._engine.refusing_steps(
+                "the weights are swapped for their average: step outside EMA.swapped()"
+            ):
+                yield
         finally:
-            self._engine.refuse_steps = None
             self._swap()
 
     def _swap(self) -> None:

@@ -117,7 +117,7 @@ class Engine:
         self._sharded: ShardedOptimizer | None = None
         self._tiles: StepTiles | None = None
         self._offloaded: OffloadedStates | None = None
-        self.refuse_steps: str | None = None  # why, while they are refused
+        self._refuse_steps: str | None = None  # why, while they are refused
         self._faults.agree()  # that the weights have been written to where they rest
         if context.transport.size > 1:
             refuse_in_children(self)
@@ -286,8 +286,8 @@ class Engine:
         done reading the weights.
         """
         self._faults.check()
-        if self.refuse_steps is not None:
-            raise StateError(self.refuse_steps)
+        if self._refuse_steps is not None:
+            raise StateError(self._refuse_steps)
         self._weights.check_awake()
         self._watch.check()
         if self._context.clip_norm is not None and not self._finalizer.clipped:
@@ -298,7 +298,7 @@ class Engine:
             compare_replicas(self._weights.units, self._sharded, self._context.transport)
         self._faults.agree()  # before anything is written
         self._rest.before_writing()
-        self._recovery.in_step = True
+        self._recovery.begin_step()
         return result.finite
 
     def after_step(self, error: StorageError | None = None) -> None:
@@ -314,7 +314,16 @@ class Engine:
         with self._faults.noted(lost=True):
             if self._sharded is not None and self._tiles is not None:
                 self._tiles.rebalance(self._sharded)
-        self._recovery.in_step = False
+        self._recovery.end_step()
+
+    @contextmanager
+    def refusing_steps(self, why: str) -> Iterator[None]:
+        """Raise StateError with `why` for an ``optimizer.step()`` inside."""
+        self._refuse_steps = why
+        try:
+            yield
+        finally:
+            self._refuse_steps = None
 
     def _agree_on_faults(self) -> None:
         """At the end of a forward: tell the ranks what has gone wrong, in a step too that goes

@@ -34,6 +34,8 @@ from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.decisions import UNKNOWN, first_disagreement
 from zeroshard.runtime.faults import Faults
+from zeroshard.runtime.gradients import GradientPath
+from zeroshard.state.reduction import read_squares
 
 __all__ = ["Finalized", "Finalizer"]
 
@@ -134,17 +136,25 @@ class Finalizer:
         A rank that has `unreduced` gradients knows that there will be a second time, and leaves its
         sums as they are.
         """
-        backward, bad = self._backward, ""
+        backward = self._backward
         unreduced = backward.has_unreduced
         scale = self._loss_scale()
         backward.finish()
-        for path in backward.paths() if not unreduced else ():
-            if not path.average(scale):
-                bad = bad or path.key
-        bad = bad or backward.read_released or ""
+        paths = [] if unreduced else backward.paths()
+        bad = [path.key for path in paths if not path.average(scale)]
         backward.gather_averages()
+        bad += self._read(paths, scale)
+        bad.append(backward.read_released or "")
         self._faults.agree()  # a gradient that could not be read is NaN: that is no bad step
-        return self._compare(unreduced, bad)
+        return self._compare(unreduced, bad[0])
+
+    def _read(self, paths: Sequence[GradientPath], scale: float) -> list[str]:
+        """Read once what is to be known of averages on an accelerator; return the keys of those
+        that are not finite.
+        """
+        asked = {path: path.asked() for path in paths}
+        read_squares([one for each in asked.values() for one in each])
+        return [path.key for path, each in asked.items() if each and not path.average(scale)]
 
     def _compare(self, unreduced: bool, bad: str) -> list[_Answer]:
         """Exchange answers, of whose digests and decisions none may differ."""
@@ -319,9 +329,10 @@ class Finalizer:
         total = self.norm()
         self.clipped = True
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        if float(coefficient) < 1.0:
+        factor = float(coefficient)
+        if factor < 1.0:
             for path in self._backward.paths():
-                path.scale(float(coefficient))
+                path.scale(factor)
         return total
 
     def before_step(self) -> Finalized:

@@ -18,7 +18,7 @@ What it does not do: it does not know when a backward ends or who reads the resu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch
 from zeroshard.comm.quantized import Residual
 from zeroshard.comm.transport import Work
 from zeroshard.comm.two_level import gather_over, mesh_of
+from zeroshard.core.layout import Range
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.memory import Loan
 from zeroshard.runtime.bucket import GradBucket, PartialSum
@@ -34,6 +35,7 @@ from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight, Hops
 from zeroshard.state.gradient import GradientAllocator, RestingGradient
+from zeroshard.state.reduction import Asked
 from zeroshard.state.state import State
 
 __all__ = ["GradientPath"]
@@ -96,16 +98,6 @@ class GradientPath:
     def key(self) -> str:
         """The segment's key in collectives."""
         return self.flat.key
-
-    @property
-    def sums_are_shared(self) -> bool:
-        """Whether other ranks step what this one does, and so need its sum."""
-        return len(self.members) > 1
-
-    @property
-    def rest_bytes(self) -> int:
-        """Bytes of the gradient at rest now, partial sums included."""
-        return sum(self.bytes_by_tier().values())
 
     def bytes_by_tier(self) -> dict[Tier, int]:
         """Return the bytes of the gradient at rest now on each tier, partial sums included."""
@@ -313,7 +305,7 @@ class GradientPath:
     @property
     def gathers_averages(self) -> bool:
         """Whether the other ranks' averages have to come here."""
-        return self.sums_are_shared and self.resting() is not None
+        return len(self.members) > 1 and self.resting() is not None
 
     def gather_averages(self) -> Hops:
         """Bring the other ranks' averaged slices here, where `gathers_averages`."""
@@ -397,7 +389,7 @@ class GradientPath:
 
     def average(self, loss_scale: float) -> bool:
         """Divide our slice of the sum by the number of ranks and by `loss_scale` (a power of
-        two); return whether all of it is finite.
+        two); return whether all of it is finite, as far as the host knows.
         """
         resting = self.resting()
         if resting is None:
@@ -419,16 +411,29 @@ class GradientPath:
         """Return, for every rank whose averages are here, the sum of squares of its own in fp64;
         not of gradients that were cleared elsewhere.
         """
-        resting = self.resting()
-        layout, out = self.flat.layout, {}
+        resting, out = self.resting(), {}
         for rank in self.members:
-            base = layout.ranges[rank][0] - self.flat.stepped[0]
             total = 0.0
-            if resting is not None:
-                for piece in (piece for piece in layout.pieces(rank) if self.used[piece.index]):
-                    total += resting.squares(base + piece.shard_start, base + piece.shard_stop)
+            for index, span in self._spans(rank):
+                if resting is not None and self.used[index]:
+                    total += resting.squares(*span)
             out[rank] = total
         return out
+
+    def asked(self) -> list[Asked]:
+        """Return what the host has yet to read of an accelerator to know `squares`, and whether
+        the averages are finite.
+        """
+        resting = self.resting()
+        if resting is None:
+            return []
+        return resting.asked([span for rank in self.members for _, span in self._spans(rank)])
+
+    def _spans(self, rank: int) -> Iterator[tuple[int, Range]]:
+        """Yield the parameters of which `rank` averages a part, and where that rests here."""
+        base = self.flat.layout.ranges[rank][0] - self.flat.stepped[0]
+        for piece in self.flat.layout.pieces(rank):
+            yield piece.index, (base + piece.shard_start, base + piece.shard_stop)
 
     def scale(self, factor: float) -> None:
         """Multiply the averaged gradient by `factor`."""

@@ -45,19 +45,27 @@ class Recovery:
         self, weights: Weights, rest: Rest, faults: Faults, digest: Digest, transport: Transport
     ) -> None:
         # between the optimizer's hooks: masters may be written and are not published
-        self.in_step = False
+        self._in_step = False
         self._weights = weights
         self._rest = rest
         self._faults = faults
         self._digest = digest
         self._transport = transport
 
+    def begin_step(self) -> None:
+        """Masters may be written from here on, and are not published yet."""
+        self._in_step = True
+
+    def end_step(self) -> None:
+        """What the step wrote is published."""
+        self._in_step = False
+
     def meet(self, optimizer: ShardedOptimizer | None, call: str) -> bool:
         """Bring the ranks to the same step and the weights to the masters; return whether a step
         was cut off on any rank. Collective.
         """
         taken = 0 if optimizer is None else optimizer.taken
-        cut_off, self.in_step = self.in_step, False
+        cut_off, self._in_step = self._in_step, False
         mine = [self._digest.step, taken, cut_off]
         steps, finished, cuts = zip(
             *map(json.loads, self._transport.control.exchange(json.dumps(mine).encode(), call)),

@@ -18,8 +18,10 @@ sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -29,6 +31,7 @@ from zeroshard.core.work import Work, wait_on_host
 from zeroshard.errors import StorageError
 from zeroshard.memory import Pages
 from zeroshard.state.deferred_scale import DeferredScale
+from zeroshard.state.reduction import Asked, reads_wait, squares_of
 from zeroshard.state.state import State
 from zeroshard.tier.link import Direct, Link
 from zeroshard.tier.store import Storage, Store
@@ -65,8 +68,10 @@ class RestingGradient:
         self._link = link
         self._device = device
         self._wait: Callable[[], None] | None = None  # for a step that may be reading it
-        # a sum of all numbers: NaN or infinite when one of them is
-        self._bad: torch.Tensor | None = None
+        # sums of all numbers, by the device that formed them: not finite when one of them is not
+        self._sums: dict[torch.device, torch.Tensor] = {}
+        # of slices on an accelerator: sums of squares that the host has read
+        self._squares: dict[Range, float] = {}
         self._landing: list[tuple[Work, torch.Tensor]] = []  # copies under way, and what they read
         # sums on their way to the host, to be added there
         self._to_add: list[tuple[Range, torch.Tensor, Work]] = []
@@ -136,7 +141,8 @@ class RestingGradient:
         """Take note of numbers that are not finite."""
         for chunk in chunks(total):
             more = chunk.sum(dtype=torch.float32)
-            self._bad = more if self._bad is None else self._bad.to(total.device) + more
+            held = self._sums.get(more.device)
+            self._sums[more.device] = more if held is None else held + more
 
     def _add(self, own: Range, total: torch.Tensor) -> None:
         for start in range(0, total.numel(), _BLOCK):
@@ -179,6 +185,7 @@ class RestingGradient:
     def reopen(self, own: Range) -> None:
         """Turn an average back into a sum, to which more is added."""
         self._wait_for_reader()
+        self._squares.clear()
         divided_by = self.scaling.divided_by
         if not divided_by:
             return
@@ -214,7 +221,9 @@ class RestingGradient:
     # ------------------------------------------------------------------ what is done to it
 
     def average(self, own: Range, divisor: float) -> bool:
-        """Divide the sum by `divisor`, once; return whether all of `own` is finite."""
+        """Divide the sum by `divisor`, once; return whether all of `own` is finite, as far as the
+        host knows: of numbers on an accelerator once it has read what is `asked` for.
+        """
         self.scaling.average(divisor)
         if self.on_device:
             return self._apply_here(self.state.whole[slice(*own)])
@@ -222,12 +231,17 @@ class RestingGradient:
             self.settle()  # whether everything could be written must be known before a step begins
         if self.lost is not None:
             return False
-        if self._bad is None or bool(torch.isfinite(self._bad)):
+        known = [total for total in self._sums.values() if not reads_wait(total)]
+        if all(bool(torch.isfinite(total)) for total in known):
             return True
         return self.is_finite(*own)  # the sum of all numbers may have overflowed by itself
 
     def _apply_here(self, mine: torch.Tensor) -> bool:
         """Apply what is pending to `mine`, a chunk at a time, and return whether it is finite."""
+        if reads_wait(mine):
+            self.scaling.apply_to(mine)
+            self.scaling.applied()
+            return all(map(math.isfinite, self._squares.values()))
         total = torch.zeros((), dtype=torch.float32, device=mine.device)
         for chunk in chunks(mine) if self.scaling.is_pending else (mine,):
             self.scaling.apply_to(chunk)
@@ -235,9 +249,34 @@ class RestingGradient:
         self.scaling.applied()
         return _finite(mine, total)
 
+    def asked(self, spans: Sequence[Range]) -> list[Asked]:
+        """Return what the host has yet to read of an accelerator (state/reduction.py) to know the
+        squares of these ranges of the average, and whether they are finite; nothing of the CPU.
+        """
+        if not self.on_device:
+            return [
+                Asked(total.reshape(1), partial(self._learn_sum, device))
+                for device, total in self._sums.items()
+                if reads_wait(total)
+            ]
+        if not reads_wait(self.state.whole):
+            return []
+        return [
+            Asked(self.state.whole[slice(*span)], partial(self._squares.__setitem__, span))
+            for span in spans
+            if span not in self._squares
+        ]
+
+    def _learn_sum(self, device: torch.device, squares: float) -> None:
+        """Keep on the host, squared, what the numbers that came by way of `device` add up to."""
+        del self._sums[device]
+        host, total = torch.device("cpu"), torch.tensor(squares, dtype=torch.float64)
+        self._sums[host] = self._sums[host] + total if host in self._sums else total
+
     def scale(self, factor: float) -> None:
         """Multiply the average by `factor`."""
         self._wait_for_reader()
+        self._squares.clear()
         if self.on_device:
             self.state.whole.mul_(factor)
         else:
@@ -270,6 +309,8 @@ class RestingGradient:
 
     def squares(self, start: int, stop: int) -> float:
         """Return the sum of squares of a range in fp64."""
+        if (start, stop) in self._squares:
+            return self._squares[start, stop]
         if self.on_device:
             return _squares(self.state.whole[start:stop])
         total = 0.0
@@ -281,6 +322,8 @@ class RestingGradient:
 
     def is_finite(self, start: int, stop: int) -> bool:
         """Whether a range holds neither NaN nor infinity."""
+        if (start, stop) in self._squares:
+            return math.isfinite(self._squares[start, stop])
         with self._losing():
             for low, high in self._blocks(start, stop):
                 with self.block(low, high) as block:
@@ -291,6 +334,7 @@ class RestingGradient:
     def zero(self, start: int, stop: int) -> None:
         """Set a range to zero."""
         self._wait_for_reader()
+        self._squares.clear()
         with self._losing():
             self.settle()
             for low, high in self._blocks(start, stop) if self.lost is None else ():
@@ -418,8 +462,8 @@ def _squares(tensor: torch.Tensor, total: float = 0.0) -> float:
     """Return `total` plus the sum of squares in fp64, a chunk at a time (the conversion stays in
     cache).
     """
-    if tensor.device.type != "cpu":
-        return total + float(torch.linalg.vector_norm(tensor, dtype=torch.float64) ** 2)
+    if reads_wait(tensor):
+        return total + float(squares_of([tensor]))
     scratch = torch.empty(min(_CHUNK, tensor.numel()), dtype=torch.float64)
     for chunk in chunks(tensor):
         wide = scratch[: chunk.numel()]
