@@ -85,7 +85,7 @@ class _Rig:
         self._model(self._input).square().sum().backward()
         for store in self._engine._context.tiering.stores.values():
             for storage in getattr(store, "storages", []) if store.tier is Tier.DISK else []:
-                storage.settle()  # gradients on their way to the disk are the backward's
+                storage.flush()  # gradients on their way to the disk are the backward's
         begin = time.perf_counter()
         self._optimizer.step()
         self._engine.states.join_step()

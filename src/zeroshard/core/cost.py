@@ -1,10 +1,9 @@
-"""Bytes on the wire per step, as closed forms of row, mesh, bytes per element and lowering
-(derived in docs/design/traffic.md).
+"""Bytes on the wire per step: closed forms of row, mesh, bytes per element and lowering
+(docs/design/traffic.md).
 
 The mesh has M nodes of L ranks. A rank holds OWN 1/(M L) of a buffer, its COLUMN, 1/L, or the
-WHOLE; every transition is a gather or a reduce between two of these scopes. A transition between
-OWN and WHOLE is lowered flat (every rank from every rank) or in two levels, through COLUMN;
-`cheapest` counts. Invariant: engine, planner and tests read these functions. ZeRO, section 7;
+WHOLE; a transition is a gather or a reduce between two of these scopes. One between OWN and WHOLE
+is lowered flat (every rank from every rank) or in two levels, through COLUMN. ZeRO, section 7;
 ZeRO++ (arXiv 2306.10209), section 3; MiCS (arXiv 2205.00119), section 3.
 """
 
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zeroshard.core.placement import Cells, Mesh, Placement, Scope
 
@@ -20,14 +19,8 @@ if TYPE_CHECKING:
     from zeroshard.core.precision import Precision
 
 __all__ = [
-    "LinkBytes",
-    "WireBytes",
-    "Wires",
-    "all_gather",
-    "cheapest",
-    "reduce_scatter",
-    "step_bytes",
-]
+    "LinkBytes", "WireBytes", "Wires", "all_gather", "cheapest", "reduce_scatter", "step_bytes",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,7 @@ class LinkBytes:
 
 @dataclass(frozen=True)
 class WireBytes:
-    """Payload that one rank receives (and sends) per step, by what it carries."""
+    """Payload that one rank receives (and sends) per step, by state."""
 
     gather: LinkBytes  # weights, before forward and backward
     reduce: LinkBytes  # gradients
@@ -102,7 +95,7 @@ class Wires:
 def all_gather(
     mesh: Mesh, source: Scope, target: Scope, whole: float, *, two_level: bool
 ) -> LinkBytes:
-    """Return what gathering a buffer of `whole` bytes from `source` to `target` moves."""
+    """Return the bytes that gathering `whole` bytes from `source` to `target` moves."""
     if mesh.num_nodes == 1:
         source = max(source, Scope.COLUMN)
     if source >= target:
@@ -154,26 +147,22 @@ def step_bytes(
     weight, between, optim = cells.weight.scope, cells.between.scope, cells.optim.scope
     psi, averages = numel * wires.weight, numel * wires.average
 
-    def gather(source: Scope, target: Scope, whole: float) -> LinkBytes:
-        flat, deep = (
-            all_gather(mesh, source, target, whole, two_level=levels) for levels in (False, True)
-        )
+    def lowered(moved: Callable[..., LinkBytes], *args: Any) -> LinkBytes:
+        flat, deep = moved(mesh, *args, two_level=False), moved(mesh, *args, two_level=True)
         return deep if (cheapest(flat, deep) if two_level is None else two_level) else flat
 
+    def gather(source: Scope, target: Scope, whole: float) -> LinkBytes:
+        return lowered(all_gather, source, target, whole)
+
     def reduce(target: Scope) -> LinkBytes:
-        flat, deep = (
-            reduce_scatter(mesh, target, numel * wires.grad, numel * wires.hop, two_level=levels)
-            for levels in (False, True)
-        )
-        return deep if (cheapest(flat, deep) if two_level is None else two_level) else flat
+        return lowered(reduce_scatter, target, numel * wires.grad, numel * wires.hop)
 
     gathers = (gather(weight, Scope.WHOLE, psi) + gather(between, Scope.WHOLE, psi)) * micro_batches
     # micro-batches whose sums over ranks wait for the last
     held_back = micro_batches - 1 if no_sync and cells.grad.is_partial else 0
     inside = reduce(Scope.COLUMN) if cells.grad.local is Placement.SHARD else LinkBytes()
-    reduces = inside * held_back + _whole_sum(cells, mesh, wires, numel, reduce) * (
-        micro_batches - held_back
-    )
+    whole_sum = _whole_sum(cells, mesh, wires, numel, reduce)
+    reduces = inside * held_back + whole_sum * (micro_batches - held_back)
     publish = gather(Scope.OWN, optim, averages) + gather(optim, weight, psi)
     return WireBytes(gathers, reduces, publish)
 
@@ -183,7 +172,6 @@ def _whole_sum(
 ) -> LinkBytes:
     """Return the bytes of one sum over all ranks; existing node sums go in two levels."""
     if cells.grad.is_partial and cells.grad.local is Placement.SHARD:
-        return reduce_scatter(
-            mesh, Scope.OWN, numel * wires.grad, numel * wires.hop, two_level=True
-        )
+        whole, hop = numel * wires.grad, numel * wires.hop
+        return reduce_scatter(mesh, Scope.OWN, whole, hop, two_level=True)
     return reduce(Scope.OWN)

@@ -1,13 +1,12 @@
-"""Collectives carry their identity: a rolling 64-bit digest of what this rank has asked of the
-others.
+"""A rolling 64-bit digest of the collectives that this rank has issued.
 
-Identical transformer blocks have identical shapes, so two ranks that gather different layers would
-mix them without an error. Every collective therefore folds (operation, unit, dtype, numel, step)
-into one number, which ranks compare once per step. Gathers on two-sided transports fold in order;
-reduces (and whatever may differ in order between ranks) fold as a set.
+Transformer blocks have identical shapes, so two ranks that gather different layers would mix them
+without an error. So every collective folds (operation, unit, dtype, numel, step) into one number,
+which ranks compare once per step. Gathers on two-sided transports fold in order; reduces (and
+whatever may differ in order between ranks) fold as a set.
 
-Invariant: equal histories give equal digests; different ones differ but for a chance of 2**-64 per
-comparison. Cost: two microseconds per collective, 8 bytes per step on the wire.
+Invariant: equal histories give equal digests, different ones with probability 2**-64. Cost: two
+microseconds per collective, 8 bytes per step on the wire.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _MOST_LOGGED = 1 << 16
 
 
 class Digest:
-    """What one rank asked of the others since the last comparison."""
+    """The collectives of one rank since the last comparison."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -36,9 +35,8 @@ class Digest:
     def fold(self, operation: str, unit: str, dtype: str, numel: int, *, ordered: bool) -> None:
         """Add one collective."""
         entry = f"{operation} {unit} {dtype} {numel}"
-        value = int.from_bytes(
-            hashlib.blake2b(f"{self.step} {entry}".encode(), digest_size=8).digest(), "little"
-        )
+        data = hashlib.blake2b(f"{self.step} {entry}".encode(), digest_size=8).digest()
+        value = int.from_bytes(data, "little")
         if ordered:
             self._ordered = (self._ordered ^ value) * _PRIME & _MASK
         else:
@@ -50,7 +48,7 @@ class Digest:
         return (self._ordered * _PRIME ^ self._unordered) & _MASK
 
     def log(self) -> list[str]:
-        """Return what was folded: ordered entries in order, then the unordered ones sorted."""
+        """Return the folded entries: the ordered ones, then the unordered ones sorted."""
         ordered = [entry for entry in self._log if not entry.startswith("~")]
         return ordered + sorted(entry[1:] for entry in self._log if entry.startswith("~"))
 
@@ -72,7 +70,7 @@ def first_difference(logs: Sequence[Sequence[str]]) -> tuple[int, list[str]]:
 
 
 def holders(entries: Sequence[str]) -> str:
-    """Return who holds what, given each rank's entry: ``"ranks 0, 2: a; rank 1: b"``."""
+    """Return which ranks hold each of the `entries`: ``"ranks 0, 2: a; rank 1: b"``."""
     ranks_of: dict[str, list[int]] = {}
     for rank, entry in enumerate(entries):
         ranks_of.setdefault(entry, []).append(rank)

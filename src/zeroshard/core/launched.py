@@ -1,9 +1,8 @@
-"""What a rank that ``zeroshard run`` has started may ask of its launcher: where the ranks of
-this host meet, and to note that it is alive.
+"""The launcher as a rank sees it: where the ranks of this host meet, and the rank's heartbeat.
 
-The launcher starts each rank through a small program of its own (``launch/worker.py``), which
-leaves itself in ``sys.modules`` under `NAME`: no environment variable, which the rank's children
-would inherit, and no import of what lies above. Under another launcher there is nothing.
+``zeroshard run`` starts each rank through ``launch/worker.py``, which leaves itself in
+``sys.modules`` under `NAME` (children of the rank would inherit an environment variable). Under
+another launcher there is nothing.
 """
 
 from __future__ import annotations

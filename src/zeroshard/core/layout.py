@@ -12,17 +12,13 @@ On a mesh of several nodes shares lie in another order of ranks, column by colum
 (docs/design/traffic.md), so that a rank's OWN, COLUMN and WHOLE are nested ranges.
 
 Invariants, checked on construction: slots are aligned, ordered and disjoint; shares are aligned,
-contiguous, cover the buffer, and may be empty. A cut inside a parameter therefore falls on a
-multiple of ``align`` elements of *that parameter*, which keeps vectorised optimizer kernels on the
-same lanes as for the whole tensor ([Note: align] below).
-
-Cost: at most ``align * (num parameters + num ranks)`` elements of padding. It does not know dtypes,
-devices or processes.
+contiguous, cover the buffer, and may be empty. Cost: at most ``align * (num parameters + num
+ranks)`` elements of padding.
 
 [Note: align] Vectorised kernels treat the last ``numel % vector`` elements of a tensor by another
-instruction sequence, whose rounding may differ. With every cut on a multiple of 64 elements those
-last elements are the same ones whether the parameter is stepped whole or in pieces, so the bits are
-the same too.
+instruction sequence, whose rounding may differ. With every cut inside a parameter on a multiple of
+64 of its elements, those last elements are the same ones whether the parameter is stepped whole or
+in pieces, and so are the bits.
 """
 
 from __future__ import annotations
@@ -139,10 +135,8 @@ class Layout:
             assert slot.offset % self.align == 0, (slot, self.align)
             assert slot.offset >= end, (slot, end)
             end = slot.stop
-        assert all(share >= 0 and share % self.align == 0 for share in self.shares), (
-            self.shares,
-            self.align,
-        )
+        aligned = all(share >= 0 and share % self.align == 0 for share in self.shares)
+        assert aligned, (self.shares, self.align)
         assert self.numel >= end, (self.numel, end)
         assert self.mesh.size == self.num_shards, (self.mesh, self.num_shards)
 
@@ -197,9 +191,8 @@ class Layout:
         for index, slot in enumerate(self.slots):
             start, stop = max(slot.offset, low), min(slot.stop, high)
             if start < stop:
-                out.append(
-                    Piece(slot.name, index, start - slot.offset, stop - slot.offset, start - low)
-                )
+                inside = (start - slot.offset, stop - slot.offset)
+                out.append(Piece(slot.name, index, *inside, start - low))
         return tuple(out)
 
     def replicated(self) -> Layout:

@@ -1,26 +1,20 @@
-"""What to prefetch and what to evict: the order in which units ran last time, read a little
-ahead of where this pass stands.
+"""What to prefetch and what to evict, from the order in which units ran in the last pass.
 
 ZeRO-Infinity, section 6.2, prefetches by a trace of operators; here by a trace of units, one per
 phase ("forward", "backward")::
 
     recorded by the last pass   a  b  c  b  head
     this pass                   a  b .
-                                    ^ position: predicts c, then head (b is here), as far as the
-                                      budget reaches
+                                    ^ position: predicts c, then head (b is live), up to the budget
 
-A whole trace, not a successor per unit: a unit that runs twice (b above) has two successors, and
-what is gathered in vain costs bytes on the wire. For the same reason a unit that the trace does not
-know predicts nothing.
+It is a whole trace because a unit that runs twice (b above) has two successors, and a wrong gather
+costs bytes on the wire. A unit that the trace does not contain predicts nothing.
 
-Invariants: a prediction never names a unit twice, nor a live one, nor more bytes than the budget;
-it is right whenever this pass repeats the last one; a pass that differs is followed at once where
-it skips units and is the trace of the next pass in any case. The trace is a guess and may differ
-between ranks: nobody may issue a two-sided collective for a predicted unit without comparing it
-first.
+Invariants: a prediction names no unit twice, no live unit, and no more bytes than the budget. It is
+right if this pass repeats the last one; skipped units are followed at once. Traces may differ
+between ranks: compare before a two-sided collective for a predicted unit.
 
-Cost: a microsecond or two per unit and phase; one list entry per unit run. Units and phases are any
-hashable names.
+Cost: one or two microseconds per unit and phase. Units and phases are any hashable names.
 """
 
 from __future__ import annotations
@@ -85,9 +79,8 @@ def to_evict(
         return []
     next_run = {unit: index for index, unit in reversed(list(enumerate(upcoming)))}
     evicted: list[U] = []
-    for unit in sorted(
-        prefetched, key=lambda unit: next_run.get(unit, len(upcoming)), reverse=True
-    ):
+    last_first = sorted(prefetched, key=lambda unit: -next_run.get(unit, len(upcoming)))
+    for unit in last_first:
         evicted.append(unit)
         excess_bytes -= sizes[unit]
         if excess_bytes <= 0:
@@ -111,21 +104,17 @@ class Order(Generic[U]):
         self._passes: dict[Hashable, _Pass[U]] = {}
 
     def begin(self, phase: Hashable) -> None:
-        """Start a pass: what the pass before it ran is the trace from now on."""
-        current = self._passes.get(phase)
-        self._passes[phase] = (
-            _Pass() if current is None else _Pass(trace=current.so_far or current.trace)
-        )
+        """Start a pass: the last pass becomes the trace."""
+        current = self._passes.get(phase, _Pass())
+        self._passes[phase] = _Pass(trace=current.so_far or current.trace)
 
     def trace(self, phase: Hashable) -> list[U]:
-        """Return what the pass before the current one ran, in order."""
+        """Return the units of the last complete pass, in order."""
         return list(self._passes[phase].trace) if phase in self._passes else []
 
     def record(self, phase: Hashable, unit: U) -> None:
         """Say that `unit` runs now. The first call for a phase starts its first pass."""
-        current = self._passes.get(phase)
-        if current is None:
-            current = self._passes[phase] = _Pass()
+        current = self._passes.setdefault(phase, _Pass())
         current.so_far.append(unit)
         position = advance(current.trace, current.position, unit)
         if position is not None:
@@ -168,9 +157,6 @@ class Order(Generic[U]):
         if current is None:
             return None
         trace, position = current.trace, current.position
-        if position < 0 or trace[position] != unit:
-            found = advance(trace, position, unit)
-            if found is None:
-                return None
-            position = found
-        return position + 1
+        is_there = position >= 0 and trace[position] == unit
+        found = position if is_there else advance(trace, position, unit)
+        return None if found is None else found + 1

@@ -1,16 +1,13 @@
-"""Where a state may rest along a mesh axis, on which tier, and which collectives lead from one
-placement to another.
+"""The placement of a state along the mesh axes, its tier, and the collectives between placements.
 
 R = replicated, S = sharded, P = partial: a sum over ranks not yet formed (DTensor's words; ZeRO,
-section 5, states the three stages in them). The mesh has two axes, (node, local); one node is the
-mesh (1, N). Mesh(2, 4)::
+section 5). The mesh has two axes, (node, local); one node is the mesh (1, N). Mesh(2, 4)::
 
                 local 0  1  2  3
         node 0        0  1  2  3      node of rank 5:    4 5 6 7    (short links)
         node 1        4  5  6  7      column of rank 5:  1 5        (one rank per node)
 
-`Cells` are those of one unit's states; cells that make no sense cannot be built. Nothing here moves
-a byte.
+`Cells` are those of one unit's states; invalid cells cannot be built.
 """
 
 from __future__ import annotations
@@ -40,12 +37,10 @@ class Tier(Enum):
 
 
 class Scope(IntEnum):
-    """The part of a buffer that a rank holds (docs/design/traffic.md)."""
+    """The part of a buffer that a rank holds, each within the next (docs/design/traffic.md)."""
 
     OWN = 0  # S S: 1/(nodes x local)
-    # R S: 1/local, the OWN parts of the ranks with one local index, one per node, side by side. On
-    # one node it is OWN
-    COLUMN = 1
+    COLUMN = 1  # R S: 1/local, the OWN parts of the ranks with one local index; on one node OWN
     WHOLE = 2  # R R
 
 
@@ -165,11 +160,8 @@ class Cells:
     optim: Cell
 
     def __post_init__(self) -> None:
-        for name, cell in (
-            ("weight", self.weight),
-            ("between", self.between),
-            ("optim", self.optim),
-        ):
+        for name in ("weight", "between", "optim"):
+            cell = getattr(self, name)
             if cell.is_partial:
                 raise ValueError(f"{name}={cell}: only a gradient can be a partial sum")
         if not self.weight.is_sharded and self.weight.tier is not Tier.DEVICE:
@@ -182,14 +174,9 @@ class Cells:
                 f"grad={self.grad} on disk: a partial sum changes at every micro-batch and cannot"
                 " rest on disk"
             )
-        for axis, weight, between, grad, optim in zip(
-            ("node", "local"),
-            self.weight.axes,
-            self.between.axes,
-            self.grad.axes,
-            self.optim.axes,
-            strict=True,
-        ):
+        for axis in ("node", "local"):
+            weight, between = getattr(self.weight, axis), getattr(self.between, axis)
+            grad, optim = getattr(self.grad, axis), getattr(self.optim, axis)
             if grad is Placement.SHARD and optim is not Placement.SHARD:
                 raise ValueError(
                     f"optim={self.optim} is sharded less finely than grad={self.grad} on the {axis}"
@@ -205,22 +192,14 @@ class Cells:
                     f"between={self.between} is sharded more finely than weight={self.weight} on"
                     f" the {axis} axis"
                 )
-        for name, cell in (
-            ("weight", self.weight),
-            ("between", self.between),
-            ("grad", self.grad),
-            ("optim", self.optim),
-        ):
+        for name, cell in vars(self).items():
             if cell.axes == (Placement.SHARD, Placement.REPLICATE):
                 raise ValueError(
                     f"{name}={cell}: sharded between nodes but not inside them, where the links are"
                     " fast"
                 )
-        if (
-            self.weight.tier is not Tier.DEVICE
-            and self.weight.scope is Scope.COLUMN
-            and self.optim.scope is Scope.OWN
-        ):
+        is_column = self.weight.scope is Scope.COLUMN and self.optim.scope is Scope.OWN
+        if is_column and self.weight.tier is not Tier.DEVICE:
             raise ValueError(
                 f"weight={self.weight} on {self.weight.tier.value} with optim={self.optim}: what"
                 " other nodes have stepped would have to be written there after every step; take"

@@ -1,13 +1,11 @@
-"""The table: which state rests where, for every stage of ZeRO and its relatives. A stage is a
-row, never a class.
+"""The table of policies: where each state rests, for every stage of ZeRO and its relatives.
 
 ZeRO, section 5: P_os (zero1), P_os+g (zero2), P_os+g+p (zero3); ZeRO++, section 3.2: hpz; MiCS,
 section 3: mics. `between` is the weight between a unit's forward and its backward; `grad` is the
 gradient between micro-batches; `optim` is the master and the moments.
 
-Invariant: a policy that makes no sense cannot be built. Cost functions stand here too, so that the
-planner, the tests and the engine read the same ones: ``bytes_at_rest`` (ZeRO, section 3.1 and
-figure 1) and ``wire_bytes`` (ZeRO, section 7). ``routes`` compiles a row (core/route).
+Invariant: an invalid policy cannot be built. ``bytes_at_rest`` (ZeRO, section 3.1 and figure 1),
+``wire_bytes`` (ZeRO, section 7) and ``routes`` (core/route) serve planner, tests and engine.
 """
 
 from __future__ import annotations
@@ -56,41 +54,38 @@ class Policy:
         """Return this row with its states on other tiers. Raises ValueError with the reason."""
 
         def moved(cells: Cells) -> Cells:
-            return Cells(
-                replace(cells.weight, tier=weight),
-                cells.between,
-                replace(cells.grad, tier=grad),
-                replace(cells.optim, tier=optim),
-            )
+            parts = {"weight": weight, "grad": grad, "optim": optim}
+            tiered = {
+                name: replace(getattr(cells, name), tier=tier) for name, tier in parts.items()
+            }
+            return replace(cells, **tiered)
 
-        return Policy(
-            self.name,
-            moved(self.default),
-            {name: moved(cells) for name, cells in self.units.items()},
-        )
+        units = {name: moved(cells) for name, cells in self.units.items()}
+        return Policy(self.name, moved(self.default), units)
+
+    @property
+    def all_cells(self) -> tuple[Cells, ...]:
+        """The default cells and those of single units."""
+        return (self.default, *self.units.values())
 
     @property
     def keeps_columns(self) -> bool:
         """Whether any state rests as one node's ranks together hold it."""
         return any(
             Scope.COLUMN in (c.weight.scope, c.between.scope, c.grad.scope, c.optim.scope)
-            for c in (self.default, *self.units.values())
+            for c in self.all_cells
         )
 
     @property
     def sums_nodes(self) -> bool:
         """Whether gradients rest as sums of one node's ranks."""
-        return any(
-            cells.grad.is_partial and cells.grad.scope is Scope.COLUMN
-            for cells in (self.default, *self.units.values())
-        )
+        grads = [cells.grad for cells in self.all_cells]
+        return any(grad.is_partial and grad.scope is Scope.COLUMN for grad in grads)
 
     @property
     def weights_leave_the_device(self) -> bool:
         """Whether any unit's weights rest on another tier."""
-        return any(
-            cells.weight.tier is not Tier.DEVICE for cells in (self.default, *self.units.values())
-        )
+        return any(cells.weight.tier is not Tier.DEVICE for cells in self.all_cells)
 
     def cells(self, unit: str = "") -> Cells:
         """Return where the states of `unit` rest."""
@@ -114,20 +109,13 @@ class Policy:
         """
         cells = self.cells(unit)
         is_master = precision.weight_is_master and cells.weight.tier is cells.optim.tier
-        share = {
-            name: numel / getattr(cells, name).num_shards(mesh)
-            for name in ("weight", "grad", "optim")
-        }
-        grad = (
-            share["grad"] * precision.accumulate.itemsize
-            if point == "between_micro_batches"
-            else 0.0
-        )
+        stepped = numel / cells.optim.num_shards(mesh)
+        grad = numel / cells.grad.num_shards(mesh) * precision.accumulate.itemsize
         return RestBytes(
-            weight=share["weight"] * precision.compute.itemsize,
-            master=0.0 if is_master else share["optim"] * precision.master.itemsize,
-            grad=grad,
-            optimizer=share["optim"] * moment_bytes,
+            weight=numel / cells.weight.num_shards(mesh) * precision.compute.itemsize,
+            master=0.0 if is_master else stepped * precision.master.itemsize,
+            grad=grad if point == "between_micro_batches" else 0.0,
+            optimizer=stepped * moment_bytes,
         )
 
     def wire_bytes(
@@ -142,9 +130,8 @@ class Policy:
         unit: str = "",
     ) -> WireBytes:
         """Return ``core.cost.step_bytes`` of `unit`'s `numel` parameters."""
-        cells = self.cells(unit)
         return step_bytes(
-            cells,
+            self.cells(unit),
             numel=numel,
             mesh=mesh,
             wires=wires,
@@ -156,7 +143,7 @@ class Policy:
     def routes(
         self, mesh: Mesh, formats: Formats, *, two_level: bool | None = None, unit: str = ""
     ) -> Routes:
-        """Return what leads from cell to cell of `unit`, hop by hop; see ``core.route.routes``."""
+        """Return the routes between the cells of `unit`; see ``core.route.routes``."""
         return routes(self.cells(unit), mesh, formats, two_level=two_level)
 
 

@@ -69,12 +69,8 @@ class Precision:
     def at(self, compute: torch.dtype) -> Precision:
         """Return these dtypes for a parameter that computes in `compute` instead."""
         reduce = compute if self.reduce is self.compute else self.reduce
-        return replace(
-            self,
-            compute=compute,
-            reduce=reduce,
-            accumulate=torch.float32 if self.accumulate is torch.float32 else compute,
-        )
+        accumulate = torch.float32 if self.accumulate is torch.float32 else compute
+        return replace(self, compute=compute, reduce=reduce, accumulate=accumulate)
 
     @property
     def weight_is_master(self) -> bool:
@@ -88,13 +84,7 @@ class Precision:
 
     def describe(self) -> str:
         """Return the four dtypes in one line."""
-        parts = {
-            "compute": self.compute,
-            "reduce": self.wire,
-            "accumulate": self.accumulate,
-            "master": self.master,
-        }
-        return ", ".join(f"{name}={dtype_name(dtype)}" for name, dtype in parts.items())
+        return ", ".join(f"{name}={dtype_name(dtype)}" for name, dtype in vars(self).items())
 
 
 PRECISIONS: dict[str, Precision] = {

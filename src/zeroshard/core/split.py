@@ -1,18 +1,13 @@
-"""Which elements of a state rest on the device and which on another tier, and in which tiles the
-others are stepped.
+"""Which elements of a state rest on the device and which on another tier, and their tiles.
 
 Offload++ (Twin-Flow) steps a fraction of the optimizer state on the host and the rest on the device
-at the same time. Here the fraction is one cut through all segments laid one after another in unit
-order::
+at the same time. The fraction is one cut through all segments, in unit order::
 
     unit 0 | unit 1 | unit 2 | unit 3 | unit 4          fraction 0.4: the last 40% of the elements
     <------- device -------->|<--- other tier ---       rest on the host
 
-The end of the model goes to the other tier because its gradients come first in backward and its
-weights are needed last in the next forward: both ways over the link there is the most time.
-
-Invariant: cuts fall on multiples of `align`; the bytes off the device are the fraction's within one
-`align`. Pure arithmetic.
+The end of the model leaves because its gradients come first in backward and its weights are needed
+last in the next forward. Cuts fall on multiples of `align`. Pure arithmetic.
 """
 
 from __future__ import annotations

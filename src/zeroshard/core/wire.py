@@ -90,21 +90,11 @@ class Formats:
         packed = None if grad_codec == "bf16" else grad_codec
         summed = Wire.of(compute if reduce is None else reduce, packed, block=block)
         hop = Wire.of("bf16" if grad_codec == "bf16" else "fp32", packed, block=block)
-        return cls(
-            gather if rests_packed else Wire.of(compute),
-            gather,
-            summed,
-            hop,
-            Wire.of(accumulate),
-            Wire.of("fp32"),
-        )
+        weight = gather if rests_packed else Wire.of(compute)
+        return cls(weight, gather, summed, hop, Wire.of(accumulate), Wire.of("fp32"))
 
     @property
     def wires(self) -> Wires:
         """The bytes per element that ``cost.step_bytes`` takes."""
-        return Wires(
-            self.gather.bytes_per_element,
-            self.reduce.bytes_per_element,
-            self.node_sum.bytes_per_element,
-            self.grad.bytes_per_element,
-        )
+        wires = (self.gather, self.reduce, self.node_sum, self.grad)
+        return Wires(*(wire.bytes_per_element for wire in wires))

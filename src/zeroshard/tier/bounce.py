@@ -1,14 +1,12 @@
-"""How the bytes of a tensor and those of a worker's buffer change places.
+"""Copies between a tensor and a worker's bounce buffer.
 
-    HostBytes     host memory beside the disk: the disk may use it itself where it is aligned, else
-                  a plain copy
-    LinkedBytes   on an accelerator, or where a test's link stands for one: through the
-                  worker's buffer, pinned, and the link
+    HostBytes     host memory: the disk uses it itself where it is aligned, else a plain copy
+    LinkedBytes   an accelerator's memory (or a test's link): through a pinned buffer and the link
 
-[Note: device and disk] A transfer may run long after it was started, in another thread. So what was
-enqueued on the stream that was current when it was started is awaited by an event; the copies run
-on a stream of the store's own, and the worker waits for each before it uses its buffer again. When
-the transfer's `wait` returns, the bytes are there for every stream.
+[Note: device and disk] A transfer runs later, in another thread. So an event waits for the stream
+that was current when it was started; the copies run on the store's own stream, and the worker waits
+for each before it reuses its buffer. When the transfer's `wait` returns, the bytes are valid on
+every stream.
 """
 
 from __future__ import annotations
@@ -49,14 +47,10 @@ class _HostBytes:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor  # keeps the memory alive
         self._address = tensor.data_ptr()
-        num_bytes = tensor.numel() * tensor.element_size()
         # Not through numpy: its arrays forbid torch to resize the storage, which is how gathered
         # weights are released.
-        self._view = (
-            memoryview((ctypes.c_ubyte * num_bytes).from_address(self._address)).cast("B")
-            if num_bytes
-            else memoryview(b"")
-        )
+        buffer = (ctypes.c_ubyte * tensor.nbytes).from_address(self._address)
+        self._view = memoryview(buffer).cast("B")
 
     def straight(self, start: int, stop: int, align: int) -> memoryview | None:
         return None if (self._address + start) % align else self._view[start:stop]
@@ -80,18 +74,12 @@ class _LinkedBytes:
         return None
 
     def put(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
-        self._carry(
-            self._bytes[start : start + num_bytes],
-            memory.tensor(low, num_bytes, torch.uint8),
-            "to_device",
-        )
+        source = memory.tensor(low, num_bytes, torch.uint8)
+        self._carry(self._bytes[start : start + num_bytes], source, "to_device")
 
     def get(self, start: int, memory: Memory, low: int, num_bytes: int) -> None:
-        self._carry(
-            memory.tensor(low, num_bytes, torch.uint8),
-            self._bytes[start : start + num_bytes],
-            "to_host",
-        )
+        out = memory.tensor(low, num_bytes, torch.uint8)
+        self._carry(out, self._bytes[start : start + num_bytes], "to_host")
 
 
 class BounceBuffers:

@@ -1,10 +1,8 @@
-"""What every unit of a storage must hold: xxh3-64 of what was written last, kept in memory.
+"""xxh3-64 of what was last written to each unit of a storage, kept in memory.
 
-Because the sums are not on the disk, a write that the disk lost or put elsewhere is found as surely
-as a flipped bit. (DeepSpeed, which keeps none, was seen training on stale bytes without an error.)
-
-Invariant: a unit that was never written has no sum and holds nothing to compare. Cost: 8 bytes per
-MiB, and one pass over the bytes of every read and write, beside the disk and without the GIL.
+Because the sums are not on the disk, a lost or misplaced write is found as surely as a flipped bit.
+A unit that was never written has no sum. Cost: 8 bytes per MiB, and one pass over the bytes of
+every read and write, beside the disk and without the GIL.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ class Checksums:
             self._sums[index] = xxhash.xxh3_64_intdigest(unit)
 
     def first_difference(self, low: int, data: memoryview) -> tuple[int, int] | None:
-        """Return the byte range of the first unit of `data` that is not what was noted last."""
+        """Return the byte range of the first unit of `data` with another sum, None without one."""
         for index, unit in self._units(low, data):
             expected = self._sums[index]
             if expected is not None and xxhash.xxh3_64_intdigest(unit) != expected:
@@ -38,7 +36,5 @@ class Checksums:
     @staticmethod
     def _units(low: int, data: memoryview) -> list[tuple[int, memoryview]]:
         assert low % UNIT == 0, low
-        return [
-            ((low + start) // UNIT, data[start : start + UNIT])
-            for start in range(0, len(data), UNIT)
-        ]
+        starts = range(0, len(data), UNIT)
+        return [((low + start) // UNIT, data[start : start + UNIT]) for start in starts]

@@ -1,13 +1,11 @@
 """Whole blocks of a file, past the page cache where the file system allows it.
 
-O_DIRECT with ``os.preadv`` and ``os.pwritev`` from several threads, which release the GIL: no
-library, no compile step, and as fast as libaio (docs/benchmarks.md). What rests on disk is larger
-than memory and is used once a step, so that the page cache would only copy it and push out what is
-used again.
+O_DIRECT with ``os.preadv`` and ``os.pwritev`` from several threads, which release the GIL, is as
+fast as libaio (docs/benchmarks.md). State on disk is larger than memory and used once a step: the
+page cache would only copy it and evict other pages.
 
 Invariant: offsets, lengths and, with O_DIRECT, addresses are multiples of `BLOCK`; a read or write
-is whole or an OSError. What it does not do: make anything durable (nothing is synced: what rests
-here is worthless once its process has ended), or retry.
+is whole or an OSError. Nothing is synced to the disk or retried.
 """
 
 from __future__ import annotations
@@ -15,24 +13,15 @@ from __future__ import annotations
 import errno
 import os
 
+from zeroshard.core.layout import round_up
+
 __all__ = [
-    "BLOCK",
-    "accepts_direct",
-    "open_new",
-    "read_blocks",
-    "reserve",
-    "round_up",
-    "write_blocks",
-]
+    "BLOCK", "accepts_direct", "open_new", "read_blocks", "reserve", "round_up", "write_blocks",
+]  # fmt: skip
 
 BLOCK = 4096  # bytes; a multiple of the logical block of every usual disk
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
-
-
-def round_up(num: int, unit: int) -> int:
-    """Return the smallest multiple of `unit` that is at least `num`."""
-    return -(-num // unit) * unit
 
 
 def open_new(name: str, folder_fd: int, *, direct: bool) -> int:
@@ -44,26 +33,23 @@ def open_new(name: str, folder_fd: int, *, direct: bool) -> int:
 def accepts_direct(folder_fd: int, block: memoryview) -> bool:
     """Return whether O_DIRECT works here, tried with an aligned `block` [BLOCK].
 
-    Raises OSError for what has nothing to do with O_DIRECT, such as a full disk.
+    Some file systems refuse the open, some the first write. Raises OSError for what has nothing to
+    do with O_DIRECT, such as a full disk.
     """
     if not _DIRECT:
         return False
     try:
         fd = open_new("probe.storage", folder_fd, direct=True)
+        try:
+            write_blocks(fd, block, 0)
+            read_blocks(fd, block, 0)
+        finally:
+            os.close(fd)
+            os.unlink("probe.storage", dir_fd=folder_fd)
     except OSError as error:
         if error.errno in _REFUSALS:
             return False
         raise
-    try:
-        write_blocks(fd, block, 0)
-        read_blocks(fd, block, 0)
-    except OSError as error:
-        if error.errno in _REFUSALS:
-            return False
-        raise
-    finally:
-        os.close(fd)
-        os.unlink("probe.storage", dir_fd=folder_fd)
     return True
 
 

@@ -1,8 +1,5 @@
-"""The disk tier: storages as files that are read and written past the page cache by worker threads
-(ZeRO-Infinity, arXiv 2104.07857, section 6.3).
-
-Its DeepNVMe asks for bulk reads and writes that start now and end later, many requests in flight
-for one transfer, and a small reused pool of pinned buffers. Here:
+"""The disk tier: files that worker threads read and write past the page cache (ZeRO-Infinity,
+arXiv 2104.07857, section 6.3: asynchronous bulk requests and a small pool of pinned buffers).
 
     storage    one file, preallocated, its end rounded up to the block      swapdir.py, direct_io.py
     transfer   cut into pieces of 2 MiB, `queue_depth` of them in flight    pieces.py, transfer.py
@@ -15,16 +12,14 @@ for one transfer, and a small reused pool of pinned buffers. Here:
     buffer = store.staging.tensor(stop - start, torch.float32)
     storage.read(start, stop, buffer).wait()
 
-Invariant: what a read returns is what was written last, or it raises StorageError naming file,
-state and bytes. Always found: a read or write that the disk fails, a file that was cut off. With
-`verify`: any other change, and writes that never arrived. A storage whose write failed never reads
-again. A file that somebody deletes or replaces by another goes on working: the descriptor is open,
-and the disk keeps it until close.
+Invariant: a read returns what was written last, or raises StorageError naming file, state and
+bytes. Failed requests and truncated files are always found, with `verify` any other change and
+writes that never arrived, too. A storage whose write failed never reads again. A file that is
+deleted or replaced still works: its descriptor is open.
 
-Cost: numel * itemsize bytes of disk per storage, one descriptor each; `queue_depth` * 2 MiB of
-buffers for what is not aligned, plus the staging pool. An edge inside a block (with `verify`:
-inside a MiB) is read, changed and written: keep ranges on block boundaries. What it does not do:
-survive its process, sync anything to the disk, or know other ranks.
+Cost: numel * itemsize bytes of disk and one descriptor per storage; `queue_depth` * 2 MiB of
+bounce buffers, and the staging pool. An edge inside a block (with `verify`: inside a MiB) is read,
+changed and written. Nothing is synced to the disk or survives the process.
 """
 
 from __future__ import annotations
@@ -87,11 +82,9 @@ class DiskStore:
         self.account = MemoryCounter()
         self.link = link_of(device) if link is None else link
         self.verify = verify
-        self.staging = Staging(
-            _STAGING_BYTES if staging_bytes is None else staging_bytes, pinned=pinned
-        )
+        self.staging = Staging(staging_bytes or _STAGING_BYTES, pinned=pinned)
         self.storages: list[_DiskStorage] = []
-        self.crossings = BounceBuffers(device, self.link, self.staging)
+        self.bounce_buffers = BounceBuffers(device, self.link, self.staging)
         self.files = SwapDirectory(Path(directory), run=run, rank=rank)
         self.direct = _probe(self.files, rank)
         self.workers = Workers(queue_depth, max(_CHUNK, UNIT), pinned=pinned)
@@ -108,7 +101,7 @@ class DiskStore:
         self.account.add(numel * dtype.itemsize)
         return storage
 
-    def forget(self, storage: _DiskStorage) -> None:
+    def remove(self, storage: _DiskStorage) -> None:
         """Stop counting `storage`, which was closed."""
         self.storages.remove(storage)
         self.account.remove(storage.numel * storage.dtype.itemsize)
@@ -135,10 +128,8 @@ def _probe(files: SwapDirectory, rank: int) -> bool:
         files.remove()
         raise StorageError(f"disk_path {files.path.parent}: {error.strerror}") from error
     if not direct and rank == 0:
-        _log.warning(
-            "%s: its file system refuses O_DIRECT; what rests there goes through the page cache",
-            files.path.parent,
-        )
+        effect = "what rests there goes through the page cache"
+        _log.warning("%s: its file system refuses O_DIRECT; %s", files.path.parent, effect)
     return direct
 
 
@@ -182,41 +173,33 @@ class _DiskStorage:
         finally:
             for work in works:
                 if isinstance(work, Transfer):
-                    work.settle()  # a wait that was interrupted left the disk using the buffer
+                    work.wait_end()  # an interrupted wait left the disk using the buffer
             staging.give(tensor)
 
-    def settle(self) -> None:
-        """Wait, on the host, for what is under way, whether it fails or not."""
-        self._store.workers.settle(self._under_way)
+    def flush(self) -> None:
+        """Wait, on the host, for all transfers, failed or not."""
+        self._store.workers.wait_ends(self._under_way)
 
     def close(self) -> None:
         if self in self._store.storages:
-            self.settle()
-            self._store.forget(self)
+            self.flush()
+            self._store.remove(self)
             self._close_file()
             self._store.files.unlink(self._name)
 
     def _start(self, start: int, stop: int, tensor: torch.Tensor, *, writes: bool) -> Work:
         assert 0 <= start <= stop <= self.numel, (self.key, start, stop, self.numel)
-        assert tensor.shape == (stop - start,) and tensor.is_contiguous(), (
-            self.key,
-            tensor.shape,
-            stop - start,
-        )
+        shape = tensor.shape
+        assert shape == (stop - start,) and tensor.is_contiguous(), (self.key, shape, start, stop)
         assert tensor.dtype is self.dtype, (self.key, tensor.dtype)
         assert self._close_file.alive, f"{self.key}: closed"
         self._store.files.check_process(self.key)
         if start == stop:
             return DoneWork()
         first, last = start * self.dtype.itemsize, stop * self.dtype.itemsize
-        pieces = cut(
-            first,
-            last,
-            storage_bytes=self.num_bytes,
-            unit=BLOCK if self._sums is None else UNIT,
-            chunk=_CHUNK,
-        )
-        there = self._store.crossings.of(tensor)
+        unit = BLOCK if self._sums is None else UNIT
+        pieces = cut(first, last, storage_bytes=self.num_bytes, unit=unit, chunk=_CHUNK)
+        there = self._store.bounce_buffers.of(tensor)
         do = self._write_piece if writes else self._read_piece
 
         def run(piece: Piece, scratch: Scratch) -> None:
@@ -226,20 +209,25 @@ class _DiskStorage:
         self._store.workers.start(transfer)
         return transfer
 
+    def _straight(self, there: Bytes, start: int, piece: Piece) -> memoryview | None:
+        """Return the tensor's bytes of a piece if the disk can use them in place."""
+        align = BLOCK if self._store.direct else 1
+        stop = start + piece.stop - piece.start
+        return there.straight(start, stop, align) if piece.whole else None
+
     def _read_piece(self, there: Bytes, start: int, piece: Piece, scratch: Scratch) -> None:
-        num_bytes = piece.stop - piece.start
-        straight = there.straight(start, start + num_bytes, self._align) if piece.whole else None
-        if straight is not None:
-            self._fetch(straight, piece.low)
+        view = self._straight(there, start, piece)
+        if view is not None:
+            self._fetch(view, piece.low)
             return
         memory = scratch.memory
         self._fetch(memory.view[: piece.high - piece.low], piece.low)
-        there.put(start, memory, piece.start - piece.low, num_bytes)
+        there.put(start, memory, piece.start - piece.low, piece.stop - piece.start)
 
     def _write_piece(self, there: Bytes, start: int, piece: Piece, scratch: Scratch) -> None:
         num_bytes = piece.stop - piece.start
         try:
-            view = there.straight(start, start + num_bytes, self._align) if piece.whole else None
+            view = self._straight(there, start, piece)
             if view is None:
                 memory = scratch.memory
                 view = memory.view[: piece.high - piece.low]
@@ -254,13 +242,9 @@ class _DiskStorage:
             self._lost = self._lost or str(error) or type(error).__name__
             raise
 
-    @property
-    def _align(self) -> int:
-        return BLOCK if self._store.direct else 1
-
     def _fetch(self, out: memoryview, low: int) -> None:
         """Read whole units from byte `low` of the file on, and check them."""
-        with self._as_storage_error("read", low, low + len(out)):
+        with self._naming("read", low, low + len(out)):
             self._check_file()
             read_blocks(self._fd, out, low)
         wrong = None if self._sums is None else self._sums.first_difference(low, out)
@@ -272,8 +256,8 @@ class _DiskStorage:
             )
 
     def _deposit(self, data: memoryview, low: int) -> None:
-        """Write whole units from byte `low` of the file on, and remember what they hold."""
-        with self._as_storage_error("write", low, low + len(data)):
+        """Write whole units from byte `low` of the file on, and note their sums."""
+        with self._naming("write", low, low + len(data)):
             self._check_file()
             if self._sums is not None:
                 self._sums.note(low, data)
@@ -294,11 +278,9 @@ class _DiskStorage:
             )
 
     @contextmanager
-    def _as_storage_error(self, verb: str, low: int, high: int) -> Iterator[None]:
+    def _naming(self, verb: str, low: int, high: int) -> Iterator[None]:
         try:
             yield
-        except StorageError:
-            raise
         except OSError as error:
             why = error.strerror or error
             raise StorageError(

@@ -1,10 +1,8 @@
-"""The host tier: pinned memory beside a CUDA device; on the CPU, memory of its own that no
-tensor refers to at rest.
+"""The host tier: pinned memory beside a CUDA device; on the CPU, anonymous mappings.
 
-On the CPU, device and host are the same RAM, and a mistake would go unnoticed: state that should
-rest on the host but is read where it lies gives the right numbers. So a storage's memory is an
-anonymous mapping, and a tensor on it exists only inside ``borrowed`` (the host step) and for the
-length of a copy; afterwards that tensor reads as NaN. Whoever counts live tensors does not find it.
+On the CPU, device and host are the same RAM: state that should rest on the host but is read in
+place would give the right numbers. So a tensor on a storage's memory exists only inside
+``borrowed`` (the host step) and during a copy, and reads as NaN afterwards.
 
 Cost: numel * itemsize bytes per storage, in pages of 4 KiB; a copy each way over the link.
 """
@@ -48,7 +46,7 @@ class HostStore:
         self.account.add(num_bytes)
         return storage
 
-    def forget(self, storage: _HostStorage) -> None:
+    def remove(self, storage: _HostStorage) -> None:
         """Stop counting `storage`, which was closed."""
         self.storages.remove(storage)
         self.account.remove(storage.numel * storage.dtype.itemsize)
@@ -86,22 +84,14 @@ class _HostStorage:
         return self.numel * self.dtype.itemsize
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> Work:
-        self._yield_to(start, stop, writes=False)
-        return self._started(
-            start,
-            stop,
-            self._store.link.copy(out, self._tensor(start, stop), "to_device"),
-            writes=False,
-        )
+        self._wait_for_opposite(start, stop, writes=False)
+        work = self._store.link.copy(out, self._tensor(start, stop), "to_device")
+        return self._started(start, stop, work, writes=False)
 
     def write(self, start: int, stop: int, source: torch.Tensor) -> Work:
-        self._yield_to(start, stop, writes=True)
-        return self._started(
-            start,
-            stop,
-            self._store.link.copy(self._tensor(start, stop), source, "to_host"),
-            writes=True,
-        )
+        self._wait_for_opposite(start, stop, writes=True)
+        work = self._store.link.copy(self._tensor(start, stop), source, "to_host")
+        return self._started(start, stop, work, writes=True)
 
     def _started(self, start: int, stop: int, work: Work, *, writes: bool) -> Work:
         if not isinstance(work, DoneWork):
@@ -109,13 +99,13 @@ class _HostStorage:
             self._under_way.append((start, stop, writes, work))
         return work
 
-    def _yield_to(self, start: int, stop: int, *, writes: bool) -> None:
+    def _wait_for_opposite(self, start: int, stop: int, *, writes: bool) -> None:
         """Wait for overlapping copies in the opposite direction; the link orders only its own."""
         for low, high, other_writes, work in self._under_way:
             if low < stop and start < high and other_writes is not writes:
                 work.wait()
 
-    def settle(self, start: int, stop: int, *, write: bool) -> None:
+    def flush(self, start: int, stop: int, *, write: bool) -> None:
         """Wait, on the host, for writes to [start, stop), and with `write` for reads too."""
         for low, high, writes, work in self._under_way:
             if low < stop and start < high and (write or writes):
@@ -124,7 +114,7 @@ class _HostStorage:
 
     @contextmanager
     def borrowed(self, start: int, stop: int, *, write: bool) -> Iterator[torch.Tensor]:
-        self.settle(start, stop, write=write)
+        self.flush(start, stop, write=write)
         tensor = self._tensor(start, stop)
         try:
             yield tensor
@@ -133,6 +123,6 @@ class _HostStorage:
 
     def close(self) -> None:
         if self in self._store.storages:
-            self.settle(0, self.numel, write=True)
-            self._store.forget(self)
+            self.flush(0, self.numel, write=True)
+            self._store.remove(self)
             self._memory = memoryview(b"")

@@ -34,7 +34,7 @@ class Link(Protocol):
 
 
 def link_of(device: torch.device) -> Link:
-    """Return what `device` needs."""
+    """Return the link that `device` needs."""
     return Direct() if device.type == "cpu" else Enqueued(device)
 
 

@@ -1,9 +1,8 @@
-"""How one transfer is cut into what worker threads read and write: pieces of whole units of the
-file. Pure arithmetic.
+"""How one transfer is cut into pieces for worker threads. Pure arithmetic.
 
-A unit is what the disk moves at least: its block, or with checksums the range that one checksum
-covers. A piece never covers half a unit and half of another, so that only the first and the last
-one can be ragged, and everything between goes straight between disk and memory::
+A unit is the least that the disk moves: its block, or the range that one checksum covers. A piece
+never covers parts of two units, so that only the first and the last can be ragged, and everything
+between goes straight between disk and memory::
 
     unit          |-------|-------|-------|-------|-------|
     transfer         =========================
@@ -37,13 +36,8 @@ class Piece:
 
 def cut(start: int, stop: int, *, storage_bytes: int, unit: int, chunk: int) -> list[Piece]:
     """Return the pieces of bytes [start, stop); the last unit ends with the file's last block."""
-    assert 0 <= start <= stop <= storage_bytes and chunk % unit == 0 and unit % BLOCK == 0, (
-        start,
-        stop,
-        storage_bytes,
-        unit,
-        chunk,
-    )
+    assert 0 <= start <= stop <= storage_bytes, (start, stop, storage_bytes)
+    assert chunk % unit == 0 and unit % BLOCK == 0, (chunk, unit, BLOCK)
     file_bytes = round_up(storage_bytes, BLOCK)
     pieces = []
     while start < stop:

@@ -7,15 +7,14 @@ again and again (ZeRO-Infinity, section 6.3).
     staging.give(buffer)                      it reads as NaN from here on; its memory is the next
                                               one's
 
-Whoever finds the pool full sleeps until another thread gives something back. Give from the thread
-that took: then a wait that nobody could end (every lent buffer is held by a thread that waits for
-more) is known at once, and is a StorageError instead of a hang.
+A thread that finds the pool full waits until another one gives a buffer back. The thread that took
+a buffer must give it back: then a deadlock (every lent buffer is held by a thread that waits for
+more) is detected at once and raises StorageError.
 
-Invariant: memory lent and idle is at most `limit_bytes`, except that one buffer larger than the
-limit is lent while nothing else is. At rest no tensor refers to the pool. Cost: sizes are rounded
-up to 4 KiB; memory is used again for the same size only, so take few sizes. What it does not do:
-queue fairly (a large request may wait long beside many small ones), or know what is still being
-read into a buffer that is given back.
+Invariant: lent and idle memory is at most `limit_bytes`, except for one larger buffer that is lent
+alone. At rest no tensor refers to the pool. Cost: sizes are rounded up to 4 KiB, and memory is used
+again for the same size only. It does not queue fairly, and does not know of reads into a buffer
+that is given back.
 """
 
 from __future__ import annotations
@@ -115,13 +114,11 @@ class Staging:
         """Whether `tensor` lies in a buffer that is lent now."""
         address = tensor.data_ptr()
         with self._changed:
-            return any(
-                memory.address <= address < memory.address + memory.num_bytes
-                for memory, _ in self._lent.values()
-            )
+            lent = [memory for memory, _ in self._lent.values()]
+        return any(one.address <= address < one.address + one.num_bytes for one in lent)
 
     def close(self) -> None:
-        """Free what is idle; what is lent is freed when it is given back. Idempotent."""
+        """Free idle buffers now, and lent ones when they are given back. Idempotent."""
         with self._changed:
             self._closed = True
             self._evict(len(self._idle))

@@ -1,25 +1,19 @@
 """The one protocol between the engine and where states rest.
 
 A **store** is one tier's memory on this rank; a **storage** is one state of one segment in it:
-`numel` elements of one dtype, flat. ZeRO-Offload (section 4) rests gradients and optimizer state in
-host storages, ZeRO-Infinity (section 5) also weights, in storages on disk as well.
-
-The engine computes on a storage in one of two ways only::
+`numel` elements of one dtype, flat (ZeRO-Offload, section 4; ZeRO-Infinity, section 5)::
 
     # started now, waited for later
     storage.read(start, stop, out)   out (on the device, or in a staging buffer) <-- storage
     storage.write(start, stop, src)  src --> storage
-    # the host step; host memory lends itself, disk a copy
+    # the host step: host memory itself, or a copy of disk
     with storage.borrowed(start, stop, write=True) as tensor:
 
-Invariants. What was started first takes effect first: a read that is started after an overlapping
-write sees what was written, a write that is started after an overlapping read does not disturb it.
-`out` and `src` must not be touched before the Work has been waited for. No tensor on a storage's
-memory exists outside ``borrowed``: what rests elsewhere cannot be read by mistake. Bytes never
-written are undefined.
+Invariants. Overlapping reads and writes take effect in the order in which they were started. `out`
+and `src` must not be touched before the Work has been waited for. No tensor on a storage's memory
+exists outside ``borrowed``. Bytes never written are undefined.
 
-Calls are for one thread at a time per storage; different storages may be used by different threads.
-No collective: a store knows no other rank.
+One thread at a time may use a storage. Nothing is collective.
 """
 
 from __future__ import annotations

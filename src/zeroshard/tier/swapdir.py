@@ -5,18 +5,18 @@
                                                               process
         0003-blocks.3_fp32_exp_avg.storage
 
-It is removed by `remove`: when the store is closed or collected, or at a normal exit. A killed
-process leaves it, and the kernel drops the lock: whoever makes a directory here next removes those
-whose lock nobody holds.
+`remove` deletes it when the store is closed or collected, or at a normal exit. A killed process
+leaves it and loses the lock: the next process that makes a directory here removes those without a
+held lock.
 
-[Note: taking a name] A directory has its final name only once its lock is held: it is made under a
-hidden name and renamed. So a directory of that pattern without a held lock is dead, however many
-ranks start at once; of two that find it, one gets its lock and removes it. The lock goes last. A
-process killed before the rename leaves a hidden, empty directory, which is removed an hour later.
+[Note: taking a name] A directory is made under a hidden name and renamed once its lock is held, so
+a directory with its final name and no held lock is abandoned. Of two ranks that find it, the one
+that gets the lock removes it, the lock last. A process killed before the rename leaves a hidden,
+empty directory, which is removed an hour later.
 
-Only names of our pattern that are ours (uid) are opened, never through a symbolic link, and only
-files that we make are removed: a directory that holds anything else stays, and is said. A forked
-child removes nothing.
+Only directories with our pattern and uid are opened, never through a symbolic link, and only our
+files are removed: a directory with any other file stays, and is logged. A forked child removes
+nothing.
 """
 
 from __future__ import annotations
@@ -92,10 +92,9 @@ class SwapDirectory:
 
     def _refusal(self, key: str, num_bytes: int, error: OSError) -> StorageError:
         if error.errno in _NO_SPACE:
-            free = free_bytes(self.path)
             why = (
-                f"{num_bytes} bytes are needed, {free} are free ({error.strerror}): free some, or"
-                " put less on disk"
+                f"{num_bytes} bytes are needed, {free_bytes(self.path)} are free"
+                f" ({error.strerror}): free some, or put less on disk"
             )
         elif error.errno in (errno.EMFILE, errno.ENFILE):
             why = f"{error.strerror}: each state on disk needs one, raise `ulimit -n`"
@@ -199,10 +198,9 @@ def _remove_if_abandoned(name: str, parent_fd: int, parent: Path, *, hidden: boo
 
 def _lock_of(fd: int) -> int:
     """Take the lock of a directory, -1 if it has none. Raises BlockingIOError if held."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        lock_fd = os.open(
-            _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd
-        )
+        lock_fd = os.open(_LOCK, flags, dir_fd=fd)
     except FileNotFoundError:
         return -1
     try:
@@ -216,10 +214,10 @@ def _lock_of(fd: int) -> int:
 def _empty(fd: int) -> None:
     """Remove the files that we make, the lock last."""
     for name in os.listdir(fd):
-        if name.endswith(_SUFFIX) and not stat.S_ISDIR(
-            os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode
-        ):
-            _unlink(name, fd)
+        if name.endswith(_SUFFIX):
+            mode = os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode
+            if not stat.S_ISDIR(mode):
+                _unlink(name, fd)
     _unlink(_LOCK, fd)
 
 
@@ -234,10 +232,7 @@ def _rmdir(name: str, parent_fd: int, path: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        _log.warning(
-            "%s cannot be removed (%s): it holds files that zeroshard did not make",
-            path,
-            error.strerror,
-        )
+        reason = "it holds files that zeroshard did not make"
+        _log.warning("%s cannot be removed (%s): %s", path, error.strerror, reason)
         return False
     return True

@@ -1,17 +1,14 @@
-"""Reads and writes under way, and the worker threads that do them (ZeRO-Infinity's DeepNVMe,
-section 6.3, without native code).
+"""Reads and writes under way, and the worker threads that do them (ZeRO-Infinity, section 6.3).
 
-A transfer's pieces are done by whichever threads are free, at most `queue_depth` at a time. Order
-is kept between transfers of one storage: one that touches the units of an earlier one, unless both
-read, starts when the earlier one has ended::
+A transfer's pieces are done by free threads, at most `queue_depth` at a time. A transfer that
+touches units of an earlier one of the same storage starts after it, unless both read::
 
     write [0, 6000)   ====            both change block 1: one after the other
     write [6000, 9000)    ===
     read  [20000, 24000)      ====    at the same time as either
 
-Invariant: a piece that is handed to a thread waits for no other piece, so nothing can lock up. A
-transfer that has ended, well or not, keeps no tensor alive. Cost: about 20 µs of interpreter per
-piece.
+Invariant: a piece that a thread has taken waits for no other piece, so nothing can deadlock. A
+transfer that has ended keeps no tensor alive. Cost: about 20 µs of interpreter per piece.
 """
 
 from __future__ import annotations
@@ -77,18 +74,16 @@ class Transfer:
     def done(self) -> bool:
         return self._over.is_set()
 
-    def settle(self) -> None:
-        """Wait for the end and do not care which."""
+    def wait_end(self) -> None:
+        """Wait for the end, failed or not."""
         self._over.wait()
 
     def conflicts(self, other: Transfer) -> bool:
         """Whether one must wait for the other."""
         if not (self.writes or other.writes):
             return False
-        return (
-            self.pieces[0].low < other.pieces[-1].high
-            and other.pieces[0].low < self.pieces[-1].high
-        )
+        mine, theirs = self.pieces, other.pieces
+        return mine[0].low < theirs[-1].high and theirs[0].low < mine[-1].high
 
     def attempt(self, piece: Piece, scratch: Scratch) -> None:
         """Do one piece, unless another one has failed."""
@@ -97,17 +92,17 @@ class Transfer:
                 self._run(piece, scratch)
             except BaseException as error:  # surfaces at `wait`; a worker must not end
                 if isinstance(error, StorageError):
-                    _forget_frames(error)
+                    _clear_tracebacks(error)
                 self._error = error
 
     def end(self) -> None:
-        """Drop what it refers to and let `wait` return."""
+        """Release its tensors and let `wait` return."""
         self._run = None
         self._over.set()
 
 
-def _forget_frames(error: BaseException) -> None:
-    """Drop the tracebacks, whose frames refer to the tensors."""
+def _clear_tracebacks(error: BaseException) -> None:
+    """Remove the tracebacks: their frames refer to the tensors."""
     error.__traceback__ = None
     if error.__cause__ is not None:
         error.__cause__.__traceback__ = None
@@ -121,16 +116,12 @@ class Workers:
         self._lock = threading.Lock()
         self._num_open = 0  # transfers that were started and have not ended
         self._stopping = False
-        self._threads = [
-            threading.Thread(
-                target=self._work,
-                args=(Scratch(scratch_bytes, pinned=pinned),),
-                name=f"zeroshard-disk-{i}",
-                daemon=True,
-            )
-            for i in range(num_threads)
-        ]
-        for thread in self._threads:
+        self._threads: list[threading.Thread] = []
+        for index in range(num_threads):
+            job = (Scratch(scratch_bytes, pinned=pinned),)
+            name = f"zeroshard-disk-{index}"
+            thread = threading.Thread(target=self._work, args=job, name=name, daemon=True)
+            self._threads.append(thread)
             thread.start()
 
     def start(self, transfer: Transfer) -> None:
@@ -144,14 +135,14 @@ class Workers:
             transfer.num_blockers = len(blockers)
             transfer.beside.append(transfer)
             if not blockers:
-                self._hand_out(transfer)
+                self._submit(transfer)
 
-    def settle(self, transfers: list[Transfer]) -> None:
-        """Wait for the end of what is in a storage's list now."""
+    def wait_ends(self, transfers: list[Transfer]) -> None:
+        """Wait for the end of every transfer that is in a storage's list now."""
         with self._lock:
             now = list(transfers)
         for transfer in now:
-            transfer.settle()
+            transfer.wait_end()
 
     def stop(self) -> None:
         """Let the threads end after the last transfer, waiting ones included."""
@@ -165,7 +156,7 @@ class Workers:
             if thread is not threading.current_thread():
                 thread.join()
 
-    def _hand_out(self, transfer: Transfer) -> None:
+    def _submit(self, transfer: Transfer) -> None:
         for piece in transfer.pieces:
             self._jobs.put((transfer, piece))
 
@@ -184,7 +175,7 @@ class Workers:
             for follower in transfer.followers:
                 follower.num_blockers -= 1
                 if not follower.num_blockers:
-                    self._hand_out(follower)
+                    self._submit(follower)
             transfer.followers = []
             self._num_open -= 1
             self._end_threads()
