@@ -12,7 +12,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from zeroshard.checkpoint.manifest import BUFFER, STATE, VALUE, ParameterEntry, 
 from zeroshard.checkpoint.shards import Lent, Stored, as_bytes, dtype_code
 from zeroshard.checkpoint.values import encode, no_tensors
 from zeroshard.core.layout import Range
+from zeroshard.core.repartition import overlap
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.ema import EMA
@@ -231,10 +232,10 @@ def _collect_state(
 ) -> None:
     """Collect the optimizer's state of what one piece has of elements `wanted` of a parameter."""
     assert engine.optimizer is not None
-    start, stop = max(wanted[0], owned.piece.start), min(wanted[1], owned.piece.stop)
-    if start >= stop:
+    common = overlap(wanted, (owned.piece.start, owned.piece.stop))
+    if common is None:
         return
-    away = engine.states.state_at_rest(owned)
+    start, stop = common
     for key, value in engine.optimizer.state.get(owned.tensor, {}).items():
         if not (isinstance(value, torch.Tensor) and value.dim() > 0):
             part.scalars.setdefault(name, {})[key] = encode(
@@ -246,11 +247,7 @@ def _collect_state(
                 f"optimizer state {key!r} of parameter {name!r} has shape {list(value.shape)}, not"
                 " that of the parameter"
             )
-        first, last = start - owned.piece.start, stop - owned.piece.start
-        numbers: torch.Tensor | Lent = value[first:last]
-        if key in away:
-            rest = away[key]
-            numbers = replace(rest, start=rest.start + first, stop=rest.start + last).borrowed
+        numbers = engine.states.optimizer_state(owned, key, start, stop)
         part.add(name, f"{STATE}{key}", start, numbers, value.dtype, stop=stop)
 
 

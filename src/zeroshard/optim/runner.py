@@ -142,8 +142,7 @@ class TileRunner:
         self.num_steps += 1
         job = None if failed else self._job(tiles)
         if job is None:
-            self._under_way = Future()
-            self._under_way.set_result(None)
+            self._late = self._late or self.was_late  # all ranks publish late updates alike
             return
         beside = any(tile.taken is Taken.BY_USER for tile in tiles)
         if not (beside or self._options.into_forward or self.was_late):

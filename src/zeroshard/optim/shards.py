@@ -102,19 +102,21 @@ class ParamShard:
 
     name: str  # of the parameter
     parameter: nn.Parameter
-    piece: Piece  # ``shard_start`` counts from the start of this rank's share
+    piece: Piece  # of the parameter
     stride: tuple[int, ...]  # of the parameter in the flat buffer
     # [piece.numel]: a view of the master, or of one NaN while it rests on another tier
     tensor: nn.Parameter
     segment: SteppedSegment  # not the tile: a cycle would keep masters alive
     taken: Taken
     low: int  # where it begins in its tile
+    start: int  # where it lies in what this rank steps of the segment
+    stop: int
     group: int = 0  # the optimizer's param group
 
     @property
     def span(self) -> slice:
         """Where it lies in its tile."""
-        return slice(self.low, self.low + self.piece.numel)
+        return slice(self.low, self.low + self.stop - self.start)
 
     def is_used(self) -> bool:
         """Whether any rank used the parameter since the gradients were cleared."""
@@ -126,7 +128,7 @@ class ParamShard:
             return None
         resting = self.segment.gradient()
         assert resting is not None, f"the gradient of {self.name} is used and not held"
-        return resting.fetch(self.piece.shard_start, self.piece.shard_stop)
+        return resting.fetch(self.start, self.stop)
 
     def leave_memory(self) -> None:
         """Let go of its master on the device, whose memory is about to be released."""
@@ -138,4 +140,4 @@ class ParamShard:
         """Point it at its master on the device, whose memory has come back."""
         master = self.segment.master.tensor
         if master is not None and not self.taken.off_device:
-            self.tensor.data = master[self.piece.shard_start : self.piece.shard_stop]
+            self.tensor.data = master[self.start : self.stop]

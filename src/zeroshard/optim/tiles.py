@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,22 +20,8 @@ import torch
 from zeroshard.core.placement import Tier
 from zeroshard.memory import placeholder
 from zeroshard.optim.shards import ParamShard, Tile
-from zeroshard.tier.store import Storage
 
-__all__ = ["StateAtRest", "TileStates"]
-
-
-@dataclass
-class StateAtRest:
-    """One tensor of the optimizer's state of one shard, on another tier."""
-
-    storage: Storage
-    start: int
-    stop: int
-
-    def borrowed(self) -> AbstractContextManager[torch.Tensor]:
-        """Lend it, to be read."""
-        return self.storage.borrowed(self.start, self.stop, write=False)
+__all__ = ["TileStates"]
 
 
 class TileStates:
@@ -57,7 +43,7 @@ class TileStates:
             self._placeholders[key] = placeholder((numel,), dtype)
         return self._placeholders[key]
 
-    def _rests(self, shard: ParamShard, key: str) -> bool:
+    def _is_away(self, shard: ParamShard, key: str) -> bool:
         value = self.of(shard).get(key)
         return isinstance(value, torch.Tensor) and value is self._placeholders.get(
             (shard.piece.numel, value.dtype)
@@ -65,7 +51,7 @@ class TileStates:
 
     def rests(self, tile: Tile, key: str) -> bool:
         """Whether any shard of the tile has state `key` at rest."""
-        return any(self._rests(shard, key) for shard in tile.shards)
+        return any(self._is_away(shard, key) for shard in tile.shards)
 
     def open(self, tile: Tile, moments: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
         """Return the state of every shard of a tile with real numbers in it, out of `moments`
@@ -136,29 +122,18 @@ class TileStates:
             ) as room:
                 room.copy_(numbers)
 
-    def at_rest(self, shard: ParamShard) -> dict[str, StateAtRest]:
-        """Return what of a shard's state rests off the device, by key."""
-        if not shard.taken.off_device:
-            return {}
-        start = shard.piece.shard_start - shard.segment.split
-        return {
-            key: StateAtRest(storage, start, start + shard.piece.numel)
-            for key, storage in shard.segment.moments.items()
-            if self._rests(shard, key)
-        }
-
-    @contextmanager
-    def numbers(self, shard: ParamShard, key: str, start: int, stop: int) -> Iterator[torch.Tensor]:
-        """Lend state `key` of elements [start, stop) of the shard's parameter, wherever it rests,
-        to be read.
+    def numbers(
+        self, shard: ParamShard, key: str, start: int, stop: int
+    ) -> torch.Tensor | Callable[[], AbstractContextManager[torch.Tensor]]:
+        """Return state `key` of elements [start, stop) of the shard's parameter: the numbers on the
+        device, else what lends them, to be read.
         """
         low, high = start - shard.piece.start, stop - shard.piece.start
-        if not self._rests(shard, key):
-            yield self.of(shard)[key][low:high]
-            return
-        base = shard.piece.shard_start - shard.segment.split
-        with shard.segment.moments[key].borrowed(base + low, base + high, write=False) as numbers:
-            yield numbers
+        if not self._is_away(shard, key):
+            numbers: torch.Tensor = self.of(shard)[key]
+            return numbers[low:high]
+        base = shard.start - shard.segment.split
+        return partial(shard.segment.moments[key].borrowed, base + low, base + high, write=False)
 
     def put_to_rest(self, tile: Tile) -> None:
         """Move state of a tile that is still on the device (created before shard(), or just
@@ -173,7 +148,7 @@ class TileStates:
         return any(
             isinstance(value, torch.Tensor)
             and value.shape == shard.tensor.shape
-            and not self._rests(shard, key)
+            and not self._is_away(shard, key)
             for key, value in self.of(shard).items()
         )
 

@@ -22,7 +22,6 @@ from zeroshard.memory import Trimmer
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import ParamShard
-from zeroshard.optim.tiles import StateAtRest
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.finalize import Finalizer
@@ -98,9 +97,14 @@ class StateAccess:
         """Yield what the optimizer steps here, a tensor of its own per piece of a parameter."""
         return iter(()) if self._sharded is None else iter(self._sharded.pieces())
 
-    def state_at_rest(self, owned: ParamShard) -> dict[str, StateAtRest]:
-        """Return what of the optimizer's state of a piece rests on another tier, by key."""
-        return {} if self._sharded is None else self._sharded.states.at_rest(owned)
+    def optimizer_state(
+        self, shard: ParamShard, key: str, start: int, stop: int
+    ) -> torch.Tensor | Callable[[], AbstractContextManager[torch.Tensor]]:
+        """Return state `key` of elements [start, stop) of a shard's parameter: the numbers on the
+        device, else what lends them, to be read.
+        """
+        assert self._sharded is not None
+        return self._sharded.states.numbers(shard, key, start, stop)
 
     def set_states(self, set_state: Callable[[ParamShard], None]) -> None:
         """Call `set_state` for everything that the optimizer steps here, and put the state that

@@ -312,8 +312,9 @@ class Engine:
         self._faults.agree(error, lost=True)
         self._finalizer.after_step()
         with self._faults.noted(lost=True):
-            if self._sharded is not None and self._tiles is not None:
-                self._tiles.rebalance(self._sharded)
+            tiles = self._tiles
+            if tiles is not None and tiles.balance is not None and self._sharded is not None:
+                tiles.rebalance(self._sharded, tiles.balance)
         self._recovery.end_step()
 
     @contextmanager

@@ -153,8 +153,10 @@ class Finalizer:
         that are not finite.
         """
         asked = {path: path.asked() for path in paths}
-        read_squares([one for each in asked.values() for one in each])
-        return [path.key for path, each in asked.items() if each and not path.average(scale)]
+        waiting = [path for path, each in asked.items() if each]
+        if waiting:
+            read_squares([one for each in asked.values() for one in each])
+        return [path.key for path in waiting if not path.average(scale)]
 
     def _compare(self, unreduced: bool, bad: str) -> list[_Answer]:
         """Exchange answers, of whose digests and decisions none may differ."""

@@ -427,7 +427,7 @@ class GradientPath:
         resting = self.resting()
         if resting is None:
             return []
-        return resting.asked([span for rank in self.members for _, span in self._spans(rank)])
+        return resting.asked(span for rank in self.members for _, span in self._spans(rank))
 
     def _spans(self, rank: int) -> Iterator[tuple[int, Range]]:
         """Yield the parameters of which `rank` averages a part, and where that rests here."""

@@ -71,13 +71,13 @@ class StepTiles:
         """The tiles of all segments, in unit order."""
         return [tile for tiles in self._tiles for tile in tiles]
 
-    def rebalance(self, sharded: ShardedOptimizer) -> None:
+    def rebalance(self, sharded: ShardedOptimizer, balance: Balance) -> None:
         """Move the cut between device and host to where the last steps say that both finish
         together.
         """
-        if self.balance is None or self.balance.settled:
+        if balance.settled:  # and the step may go on into what follows
             return
-        fraction = self.balance.after_step(*sharded.runner.seconds)
+        fraction = balance.after_step(*sharded.runner.seconds)
         if fraction is None:
             return
         numels = [0 if seg.master is None else seg.master.numel for _, seg in self._trained]
@@ -132,9 +132,10 @@ def _state_of(shard: ParamShard, before: list[ParamShard], states: TileStates) -
             out[key] = value.clone() if isinstance(value, torch.Tensor) else value
             continue
         with ExitStack() as stack:
+            found = [states.numbers(mine[part.old], key, part.start, part.stop) for part in parts]
             numbers = [
-                stack.enter_context(states.numbers(mine[part.old], key, part.start, part.stop))
-                for part in parts
+                one if isinstance(one, torch.Tensor) else stack.enter_context(one())
+                for one in found
             ]
             out[key] = torch.cat([part.to(shard.tensor.device) for part in numbers])
     return out

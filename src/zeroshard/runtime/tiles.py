@@ -77,7 +77,9 @@ def _tile(segment: Segment, stepped: SteppedSegment, span: Range, taken: Taken) 
             nn.Parameter(numbers),
             stepped,
             taken,
-            found.shard_start,
+            low=found.shard_start,
+            start=piece.shard_start,
+            stop=piece.shard_stop,
         )
         tile.shards.append(shard)
     return tile

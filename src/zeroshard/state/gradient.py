@@ -19,7 +19,7 @@ sends nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -249,7 +249,7 @@ class RestingGradient:
         self.scaling.applied()
         return _finite(mine, total)
 
-    def asked(self, spans: Sequence[Range]) -> list[Asked]:
+    def asked(self, spans: Iterable[Range]) -> list[Asked]:
         """Return what the host has yet to read of an accelerator (state/reduction.py) to know the
         squares of these ranges of the average, and whether they are finite; nothing of the CPU.
         """

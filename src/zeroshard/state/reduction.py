@@ -41,8 +41,7 @@ def squares_of(slices: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def read_squares(asked: Sequence[Asked]) -> None:
-    """Tell each of `asked` its sum of squares: one vector, one read; nothing for none."""
-    if asked:
-        squares = squares_of([one.numbers for one in asked]).tolist()
-        for one, value in zip(asked, squares, strict=True):
-            one.learn(value)
+    """Tell each of `asked`, of which there are some, its sum of squares: one vector, one read."""
+    squares = squares_of([one.numbers for one in asked]).tolist()
+    for one, value in zip(asked, squares, strict=True):
+        one.learn(value)
