@@ -1,8 +1,7 @@
 """``zeroshard.shard`` and ``zeroshard.init_distributed``: from a plain model to an Engine.
 
-The order matters: everything that can be refused is refused, and everything that could differ
-between ranks is compared, before the first parameter is touched; afterwards nothing is refused any
-more.
+Everything that can be refused is refused, and everything that could differ between ranks is
+compared, before the first parameter is changed.
 """
 
 from __future__ import annotations
@@ -56,6 +55,8 @@ from zeroshard.tier.store import Store
 __all__ = ["deferred_init", "init_distributed", "materialize", "shard"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# settings that must be the same on every rank
+_COMPARED = ("prefetch_bytes", "strict", "verify_every", "broadcast_buffers", "gradient_clipping")
 
 
 def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -> None:
@@ -68,11 +69,9 @@ def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -
     """
     if dist.is_initialized() or "RANK" not in os.environ:
         return
-    if (
-        torch.cuda.is_available()
-        and int(os.environ.get("LOCAL_RANK", 0)) < torch.cuda.device_count()
-    ):
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if torch.cuda.is_available() and local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(local_rank)
         backend = backend or "cpu:gloo,cuda:nccl"
     timeout, path = timedelta(seconds=timeout_s), meeting_file()
     if path is None:
@@ -124,7 +123,7 @@ def shard(
     report = {} if asked is None else asked.report
     agree(through(group), report, call="shard()", error=error, remedy=REMEDY)
     assert asked is not None  # else that has raised
-    # of a deferred model: told only where no file overwrites them
+    # of a deferred model: reported only if no file overwrites them
     differences = differing(through(group), asked.values, call="shard()") if asked.values else {}
     context = _make_context(model, asked, group, sync_from, trains=optimizer is not None)
     faults = context.faults
@@ -149,7 +148,7 @@ def shard(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What this rank was asked for, checked, and not yet compared with the others."""
+    """This rank's settings, checked, and not yet compared with the other ranks'."""
 
     settings: Config
     mesh: Mesh
@@ -166,7 +165,7 @@ def _checked(
     group: dist.ProcessGroup | None,
     sync_from: int | None,
 ) -> _Asked:
-    """Refuse what can be refused on this rank. Nothing is changed, and nothing is sent."""
+    """Check everything on this rank. Nothing is changed or sent. Raises ConfigError."""
     world = 1 if group is None else group.size()
     settings.refuse_unsupported()
     settings.check_batch(world)
@@ -182,10 +181,8 @@ def _checked(
     _check_codecs(model, dtypes, settings)
     plans = partition_units(model, settings.units)
     report = {"sync_from": str(sync_from), **_report(model, optimizer, settings, dtypes, plans)}
-    if sync_from is not None:
-        return _Asked(settings, mesh, dtypes, plans, report, {})
-    values = _initial_values(model)
-    if any(fingerprint_of(parameter) is not None for parameter in model.parameters()):
+    values = _initial_values(model) if sync_from is None else {}
+    if values and any(fingerprint_of(parameter) is not None for parameter in model.parameters()):
         return _Asked(settings, mesh, dtypes, plans, report | {"a deferred model": "yes"}, values)
     return _Asked(settings, mesh, dtypes, plans, report | values, {})
 
@@ -198,7 +195,7 @@ def _make_context(
     *,
     trains: bool,
 ) -> Context:
-    """Make what all parts of the engine share: the transport, the stores. Collective."""
+    """Make the parts that the whole engine shares: transport, stores, ... Collective."""
     settings, policy = asked.settings, asked.settings.resolved_policy()
     precision = settings.resolved_precision()
     device = next(model.parameters()).device
@@ -242,6 +239,7 @@ def _make_tiering(
 ) -> Tiering:
     """Make the configured stores. An unusable disk raises StorageError on every rank."""
     offload = settings.offload
+    rank, world = (0, 1) if group is None else (group.rank(), group.size())
     link = link_of(device) if offload.link is None else offload.link
     stores: dict[Tier, Store] = {}
     error: StorageError | None = None
@@ -250,10 +248,8 @@ def _make_tiering(
             stores[Tier.HOST] = HostStore(device, link=link)
         if Tier.DISK in offload.away.values():
             assert offload.disk_path is not None
-            rank = 0 if group is None else group.rank()
-            stores[Tier.DISK] = DiskStore(
-                offload.disk_path, device, rank=rank, verify=offload.verify, link=link
-            )
+            path, verify = offload.disk_path, offload.verify
+            stores[Tier.DISK] = DiskStore(path, device, rank=rank, verify=verify, link=link)
     except StorageError as failed:
         error = failed
     if offload.away:
@@ -265,7 +261,7 @@ def _make_tiering(
             raise
     fractions, automatic, least = offload.fractions(), offload.fraction == "auto", 0.0
     if automatic:
-        least = _no_room_for(model, device, 1 if group is None else group.size())
+        least = _no_room_for(model, device, world)
         fractions["optimizer"] = fractions["grad"] = first_fraction(device, link, least=least)
     return Tiering(
         stores=stores,
@@ -283,12 +279,8 @@ def _no_room_for(model: nn.Module, device: torch.device, world: int) -> float:
     if device.type == "cpu":
         return 0.0
     free, _ = torch.get_device_module(device).mem_get_info(device)
-    wanted = (
-        12
-        * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        / world
-    )
-    return max(0.0, 1.0 - 0.5 * float(free) / wanted)
+    numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return max(0.0, 1.0 - 0.5 * float(free) / (12 * numel / world))
 
 
 def _group_of(mesh: Any) -> dist.ProcessGroup | None:
@@ -335,13 +327,12 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> N
     check_overlap(model)
     for name, module in model.named_modules():
         _check_module(name, module)
-    if optimizer is not None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(
-                f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer"
-            )
-        check_parameters(optimizer, parameters)
-        check_elementwise(optimizer)
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    check_parameters(optimizer, parameters)
+    check_elementwise(optimizer)
 
 
 def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -357,9 +348,8 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
             raise ConfigError(
                 f"parameter {name!r} is sparse, which cannot be sharded: use a dense one"
             )
-        if parameter.is_complex() or (
-            parameter.is_floating_point() and parameter.dtype not in _FLOATS
-        ):
+        is_float = parameter.is_floating_point()
+        if parameter.is_complex() or (is_float and parameter.dtype not in _FLOATS):
             raise ConfigError(
                 f"parameter {name!r} is {dtype_name(parameter.dtype)}, which is not supported: use"
                 " a real dtype of 16 or 32 bits"
@@ -378,9 +368,10 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def _check_module(name: str, module: nn.Module) -> None:
+    shown = repr(name or "itself")
     if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
         raise ConfigError(
-            f"module {name or 'itself'!r} is traced or scripted (torch.jit), so that no hook of"
+            f"module {shown} is traced or scripted (torch.jit), so that no hook of"
             " Python's runs in it: give shard() the module that it was made from"
         )
     if module.__dict__.get(OWNED):
@@ -389,21 +380,15 @@ def _check_module(name: str, module: nn.Module) -> None:
         )
     if module._compiled_call_impl is not None:
         raise ConfigError(
-            f"module {name or 'itself'!r} was compiled with its hooks, module.compile():"
+            f"module {shown} was compiled with its hooks, module.compile():"
             " compile what they surround, module.forward = torch.compile(module.forward), for"
             " each block"
         )
-    if type(module).__module__.startswith("torch.distributed.fsdp") or hasattr(
-        module, "_get_fsdp_state"
-    ):
-        raise ConfigError(
-            f"module {name or 'itself'!r} is managed by FSDP: give shard() the plain module"
-        )
-    if (
-        isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        and module.sparse
-        and module.weight.requires_grad
-    ):
+    is_fsdp = type(module).__module__.startswith("torch.distributed.fsdp")
+    if is_fsdp or hasattr(module, "_get_fsdp_state"):
+        raise ConfigError(f"module {shown} is managed by FSDP: give shard() the plain module")
+    is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    if is_sparse and module.weight.requires_grad:
         raise ConfigError(
             f"module {name!r} makes sparse gradients (sparse=True), which cannot be sharded:"
             " use sparse=False"
@@ -412,39 +397,30 @@ def _check_module(name: str, module: nn.Module) -> None:
 
 def _check_precision(model: nn.Module, precision: Precision) -> None:
     for name, parameter in named_parameters_once(model).items():
-        if parameter.is_floating_point() and parameter.dtype not in (
-            torch.float32,
-            precision.compute,
-        ):
+        fits = parameter.dtype in (torch.float32, precision.compute)
+        if parameter.is_floating_point() and not fits:
+            dtype = dtype_name(parameter.dtype)
             raise ConfigError(
-                f"parameter {name!r} is {dtype_name(parameter.dtype)} but precision computes in"
-                f" {dtype_name(precision.compute)}: pass precision={dtype_name(parameter.dtype)!r},"
-                " or call model.float() before building the optimizer"
+                f"parameter {name!r} is {dtype} but precision computes in"
+                f" {dtype_name(precision.compute)}: pass precision={dtype!r}, or call model.float()"
+                " before building the optimizer"
             )
 
 
 def _check_codecs(model: nn.Module, dtypes: Dtypes, settings: Config) -> None:
     """Raise ConfigError for parameters a codec cannot take, or a codec without any."""
     comm, named = settings.comm, named_parameters_once(model)
-    if comm.frozen_codec is not None and all(
-        parameter.requires_grad for parameter in named.values()
-    ):
+    all_train = all(parameter.requires_grad for parameter in named.values())
+    if comm.frozen_codec is not None and all_train:
         raise ConfigError(
             f"comm.frozen_codec={comm.frozen_codec!r} has no effect: every parameter of this model"
             " is trained"
         )
-    settings_of = {
-        "weight_codec": comm.weight_codec,
-        "frozen_codec": comm.frozen_codec,
-        "grad_codec": comm.grad_codec,
-    }
-    for setting, name in settings_of.items():
+    for setting in ("weight_codec", "frozen_codec", "grad_codec"):
+        name = getattr(comm, setting)
         for path, parameter in named.items():
-            takes_part = (
-                not parameter.requires_grad
-                if setting == "frozen_codec"
-                else parameter.requires_grad or setting == "weight_codec"
-            )
+            takes_part = setting == "weight_codec"
+            takes_part = takes_part or parameter.requires_grad == (setting == "grad_codec")
             dtype = dtypes.of[id(parameter)]
             if name is not None and takes_part and dtype not in CODED:
                 raise ConfigError(
@@ -454,7 +430,7 @@ def _check_codecs(model: nn.Module, dtypes: Dtypes, settings: Config) -> None:
 
 
 def _check_nodes(mesh: Mesh, settings: Config) -> None:
-    """Raise ConfigError for what has no effect where all ranks are one node."""
+    """Raise ConfigError for options without effect if all ranks are one node."""
     comm = settings.comm
     if mesh.size == 1 or mesh.num_nodes > 1:
         return
@@ -491,34 +467,28 @@ def _report(
     dtypes: Dtypes,
     plans: list[UnitPlan],
 ) -> dict[str, str]:
-    """What must be the same on every rank, in the order in which a difference is named."""
-    precision = settings.resolved_precision()
+    """Return the settings that must be equal on all ranks, in order of importance."""
     report = {
         "policy": settings.resolved_policy().name,
-        "precision": precision.describe(),
+        "precision": settings.resolved_precision().describe(),
         "comm": settings.comm.model_dump_json(),
         "comm.node_size": str(_node_size(settings)),
         "offload": settings.offload.model_dump_json(exclude={"disk_path"}),
-        "prefetch_bytes": str(settings.prefetch_bytes),
-        "strict": str(settings.strict),
-        "verify_every": str(settings.verify_every),
-        "broadcast_buffers": str(settings.broadcast_buffers),
-        "gradient_clipping": str(settings.gradient_clipping),
     }
+    for name in _COMPARED:
+        report[name] = str(getattr(settings, name))
+    names: dict[int, str] = {}
     for name, parameter in named_parameters_once(model).items():
-        kind = (
-            f"{tuple(parameter.shape)} {dtype_name(dtypes.of[id(parameter)])}"
-            f" {'trained' if parameter.requires_grad else 'frozen'}"
-        )
-        report[f"parameter {name}"] = kind
+        names[id(parameter)] = name
+        dtype = dtype_name(dtypes.of[id(parameter)])
+        kind = "trained" if parameter.requires_grad else "frozen"
+        report[f"parameter {name}"] = f"{tuple(parameter.shape)} {dtype} {kind}"
     for plan in plans:
         report[f"unit {plan.name}"] = ", ".join(plan.parameters)
     report["optimizer"] = type(optimizer).__name__
-    names = {id(parameter): name for name, parameter in named_parameters_once(model).items()}
     for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
-        report[f"optimizer param group {index}"] = ", ".join(
-            names[id(parameter)] for parameter in group["params"]
-        )
+        params = [names[id(parameter)] for parameter in group["params"]]
+        report[f"optimizer param group {index}"] = ", ".join(params)
         for key, value in group.items():
             if key not in ("params", "param_names"):
                 report[f"optimizer param group {index}: {key}"] = repr(value)
@@ -530,19 +500,16 @@ def _initial_values(model: nn.Module) -> dict[str, str]:
     values: dict[str, str] = {}
     for name, parameter in named_parameters_once(model).items():
         recipe = fingerprint_of(parameter)
-        values[f"initial value of {name}"] = (
-            digest_of(parameter) if recipe is None else f"deferred {recipe}"
-        )
+        value = digest_of(parameter) if recipe is None else f"deferred {recipe}"
+        values[f"initial value of {name}"] = value
     return values
 
 
 def _told(model: nn.Module, differences: Mapping[str, str]) -> dict[int, str]:
     """Return, by parameter id, the error message for values that differ between ranks."""
     remedy = f"{REMEDY}, or give it values with zs.load_pretrained() before its first use"
-    keys = {
-        f"initial value of {name}": id(parameter)
-        for name, parameter in named_parameters_once(model).items()
-    }
+    named = named_parameters_once(model).items()
+    keys = {f"initial value of {name}": id(parameter) for name, parameter in named}
     return {
         keys[name]: f"the ranks disagree, first about {name!r}: {who}. {remedy}"
         for name, who in differences.items()

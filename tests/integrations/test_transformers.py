@@ -154,10 +154,10 @@ def test_arguments_that_shard_another_way_are_refused_by_name(name: str) -> None
     from types import SimpleNamespace
 
     import zeroshard as zs
-    from zeroshard.integrations.transformers import _settled
+    from zeroshard.integrations.transformers import _completed
 
     with pytest.raises(zs.ConfigError, match=rf"args.{name} has no effect under ZeroTrainer"):
-        _settled(zs.Config(), SimpleNamespace(fp16=False, bf16=False, **{name: "full_shard"}))
+        _completed(zs.Config(), SimpleNamespace(fp16=False, bf16=False, **{name: "full_shard"}))
 
 
 def _rescaled(rank: int, world: int) -> None:

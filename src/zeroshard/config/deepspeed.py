@@ -1,10 +1,8 @@
-"""DeepSpeed's JSON configuration as the fields of ours.
-
-Invariant: a key that is not read raises ConfigError by name; an option without effect is an error.
-"""
+"""DeepSpeed's JSON configuration as the fields of ours; an unsupported key raises ConfigError."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from zeroshard.config.reading import nearest
@@ -14,56 +12,55 @@ __all__ = ["deepspeed_fields"]
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _HALF_PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
-_PLUS_PLUS_KEYS = (
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_gradients",
-    "zeropp_loco_param",
-    "mics_shard_size",
-)
-_ZERO_KEYS = ("stage", "offload_optimizer", "offload_param", *_PLUS_PLUS_KEYS)
+_ZERO_KEYS = (
+    "stage", "offload_optimizer", "offload_param", "zero_hpz_partition_size",
+    "zero_quantized_weights", "zero_quantized_gradients", "zeropp_loco_param", "mics_shard_size",
+)  # fmt: skip
 _DEVICES = {"none": "device", "cpu": "host", "nvme": "disk"}
 
 
 def deepspeed_fields(data: dict[str, Any]) -> dict[str, Any]:
     """Return the Config fields of a DeepSpeed configuration. Raises ConfigError."""
-    fields: dict[str, Any] = {"stage": 0, "gradient_clipping": 1.0}
+    fields: dict[str, Any] = {"stage": 0, "gradient_clipping": 1.0}  # None: our default
     for key, value in data.items():
-        if key in _BATCH_KEYS:
-            fields[key] = None if value == "auto" else value
-        elif key == "gradient_clipping":
-            fields[key] = (
-                None if value == "auto" or (value == 0 and type(value) is not bool) else value
-            )
+        if key in _BATCH_KEYS or key == "gradient_clipping":
+            is_off = key == "gradient_clipping" and value == 0 and type(value) is not bool
+            fields[key] = None if value == "auto" or is_off else value
         elif key == "zero_optimization":
             fields |= _zero_section(value)
         elif key in _HALF_PRECISIONS:
-            if _flag(f"{key}.enabled", _section_value(key, value, "enabled", False)):
+            if _flag(f"{key}.enabled", _section(key, value, ["enabled"]).get("enabled", False)):
                 if "precision" in fields:
                     raise ConfigError("bf16 and fp16 are both enabled: one of them decides")
                 fields["precision"] = _HALF_PRECISIONS[key]
         else:
             known = [*_BATCH_KEYS, *_HALF_PRECISIONS, "gradient_clipping", "zero_optimization"]
-            raise ConfigError(
-                f"DeepSpeed's key {key!r} is not supported in this"
-                f" version{nearest(key, known)}: leave it out"
-            )
-    if isinstance(fields["stage"], bool):  # what stage 1 was called once
+            raise _unsupported(key, key, known)
+    if isinstance(fields["stage"], bool):  # an old form of stage 1
         fields["stage"] = int(fields["stage"])
     return fields
 
 
-def _section_value(section: str, value: Any, name: str, default: Any) -> Any:
-    """Return the only key read of a section; "auto" is the default, other keys are errors."""
+def _unsupported(path: str, key: str, known: Iterable[str]) -> ConfigError:
+    return ConfigError(
+        f"DeepSpeed's key {path!r} is not supported in this"
+        f" version{nearest(key, list(known))}: leave it out"
+    )
+
+
+def _section(name: str, value: Any, known: Iterable[str]) -> dict[str, Any]:
+    """Return a section that has only `known` keys."""
     if not isinstance(value, dict):
-        raise ConfigError(f"DeepSpeed's section {section!r} is an object, not {value!r}")
-    others = [key for key in value if key != name]
-    if others:
-        raise ConfigError(
-            f"DeepSpeed's key '{section}.{others[0]}' is not supported in this"
-            f" version{nearest(others[0], [name])}: leave it out"
-        )
-    return default if value.get(name, "auto") == "auto" else value[name]
+        raise ConfigError(f"DeepSpeed's section {name!r} is an object, not {value!r}")
+    for key in value:
+        if key not in known:
+            raise _unsupported(f"{name}.{key}", key, known)
+    return value
+
+
+def _optional(name: str, value: Any, known: Iterable[str]) -> dict[str, Any]:
+    """Return a section as `_section` does; None and False are empty sections."""
+    return {} if value in (None, False) else _section(name, value, known)
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -73,37 +70,14 @@ def _flag(name: str, value: Any) -> bool:
     return value is True
 
 
-def _object(name: str, value: Any, known: list[str]) -> dict[str, Any]:
-    """Return a section that has only `known` keys; None and False are empty sections."""
-    if value in (None, False):
-        return {}
-    if not isinstance(value, dict):
-        raise ConfigError(f"DeepSpeed's section {name!r} is an object, not {value!r}")
-    wrong = [key for key in value if key not in known]
-    if wrong:
-        raise ConfigError(
-            f"DeepSpeed's key '{name}.{wrong[0]}' is not supported in this"
-            f" version{nearest(wrong[0], known)}: leave it out"
-        )
-    return value
-
-
 def _zero_section(value: Any) -> dict[str, Any]:
     """Read ``zero_optimization``. With a host optimizer gradients go to the host, as there."""
-    if not isinstance(value, dict):
-        raise ConfigError(f"DeepSpeed's section 'zero_optimization' is an object, not {value!r}")
-    others = [key for key in value if key not in _ZERO_KEYS]
-    if others:
-        raise ConfigError(
-            f"DeepSpeed's key 'zero_optimization.{others[0]}' is not supported in this"
-            f" version{nearest(others[0], list(_ZERO_KEYS))}: leave it out"
-        )
-    stage = value.get("stage", 0)
+    stage = _section("zero_optimization", value, _ZERO_KEYS).get("stage", 0)
     fields: dict[str, Any] = {"stage": 0 if stage == "auto" else stage}
     offload: dict[str, Any] = {}
     for section, state in (("offload_optimizer", "optimizer"), ("offload_param", "weight")):
         known = ["device", "nvme_path", "pin_memory", *(["ratio"] if state == "optimizer" else [])]
-        given = _object(f"zero_optimization.{section}", value.get(section), known)
+        given = _optional(f"zero_optimization.{section}", value.get(section), known)
         device = given.get("device", "none")
         if not isinstance(device, str) or device not in _DEVICES:
             raise ConfigError(
@@ -148,7 +122,7 @@ def _plus_plus(section: dict[str, Any], stage: Any) -> dict[str, Any]:
         if _flag(f"zero_optimization.{key}", section.get(key, False)):
             comm[setting] = codec_name
     known = {"err_beta": "beta", "reset_T": "reset"}
-    loco = _object("zeropp_loco_param", section.get("zeropp_loco_param"), list(known))
+    loco = _optional("zeropp_loco_param", section.get("zeropp_loco_param"), known)
     if loco:
         comm["error_feedback"] = {known[key]: number for key, number in loco.items()}
     if (row or comm) and stage != 3:

@@ -1,9 +1,8 @@
-"""The keywords of ``zeroshard.shard``, validated: one pydantic model, JSON in and out, wrong
-keys refused with the nearest right one.
+"""The keywords of ``zeroshard.shard`` as one validated pydantic model, with JSON in and out.
 
-Invariant: ``Config.from_json(config.to_json()) == config``. Nothing below this layer sees a config
-object: it is lowered to Policy, Precision and plain numbers in api.py. A field that this version
-cannot honour is refused, never dropped.
+Invariant: ``Config.from_json(config.to_json()) == config``. Lower layers never see a config object:
+api.py lowers it to Policy, Precision and plain numbers. An unsupported field is refused, never
+dropped.
 """
 
 from __future__ import annotations
@@ -48,34 +47,23 @@ class _Strict(BaseModel):
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise ConfigError(
-                _one_line(
-                    error,
-                    section={"Comm": "comm", "Offload": "offload"}.get(type(self).__name__, ""),
-                )
-            ) from None
+            name = type(self).__name__.lower()
+            section = name if name in Config.model_fields else ""
+            raise ConfigError(_one_line(error, section)) from None
 
     @field_validator("*", mode="before")
     @classmethod
     def _of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse what pydantic would convert: bool or str to a number, number or str to bool."""
         kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
+        takes_number = bool(kinds & {int, float})
         for item in value.values() if isinstance(value, dict) else [value]:
-            if kinds & {int, float} and type(item) is bool and bool not in kinds:
+            is_text = isinstance(item, str) and item not in kinds and str not in kinds
+            if takes_number and (is_text or (type(item) is bool and bool not in kinds)):
                 raise ValueError(f"{value!r} is not a number")
-            if (
-                kinds & {int, float}
-                and isinstance(item, str)
-                and item not in kinds
-                and str not in kinds
-            ):
-                raise ValueError(f"{value!r} is not a number")
-        if (
-            bool in kinds
-            and isinstance(value, (int, float, str))
-            and type(value) is not bool
-            and not kinds & {int, float, str}
-        ):
+        takes_bool_only = bool in kinds and not takes_number and str not in kinds
+        is_bool = type(value) is bool
+        if takes_bool_only and isinstance(value, (int, float, str)) and not is_bool:
             raise ValueError(f"{value!r} is neither true nor false")
         return value
 
@@ -134,19 +122,12 @@ class Comm(_Strict):
             except ConfigError as error:
                 raise ConfigError(f"comm.{setting}: {error}") from None
 
-        feedback: Feedback | None = None
-        if self.error_feedback:
-            feedback = (
-                Feedback()
-                if self.error_feedback is True
-                else Feedback(self.error_feedback.beta, self.error_feedback.reset)
-            )
-        return Codecs(
-            made("weight_codec", self.weight_codec),
-            made("grad_codec", self.grad_codec),
-            made("frozen_codec", self.frozen_codec),
-            feedback,
-        )
+        feedback = Feedback() if self.error_feedback is True else None
+        if isinstance(self.error_feedback, ErrorFeedback):
+            feedback = Feedback(self.error_feedback.beta, self.error_feedback.reset)
+        names = ("weight_codec", "grad_codec", "frozen_codec")
+        weight, grad, frozen = (made(name, getattr(self, name)) for name in names)
+        return Codecs(weight, grad, frozen, feedback)
 
 
 State = Literal["weight", "grad", "optimizer"]
@@ -171,7 +152,7 @@ class Offload(_Strict):
     staging_bytes: int | None = Field(default=None, ge=1 << 16)
     delayed_update: int | None = Field(default=None, ge=0)
     verify: bool = False
-    # what copies to and from the host go through, for tests: tests/support/paced_link.py
+    # replaces the link between device and host in tests: tests/support/paced_link.py
     link: Any = Field(default=None, exclude=True, repr=False)
 
     @field_validator("weight", "grad", "optimizer", mode="before")
@@ -187,18 +168,14 @@ class Offload(_Strict):
     @field_validator("fraction")
     @classmethod
     def _share(cls, fraction: Any) -> Any:
-        shares = (
-            fraction.items()
-            if isinstance(fraction, dict)
-            else [("", fraction)]
-            if fraction != "auto"
-            else []
-        )
-        for state, share in shares:
+        shares = {} if fraction == "auto" else {"": fraction}
+        if isinstance(fraction, dict):
+            shares = {f"[{state!r}]": share for state, share in fraction.items()}
+        for state, share in shares.items():
             if not 0.0 <= share <= 1.0:
                 raise ValueError(
-                    f"offload.fraction{f'[{state!r}]' if state else ''}={share} is not in [0, 1]:"
-                    " it is the share that leaves the device"
+                    f"offload.fraction{state}={share} is not in [0, 1]: it is the share that leaves"
+                    " the device"
                 )
         return fraction
 
@@ -209,11 +186,7 @@ class Offload(_Strict):
     @property
     def away(self) -> dict[str, Tier]:
         """The states that leave the device."""
-        tiers = {
-            "weight": Tier(self.weight),
-            "grad": Tier(self.grad),
-            "optimizer": Tier(self.optimizer),
-        }
+        tiers = {state: Tier(getattr(self, state)) for state in get_args(State)}
         return {state: tier for state, tier in tiers.items() if tier is not Tier.DEVICE}
 
     def fractions(self) -> dict[str, float]:
@@ -223,29 +196,28 @@ class Offload(_Strict):
         return dict.fromkeys(get_args(State), 1.0 if self.fraction == "auto" else self.fraction)
 
     def check(self) -> None:
-        """Raise ConfigError for what has no effect or makes no sense."""
-        defaults = Offload()
-        away = self.away
-        for name in ("fraction", "disk_path", "staging_bytes", "delayed_update", "verify"):
-            if not away and getattr(self, name) != getattr(defaults, name):
-                raise ConfigError(
-                    f"offload.{name} has no effect while every state rests on the device: leave"
-                    " it out"
-                )
-        if isinstance(self.fraction, dict):
-            for given in self.fraction:
-                if given not in away:
-                    raise ConfigError(
-                        f"offload.fraction[{given!r}] has no effect: that state rests on the device"
-                    )
-        uses_disk = Tier.DISK in away.values()
-        if uses_disk and self.disk_path is None:
-            state = next(state for state, tier in away.items() if tier is Tier.DISK)
+        """Raise ConfigError for options without effect and invalid combinations."""
+        away, defaults = self.away, Offload()
+        names = ("fraction", "disk_path", "staging_bytes", "delayed_update", "verify")
+        given = [name for name in names if getattr(self, name) != getattr(defaults, name)]
+        if given and not away:
             raise ConfigError(
-                f"offload.{state}='disk' needs offload.disk_path, a directory on a local disk"
+                f"offload.{given[0]} has no effect while every state rests on the device: leave it"
+                " out"
             )
-        for name in ("disk_path", "verify"):
-            if not uses_disk and getattr(self, name) != getattr(defaults, name):
+        if isinstance(self.fraction, dict):
+            for state in self.fraction:
+                if state not in away:
+                    raise ConfigError(
+                        f"offload.fraction[{state!r}] has no effect: that state rests on the device"
+                    )
+        on_disk = [state for state, tier in away.items() if tier is Tier.DISK]
+        if on_disk and self.disk_path is None:
+            raise ConfigError(
+                f"offload.{on_disk[0]}='disk' needs offload.disk_path, a directory on a local disk"
+            )
+        for name in given:
+            if name in ("disk_path", "verify") and not on_disk:
                 raise ConfigError(
                     f"offload.{name} has no effect while no state rests on disk: leave it out"
                 )
@@ -281,7 +253,7 @@ class Config(_Strict):
     strict: bool = False
     verify_every: int | None = Field(default=None, ge=1)
     broadcast_buffers: bool = False
-    # what a step clips the norm to where clip_grad_norm_() was not called
+    # the norm of a step without clip_grad_norm_()
     gradient_clipping: float | None = Field(default=None, gt=0)
     # compared with the product of the next two and the ranks
     train_batch_size: int | None = Field(default=None, ge=1)
@@ -315,30 +287,22 @@ class Config(_Strict):
     @model_validator(mode="after")
     def _one_policy(self) -> Config:
         if self.stage is not None and self.policy is not None:
+            name = self.policy if isinstance(self.policy, str) else self.policy.name
             raise ValueError(
-                f"stage={self.stage} and policy={_policy_name(self.policy)!r} were both given: one"
-                " of them decides"
+                f"stage={self.stage} and policy={name!r} were both given: one of them decides"
             )
         return self
 
     def resolved_policy(self) -> Policy:
         """Return the row in force (default: stage 3), on the tiers of `offload`."""
-        if isinstance(self.policy, Policy):
-            policy = self.policy
-        else:
-            policy = row(
-                self.policy
-                if self.policy is not None
-                else STAGES[3 if self.stage is None else self.stage]
-            )
+        policy = self.policy or STAGES[3 if self.stage is None else self.stage]
+        if isinstance(policy, str):
+            policy = row(policy)
         if not self.offload.away:
             return policy
         try:
-            return policy.tiered(
-                self.offload.tier("weight"),
-                self.offload.tier("grad"),
-                self.offload.tier("optimizer"),
-            )
+            weight, grad, optimizer = (self.offload.tier(state) for state in get_args(State))
+            return policy.tiered(weight, grad, optimizer)
         except ValueError as error:
             raise ConfigError(f"policy={policy.name!r} with this offload: {error}") from None
 
@@ -348,11 +312,8 @@ class Config(_Strict):
 
     def check_batch(self, num_ranks: int) -> None:
         """Raise ConfigError unless the given batch sizes multiply up over `num_ranks`."""
-        total, micro, steps = (
-            self.train_batch_size,
-            self.train_micro_batch_size_per_gpu,
-            self.gradient_accumulation_steps,
-        )
+        total, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
+        steps = self.gradient_accumulation_steps
         if total is None or micro is None or steps is None:
             return
         if total != micro * steps * num_ranks:
@@ -362,20 +323,17 @@ class Config(_Strict):
             )
 
     def refuse_unsupported(self) -> None:
-        """Raise ConfigError for what this version cannot honour."""
+        """Raise ConfigError for options that this version does not support."""
         self.offload.check()
         self._check_codecs()
 
     def _check_codecs(self) -> None:
         comm, policy = self.comm, self.resolved_policy()
         codecs = comm.codecs()
-        for setting, name in (
-            ("weight_codec", comm.weight_codec),
-            ("frozen_codec", comm.frozen_codec),
-        ):
-            if name is not None and any(
-                c.weight.scope is not Scope.OWN for c in (policy.default, *policy.units.values())
-            ):
+        shards_all = all(cells.weight.scope is Scope.OWN for cells in policy.all_cells)
+        for setting in ("weight_codec", "frozen_codec"):
+            name = getattr(comm, setting)
+            if name is not None and not shards_all:
                 raise ConfigError(
                     f"comm.{setting}={name!r} encodes gathers of weights that rest sharded over all"
                     f" ranks (zero3, hpz); policy={policy.name!r} keeps them otherwise"
@@ -396,16 +354,16 @@ class Config(_Strict):
         if isinstance(self.policy, Policy):
             raise ConfigError("a zeroshard.Policy object has no JSON form: name a row of the table")
         data["policy"] = self.policy
-        data["precision"] = (
-            self.precision if isinstance(self.precision, str) else _precision_json(self.precision)
-        )
-        if self.units is not None and not (
-            isinstance(self.units, (list, tuple)) and all(isinstance(u, str) for u in self.units)
-        ):
+        data["precision"] = self.precision
+        if isinstance(self.precision, Precision):
+            dtypes = vars(self.precision)
+            data["precision"] = {name: dtype_name(dtype) for name, dtype in dtypes.items()}
+        units = () if self.units is None else self.units
+        if not isinstance(units, (list, tuple)) or not all(isinstance(one, str) for one in units):
             raise ConfigError(
                 "units given as classes or a callable have no JSON form: give qualified names"
             )
-        data["units"] = None if self.units is None else list(self.units)
+        data["units"] = None if self.units is None else list(units)
         return json.dumps(data, indent=2)
 
     @classmethod
@@ -441,29 +399,16 @@ class Config(_Strict):
         return build_config({key: value for key, value in fields.items() if value is not None})
 
 
-def _policy_name(policy: str | Policy) -> str:
-    return policy if isinstance(policy, str) else policy.name
-
-
-def _precision_json(precision: Precision) -> dict[str, str]:
-    return {
-        name: dtype_name(getattr(precision, name))
-        for name in ("compute", "reduce", "accumulate", "master")
-    }
-
-
 def build_config(source: Config | dict[str, Any] | str | Path | None, **overrides: Any) -> Config:
     """Return the configuration in `source` (Config, dict, JSON path) with `overrides`.
 
     Raises ConfigError, one line, naming a wrong key with the nearest right one, or a wrong value.
     """
-    data: dict[str, Any] = {}
+    data: Any = {} if source is None else source
     if isinstance(source, (str, Path)):
         data = read_json(source)
     elif isinstance(source, Config):
         data = {name: getattr(source, name) for name in source.model_fields_set}
-    elif source is not None:
-        data = source
     if not isinstance(data, dict):
         raise ConfigError(
             "config must be a zeroshard.Config, a dict or a path to a JSON object, not"
@@ -478,9 +423,8 @@ def build_config(source: Config | dict[str, Any] | str | Path | None, **override
     data.update(given)
     for key in data:
         if key not in Config.model_fields:
-            raise ConfigError(
-                f"{key!r} is not a keyword of shard(){nearest(key, list(Config.model_fields))}"
-            )
+            hint = nearest(key, list(Config.model_fields))
+            raise ConfigError(f"{key!r} is not a keyword of shard(){hint}")
     if isinstance(data.get("precision"), dict):
         try:
             data["precision"] = Precision(**data["precision"])

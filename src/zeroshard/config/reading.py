@@ -19,9 +19,8 @@ def read_json(path: str | Path) -> Any:
     try:
         data = Path(path).read_bytes()
     except (OSError, ValueError) as error:  # a path with a zero in it is a ValueError
-        raise ConfigError(
-            f"config={str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"config={str(path)!r} cannot be read: {reason}") from None
     return parse_json(data, f"config={str(path)!r}")
 
 
@@ -36,9 +35,8 @@ def parse_json(text: str | bytes, where: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
         if len(out) < len(pairs):
-            raise ValueError(
-                f"the key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} is there twice"
-            )
+            key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+            raise ValueError(f"the key {key!r} is there twice")
         return out
 
     try:

@@ -1,18 +1,16 @@
-"""Transformers' Trainer on zeroshard: ``ZeroTrainer`` instead of ``Trainer``, and nothing else
-changes.
+"""Transformers' Trainer on zeroshard: ``ZeroTrainer`` replaces ``Trainer``.
 
     trainer = ZeroTrainer(model=model, args=arguments, train_dataset=data, zero="zero.json")
     # or zero=zs.Config(stage=3), zero={"stage": 2}
     trainer.train()
 
 The Trainer lets a subclass wrap the model (``_wrap_model``) and then leaves its preparation alone.
-The model is sharded in place, so ``trainer.model`` stays the model; what the Trainer calls in the
-loop is a thin module around it that knows ``no_sync``, which Accelerate looks for in accumulation.
-Clipping, saving and resuming go through the engine.
+The model is sharded in place; the loop calls a thin module around it that has ``no_sync``, which
+Accelerate looks for. Clipping, saving and resuming go through the engine.
 
-A Trainer checkpoint holds the whole weights in Transformers' format, and in ``zeroshard/`` a
-checkpoint of ours (masters, optimizer, schedule), which resumes on any number of ranks and any
-stage. Evaluation before any training runs the plain model.
+A Trainer checkpoint holds the whole weights in Transformers' format, and in ``zeroshard/`` one of
+ours (masters, optimizer, schedule), which resumes on any number of ranks and any stage. Evaluation
+before any training runs the plain model.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ class ZeroTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.engine: zs.Engine | None = None
         self._wrapped: _Wrapped | None = None
-        self._zero = _settled(zs.Config.read(zero), self.args)
+        self._zero = _completed(zs.Config.read(zero), self.args)
 
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None
@@ -87,10 +85,8 @@ class ZeroTrainer(Trainer):
         if self.engine is None:
             if not training:
                 return model
-            optimizer = self.optimizer
-            assert isinstance(optimizer, torch.optim.Optimizer), (
-                "the Trainer makes the optimizer before it wraps the model"
-            )
+            optimizer = self.optimizer  # which the Trainer makes before it wraps the model
+            assert isinstance(optimizer, torch.optim.Optimizer)
             assert isinstance(self.model, nn.Module)
             self.engine = zs.shard(self.model, optimizer, config=self._zero, sync_from=0)
             self._wrapped = _Wrapped(self.model, self.engine)
@@ -127,12 +123,8 @@ class ZeroTrainer(Trainer):
         if self.engine is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        zs.save(
-            Path(output_dir) / _OURS,
-            self.engine,
-            step=self.state.global_step,
-            states=self._states(),
-        )
+        directory, step = Path(output_dir) / _OURS, self.state.global_step
+        zs.save(directory, self.engine, step=step, states=self._states())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self.engine is None or checkpoint is None:
@@ -144,7 +136,7 @@ class ZeroTrainer(Trainer):
         return {} if self.lr_scheduler is None else {"scheduler": self.lr_scheduler}
 
 
-def _settled(config: zs.Config, args: Any) -> zs.Config:
+def _completed(config: zs.Config, args: Any) -> zs.Config:
     """Return `config` completed from TrainingArguments. Raises ConfigError if they contradict."""
     if args.fp16:
         raise zs.ConfigError(
@@ -163,12 +155,11 @@ def _settled(config: zs.Config, args: Any) -> zs.Config:
             f"args.bf16 is on, but the configuration says precision={config.precision!r}: make them"
             " agree, or leave one out"
         )
+    micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     pairs = {
-        "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "train_batch_size": (
-            args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        ),
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+        "train_batch_size": micro * steps * args.world_size,
         "gradient_clipping": args.max_grad_norm,
     }
     for name, value in pairs.items():

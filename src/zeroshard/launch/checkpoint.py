@@ -1,10 +1,7 @@
-"""``zeroshard checkpoint``: what is in a checkpoint, whether it is whole, and the way to other
-libraries' formats and back.
+"""``zeroshard checkpoint``: show, verify, export and import checkpoints.
 
-``show`` reads manifests only. ``verify`` reads every byte and lists all that is wrong. ``export``
-and ``import`` never change their source.
-
-What it does not do: import torch before a command needs it (``show`` never does).
+``show`` reads manifests only. ``verify`` reads every byte and lists all damage. ``export`` and
+``import`` never change their source. torch is imported when a command needs it, never by ``show``.
 """
 
 from __future__ import annotations
@@ -27,24 +24,14 @@ __all__ = ["add_parser"]
 EXPORTS = ("hf", "torch", "dcp")
 IMPORTS = ("auto", "torch", "hf", "dcp", "deepspeed")
 DTYPES = ("fp32", "bf16", "fp16")
-_UNITS = {
-    "": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def add_parser(commands: Any) -> None:
     """Add ``checkpoint`` and its subcommands to the `commands` of an argument parser."""
-    checkpoint = commands.add_parser(
-        "checkpoint", help="show, verify, export and import checkpoints"
-    )
+    text = "show, verify, export and import checkpoints"
+    checkpoint = commands.add_parser("checkpoint", help=text)
     kinds = checkpoint.add_subparsers(dest="checkpoint", metavar="WHAT", required=True)
     show = kinds.add_parser("show", help="what is in a checkpoint")
     _add_source(show, "DIR")
@@ -58,88 +45,62 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_export(kinds: Any) -> None:
-    export = kinds.add_parser(
+    export = _add_kind(
+        kinds,
         "export",
-        help="write a checkpoint as others read it",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example:\n  zeroshard checkpoint export runs/gpt exported --to hf --dtype bf16",
+        "write a checkpoint as others read it",
+        "zeroshard checkpoint export runs/gpt exported --to hf --dtype bf16",
     )
     _add_source(export, "SRC")
-    export.add_argument(
-        "out",
-        type=Path,
-        metavar="OUT",
-        help="what to write: a directory, or a file for torch; it must not be there yet",
-    )
-    export.add_argument(
-        "--to",
-        choices=EXPORTS,
-        required=True,
-        help=(
-            "hf: safetensors for from_pretrained; torch: one file for torch.load; dcp: a directory"
-            " for torch.distributed.checkpoint"
-        ),
-    )
-    export.add_argument(
-        "--dtype", choices=DTYPES, help="of the parameters (default: as they were saved)"
-    )
-    export.add_argument(
-        "--max-shard-size",
-        type=_size,
-        default=5 * 10**9,
-        metavar="SIZE",
-        help="with hf, of each file, like 5GB or 500MiB (default: 5GB)",
-    )
+    text = "what to write: a directory, or a file for torch; it must not be there yet"
+    export.add_argument("out", type=Path, metavar="OUT", help=text)
+    text = "hf: safetensors for from_pretrained; torch: one file for torch.load; dcp: a directory"
+    text += " for torch.distributed.checkpoint"
+    export.add_argument("--to", choices=EXPORTS, required=True, help=text)
+    text = "of the parameters (default: as they were saved)"
+    export.add_argument("--dtype", choices=DTYPES, help=text)
+    text = "with hf, of each file, like 5GB or 500MiB (default: 5GB)"
+    size = 5 * 10**9
+    export.add_argument("--max-shard-size", type=_size, default=size, metavar="SIZE", help=text)
     export.set_defaults(handler=_export)
 
 
 def _add_import(kinds: Any) -> None:
-    parser = kinds.add_parser(
+    parser = _add_kind(
+        kinds,
         "import",
-        help="make a checkpoint of ours from another library's",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example:\n  zeroshard checkpoint import deepspeed_run runs/gpt",
+        "make a checkpoint of ours from another library's",
+        "zeroshard checkpoint import deepspeed_run runs/gpt",
     )
     parser.add_argument("source", type=Path, metavar="SRC", help="a file, or a directory")
-    parser.add_argument(
-        "out",
-        type=Path,
-        metavar="OUT_DIR",
-        help="the directory of checkpoints in which the step is written",
-    )
-    parser.add_argument(
-        "--from",
-        dest="format",
-        choices=IMPORTS,
-        default="auto",
-        help="what SRC is (default: auto, what it looks like)",
-    )
-    parser.add_argument(
-        "--step",
-        type=_count,
-        metavar="N",
-        help="number of the step that is written (default: what SRC says, or 0)",
-    )
-    parser.add_argument(
-        "--buffers",
-        type=lambda text: text.split(","),
-        default=[],
-        metavar="PATTERN,...",
-        help="names of tensors that are buffers, where SRC does not say, like '*.inv_freq'",
-    )
-    parser.add_argument(
-        "--optimizer",
-        metavar="CLASS",
-        help="class of the optimizer, where SRC does not say (default: AdamW for Adam's states)",
-    )
+    text = "the directory of checkpoints in which the step is written"
+    parser.add_argument("out", type=Path, metavar="OUT_DIR", help=text)
+    text = "what SRC is (default: auto, what it looks like)"
+    parser.add_argument("--from", dest="format", choices=IMPORTS, default="auto", help=text)
+    text = "number of the step that is written (default: what SRC says, or 0)"
+    parser.add_argument("--step", type=_count, metavar="N", help=text)
+    text = "names of tensors that are buffers, where SRC does not say, like '*.inv_freq'"
+    names: Any = {"type": lambda text: text.split(","), "default": [], "metavar": "PATTERN,..."}
+    parser.add_argument("--buffers", help=text, **names)
+    text = "class of the optimizer, where SRC does not say (default: AdamW for Adam's states)"
+    parser.add_argument("--optimizer", metavar="CLASS", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler=_import)
 
 
-def _add_source(parser: argparse.ArgumentParser, name: str) -> None:
-    parser.add_argument(
-        "source", type=Path, metavar=name, help="a directory of checkpoints, or one step in it"
+def _add_kind(kinds: Any, name: str, text: str, example: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = kinds.add_parser(
+        name,
+        help=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"example:\n  {example}",
     )
+    return parser
+
+
+def _add_source(parser: argparse.ArgumentParser, name: str) -> None:
+    text = "a directory of checkpoints, or one step in it"
+    parser.add_argument("source", type=Path, metavar=name, help=text)
     parser.add_argument("--step", type=_count, metavar="N", help="which step (default: the newest)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -159,7 +120,7 @@ def _size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-# ------------------------------------------------------------------ what is there
+# ------------------------------------------------------------------ choosing a step
 
 
 def _choose(source: Path, step: int | None) -> Path:
@@ -170,11 +131,9 @@ def _choose(source: Path, step: int | None) -> Path:
     source.stat()  # a missing or closed directory is an error of the system's, and it says which
     if not source.is_dir():
         raise UsageError(f"{source} is a file; a checkpoint is a directory")
+    if is_step(source) and step is not None:
+        raise UsageError(f"{source} is one step already: --step goes with the directory above it")
     if is_step(source):
-        if step is not None:
-            raise UsageError(
-                f"{source} is one step already: --step goes with the directory above it"
-            )
         return source.resolve()
     steps = list_steps(source)
     if not steps:
@@ -186,30 +145,23 @@ def _choose(source: Path, step: int | None) -> Path:
 
 def _numbers(steps: list[int]) -> str:
     """Return at most six numbers in words."""
-    if len(steps) > 6:
-        return (
-            f"{', '.join(map(str, steps[:3]))}, ... {', '.join(map(str, steps[-2:]))} ({len(steps)}"
-            " in all)"
-        )
-    return ", ".join(map(str, steps))
+    texts = list(map(str, steps))
+    if len(texts) > 6:
+        return f"{', '.join(texts[:3])}, ... {', '.join(texts[-2:])} ({len(texts)} in all)"
+    return ", ".join(texts)
 
 
 @contextmanager
 def _progress(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr where somebody looks at it; give the function that is told of bytes."""
+    """Show a progress bar on a terminal's stderr; yield a function that adds bytes to it."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    text = TextColumn("{task.description}")
+    columns = (text, BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task(what, total=num_bytes)
         yield lambda count: bar.advance(task, count)
 
@@ -265,13 +217,11 @@ def _print_summary(summary: dict[str, Any]) -> None:
     for title, rows in (("tensors", summary["tensors"]), ("files", summary["files"])):
         table = Table(title=title, title_justify="left")
         for key in rows[0] if rows else ():
-            table.add_column(
-                key, justify="right" if key in ("bytes", "tensors") else "left", no_wrap=True
-            )
+            is_number = key in ("bytes", "tensors")
+            table.add_column(key, justify="right" if is_number else "left", no_wrap=True)
         for row in rows:
-            table.add_row(
-                *(decimal(value) if key == "bytes" else str(value) for key, value in row.items())
-            )
+            cells = row.items()
+            table.add_row(*(decimal(one) if key == "bytes" else str(one) for key, one in cells))
         if rows:
             console.print(table)
 
@@ -321,22 +271,16 @@ def _verify_step(path: Path) -> dict[str, Any]:
         num_bytes, num_files = 0, 0
     with _progress(f"verify {path.name}", num_bytes) as progress:
         damage = verify(path, progress)
-    return {
-        "path": str(path),
-        "bytes": num_bytes,
-        "files": num_files,
-        "damage": [asdict(one) for one in damage],
-    }
+    found = [asdict(one) for one in damage]
+    return {"path": str(path), "bytes": num_bytes, "files": num_files, "damage": found}
 
 
 def _print_result(result: dict[str, Any]) -> None:
     from rich.filesize import decimal
 
     if not result["damage"]:
-        print(
-            f"{result['path']}: every byte is right ({decimal(result['bytes'])} in"
-            f" {result['files']} file(s))"
-        )
+        size = f"{decimal(result['bytes'])} in {result['files']} file(s)"
+        print(f"{result['path']}: every byte is right ({size})")
     for damage in result["damage"]:
         print(damage["what"])
 
@@ -349,45 +293,29 @@ def _export(arguments: argparse.Namespace) -> int:
     from zeroshard.checkpoint.steps import read_manifest
     from zeroshard.core.precision import parse_dtype
 
-    path = _choose(arguments.source, arguments.step)
+    path, out = _choose(arguments.source, arguments.step), arguments.out
     manifest = read_manifest(path)
-    read = [
-        entry.num_bytes
-        for entry in manifest.tensors
-        if entry.kind == "value" or (arguments.to != "hf" and entry.kind.startswith("state."))
-    ]
+    read = [entry.num_bytes for entry in manifest.tensors if entry.kind == "value"]
+    if arguments.to != "hf":
+        read += [one.num_bytes for one in manifest.tensors if one.kind.startswith("state.")]
     dtype = None if arguments.dtype is None else parse_dtype(arguments.dtype)
+    options: Any = {"dtype": dtype, "max_shard_bytes": arguments.max_shard_size}
     with _progress(f"export {path.name}", sum(read)) as progress:
-        export(
-            path,
-            arguments.out,
-            arguments.to,
-            dtype=dtype,
-            max_shard_bytes=arguments.max_shard_size,
-            progress=progress,
-        )
-    files = sorted(arguments.out.iterdir()) if arguments.out.is_dir() else [arguments.out]
+        export(path, out, arguments.to, progress=progress, **options)
+    files = sorted(out.iterdir()) if out.is_dir() else [out]
     num_bytes = sum(file.stat().st_size for file in files)
     if arguments.json:
-        _print_json(
-            {
-                "path": str(arguments.out),
-                "format": arguments.to,
-                "step": manifest.step,
-                "files": [f.name for f in files],
-                "bytes": num_bytes,
-            }
-        )
-    else:
+        names = [file.name for file in files]
+        facts = {"path": str(out), "format": arguments.to, "step": manifest.step, "files": names}
+        _print_json(facts | {"bytes": num_bytes})
+        return 0
+    size = f"{num_bytes} bytes in {len(files)} file(s)"
+    print(f"{out}: step {manifest.step} of {path.parent}, {size}")
+    if arguments.to == "hf":
         print(
-            f"{arguments.out}: step {manifest.step} of {path.parent}, {num_bytes} bytes in"
-            f" {len(files)} file(s)"
+            "config.json is not among them, since a checkpoint does not hold it: copy the model's"
+            " beside the weights for from_pretrained()"
         )
-        if arguments.to == "hf":
-            print(
-                "config.json is not among them, since a checkpoint does not hold it: copy the"
-                " model's beside the weights for from_pretrained()"
-            )
     return 0
 
 
@@ -405,11 +333,9 @@ def _import(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(asdict(done) | {"path": str(done.path)})
         return 0
-    optimizer = (
-        f"with the state of {done.optimizer}"
-        if done.optimizer
-        else "without an optimizer's state: load it with strict=False"
-    )
+    optimizer = "without an optimizer's state: load it with strict=False"
+    if done.optimizer:
+        optimizer = f"with the state of {done.optimizer}"
     print(f"{done.path}: {done.num_parameters} parameters, {done.num_bytes} bytes, {optimizer}")
     for note in done.notes:
         sys.stderr.write(f"zeroshard: {note}\n")

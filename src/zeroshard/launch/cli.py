@@ -1,9 +1,7 @@
-"""The ``zeroshard`` program: which command runs, and how errors end (one line on stderr, the
-exit code of the contract).
+"""The ``zeroshard`` program: commands, and errors as one line on stderr with an exit code.
 
 A command is a parser with a ``handler`` default, a function from the parsed arguments to the exit
-code; it imports what it needs when it runs, so that ``--help``, ``--version`` and usage errors
-answer at once.
+code; it imports what it needs when it runs, so that ``--help`` and usage errors answer at once.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 def _dispatch(arguments: list[str]) -> int:
     parser, run_parser, bench_parser = _build_parser()
     command = arguments[1:] if arguments[:1] == ["--debug"] else arguments
-    if command[:1] == ["run"]:  # not by the parser: what follows the script is not ours to read
+    if command[:1] == ["run"]:  # not by the parser: the arguments after the script are not ours
         options = parse_run(run_parser, [*arguments[: len(arguments) - len(command)], *command[1:]])
         from zeroshard.launch.run import launch, leave
 
@@ -62,9 +60,8 @@ def _build_parser() -> tuple[argparse.ArgumentParser, ...]:
         epilog="example:\n  zeroshard run --nproc 2 examples/train_gpt.py",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--debug", action="store_true", help="show the traceback of an error of ours"
-    )
+    text = "show the traceback of an error of ours"
+    parser.add_argument("--debug", action="store_true", help=text)
     parser.add_argument("--version", action="version", version=f"zeroshard {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LineParser)
     run_parser = commands.add_parser("run", help="start a script on every rank", allow_abbrev=False)
@@ -75,7 +72,7 @@ def _build_parser() -> tuple[argparse.ArgumentParser, ...]:
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
-    """The exit code and the line for an error; no line when nobody is left to read it."""
+    """Return the exit code and the line for an error; no line for a closed pipe."""
     if isinstance(error, UsageError):
         return EXIT_USAGE, str(error)
     if isinstance(error, ZeroshardError):

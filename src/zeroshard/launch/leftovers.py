@@ -1,13 +1,10 @@
-"""What a job may leave behind: processes that a rank has started, and the launcher's directory
-when the launcher itself is killed.
+"""Remove what a killed launcher leaves: processes that its ranks started, and its directory.
 
 Run as ``python leftovers.py DIRECTORY``, beside the launcher, with a pipe from it as stdin. The
-pipe closes when the launcher ends, however it ends; then whatever is left of the ranks' sessions is
-killed and the directory removed. (The ranks themselves die with the launcher, see ``worker.py``;
-after an orderly end there is nothing to do.)
+pipe closes when the launcher ends; then the processes left in the ranks' sessions are killed and
+the directory is removed. (The ranks themselves end with the launcher, see ``worker.py``.)
 
-Invariant: only processes of sessions that our ranks lead are ended; a process that has made a
-session of its own is no longer the rank's. Standard library only.
+Invariant: only processes of sessions that our ranks lead are ended. Standard library only.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""How the ranks of one host find each other, without anything that other hosts can reach and
-nothing that is unpickled.
+"""Rendezvous on one host: nothing listens to other hosts, and nothing is unpickled.
 
-torch's own rendezvous on one host opens two TCP stores that listen on all addresses, and its agent
-unpickles from one of them what anybody may write there. Here the agent keeps its notes in its own
-memory. For the ranks it opens one TCP store, on loopback alone, which is what
-``init_process_group()`` looks for under MASTER_ADDR and MASTER_PORT;
-``zeroshard.init_distributed()`` does not even use that, but a file in the launcher's private
-directory (``core/launched.py``).
+torch's own rendezvous opens two TCP stores that listen on all addresses, and its agent unpickles
+from one of them. Here the agent keeps its state in memory, and opens one TCP store on loopback for
+``init_process_group()`` (MASTER_ADDR, MASTER_PORT). ``zeroshard.init_distributed()`` uses a file in
+the launcher's private directory instead (``core/launched.py``).
 
-Invariant: one agent, one group of ranks, a new store for each start of the group. Several hosts use
-torch's rendezvous.
+Invariant: one agent, one group of ranks, a new store for each start of the group.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""What ``zeroshard run`` takes: its own options, those of torchrun, then the script and, byte
-for byte, the script's arguments.
+"""The options of ``zeroshard run``: its own, torchrun's, then the script and its arguments.
 
-torch's own parser could do this, but importing it takes seconds and a usage error must not. So the
-names of torchrun's options and whether they take a value stand here, as data; a test compares the
-table with the parser of the installed torch.
+torch's own parser takes seconds to import, and a usage error must not. So torchrun's options are
+listed here as data; a test compares the table with the parser of the installed torch.
 """
 
 from __future__ import annotations
@@ -15,18 +13,14 @@ import os
 import socket
 import sys
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 __all__ = [
-    "REFUSED",
-    "TORCHRUN_FLAGS",
-    "TORCHRUN_VALUES",
-    "LineParser",
-    "RunOptions",
-    "UsageError",
-    "add_run_options",
-    "parse_run",
-]
+    "REFUSED", "TORCHRUN_FLAGS", "TORCHRUN_VALUES", "LineParser", "RunOptions", "UsageError",
+    "add_run_options", "parse_run",
+]  # fmt: skip
+
+T = TypeVar("T")
 
 DEFAULT_GRACE_S = 3
 
@@ -76,14 +70,10 @@ OWN_VALUES = ("--nproc", "--nproc-per-node", "--stall-timeout")
 OWN_FLAGS = ("--debug", "--help", "-h")
 NPROC_WORDS = ("auto", "cpu", "gpu", "xpu")
 PLACES_THE_JOB = (
-    "--nnodes",
-    "--node-rank",
-    "--master-addr",
-    "--master-port",
-    "--rdzv-backend",
+    "--nnodes", "--node-rank", "--master-addr", "--master-port", "--rdzv-backend",
     "--rdzv-endpoint",
-)
-ONE_HOST = {  # what says nothing else than the default
+)  # fmt: skip
+ONE_HOST = {  # values that mean the same as the default
     "--nnodes": ("1", "1:1"),
     "--node-rank": ("0",),
     "--master-addr": ("127.0.0.1", "localhost"),
@@ -94,7 +84,7 @@ EXAMPLE = "example:\n  zeroshard run --nproc 2 examples/train_gpt.py --steps 100
 
 
 class UsageError(Exception):
-    """The command line makes no sense: one line that says what and where, exit code 2."""
+    """An invalid command line: one line, exit code 2."""
 
 
 class LineParser(argparse.ArgumentParser):
@@ -143,17 +133,14 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
             " a step) for so long; 0: never look (default: show the stacks after 600 s, and go on)"
         ),
     )
-    parser.add_argument(
-        "--debug",
-        action="store_true",
-        help="show the log of torch's launcher and our own tracebacks",
-    )
+    debug = "show the log of torch's launcher and our own tracebacks"
+    parser.add_argument("--debug", action="store_true", help=debug)
     group = parser.add_argument_group("torchrun options")
-    short = {long: name for name, long in SHORT.items()}
+    names = {long: (long, short) for short, long in SHORT.items()}
     for name, text in TORCHRUN_VALUES.items():
-        group.add_argument(name, *filter(None, [short.get(name)]), metavar="VALUE", help=text)
+        group.add_argument(*names.get(name, (name,)), metavar="VALUE", help=text)
     for name, text in TORCHRUN_FLAGS.items():
-        group.add_argument(name, *filter(None, [short.get(name)]), action="store_true", help=text)
+        group.add_argument(*names.get(name, (name,)), action="store_true", help=text)
 
 
 def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
@@ -172,8 +159,10 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
         raise UsageError("--module and --no-python exclude each other")
     kind = "module" if given.module else "command" if given.no_python else "script"
     _check_target(kind, rest[0])
+    # from the line, or torchrun's own defaults, which cluster operators set
     places = {
-        name: getattr(given, _dest(name)) or _from_environment(name) for name in PLACES_THE_JOB
+        name: getattr(given, _dest(name)) or os.environ.get(f"PET_{_dest(name).upper()}")
+        for name in PLACES_THE_JOB
     }
     named = [name for name, value in places.items() if value is not None]
     if given.standalone and named:
@@ -193,11 +182,7 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
         standalone=one_host,
         port=_port(places["--master-port"]) if one_host else 0,
         grace_s=_seconds("--shutdown-timeout", given.shutdown_timeout, DEFAULT_GRACE_S),
-        stall_s=(
-            None
-            if given.stall_timeout is None
-            else _seconds("--stall-timeout", given.stall_timeout, 0.0)
-        ),
+        stall_s=_seconds("--stall-timeout", given.stall_timeout, None),
         debug=given.debug,
     )
 
@@ -216,11 +201,6 @@ def _hint_at_order(options: list[tuple[str, str | None]], rest: list[str]) -> No
 
 def _dest(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
-
-
-def _from_environment(name: str) -> str | None:
-    # torchrun's own defaults, set by cluster operators
-    return os.environ.get(f"PET_{_dest(name).upper()}")
 
 
 def _long(name: str) -> str:
@@ -259,14 +239,10 @@ def _split(argv: list[str]) -> tuple[list[tuple[str, str | None]], list[str]]:
 def _unknown(written: str, name: str) -> str:
     if name in REFUSED:
         return f"{written} has no place here: {REFUSED[name]}"
-    near = difflib.get_close_matches(
-        name, [*TORCHRUN_VALUES, *TORCHRUN_FLAGS, *OWN_VALUES, *OWN_FLAGS], n=1
-    )
-    return (
-        f"unknown option {written}"
-        + (f", did you mean {near[0]}?" if near else "")
-        + "; the script's own options come after it"
-    )
+    known = [*TORCHRUN_VALUES, *TORCHRUN_FLAGS, *OWN_VALUES, *OWN_FLAGS]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f", did you mean {near[0]}?" if near else ""
+    return f"unknown option {written}{hint}; the script's own options come after it"
 
 
 def _canonical(options: list[tuple[str, str | None]]) -> list[str]:
@@ -274,14 +250,8 @@ def _canonical(options: list[tuple[str, str | None]]) -> list[str]:
 
 
 def _for_torchrun(options: list[tuple[str, str | None]]) -> list[str]:
-    ours = {
-        *OWN_VALUES,
-        *OWN_FLAGS,
-        "--module",
-        "--no-python",
-        "--shutdown-timeout",
-        "--standalone",
-    }
+    ours = {*OWN_VALUES, *OWN_FLAGS}
+    ours |= {"--module", "--no-python", "--shutdown-timeout", "--standalone"}
     return _canonical([(name, value) for name, value in options if name not in ours])
 
 
@@ -295,9 +265,12 @@ def _check_nproc(nproc: str | None) -> None:
         )
 
 
-def _seconds(name: str, text: str | None, default: float) -> float:
+def _seconds(name: str, text: str | None, default: T) -> float | T:
+    """Return the number of seconds that `text` is, `default` if it is not given."""
+    if text is None:
+        return default
     try:
-        seconds = float(default if text is None else text)
+        seconds = float(text)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < 1e6:
@@ -313,10 +286,8 @@ def _check_target(kind: str, target: str) -> None:
             raise UsageError(f"script {target!r} is not a file that can be read")
     elif kind == "module":
         top = target.partition(".")[0]
-        if (
-            importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None
-            and top not in sys.builtin_module_names
-        ):
+        spec = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path])
+        if spec is None and top not in sys.builtin_module_names:
             raise UsageError(f"module {target!r} not found")
 
 
@@ -331,11 +302,8 @@ def _port(text: str | None) -> int:
 
 def _check_port(given: argparse.Namespace) -> None:
     """Raise UsageError for a port that is taken, before the rendezvous would time out."""
-    if (
-        given.master_port is None
-        or given.node_rank not in (None, "0")
-        or given.rdzv_backend not in (None, "static")
-    ):
+    is_ours = given.node_rank in (None, "0") and given.rdzv_backend in (None, "static")
+    if given.master_port is None or not is_ours:
         return
     port = _port(given.master_port)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

@@ -1,8 +1,6 @@
-"""How a rank is, seen from outside: the time of its last heartbeat, and the stacks of its
-threads on request.
+"""How a rank is, seen from outside: its last heartbeat, and the stacks of its threads on request.
 
-Both are files in the launcher's directory, which ``worker.py`` makes. A rank that is stopped or
-sits in the kernel does not answer.
+Both are files in the launcher's directory, made by ``worker.py``. A stopped rank does not answer.
 """
 
 from __future__ import annotations
@@ -47,18 +45,13 @@ class Pulse:
         return 0
 
     def answer(self, begin: int) -> str:
-        """Return what was written since `begin`, cut to 60 lines."""
+        """Return the stacks written since `begin`, at most 60 lines."""
         with contextlib.suppress(OSError):
-            lines = (
-                Path(f"{self._prefix}.stacks")
-                .read_bytes()[begin:]
-                .decode(errors="replace")
-                .splitlines()
-            )
-            return "\n".join(
-                lines[:_NUM_LINES]
-                + [f"... {len(lines) - _NUM_LINES} more lines"] * (len(lines) > _NUM_LINES)
-            )
+            data = Path(f"{self._prefix}.stacks").read_bytes()[begin:]
+            lines = data.decode(errors="replace").splitlines()
+            if len(lines) > _NUM_LINES:
+                lines[_NUM_LINES:] = [f"... {len(lines) - _NUM_LINES} more lines"]
+            return "\n".join(lines)
         return ""
 
 

@@ -1,20 +1,16 @@
-"""``zeroshard run``: torch.distributed.run with a free port, sane threads, a short grace, no
-orphans, and the first failure shown last.
+"""``zeroshard run``: torch.distributed.run without orphans, and with the first failure shown last.
 
-The agent is torch's own, so rendezvous, restarts and logs are what torchrun users know. Around it
-stand three things: each rank is started through ``worker.py``, which makes it die with the launcher
-and write its failure down; a :class:`~zeroshard.launch.supervisor.Supervisor` watches the ranks;
-and the failures it found are printed when everything has ended.
+The agent is torch's own, so rendezvous, restarts and logs are what torchrun users know. Each rank
+is started through ``worker.py``, which makes it end with the launcher and write its failure down; a
+:class:`~zeroshard.launch.supervisor.Supervisor` watches the ranks, and the failures are printed
+when everything has ended.
 
 A signal to the launcher is passed on to the ranks, which then have ``SIGNAL_GRACE_S`` seconds (or
-TORCH_ELASTIC_SHUTDOWN_TIMEOUT): time to save. Where they say what came of it by an exit code of the
-contract (75: saved, queue me again), that is the job's, too; else it is 128 + signal. A second
-Ctrl-C ends them at once.
+TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to save. Their exit code is the job's if it is one of the contract
+(75: saved, queue me again), else that is 128 + signal. A second Ctrl-C ends them at once.
 
 On one host everything is bound to loopback, and nothing is unpickled (``one_host.py``). Several
-hosts use torch's rendezvous (SECURITY.md).
-
-What it does not do yet: hostfiles, Slurm.
+hosts use torch's rendezvous (SECURITY.md). Hostfiles and Slurm are not supported yet.
 """
 
 from __future__ import annotations
@@ -46,8 +42,7 @@ from zeroshard.launch.supervisor import (
 
 __all__ = ["launch", "leave"]
 
-# what torchrun gives, and Slurm and Kubernetes give torchrun; after a failure the Supervisor's
-# grace is what counts
+# torchrun's own, and Slurm's and Kubernetes' for torchrun; after a failure the Supervisor's counts
 SIGNAL_GRACE_S = 30
 
 
@@ -60,12 +55,8 @@ def launch(options: RunOptions) -> int:
         if not options.debug:
             _silence_torch_launcher()
         arguments = _torchrun_arguments(torchrun, options, directory)
-        _set_environment(
-            options,
-            directory,
-            num_ranks=int(arguments.nproc_per_node),
-            restarts=arguments.max_restarts > 0,
-        )
+        num_ranks, restarts = int(arguments.nproc_per_node), arguments.max_restarts > 0
+        _set_environment(options, directory, num_ranks=num_ranks, restarts=restarts)
         supervisor = Supervisor(
             directory,
             options.grace_s,
@@ -138,9 +129,8 @@ def _torchrun_arguments(torchrun: Any, options: RunOptions, directory: str) -> A
         line += ["--log-dir", directory]  # torch makes a directory in any case, and leaves it
     arguments = torchrun.parse_args([*line, worker.__file__])
     try:
-        arguments.nproc_per_node = str(
-            torchrun.determine_local_world_size(arguments.nproc_per_node)
-        )
+        num_ranks = torchrun.determine_local_world_size(arguments.nproc_per_node)
+        arguments.nproc_per_node = str(num_ranks)
         torchrun.parse_min_max_nnodes(arguments.nnodes)
     except (ValueError, RuntimeError) as error:
         raise UsageError(str(error)) from None
@@ -159,11 +149,8 @@ def _place_on_this_host(arguments: Any, port: int) -> None:
 
     one_host.register()
     arguments.standalone, arguments.nnodes = False, "1"
-    arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id = (
-        one_host.BACKEND,
-        f"{one_host.LOOPBACK}:{port}",
-        secrets.token_hex(8),
-    )
+    arguments.rdzv_backend, arguments.rdzv_id = one_host.BACKEND, secrets.token_hex(8)
+    arguments.rdzv_endpoint = f"{one_host.LOOPBACK}:{port}"
     arguments.local_addr = arguments.local_addr or one_host.LOOPBACK
 
 
@@ -176,11 +163,10 @@ def _default_nproc() -> str:
 def _set_environment(
     options: RunOptions, directory: str, *, num_ranks: int, restarts: bool
 ) -> None:
-    """Set what the ranks inherit; what the user has set stays."""
+    """Set the ranks' environment; the user's own values stay."""
     os.environ[worker.DIRECTORY], os.environ[worker.LAUNCHER_PID] = directory, str(os.getpid())
-    os.environ.setdefault(
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(max(round(options.grace_s), SIGNAL_GRACE_S))
-    )
+    grace_s = max(round(options.grace_s), SIGNAL_GRACE_S)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace_s))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // num_ranks, 1)))
     if options.standalone:
         os.environ[worker.MEETING] = os.path.join(directory, "meeting")
@@ -192,11 +178,10 @@ def _set_environment(
 
 
 def _silence_torch_launcher() -> None:
-    """Its log says in forty lines, after the fact, what our report says in one block."""
+    """Silence its log, which repeats our report in forty lines."""
+    prefixes = tuple(f"torch.distributed.{name}" for name in ("elastic", "run", "launcher"))
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith(
-            ("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")
-        ):
+        if name.startswith(prefixes):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
@@ -220,17 +205,8 @@ def _report_stall(seconds: float, stacks: dict[int, str], ends: bool) -> None:
         for rank, stack in sorted(stacks.items())
     ]
     what = "ended, exit code 71" if ends else "going on; --stall-timeout SECONDS ends such a job"
-    _say(
-        "\n".join(
-            [
-                *shown,
-                (
-                    f"zeroshard run: no rank has made progress for {seconds:.0f} s, its ranks are"
-                    f" shown above: {what}"
-                ),
-            ]
-        )
-    )
+    fact = f"no rank has made progress for {seconds:.0f} s, its ranks are shown above"
+    _say("\n".join([*shown, f"zeroshard run: {fact}: {what}"]))
 
 
 def _report(failures: list[Failure], begin: float) -> None:
@@ -241,10 +217,10 @@ def _report(failures: list[Failure], begin: float) -> None:
             _say(f"rank {failure.rank} was here when rank {first.rank} gave up:\n{failure.stacks}")
         if not failure.silent and not (first.left and failure.traceback):
             line = textwrap.shorten(failure.message or failure.how, 160, placeholder=" ...")
-            _say(
-                f"rank {failure.rank} failed too, {abs(failure.at - first.at):.2f} s"
-                f" {_before_or_after(failure, first)} the first: {line}"
-            )
+            # the first one counts earlier than it was seen, see supervisor.py
+            order = "before" if failure.at < first.at else "after"
+            when = f"{abs(failure.at - first.at):.2f} s {order} the first"
+            _say(f"rank {failure.rank} failed too, {when}: {line}")
     if first.left:
         _report_leaver(first, others, begin)
         return
@@ -255,16 +231,9 @@ def _report(failures: list[Failure], begin: float) -> None:
         )
         return
     hint = " (often the kernel, out of memory)" if first.status == -signal.SIGKILL else ""
-    block = (
-        f"rank {first.rank} failed first, {first.at - begin:.2f} s after the start:"
-        f" {first.how}{hint}"
-    )
+    when = f"{first.at - begin:.2f} s after the start"
+    block = f"rank {first.rank} failed first, {when}: {first.how}{hint}"
     _say("\n".join(filter(None, [block, (first.traceback or first.message).rstrip()])))
-
-
-def _before_or_after(failure: Failure, first: Failure) -> str:
-    # the first one counts earlier than it was seen, see supervisor.py
-    return "before" if failure.at < first.at else "after"
 
 
 def _report_leaver(first: Failure, others: list[Failure], begin: float) -> None:

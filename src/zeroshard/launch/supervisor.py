@@ -1,30 +1,25 @@
-"""Watch the ranks of this machine, end those that are left when one failed, and say which failed
-first.
+"""Watch the ranks of this machine, end the others after a failure, and name the first failure.
 
 The launcher's agent polls its children every 0.1 s, too coarse to tell a cause from its effects: a
-rank that is killed takes its peers down within milliseconds. So each rank announces itself on a
-FIFO, one thread sleeps on the FIFO and on a pidfd per rank, and a rank that raises says so, with
-the time, before it tears anything down.
+killed rank takes its peers down within milliseconds. So each rank announces itself on a FIFO, one
+thread sleeps on the FIFO and on a pidfd per rank, and a rank that raises reports it, with the time,
+before it tears anything down.
 
-Who is first ([Note: blame]): failures are ordered by time, with three corrections, since the time
-of a silent death is only when the launcher woke up for it:
+[Note: blame] Failures are ordered by time, with three corrections, since a silent death is noticed
+late:
 
 - a rank killed by a signal that no peer sends counts ``SIGNAL_LEAD_S`` earlier: peers may report
   its broken connections sooner;
-- a rank that ended with an exit code and no word counts ``SILENT_LEAD_S`` earlier, for the same
-  reason;
-- a rank that says itself that it failed because a peer was lost, or that we ended, counts
-  ``CONSEQUENCE_LAG_S`` later.
+- a rank that ended with an exit code and no report counts ``SILENT_LEAD_S`` earlier;
+- a rank that reports a lost peer, or that we ended, counts ``CONSEQUENCE_LAG_S`` later.
 
 A rank whose script ends well while others wait for it is to blame before those that lost it (exit
-code 71). Ranks that a stall ends, and ranks of which none has shown a heartbeat for `stall_s`
-seconds, are asked for their stacks first (``pulse.py``).
+code 71). Ranks are asked for their stacks (``pulse.py``) before a stall ends them, or when none has
+shown a heartbeat for `stall_s` seconds. A rank that ends with exit code 75 (preempted) has not
+failed: its peers may still be saving, and have the agent's longer grace.
 
-A rank that ends with exit code 75 (preempted) has not failed: its peers may still be saving, and
-are left to the agent's longer patience. When Ctrl-C comes twice, there is no patience.
-
-No torch here, and no signal that ends anything is sent before a rank has failed, the job has
-stalled, or Ctrl-C has come twice.
+No torch here, and nothing is ended before a rank has failed, the job has stalled, or Ctrl-C has
+come twice.
 """
 
 from __future__ import annotations
@@ -44,13 +39,8 @@ from zeroshard.launch.leftovers import end_sessions
 from zeroshard.launch.pulse import Pulse, stacks_of
 
 __all__ = [
-    "CONTRACT_EXIT_CODES",
-    "EXIT_PREEMPTED",
-    "Failure",
-    "Supervisor",
-    "blame_order",
-    "exit_code_of",
-]
+    "CONTRACT_EXIT_CODES", "EXIT_PREEMPTED", "Failure", "Supervisor", "blame_order", "exit_code_of",
+]  # fmt: skip
 
 SIGNAL_LEAD_S = 1.0
 SILENT_LEAD_S = 0.05
@@ -115,11 +105,10 @@ def blame_order(failures: list[Failure]) -> list[Failure]:
             return failure.at + CONSEQUENCE_LAG_S
         if not failure.silent:
             return failure.at
-        if failure.status is not None and failure.status < 0:
-            return failure.at - (
-                0.0 if -failure.status in SIGNALS_OF_A_CONSEQUENCE else SIGNAL_LEAD_S
-            )
-        return failure.at - SILENT_LEAD_S
+        if failure.status is None or failure.status >= 0:
+            return failure.at - SILENT_LEAD_S
+        is_consequence = -failure.status in SIGNALS_OF_A_CONSEQUENCE
+        return failure.at if is_consequence else failure.at - SIGNAL_LEAD_S
 
     return sorted(failures, key=key)
 
@@ -200,9 +189,8 @@ class Supervisor:
         self._selector.register(self._fifo, selectors.EVENT_READ)
         self._signals, self._signals_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._signals, selectors.EVENT_READ)
-        self._thread = threading.Thread(
-            target=self._watch, name="zeroshard-supervisor", daemon=True
-        )
+        name = "zeroshard-supervisor"
+        self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
 
     def start(self) -> None:
         """Begin to watch. Called in the main thread, whose signals are counted."""
@@ -212,10 +200,7 @@ class Supervisor:
     def stop(self, grace_s: float = 0.5) -> None:
         """Watch at most ``grace_s`` seconds more, then end the remaining ranks and the thread."""
         deadline = time.monotonic() + grace_s
-        while (
-            any(watched.alive for watched in list(self._watched.values()))
-            and time.monotonic() < deadline
-        ):
+        while any(one.alive for one in self._watched.values()) and time.monotonic() < deadline:
             time.sleep(0.01)
         self._stopping = True
         os.write(self._fifo, b"\n")
@@ -239,12 +224,10 @@ class Supervisor:
 
     def _failures_of(self, generation: int, statuses: dict[int, int]) -> list[Failure]:
         failures = []
-        for watched in self._watched.values():
+        for watched in self._ranks_of(generation):
             status = statuses.get(watched.pid, watched.status)
-            ended = status not in (None, 0) and not (
-                watched.left_at is not None and status in ENDED_BY_LAUNCHERS
-            )
-            if watched.generation == generation and (ended or watched.failed_at is not None):
+            was_ended = watched.left_at is not None and status in ENDED_BY_LAUNCHERS
+            if watched.failed_at is not None or (status not in (None, 0) and not was_ended):
                 failures.append(self._describe(watched, status))
         failures = blame_order(failures)
         if failures and (failures[0].consequence or failures[0].stalled):
@@ -252,63 +235,52 @@ class Supervisor:
         return failures
 
     def _leavers(self, generation: int, statuses: dict[int, int]) -> list[Failure]:
-        """The ranks whose scripts have ended well, the first one first."""
+        """Return the ranks whose scripts have ended well, in order of time."""
         left = []
-        for watched in self._watched.values():
+        for watched in self._ranks_of(generation):
             at = watched.ended_at if watched.left_at is None else watched.left_at
             well = watched.left_at is not None or statuses.get(watched.pid, watched.status) == 0
-            if (
-                watched.generation == generation
-                and watched.failed_at is None
-                and well
-                and at is not None
-            ):
+            if watched.failed_at is None and well and at is not None:
                 left.append(Failure(watched.rank, watched.pid, at, status=0))
         return sorted(left, key=lambda failure: failure.at)
 
     def _end_children(self, generation: int) -> None:
-        """End what the ranks of a failed generation have started: it would outlive them."""
+        """End the processes that the ranks of a failed generation have started."""
         if self._failures_of(generation, {}):
-            end_sessions(
-                [
-                    watched.pid
-                    for watched in self._watched.values()
-                    if watched.generation == generation
-                ]
-            )
+            end_sessions(watched.pid for watched in self._ranks_of(generation))
+
+    def _ranks_of(self, generation: int) -> list[_Watched]:
+        return [one for one in self._watched.values() if one.generation == generation]
 
     def knows(self, pid: int) -> bool:
         """Whether the process announced itself."""
         return pid in self._watched
 
     def _describe(self, watched: _Watched, status: int | None) -> Failure:
-        said = self._said(watched.pid)
+        report = self._report_of(watched.pid)
         at = watched.failed_at if watched.failed_at is not None else watched.ended_at
-        if "exit_code" in said and (status is None or status < 0):
+        if "exit_code" in report and (status is None or status < 0):
             # it was ended by us while it was still tearing down
-            status = int(str(said["exit_code"]))
+            status = int(str(report["exit_code"]))
+        was_ended = watched.ended_by_us and watched.failed_at is None
         return Failure(
             rank=watched.rank,
             pid=watched.pid,
             at=at if at is not None else time.monotonic(),
             status=status,
-            message=str(said.get("message", "")),
-            traceback=str(said.get("traceback", "")),
-            consequence=bool(
-                said.get("consequence", watched.ended_by_us and watched.failed_at is None)
-            ),
-            stalled=bool(said.get("stalled", False)),
+            message=str(report.get("message", "")),
+            traceback=str(report.get("traceback", "")),
+            consequence=bool(report.get("consequence", was_ended)),
+            stalled=bool(report.get("stalled", False)),
             stacks=watched.stacks,
         )
 
-    def _said(self, pid: int) -> dict[str, object]:
-        """What a rank wrote down about its failure; empty where it did not."""
+    def _report_of(self, pid: int) -> dict[str, object]:
+        """Return what a rank wrote about its failure, if anything."""
+        path, report = self.directory / f"failure-{pid}.json", dict[str, object]()
         with contextlib.suppress(OSError, ValueError):
-            said: dict[str, object] = json.loads(
-                (self.directory / f"failure-{pid}.json").read_text(encoding="utf-8")
-            )
-            return said
-        return {}
+            report = json.loads(path.read_text(encoding="utf-8"))
+        return report
 
     def _watch(self) -> None:
         while not self._stopping:
@@ -325,54 +297,38 @@ class Supervisor:
             self._look_for_a_stall()
 
     def _patience(self) -> float | None:
-        pending = [
-            watched.end_by
-            for watched in self._watched.values()
-            if watched.alive and watched.end_by is not None
-        ]
-        patience = [max(min(pending) - time.monotonic(), 0.01)] if pending else []
-        return min(
-            [*patience, *([min(self._stall_s / 4, 5.0)] if self._stall_s else [])], default=None
-        )
+        alive = [one.end_by for one in self._watched.values() if one.alive]
+        ends = [end_by for end_by in alive if end_by is not None]
+        patience = [max(min(ends) - time.monotonic(), 0.01)] if ends else []
+        if self._stall_s:
+            patience.append(min(self._stall_s / 4, 5.0))
+        return min(patience, default=None)
 
     def _look_for_a_stall(self) -> None:
-        """Tell it, once, when no rank has shown a heartbeat for too long."""
-        ranks = [
-            watched
-            for watched in self._watched.values()
-            if watched.generation == self._generation and watched.alive
-        ]
-        if (
-            not self._stall_s
-            or self.stalled
-            or not ranks
-            or any(watched.end_by is not None for watched in ranks)
-        ):
+        """Report, once, that no rank has shown a heartbeat for too long."""
+        ranks = [watched for watched in self._ranks_of(self._generation) if watched.alive]
+        if not self._stall_s or self.stalled or not ranks:
+            return
+        if any(watched.end_by is not None for watched in ranks):
             return
         beats = [watched.pulse.last_beat() for watched in ranks]
         last = max(beat or watched.begun_at for beat, watched in zip(beats, ranks, strict=True))
-        if (
-            time.monotonic() - last <= self._stall_s
-            or last == self._stall_told
-            or not (all(beats) or self._ends_a_stall)
-        ):
+        if time.monotonic() - last <= self._stall_s or last == self._stall_told:
+            return
+        if not (all(beats) or self._ends_a_stall):
             return
         self._stall_told = last
         self._ask_for_stacks(ranks)
-        self._on_stall(
-            time.monotonic() - last,
-            {watched.rank: watched.stacks for watched in ranks},
-            self._ends_a_stall,
-        )
+        stacks = {watched.rank: watched.stacks for watched in ranks}
+        self._on_stall(time.monotonic() - last, stacks, self._ends_a_stall)
         self.stalled = self._ends_a_stall
         if self.stalled:
             for watched in ranks:
                 watched.end_by = time.monotonic()
 
     def _ask_for_stacks(self, ranks: list[_Watched]) -> None:
-        for watched, stacks in zip(
-            ranks, stacks_of([watched.pulse for watched in ranks]), strict=True
-        ):
+        answers = stacks_of([watched.pulse for watched in ranks])
+        for watched, stacks in zip(ranks, answers, strict=True):
             watched.stacks = stacks
 
     def _read_events(self) -> None:
@@ -382,28 +338,19 @@ class Supervisor:
             event = json.loads(line)
             watched = self._watched.get(event["pid"])
             if "rank" in event:
-                self._add(
-                    event["rank"],
-                    event["restart_count"],
-                    event["pid"],
-                    shows=bool(event.get("shows")),
-                )
+                shows = bool(event.get("shows"))
+                self._add(event["rank"], event["restart_count"], event["pid"], shows=shows)
             elif watched is not None and "left_at" in event:
                 watched.left_at = event["left_at"]
             elif watched is not None:
                 watched.failed_at = event["failed_at"]
-                self._note_failure(watched, self._said(watched.pid))
+                self._note_failure(watched, self._report_of(watched.pid))
 
-    def _note_failure(self, failed: _Watched, said: dict[str, object]) -> None:
-        if said.get("stalled"):
-            self._ask_for_stacks(
-                [
-                    w
-                    for w in self._watched.values()
-                    if w.alive and w is not failed and w.generation == failed.generation
-                ]
-            )
-        if said.get("exit_code") != EXIT_PREEMPTED:
+    def _note_failure(self, failed: _Watched, report: dict[str, object]) -> None:
+        if report.get("stalled"):
+            peers = [one for one in self._ranks_of(failed.generation) if one is not failed]
+            self._ask_for_stacks([one for one in peers if one.alive])
+        if report.get("exit_code") != EXIT_PREEMPTED:
             self._start_grace(failed.generation)
 
     def _read_signals(self) -> None:
@@ -415,10 +362,7 @@ class Supervisor:
     def _add(self, rank: int, restart_count: int, pid: int, *, shows: bool) -> None:
         # A group that changed its members starts again with the same count, and then a rank comes
         # twice.
-        again = any(
-            watched.rank == rank and watched.generation == self._generation
-            for watched in self._watched.values()
-        )
+        again = any(watched.rank == rank for watched in self._ranks_of(self._generation))
         if again or restart_count > self._restart_count:
             self._on_restart(self._failures_of(self._generation, {}))
             self._end_children(self._generation)
@@ -439,15 +383,14 @@ class Supervisor:
         with contextlib.suppress(ChildProcessError):  # the agent reaped it first, see failures()
             result = os.waitid(os.P_PIDFD, watched.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if result is not None:
-                watched.status = (
-                    result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-                )
+                sign = 1 if result.si_code == os.CLD_EXITED else -1
+                watched.status = sign * result.si_status
         if watched.status not in (None, 0, EXIT_PREEMPTED):
             self._start_grace(watched.generation)
 
     def _start_grace(self, generation: int) -> None:
-        for watched in self._watched.values():
-            if watched.generation == generation and watched.end_by is None:
+        for watched in self._ranks_of(generation):
+            if watched.end_by is None:
                 watched.end_by = time.monotonic() + self.grace_s
 
     @staticmethod

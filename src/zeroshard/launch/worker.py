@@ -1,25 +1,21 @@
-"""Run one rank's script as ``python script.py`` would, and tell the launcher how it went.
+"""Run one rank's script as ``python script.py`` would, and report to the launcher how it ended.
 
 Started by ``zeroshard run`` as ``python -u worker.py script|module|command TARGET ARGS...``, once
 per rank. It
 
-1. asks the kernel to end this process when the launcher dies (also by SIGKILL): ranks never outlive
-  their launcher;
+1. asks the kernel to end this process when the launcher dies, also by SIGKILL;
 2. announces itself on the launcher's FIFO, so that the launcher can watch the process;
 3. runs the target as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``;
 4. on an uncaught exception writes rank, time and traceback to a file, announces that too, and ends
   with the exception's exit code;
-5. announces the end of a script that ends well, too: the others may still wait for this rank.
+5. announces a script that ends well, too: the others may still wait for this rank.
 
-Beside that it keeps a file with the time of the rank's last heartbeat (``core/launched.py``), and
-writes the stacks of all threads to another when the launcher sends `STACKS_SIGNAL`.
+It keeps a file with the time of the rank's last heartbeat (``core/launched.py``), and writes the
+stacks of all threads to another on `STACKS_SIGNAL`. The launcher prints the traceback, last.
 
 Invariant: an end is announced *before* anything is torn down, so its time is earlier than that of
 every failure it causes in another rank. Standard library only, and no import of zeroshard: it must
 cost nothing and shadow nothing of the user's.
-
-What it does not do: catch signals, print the traceback (the launcher does, last), or touch the
-process group.
 """
 
 from __future__ import annotations
@@ -78,14 +74,9 @@ def main(argv: list[str]) -> None:
     except SystemExit as error:
         if error.code not in (None, 0):
             message = error.code if isinstance(error.code, str) else ""
-            _write_failure(
-                directory,
-                {
-                    "message": message,
-                    "traceback": "",
-                    "exit_code": error.code if isinstance(error.code, int) else 1,
-                },
-            )
+            exit_code = error.code if isinstance(error.code, int) else 1
+            report = {"message": message, "traceback": "", "exit_code": exit_code}
+            _write_failure(directory, report)
         else:
             _announce(directory, {"pid": os.getpid(), "left_at": time.monotonic()})
         raise
@@ -95,7 +86,7 @@ def main(argv: list[str]) -> None:
 
 
 class _Launched:
-    """What this rank knows of its launcher, for core/launched.py."""
+    """The rank's view of its launcher, for core/launched.py."""
 
     meeting: str | None = None
     num_meetings = 0
@@ -147,9 +138,8 @@ def _env_int(name: str) -> int:
 def _announce(directory: str, message: Mapping[str, int | float]) -> None:
     line = json.dumps(message).encode() + b"\n"  # far below PIPE_BUF, so one write is one line
     with contextlib.suppress(OSError):  # a launcher that is gone takes this process with it
-        fifo = os.open(
-            os.path.join(directory, "events"), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        )
+        path = os.path.join(directory, "events")
+        fifo = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             os.write(fifo, line)
         finally:
@@ -157,7 +147,7 @@ def _announce(directory: str, message: Mapping[str, int | float]) -> None:
 
 
 def _run_script(path: str, args: list[str]) -> None:
-    """What the interpreter does for ``python path args``, in a fresh ``__main__`` module."""
+    """Run ``python path args`` as the interpreter does, in a fresh ``__main__`` module."""
     sys.argv[:] = [path, *args]
     sys.path[0:1] = [] if sys.flags.safe_path else [os.path.dirname(os.path.realpath(path))]
     module = types.ModuleType("__main__")
@@ -182,42 +172,28 @@ def _run_module(name: str, args: list[str]) -> None:
 
 def _fail(directory: str, error: BaseException) -> int:
     """Write the failure down and return the exit code."""
+    between = (__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in (
-        __file__,
-        "<frozen runpy>",
-        "<frozen importlib._bootstrap>",
-    ):
-        # what stands between the interpreter and the script says nothing to the user
-        frames = frames.tb_next
+    while frames is not None and frames.tb_frame.f_code.co_filename in between:
+        frames = frames.tb_next  # frames between the interpreter and the script
     zeroshard_errors = sys.modules.get("zeroshard.errors")
-    ours = zeroshard_errors is not None and isinstance(error, zeroshard_errors.ZeroshardError)
-    exit_code = (
-        int(getattr(error, "exit_code", 1))
-        if ours
-        else 128 + signal.SIGINT
-        if isinstance(error, KeyboardInterrupt)
-        else 1
-    )
-    message = "".join(traceback.format_exception_only(type(error), error)).strip()
+    exit_code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    if zeroshard_errors is not None and isinstance(error, zeroshard_errors.ZeroshardError):
+        exit_code = int(getattr(error, "exit_code", 1))
     text = "".join(traceback.format_exception(type(error), error, frames))
-    known = _write_failure(
-        directory,
-        {
-            "message": message,
-            "traceback": text,
-            "exit_code": exit_code,
-            "consequence": _lost_a_peer(error),
-            "stalled": type(error).__name__ == "StallError",
-        },
-    )
-    if not known:
+    report = {
+        "message": "".join(traceback.format_exception_only(type(error), error)).strip(),
+        "traceback": text,
+        "exit_code": exit_code,
+        "consequence": _lost_a_peer(error),
+        "stalled": type(error).__name__ == "StallError",
+    }
+    hook = sys.excepthook
+    if not _write_failure(directory, report):
         sys.stderr.write(text)
-    elif sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith(
-        "torch."
-    ):
+    elif hook is not sys.__excepthook__ and not hook.__module__.startswith("torch."):
         # the user's own; torch's only prints what the launcher will
-        sys.excepthook(type(error), error, frames)
+        hook(type(error), error, frames)
     return exit_code
 
 
@@ -236,7 +212,7 @@ def _leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _write_failure(directory: str, failure: dict[str, object]) -> bool:
+def _write_failure(directory: str, failure: Mapping[str, object]) -> bool:
     """Write the file, then announce it; returns whether the file could be written."""
     at = time.monotonic()
     path = os.path.join(directory, f"failure-{os.getpid()}.json")

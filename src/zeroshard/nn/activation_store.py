@@ -1,22 +1,20 @@
-"""Tensors put away on another tier between forward and backward, and brought back ahead of their
-use (ZeRO-R's P_a+cpu, ZeRO-Infinity's 5.1.2).
+"""Tensors that rest on another tier between forward and backward (ZeRO-R's P_a+cpu,
+ZeRO-Infinity's 5.1.2).
 
-    put      source --Storage.write--> storage     the source is released once the copy has landed
+    put      source --Storage.write--> storage     the source is released once the copy has ended
     ahead    arrival <--Storage.read-- storage     started before it is needed
-    fetch    arrival, waited for; the source itself where it is still here
+    fetch    arrival, waited for; the source itself if it is not released
 
 An **activation store** is one store with its storages, which are used again; a **saved activation**
-is one tensor's bytes in it, and goes with its last reference.
+is one tensor's bytes in it, and ends with its last reference.
 
-Invariants. An activation store never holds more bytes than were in use at once at some time, in
-size classes an eighth apart, so steps that repeat do not grow. Of the sources only those of the
-last `_MOST_LEAVING` + 1 calls are still here. Copies run on the engine's discipline of lanes
-(runtime/streams.py): writes on "reduce", reads on "gather", each forked from compute and joined
-before memory is given back or used. A source that was written to before its copy had landed is
-refused in backward: the copy may hold either.
+Invariants. An activation store never holds more bytes than were in use at once, in size classes an
+eighth apart. Only the sources of the last `_MOST_LEAVING` + 1 calls are on the device. Copies run
+on the engine's lanes (runtime/streams.py): writes on "reduce", reads on "gather", each forked from
+compute and joined before memory is released or used. Writing to a source before its copy has ended
+is an error in backward: the copy may hold either value.
 
-Cost: a copy each way; on the device the sources that leave and what was read ahead.
-Activation stores are closed when the program ends.
+Cost: a copy each way. Activation stores are closed when the program ends.
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import torch
@@ -56,17 +55,9 @@ class SavedActivation:
     """One tensor's bytes in an activation store."""
 
     __slots__ = (
-        "__weakref__",
-        "_arrival",
-        "_arriving",
-        "_leaving",
-        "_num_bytes",
-        "_source",
-        "_spoiled",
-        "_storage",
-        "_store",
-        "_version",
-    )
+        "__weakref__", "_arrival", "_arriving", "_leaving", "_num_bytes", "_source", "_spoiled",
+        "_storage", "_store", "_version",
+    )  # fmt: skip
 
     def __init__(self, store: ActivationStore, source: torch.Tensor) -> None:
         data = source.view(torch.uint8)
@@ -79,25 +70,21 @@ class SavedActivation:
         self._arriving: Flight | None = None
         self._storage = storage = store.take(self._num_bytes)
         store.streams.alloc(id(self))
+        write = partial(storage.write, 0, data.numel(), data)
         try:
-            self._leaving = store.start(
-                "reduce",
-                lambda: storage.write(0, data.numel(), data),
-                reads=id(self),
-                writes=storage.key,
-            )
+            self._leaving = store.start("reduce", write, reads=id(self), writes=storage.key)
         except BaseException:
-            store.drop(storage)
+            store.close_storage(storage)
             raise
 
-    def landed(self) -> bool:
-        """Whether the source has been let go, which happens here once its copy is over."""
+    def try_release(self) -> bool:
+        """Release the source if its copy has ended; return whether it is released."""
         if self._source is not None and self._leaving.done():
-            self.let_go()
+            self.release()
         return self._source is None
 
-    def let_go(self) -> None:
-        """Let the source go, after its copy."""
+    def release(self) -> None:
+        """Release the source, after its copy."""
         if self._source is None:
             return
         self._leaving.wait()
@@ -107,15 +94,14 @@ class SavedActivation:
 
     def ahead(self) -> None:
         """Start bringing the bytes back, unless they are here."""
-        if not self.landed() or self._arriving is not None or self._store.is_closed:
+        if not self.try_release() or self._arriving is not None or self._store.is_closed:
             return
         out = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._store.device)
         streams, storage = self._store.streams, self._storage
         streams.alloc(id(out))
         self._arrival = out
-        self._arriving = self._store.start(
-            "gather", lambda: storage.read(0, out.numel(), out), reads=storage.key, writes=id(out)
-        )
+        read = partial(storage.read, 0, out.numel(), out)
+        self._arriving = self._store.start("gather", read, reads=storage.key, writes=id(out))
 
     def fetch(self) -> torch.Tensor:
         """Return the bytes [num_bytes] on the device, valid on compute; each call reads again."""
@@ -130,9 +116,7 @@ class SavedActivation:
             return self._source.view(torch.uint8)
         self.ahead()
         out, flight = self._arrival, self._arriving
-        assert out is not None and flight is not None, (
-            "the activation store was closed under what it holds"
-        )
+        assert out is not None and flight is not None, "the activation store was closed"
         self._arrival = self._arriving = None
         flight.wait()
         self._store.streams.read(id(out))
@@ -140,15 +124,10 @@ class SavedActivation:
 
     def __del__(self) -> None:
         if hasattr(self, "_leaving"):  # else its copy never started
-            flights = [
-                flight
-                for flight, tensor in (
-                    (self._leaving, self._source),
-                    (self._arriving, self._arrival),
-                )
-                if tensor is not None
-            ]
-            self._store.returned.append((self._storage, flights, (self._source, self._arrival)))
+            tensors = (self._source, self._arrival)
+            flights = zip((self._leaving, self._arriving), tensors, strict=True)
+            waited = [flight for flight, tensor in flights if tensor is not None]
+            self._store.returned.append((self._storage, waited, tensors))
 
 
 class ActivationStore:
@@ -161,8 +140,7 @@ class ActivationStore:
         self.is_closed = False
         self.used = 0  # bytes of storages that hold a saved activation
         self.most_used = 0
-        # Parcels end wherever the last reference does, in the garbage collector too: they only
-        # leave word here.
+        # of saved activations that ended, perhaps in the garbage collector: `collect` takes them
         self.returned: deque[tuple[Storage, list[Flight | None], object]] = deque()
         self._idle: dict[int, list[Storage]] = {}  # by size
         # by call, oldest first
@@ -182,17 +160,17 @@ class ActivationStore:
                 for reference in self._leaving.popleft()[1]:
                     late = reference()
                     if late is not None:
-                        late.let_go()
+                        late.release()
             return saved
 
     def poll(self) -> None:
-        """Let sources go whose copies have landed."""
+        """Release the sources whose copies have ended."""
         with self._lock:
             while self._leaving:
                 left = [
                     reference
                     for reference in self._leaving[0][1]
-                    if (saved := reference()) is not None and not saved.landed()
+                    if (saved := reference()) is not None and not saved.try_release()
                 ]
                 if left:
                     self._leaving[0][1][:] = left
@@ -243,19 +221,19 @@ class ActivationStore:
                 for flight in flights:
                     if flight is not None:
                         flight.wait()
-            except StorageError:  # nobody will read it, but a storage whose write failed stays lost
-                self.drop(storage)
+            except StorageError:  # a storage whose write failed stays lost
+                self.close_storage(storage)
             else:
                 self.used -= storage.numel
                 self._idle.setdefault(storage.numel, []).append(storage)
 
-    def drop(self, storage: Storage) -> None:
+    def close_storage(self, storage: Storage) -> None:
         """Close a storage that was taken."""
         self.used -= storage.numel
         storage.close()
 
     def close(self) -> None:
-        """Close the store. What still rests there is lost."""
+        """Close the store; its contents are lost."""
         self.is_closed = True
         self.store.close()
         self._idle.clear()
@@ -286,12 +264,11 @@ def activation_store_for(
 def _make_store(tier: Tier, device: torch.device, disk_path: str | None) -> Store:
     if tier is Tier.HOST:
         return HostStore(device)
-    from zeroshard.tier.disk import DiskStore  # its threads and files are for those who use it
+    from zeroshard.tier.disk import DiskStore  # lazily: it is rarely used
 
     assert tier is Tier.DISK and disk_path is not None, (tier, disk_path)
-    return DiskStore(
-        disk_path, device, run="activations", rank=dist.get_rank() if dist.is_initialized() else 0
-    )
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return DiskStore(disk_path, device, run="activations", rank=rank)
 
 
 def _make_room() -> None:

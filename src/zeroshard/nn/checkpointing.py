@@ -1,5 +1,4 @@
-"""Activation checkpointing whose inputs rest on another tier, or in slices on the ranks that
-hold the same ones (ZeRO-R, section 6.1).
+"""Activation checkpointing with inputs on another tier or in slices (ZeRO-R, section 6.1).
 
     checkpoint(fn, *args)        forward: run fn, keep its inputs alone
                                  backward: run fn again from them
@@ -9,20 +8,16 @@ hold the same ones (ZeRO-R, section 6.1).
     partition=group              P_a: of each input only this rank's 1/T stays; in backward the
                                  ranks of the group gather it
 
-It is torch's checkpoint without reentry, whose inputs pass through whatever saved-tensor hooks
-stand around it, and whose intermediate tensors do not: those are packed by hooks of its own inside.
-So a pair of hooks of ours outside sees the inputs, all of them and nothing else.
+It is torch's checkpoint without reentry. That packs intermediate tensors by hooks of its own, so a
+pair of saved-tensor hooks around it sees the inputs and nothing else.
 
     forward     pack each input: [slice it,] start its copy to the tier
-    backward    start the reads of the call before this one, wait for our own, [gather,]
-                run fn again
+    backward    start the reads of the previous call, wait for this one's, [gather,] run fn again
 
-Which inputs leave, and how they come back, is nn/inputs.py's. Tensors in containers other than
-list, tuple and dict are not seen and stay.
+nn/inputs.py says which inputs leave. Tensors in containers other than list, tuple and dict stay.
 
-Invariant: the same bits as without. Inside another checkpoint, inputs are intermediate tensors of
-that one, recomputed by it and not put away. Cost: fn twice; one copy of the inputs each way; of the
-call before this one the inputs on the device as well.
+Invariant: the same bits as without. Inside another checkpoint inputs are recomputed by that one and
+stay. Cost: fn twice; one copy of the inputs each way; the inputs of two calls on the device.
 """
 
 from __future__ import annotations
@@ -69,7 +64,7 @@ def checkpoint(
     return _call(Rest.of(tier, partition, disk_path), fn, args, kwargs)
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]  # as torch does its own: what a compiler is to see is inside fn
+@torch._disable_dynamo  # type: ignore[attr-defined]  # as for torch's: only fn is to be compiled
 def _call(rest: Rest, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
@@ -84,11 +79,12 @@ def _call(rest: Rest, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 def _is_recomputed() -> bool:
     """Return whether another checkpoint will compute, or computes, our inputs again."""
+    if torch._C._current_graph_task_id() >= 0:
+        return True
     around: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    inside = (
+    return (
         around is not None and getattr(around[0], "__module__", "") == torch_checkpoint.__module__
     )
-    return inside or torch._C._current_graph_task_id() >= 0
 
 
 class _Runs:
@@ -149,7 +145,7 @@ def _put_back(shape: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
 
 @dataclass(frozen=True)
 class _Checkpointed:
-    """What a checkpointed block knows."""
+    """The settings of a checkpointed block."""
 
     rest: Rest
     inner: Callable[..., Any] | None  # a ``forward`` that the block had in its instance dictionary

@@ -1,47 +1,38 @@
-"""Deferred initialisation: build a model of any size in no memory, and fill it in later, a unit
-at a time, with the same bits.
+"""Deferred initialisation: build a model without memory, and fill it later, unit by unit.
 
     with zs.deferred_init():
         model = GPT(config)                   # its own init code runs as it is
-    engine = zs.shard(model, optimizer)       # each unit is computed, stored into the shards, and
-                                              forgotten
+    engine = zs.shard(model, optimizer)       # each unit is computed, sharded and released
 
 Inside the block every operation of this thread passes through the recorder (nn/recorder.py). New
-tensors of 64 KiB or more become hollow (nn/hollow.py) and what is done to them goes on a tape
+tensors of 64 KiB or more become hollow (nn/hollow.py), and operations on them go on a tape
 (nn/tape.py). Small tensors are real, so most code that looks at values simply runs. A random
-operation is done once on a temporary, so that the generator advances exactly as it would, and again
-with the generator's old state when the tensor is filled.
+operation runs on a temporary, so that the generator advances, and again from the generator's old
+state when the tensor is filled.
 
-Invariant: after the block the generators, and after filling every bit, are what building the model
-without the block gives. Memory that a parameter left uninitialised is zero. Cost: nothing per large
-parameter at rest; during the block the largest tensor; random operations take their time twice. At
-the end of the block large tensors that no parameter uses (buffers, tables) are filled.
+Invariant: after the block the generators, and after filling every bit, are the same as without the
+block. Uninitialised memory is zero. Cost: memory for the largest tensor during the block; random
+operations run twice. At the end of the block large tensors that no parameter uses are filled.
 
-What it does not do: follow other threads, or code that reads memory behind torch's back (C++
-extensions).
+It does not follow other threads, or code that reads memory behind torch's back (C++ extensions).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 
 from zeroshard.errors import ConfigError
-from zeroshard.nn.hollow import adopt_all, fill, fingerprint_of, record_of, settle
+from zeroshard.nn.hollow import adopt_all, end_recording, fill, fingerprint_of, record_of
 from zeroshard.nn.recorder import PointerReads, Recorder
 
 __all__ = [
-    "allocate",
-    "deferred_init",
-    "fingerprint_of",
-    "is_deferred",
-    "materialize",
-    "refuse_inside",
-]
+    "allocate", "deferred_init", "fingerprint_of", "is_deferred", "materialize", "refuse_inside",
+]  # fmt: skip
 
 _thread = threading.local()
 
@@ -67,7 +58,7 @@ def deferred_init() -> Iterator[None]:
         complete = True
     finally:
         _thread.recorder = None
-        settle(recorder, compute=complete)
+        end_recording(recorder, compute=complete)
 
 
 def materialize(*things: nn.Module | torch.Tensor) -> None:
@@ -110,8 +101,5 @@ def _current() -> Recorder | None:
 
 def _fill(tensors: Iterable[torch.Tensor], *, compute: bool = True) -> None:
     recorder = _current()
-    if recorder is None:
-        fill(tensors, compute=compute)
-        return
-    with recorder.paused():
+    with nullcontext() if recorder is None else recorder.paused():
         fill(tensors, compute=compute)

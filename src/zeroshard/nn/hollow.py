@@ -4,12 +4,11 @@ Shape, stride, dtype and device are right and every view shares the one storage,
 the final objects from the start. Which entry of the tape (nn/tape.py) computes a storage is kept
 beside it, by weak reference: it goes when the storage goes.
 
-[Note: hollow tensors and torch] Torch checks for missing memory in some operations only. Measured
-on 2.13: ``t[0]``, ``F.linear`` raise, ``t + 1``, ``t.mean()``, ``torch.cat`` end the process,
-``t.numpy()`` and ``copy.deepcopy(t)`` return garbage. So a hollow tensor is only ever handled
-inside the recorder, which intercepts all operations; outside, every tensor object over a hollow
-storage is *guarded*: its class is a subclass of its own whose ``__torch_function__`` raises
-StateError naming the remedy, and which is taken off again when it is filled.
+[Note: hollow tensors and torch] Torch checks for missing memory in some operations only (2.13:
+``t[0]`` raises, ``t + 1`` ends the process, ``t.numpy()`` returns garbage). So a hollow tensor is
+handled only inside the recorder, which intercepts all operations; outside, every tensor object over
+a hollow storage is *guarded*: until it is filled its class is a subclass whose
+``__torch_function__`` raises StateError naming the remedy.
 
 Invariant: outside the recorder no unguarded tensor object over a hollow storage exists. Cost: one
 walk over all live objects when a block ends (0.1 s for 300,000 objects).
@@ -34,22 +33,14 @@ from zeroshard.nn.tape import Cell, Entry, Place, fingerprint, replay
 from zeroshard.optim.sealed import ANSWERED, SET_DATA, name_of
 
 __all__ = [
-    "Record",
-    "adopt_all",
-    "fill",
-    "fill_storages",
-    "fingerprint_of",
-    "hollow_out",
-    "inflated",
-    "place_of",
-    "record_of",
-    "settle",
-]
+    "Record", "adopt_all", "end_recording", "fill", "fill_storages", "fingerprint_of", "hollow_out",
+    "inflated", "place_of", "record_of",
+]  # fmt: skip
 
 
 @dataclass(eq=False)
 class Record:
-    """What is known of one hollow storage."""
+    """The state of one hollow storage."""
 
     cell: Cell
     entry: Entry  # the last that wrote into it
@@ -64,20 +55,13 @@ _RECORDS: weakref.WeakKeyDictionary[torch.UntypedStorage, Record] = weakref.Weak
 def record_of(tensor: torch.Tensor) -> Record | None:
     """Return the record of a hollow tensor, None for any other."""
     storage = storage_of(tensor)
-    record = None if storage is None else _RECORDS.get(storage)
-    return record if record is not None and storage is not None and storage.nbytes() == 0 else None
+    return _hollow_storages([storage]).get(storage) if storage is not None else None
 
 
 def place_of(tensor: torch.Tensor, cell: Cell, *, metadata_only: bool = False) -> Place:
     """Return where `tensor` lies in `cell`."""
-    return Place(
-        cell,
-        tuple(tensor.shape),
-        tensor.stride(),
-        int(tensor.storage_offset()),
-        tensor.dtype,
-        metadata_only,
-    )
+    shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
+    return Place(cell, shape, tensor.stride(), offset, tensor.dtype, metadata_only)
 
 
 def hollow_out(tensor: torch.Tensor, owner: object) -> tuple[Record, Place]:
@@ -112,7 +96,7 @@ def fill(tensors: Iterable[torch.Tensor], *, compute: bool = True) -> None:
 def fill_storages(
     candidates: Iterable[torch.UntypedStorage | None], *, compute: bool = True
 ) -> None:
-    """The same for storages. After an exception they are hollow as before."""
+    """Fill storages as `fill` does. After an exception they are hollow as before."""
     storages = _hollow_storages(candidates)
     try:
         for storage, record in storages.items():
@@ -132,9 +116,8 @@ def fill_storages(
 def _hollow_storages(
     candidates: Iterable[torch.UntypedStorage | None],
 ) -> dict[torch.UntypedStorage, Record]:
-    return {
-        s: _RECORDS[s] for s in candidates if s is not None and s in _RECORDS and s.nbytes() == 0
-    }
+    known = [one for one in candidates if one is not None and one in _RECORDS]
+    return {storage: _RECORDS[storage] for storage in known if storage.nbytes() == 0}
 
 
 def fingerprint_of(tensor: torch.Tensor) -> str | None:
@@ -157,16 +140,13 @@ def adopt_all(owner: object) -> None:
             record.owner = owner
 
 
-def settle(owner: object, *, compute: bool) -> None:
+def end_recording(owner: object, *, compute: bool) -> None:
     """End a recorder: fill what no parameter uses (buffers, temporaries) and guard the rest.
 
     With `compute` False (an exception is under way) everything is guarded.
     """
-    mine = {
-        storage: record
-        for storage, record in _RECORDS.items()
-        if record.owner is owner and storage.nbytes() == 0
-    }
+    hollow = _hollow_storages(_RECORDS)
+    mine = {storage: record for storage, record in hollow.items() if record.owner is owner}
     if not mine:
         return
     over: dict[torch.UntypedStorage, list[torch.Tensor]] = {storage: [] for storage in mine}
@@ -210,16 +190,14 @@ _ANSWERED = ANSWERED | {
 
 
 class _Guarded:
-    """Answers what needs no values, and refuses everything else."""
+    """Answers queries that need no values, and refuses everything else."""
 
     _zeroshard_plain: type
 
     def __repr__(self, **_: Any) -> str:
         tensor: Any = self
-        return (
-            f"{type(self).__name__}(shape={tuple(tensor.shape)}, dtype={tensor.dtype},"
-            f" device={str(tensor.device)!r})"
-        )
+        facts = f"shape={tuple(tensor.shape)}, dtype={tensor.dtype}, device={str(tensor.device)!r}"
+        return f"{type(self).__name__}({facts})"
 
     @classmethod
     def __torch_function__(
@@ -247,8 +225,5 @@ class _Guarded:
 @cache
 def _guard_class(plain: type) -> type:
     """Return the guarded subclass of a tensor class."""
-    return type(
-        f"Deferred{plain.__name__}",
-        (_Guarded, plain),
-        {"_zeroshard_plain": plain, "__module__": __name__},
-    )
+    namespace = {"_zeroshard_plain": plain, "__module__": __name__}
+    return type(f"Deferred{plain.__name__}", (_Guarded, plain), namespace)

@@ -1,17 +1,15 @@
-"""The inputs of a checkpointed call at rest: which of them leave, in what form, and how they
-come back ahead of their use.
+"""The inputs of a checkpointed call at rest: which of them leave the device, and how they return.
 
     Rest       where: a tier, a group of ranks that each keep a slice, or both
     Call       the inputs of one call; knows the call before it, which backward comes to next
     Input      what torch holds in place of one input
 
-Put away are floating-point tensors of 4 KiB or more. Others stay as they are: parameters and their
-views, leaves that require a gradient, expanded tensors, and subclasses. A tensor that several calls
-are given is stored once, as long as nothing is written to it.
+Floating-point tensors of 4 KiB or more leave; parameters and their views, leaves that require a
+gradient, expanded tensors and subclasses stay. An input of several calls is stored once, as long as
+nothing is written to it.
 
-Invariant: what comes back has the bits, the shape and the strides of what was put away. Cost: of
-each input one copy on the tier (1/T of it with a group of T ranks); on the device, during backward,
-the inputs of two calls.
+Invariant: bits, shape and strides are kept. Cost: one copy of each input on the tier (1/T of it
+with a group of T ranks); on the device, during backward, the inputs of two calls.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class Rest:
 
     @classmethod
     def of(cls, tier: str, partition: Any, disk_path: str | None) -> Rest:
-        """Check what the user gave."""
+        """Check the user's arguments. Raises ConfigError."""
         tiers = {one.value: one for one in Tier}
         if tier not in tiers:
             raise ConfigError(f"tier={tier!r} is not a tier: use 'device', 'host' or 'disk'")
@@ -68,7 +66,7 @@ class Rest:
 
 
 class _Bytes(Protocol):
-    """Bytes at rest: a a SavedActivation of nn/activation_store.py, or here."""
+    """Bytes at rest: a SavedActivation of nn/activation_store.py, or `_Here`."""
 
     def ahead(self) -> None: ...
 
@@ -96,7 +94,7 @@ class Call:
         self._before: weakref.ref[Call] | None = None
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Put an input away; torch keeps what is returned in its place."""
+        """Store an input; torch keeps the returned object in its place."""
         if not _may_leave(tensor):
             return tensor
         if not self._saved:
@@ -106,30 +104,21 @@ class Call:
         return Input(self, saved, tensor, self._rest.group)
 
     def _put(self, tensor: torch.Tensor) -> _Bytes:
-        rest = self._rest
-        place = (
-            tensor.storage_offset(),
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.dtype,
-            tensor._version,
-        )
+        rest, geometry = self._rest, (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        key = (rest, tensor.storage_offset(), *geometry, tensor._version)
         stored = _stored.setdefault(tensor.untyped_storage(), {})
-        known = stored.get((rest, place), lambda: None)()
+        known = stored.get(key, lambda: None)()
         if known is not None:
             return known
         flat = flatten(tensor.detach())
         if rest.group is not None:
             flat = _slice_of(flat, rest.group)
-        on_device = rest.tier is Tier.DEVICE
-        saved: _Bytes = (
-            _Here(flat)
-            if on_device
-            else activation_store_for(rest.tier, tensor.device, rest.disk_path).put(flat, self)
-        )
-        for gone in [key for key, reference in stored.items() if reference() is None]:
+        saved: _Bytes = _Here(flat)
+        if rest.tier is not Tier.DEVICE:
+            saved = activation_store_for(rest.tier, tensor.device, rest.disk_path).put(flat, self)
+        for gone in [one for one, reference in stored.items() if reference() is None]:
             del stored[gone]
-        stored[rest, place] = weakref.ref(saved)
+        stored[key] = weakref.ref(saved)
         return saved
 
     def ahead(self) -> None:
@@ -153,7 +142,7 @@ _stored: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[Any, weakref.ref[_
 
 
 class Input:
-    """What torch holds in place of an input."""
+    """The object that torch holds in place of an input."""
 
     __slots__ = ("_call", "_dtype", "_group", "_is_dense", "_saved", "_shape", "_stride")
 
@@ -187,24 +176,16 @@ def unpack(packed: Any) -> torch.Tensor:
 
 def _may_leave(tensor: torch.Tensor) -> bool:
     """Whether an input is worth a copy, and one can stand for it."""
-    if (
-        type(tensor) is not torch.Tensor
-        or tensor.layout is not torch.strided
-        or tensor.device.type == "meta"
-    ):
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_meta:
         return False  # parameters and other subclasses
-    if (
-        not tensor.is_floating_point()
-        or tensor.nbytes < _LEAST_BYTES
-        or tensor.is_inference()
-        or tensor.is_neg()
-    ):
+    if not tensor.is_floating_point() or tensor.nbytes < _LEAST_BYTES:
+        return False
+    if tensor.is_inference() or tensor.is_neg():
         return False
     if (tensor.is_leaf and tensor.requires_grad) or isinstance(tensor._base, nn.Parameter):
-        return False  # somebody holds them anyway
-    return all(
-        stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+        return False  # they stay in memory in any case
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return all(stride or size < 2 for size, stride in sizes)
 
 
 def _slice_of(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,20 +1,15 @@
 """The recorder: what deferred_init() does to each operation of its thread.
 
-    operation                                        what is done
-    new large tensors from small ones, or none       run; their memory is taken away, the operation
-                                                     goes on the tape
-    views of hollow tensors                          run: they share the storage, nothing is read
-    draws (``normal_``) into hollow tensors          run on a temporary, for the generator's sake,
-                                                     and put on the tape
-    anything else on hollow tensors                  put on the tape; torch's meta kernels tell the
-                                                     results' shapes
-    results that depend on values (``item``)         the values are computed from the tape and
-                                                     forgotten again
-    what the tape cannot hold                        the tensors concerned are filled, and it is run
+    operation                                    is
+    new large tensors from small ones, or none   run and recorded; the tensors' memory is released
+    views of hollow tensors                      run: they share the storage, nothing is read
+    draws (``normal_``) into hollow tensors      run on a temporary, for the generator, and recorded
+    others on hollow tensors                     recorded; meta kernels give the results' shapes
+    results that depend on values (``item``)     run on values that are computed from the tape
+    anything the tape cannot hold                run, after the tensors concerned have been filled
 
-The last row is the way out of every doubt (``resize_``, ``numpy()``, a large tensor from elsewhere
-copied in, a write into a real tensor, a shape that no meta kernel tells): the same bits, for more
-memory.
+The last row (``resize_``, ``numpy()``, a large tensor from elsewhere copied in, a write into a real
+tensor, a shape that no meta kernel gives) has the same bits, and takes more memory.
 
 Invariant: after each operation, the real tensors and the generators are what they would be, and so
 are hollow ones once they are filled. Cost: ten to a hundred microseconds per operation on hollow
@@ -64,61 +59,34 @@ _MOST_PENDING_WRITES = 500
 _KEPT_BYTES = 32 * 2**20  # freed memory that the allocator may hold
 _DEVICES = ("cpu", "cuda")
 
-_BLANKS = {
-    f"aten::{name}"
-    for name in (
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "empty_permuted",
-        "new_empty",
-        "new_empty_strided",
-    )
-}
-_LIKES = {
-    f"aten::{name}"
-    for name in ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
-} | {
-    f"aten::{name}"
-    for name in ("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full")
-}
-_DRAWS = {
-    f"aten::{name}_"
-    for name in (
-        "uniform",
-        "normal",
-        "random",
-        "exponential",
-        "cauchy",
-        "log_normal",
-        "geometric",
-        "bernoulli",
-    )
-}
-_OVERWRITES = _DRAWS | {"aten::zero_", "aten::fill_", "aten::copy_"}
-# they reach for the storage
-_EAGER = {f"aten::{name}" for name in ("resize_", "resize_as_", "_pin_memory")}
-# their schema does not say so
-_VIEWS = {f"aten::{name}" for name in ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes")}
+
+def _aten(*names: str) -> set[str]:
+    return {f"aten::{name}" for name in names}
+
+
+# allocations without values
+_EMPTY = _aten("empty", "empty_like", "empty_strided", "empty_permuted")
+_EMPTY |= _aten("new_empty", "new_empty_strided")
+# operations that read the metadata of their arguments only
+_LIKES = _aten("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full")
+_LIKES |= _aten("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
+_DRAWS = _aten("uniform_", "normal_", "random_", "exponential_", "cauchy_", "log_normal_")
+_DRAWS |= _aten("geometric_", "bernoulli_")
+_OVERWRITES = _DRAWS | _aten("zero_", "fill_", "copy_")
+# operations that reach for the storage
+_EAGER = _aten("resize_", "resize_as_", "_pin_memory")
+# views whose schema does not say so
+_VIEWS = _aten("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes")
 _POINTERS = {  # methods that read memory without passing through the dispatcher
-    getattr(torch.Tensor, name)
-    for name in (
-        "numpy",
-        "tolist",
-        "data_ptr",
-        "untyped_storage",
-        "share_memory_",
-        "__array__",
-        "__dlpack__",
-        "__reduce_ex__",
-        "__deepcopy__",
-    )
+    *(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.data_ptr),
+    *(torch.Tensor.untyped_storage, torch.Tensor.share_memory_, torch.Tensor.__array__),
+    *(torch.Tensor.__dlpack__, torch.Tensor.__reduce_ex__, torch.Tensor.__deepcopy__),
 }
 
 
 @dataclass(frozen=True)
 class _Traits:
-    """What the schema and tags of an operation say."""
+    """The traits of an operation, from its schema and tags."""
 
     name: str
     is_view: bool  # its result shares the argument's memory, and it reads none of it
@@ -131,20 +99,22 @@ class _Traits:
 @cache
 def _traits(func: Any) -> _Traits:
     schema = func._schema
-    written = frozenset(
-        a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
-    )
-    shares = any(r.alias_info is not None for r in schema.returns)
+    aliased = [one for one in schema.arguments if one.alias_info is not None]
+    written = frozenset(one.name for one in aliased if one.alias_info.is_write)
+    shares = any(one.alias_info is not None for one in schema.returns)
+    is_view = torch.Tag.inplace_view in func.tags or schema.name in _VIEWS
     return _Traits(
         name=schema.name,
-        is_view=(shares and not written)
-        or torch.Tag.inplace_view in func.tags
-        or schema.name in _VIEWS,
+        is_view=is_view or (shares and not written),
         written=written,
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
         is_composite=func._can_decompose(),
         gives_numbers=torch.Tag.data_dependent_output in func.tags,
     )
+
+
+def _empty_as(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 class _Call:
@@ -153,22 +123,13 @@ class _Call:
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        self.hollow = {
-            id(tensor): record
-            for tensor in self.tensors
-            if (record := record_of(tensor)) is not None
-        }
+        records = [(id(tensor), record_of(tensor)) for tensor in self.tensors]
+        self.hollow = {key: record for key, record in records if record is not None}
         self.traits = _traits(func)
-        named = {
-            argument.name: value
-            for argument, value in zip(func._schema.arguments, args, strict=False)
-        } | kwargs
-        self.written = [
-            t
-            for name in self.traits.written
-            for t in leaves(named.get(name))
-            if isinstance(t, torch.Tensor)
-        ]
+        given = zip(func._schema.arguments, args, strict=False)
+        named = {argument.name: value for argument, value in given} | kwargs
+        written = leaves([named.get(name) for name in self.traits.written])
+        self.written = [leaf for leaf in written if isinstance(leaf, torch.Tensor)]
 
     @property
     def hollow_tensors(self) -> list[torch.Tensor]:
@@ -190,11 +151,9 @@ class _Call:
     @property
     def reads_large(self) -> bool:
         """Whether it reads a large tensor that is not on the tape."""
-        return not self.metadata_only and any(
-            t.nbytes >= LARGE_BYTES
-            for t in self.tensors
-            if id(t) not in self.hollow and t.layout is torch.strided and not t.is_meta
-        )
+        real = [t for t in self.tensors if id(t) not in self.hollow and not t.is_meta]
+        sizes = [t.nbytes for t in real if t.layout is torch.strided]
+        return not self.metadata_only and max(sizes, default=0) >= LARGE_BYTES
 
     @property
     def writes_real(self) -> bool:
@@ -203,11 +162,9 @@ class _Call:
     def states(self) -> dict[torch.device, torch.Tensor]:
         """Return the states of the default generators that it draws from."""
         given = any(isinstance(leaf, torch.Generator) for leaf in leaves((self.args, self.kwargs)))
-        return (
-            {}
-            if given or not self.traits.is_random
-            else {self.device: generator_state(self.device)}
-        )
+        if given or not self.traits.is_random:
+            return {}
+        return {self.device: generator_state(self.device)}
 
     def run(self, stand_ins: dict[int, torch.Tensor], **options: Any) -> Any:
         """Run it with `stand_ins`, by id, for arguments and `options` for keywords."""
@@ -219,7 +176,7 @@ class _Call:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs what is small, writes on the tape what concerns hollow tensors."""
+    """Runs operations on small tensors, and records those on hollow ones."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -228,7 +185,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch would wrap the method below in what imports its compiler: a second, and 70 MB."""
+        """Keep torch from importing its compiler for the method below: a second, and 70 MB."""
         return False
 
     @contextmanager
@@ -257,9 +214,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fill_storages(leaf for leaf in args if isinstance(leaf, torch.UntypedStorage))
         if not call.hollow or call.metadata_only:
             return self._create(call)
-        if call.traits.name in _EAGER or any(
-            t.is_conj() or t.is_neg() for t in call.hollow_tensors
-        ):
+        is_lazy = any(t.is_conj() or t.is_neg() for t in call.hollow_tensors)
+        if is_lazy or call.traits.name in _EAGER:
             return self._do_at_once(call)
         if call.traits.is_view or call.device.type == "meta":
             with inflated(call.hollow_tensors):
@@ -273,16 +229,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation on real tensors or none; release the memory of large new results."""
         states, arguments = call.states(), self._describe(call) if call.traits.is_random else None
         result = call.func(*call.args, **call.kwargs)
-        if (
-            not call.written
-            and not call.traits.is_view
-            and not call.reads_large
-            and not call.kwargs.get("pin_memory")
-        ):
-            fresh = [self._hollowed(leaf, call) for leaf in leaves(result)]
-            if any(fresh) and call.traits.name not in _BLANKS:
-                self._note(call, arguments or self._describe(call), fresh, states)
-                self._freed(sum(new[1].cell.num_bytes for new in fresh if new is not None))
+        shares = call.written or call.traits.is_view
+        if shares or call.reads_large or call.kwargs.get("pin_memory"):
+            return result
+        fresh = [self._hollowed(leaf, call) for leaf in leaves(result)]
+        if any(fresh) and call.traits.name not in _EMPTY:
+            self._note(call, arguments or self._describe(call), fresh, states)
+            self._freed(sum(new[1].cell.num_bytes for new in fresh if new is not None))
         return result
 
     def _record(self, call: _Call) -> Any:
@@ -296,29 +249,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stand_ins = self._drawn(call)
             result = None if stand_ins is None else call.run(stand_ins)
         else:
-            stand_ins = {
-                id(t): torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-                for t in call.tensors
-            }
+            stand_ins = {id(t): _empty_as(t, "meta") for t in call.tensors}
             result = self._shapes(call, stand_ins)
         if result is None or stand_ins is None:
             return self._compute(call, arguments, states)
-        originals = {
-            id(stand_in): tensor
-            for tensor in call.tensors
-            if (stand_in := stand_ins.get(id(tensor))) is not None
-        }
+        pairs = [(stand_ins.get(id(tensor)), tensor) for tensor in call.tensors]
+        originals = {id(one): tensor for one, tensor in pairs if one is not None}
         fresh: list[tuple[Record, Place] | None] = []
 
         def real(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or id(leaf) in originals:
                 fresh.append(None)
                 return originals.get(id(leaf), leaf)
-            hollow = leaf
-            if leaf.is_meta:
-                hollow = torch.empty_strided(
-                    leaf.shape, leaf.stride(), dtype=leaf.dtype, device=call.device
-                )
+            hollow = _empty_as(leaf, call.device) if leaf.is_meta else leaf
             fresh.append(hollow_out(hollow, self))
             return hollow
 
@@ -327,7 +270,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _do_at_once(self, call: _Call) -> Any:
-        """Fill what it works on, and run it."""
+        """Fill its arguments, and run it."""
         fill(call.hollow_tensors)
         return call.func(*call.args, **call.kwargs)
 
@@ -346,15 +289,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _values(self, call: _Call) -> dict[int, torch.Tensor]:
         """Return the values of its hollow arguments, by id; small ones are filled for good."""
         fill([t for t in call.hollow_tensors if call.hollow[id(t)].cell.num_bytes < LARGE_BYTES])
-        large = {
-            id(t): (t, record) for t in call.hollow_tensors if (record := record_of(t)) is not None
-        }
-        memory = replay({record.cell: record.entry for _, record in large.values()}, {})
+        records = [(t, record_of(t)) for t in call.hollow_tensors]
+        large = [(t, record) for t, record in records if record is not None]
+        memory = replay({record.cell: record.entry for _, record in large}, {})
         self._freed(sum(storage.nbytes() for storage in memory.values()))
-        return {
-            key: place_of(t, record.cell).within(memory[record.cell])
-            for key, (t, record) in large.items()
-        }
+        return {id(t): place_of(t, record.cell).within(memory[record.cell]) for t, record in large}
 
     def _drawn(self, call: _Call) -> dict[int, torch.Tensor] | None:
         """Return memory for a draw that reads no values, None where it does read some."""
@@ -370,19 +309,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         options = {"device": torch.device("meta")} if call.kwargs.get("device") is not None else {}
         try:
             result = call.run(stand_ins, **options)
-        except Exception:
-            # no such kernel, a shape that depends on values, or an error that running it will raise
-            # again
+        except Exception:  # no such kernel, a value-dependent shape, or an error of the call's own
             return None
-        kept = all(
-            stand_ins[id(t)].shape == t.shape and stand_ins[id(t)].stride() == t.stride()
-            for t in call.tensors
-        )
-        plain = all(
-            leaf.layout is torch.strided
-            for leaf in leaves(result)
-            if isinstance(leaf, torch.Tensor)
-        )
+        pairs = [(stand_ins[id(t)], t) for t in call.tensors]
+        kept = all(one.shape == t.shape and one.stride() == t.stride() for one, t in pairs)
+        results = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
+        plain = all(leaf.layout is torch.strided for leaf in results)
         return result if kept and plain and call.device.type in _DEVICES else None
 
     # ------------------------------------------------------------------ writing on the tape
@@ -396,12 +328,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _hollowed(self, leaf: Any, call: _Call) -> tuple[Record, Place] | None:
         """Take the memory of a new large tensor; None for any other."""
-        if (
-            type(leaf) is not torch.Tensor
-            or leaf.layout is not torch.strided
-            or leaf.device.type not in _DEVICES
-            or leaf.is_complex()
-        ):
+        if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
+            return None
+        if leaf.device.type not in _DEVICES or leaf.is_complex():
             return None
         storage = storage_of(leaf)
         if storage is None or storage.nbytes() < LARGE_BYTES or not storage.resizable():
@@ -414,12 +343,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _covers(tensor: torch.Tensor, call: _Call) -> bool:
         """Whether `tensor` is the whole of its storage, and no other argument reads that."""
         record = call.hollow[id(tensor)]
-        others = [t for t in call.tensors if t is not tensor and call.hollow.get(id(t)) is record]
-        return (
-            not others
-            and sum(t is tensor for t in call.tensors) == 1
-            and place_of(tensor, record.cell).covers_cell
-        )
+        readers = [t for t in call.tensors if t is tensor or call.hollow.get(id(t)) is record]
+        return len(readers) == 1 and place_of(tensor, record.cell).covers_cell
 
     @staticmethod
     def _describe(call: _Call) -> tuple[Any, Any]:
@@ -448,17 +373,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """Write one entry, and let the storages that it writes lead to it."""
         args, kwargs = arguments
-        overwrites = (
-            call.traits.name in _OVERWRITES
-            and len(call.written) == 1
-            and self._covers(call.written[0], call)
-        )
+        overwrites = call.traits.name in _OVERWRITES and len(call.written) == 1
+        overwrites = overwrites and self._covers(call.written[0], call)
         written = [call.hollow[id(tensor)] for tensor in call.written]
-        needed = [
-            record
-            for record in call.hollow.values()
-            if not (overwrites and record in written) and not call.metadata_only
-        ]
+        needed = [] if call.metadata_only else list(call.hollow.values())
+        if overwrites:
+            needed = [record for record in needed if record not in written]
         entry = Entry(
             call.func,
             args,

@@ -1,24 +1,18 @@
-"""What was asked of memory that is not there, and how it is done later: the arithmetic of
-deferred initialisation.
+"""The tape of deferred initialisation: operations that are recorded now and run later.
 
 A *cell* stands for one storage. An *entry* is one operation that wrote into cells, with its
-arguments by value: small tensors copied, other cells by the geometry under which they were seen,
-the random generator's state as it was. Each entry points at the entries whose effect it reads,
-never forwards:
+arguments by value: copies of small tensors, the geometry of other cells, the random generator's
+state. Each entry points at the earlier entries whose effect it reads:
 
     w = torch.empty(4096, 4096)      blank(w)
-    w.normal_()                      normal_(w)           overwrites all of w: the blank is
-                                                          forgotten
+    w.normal_()                      normal_(w)           overwrites all of w: the blank is freed
     w.mul_(0.02)                     mul_(w)   --needs--> normal_(w)
     v = w.clone()                    v: clone  --needs--> mul_(w)
-    w.zero_()                        zero_(w)             w forgets what v still needs
+    w.zero_()                        zero_(w)             only v still needs mul_(w)
 
 Invariant: replaying, in program order, all that an entry needs (`history`) gives the bits that the
-program would have computed at once. What nobody needs any more is freed by reference counting:
-there is no cycle. Cost: some hundred bytes per entry, 5 KB where it is random.
-
-What it does not do: it knows neither modes nor live tensors; those are nn/hollow.py's and
-nn/deferred.py's.
+program would have computed at once. Entries form no cycle and are freed by reference counting.
+Cost: some hundred bytes per entry, 5 KB if it is random. Modes and live tensors are nn/hollow.py's.
 """
 
 from __future__ import annotations
@@ -33,17 +27,9 @@ import torch
 import xxhash
 
 __all__ = [
-    "Cell",
-    "Constant",
-    "Entry",
-    "Place",
-    "Seeded",
-    "fingerprint",
-    "generator_state",
-    "leaves",
-    "map_leaves",
-    "replay",
-]
+    "Cell", "Constant", "Entry", "Place", "Seeded", "fingerprint", "generator_state", "leaves",
+    "map_leaves", "replay",
+]  # fmt: skip
 
 _ORDER = itertools.count()
 
@@ -71,9 +57,7 @@ class Place:
     def covers_cell(self) -> bool:
         """Whether every byte of the cell is in this tensor, once."""
         expected = 1
-        for size, stride in sorted(
-            zip(self.shape, self.stride, strict=True), key=lambda pair: (pair[1], pair[0])
-        ):
+        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
             if size != 1 and stride != expected:
                 return False
             expected *= size
@@ -87,9 +71,8 @@ class Place:
 
     def temporary(self) -> torch.Tensor:
         """Return uninitialised memory of this geometry."""
-        return torch.empty_strided(
-            self.shape, self.stride, dtype=self.dtype, device=self.cell.device
-        )
+        device = self.cell.device
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
     def built(self, memory: dict[Cell, torch.UntypedStorage]) -> torch.Tensor:
         """Return this tensor inside `memory`, which grows by the cell where it was missing."""
@@ -140,14 +123,9 @@ class Entry:
 
     def cells(self) -> list[Cell]:
         """Return the cells that it reads or writes."""
-        places = [
-            leaf
-            for leaf in leaves((self.args, self.kwargs))
-            if isinstance(leaf, Place) and not leaf.metadata_only
-        ]
-        return [place.cell for place in places] + [
-            place.cell for place in self.outputs if place is not None
-        ]
+        everything = [*leaves((self.args, self.kwargs)), *self.outputs]
+        places = [leaf for leaf in everything if isinstance(leaf, Place)]
+        return [place.cell for place in places if not place.metadata_only]
 
     def run(self, memory: dict[Cell, torch.UntypedStorage]) -> None:
         """Do it on `memory`, to which the cells of its outputs are added."""
@@ -179,11 +157,8 @@ class Entry:
 def _keep(place: Place, result: torch.Tensor, memory: dict[Cell, torch.UntypedStorage]) -> None:
     """Take over the memory of `result` where it may lie where it is; else copy it."""
     storage = result.untyped_storage()
-    same = (result.stride(), result.storage_offset(), storage.nbytes()) == (
-        place.stride,
-        place.offset,
-        place.cell.num_bytes,
-    )
+    found = (result.stride(), result.storage_offset(), storage.nbytes())
+    same = found == (place.stride, place.offset, place.cell.num_bytes)
     if same and place.cell not in memory:
         memory[place.cell] = storage
     else:
@@ -191,7 +166,7 @@ def _keep(place: Place, result: torch.Tensor, memory: dict[Cell, torch.UntypedSt
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield what is in `value`: itself, or the items of nested lists, tuples and dicts."""
+    """Yield `value`, or the items of nested lists, tuples and dicts in it."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, (list, tuple)):
@@ -235,10 +210,8 @@ def replay(
     entries = history(wanted.values())
     last_use = {cell: entry.order for entry in entries for cell in entry.cells()}
     memory = dict(homes)
-    with (
-        _undisturbed({device for entry in entries for device in entry.generators}),
-        torch.no_grad(),
-    ):
+    devices = {device for entry in entries for device in entry.generators}
+    with _undisturbed(devices), torch.no_grad():
         for entry in entries:
             entry.run(memory)
             for cell in entry.cells():
@@ -261,10 +234,9 @@ def _undisturbed(devices: set[torch.device]) -> Iterator[None]:
 
 def generator_state(device: torch.device) -> torch.Tensor:
     """Return the state of the default generator of `device`."""
-    state: torch.Tensor = (
-        torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    )
-    return state
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    return torch.get_rng_state()
 
 
 def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
@@ -281,11 +253,8 @@ def fingerprint(entry: Entry) -> str:
 
     def describe(leaf: Any) -> str:
         if isinstance(leaf, Place):
-            number = numbers.setdefault(leaf.cell, len(numbers))
-            return (
-                f"{number} {leaf.cell.num_bytes} {leaf.shape} {leaf.stride} {leaf.offset}"
-                f" {leaf.dtype}"
-            )
+            cell = f"{numbers.setdefault(leaf.cell, len(numbers))} {leaf.cell.num_bytes}"
+            return f"{cell} {leaf.shape} {leaf.stride} {leaf.offset} {leaf.dtype}"
         if isinstance(leaf, Constant):
             return f"{leaf.tensor.dtype} {tuple(leaf.tensor.shape)} {_digest_of(leaf.tensor)}"
         return _digest_of(leaf.state) if isinstance(leaf, Seeded) else repr(leaf)

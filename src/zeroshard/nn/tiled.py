@@ -13,16 +13,13 @@
               +--------+-------+
 
 Sharded at stage 3 a tile is a unit of its own (``unit_of_its_own``, read by runtime/units.py):
-gathered, used and released before the next one, in forward and backward, and so are the buffers of
-its gradient.
+it and its gradient are gathered, used and released before the next one, in forward and backward.
 
-Invariants: only one tile's weights are needed at any time; the output exists once, each tile's part
-is written into it and freed. Cost: the working memory of the layer falls by the number of tiles; as
-many gathers and reduces as tiles. With in_tiles > 1 the output is a sum of in_tiles products, each
-rounded to the output's dtype, so bits differ from the untiled layer's; out_tiles changes no sum.
-
-What it does not do: it has no ``weight`` attribute, which would have to gather everything; code
-that computes with ``layer.weight`` cannot be tiled.
+Invariants: only one tile's weights are needed at any time; each tile's part is written into the one
+output and freed. Cost: working memory falls by the number of tiles; as many gathers and reduces as
+tiles. With in_tiles > 1 the output is a sum of in_tiles rounded products, so bits differ from the
+untiled layer's; out_tiles changes no sum. There is no ``weight`` attribute: code that computes with
+``layer.weight`` cannot be tiled.
 """
 
 from __future__ import annotations
@@ -72,18 +69,9 @@ class LinearTile(nn.Linear):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        metadata: Any,
-        strict: bool,
-        missing: Any,
-        unexpected: Any,
-        errors: Any,
-    ) -> None:
-        # what is missing, the whole layer says
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, [], unexpected, errors)
+    def _load_from_state_dict(self, *args: Any) -> None:
+        # the whole layer names what is missing
+        super()._load_from_state_dict(*args[:4], [], *args[5:])  # type: ignore[call-arg]
 
 
 class _Put(torch.autograd.Function):
@@ -100,9 +88,7 @@ class _Put(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(
-        ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return grad, grad.narrow(-1, ctx.start, ctx.numel), None, None, None
 
 
@@ -152,29 +138,17 @@ class TiledLinear(nn.Module):
             raise StateError(
                 "a sharded layer cannot be tiled: tile it before shard(), or after engine.close()"
             )
-        bias = linear.bias is not None
-        tiled = cls(
-            linear.in_features,
-            linear.out_features,
-            bias,
-            out_tiles=out_tiles,
-            in_tiles=in_tiles,
-            device="meta",
-            dtype=linear.weight.dtype,
-        )
-        with (
-            deferred_init() if any(is_deferred(p) for p in linear.parameters()) else nullcontext(),
-            torch.no_grad(),
-        ):
+        options: Any = {"out_tiles": out_tiles, "in_tiles": in_tiles, "device": "meta"}
+        sizes = (linear.in_features, linear.out_features, linear.bias is not None)
+        tiled = cls(*sizes, **options, dtype=linear.weight.dtype)
+        defers = any(is_deferred(parameter) for parameter in linear.parameters())
+        with deferred_init() if defers else nullcontext(), torch.no_grad():
             for name, part in tiled._parts({"weight": linear.weight, "bias": linear.bias}):
                 tile, _, kind = name.partition(".")
-                source = linear.weight if kind == "weight" else linear.bias
+                trains = getattr(linear, kind).requires_grad
                 value = torch.empty(part.shape, dtype=part.dtype, device=part.device).copy_(part)
-                setattr(
-                    tiled.get_submodule(tile),
-                    kind,
-                    nn.Parameter(value, requires_grad=source.requires_grad),
-                )
+                parameter = nn.Parameter(value, requires_grad=trains)
+                setattr(tiled.get_submodule(tile), kind, parameter)
         return tiled.train(linear.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -196,28 +170,23 @@ class TiledLinear(nn.Module):
         return out
 
     def extra_repr(self) -> str:
-        """Return what ``print(model)`` shows of the layer."""
+        """Return the layer's facts for ``print(model)``."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         tiles = f"out_tiles={len(self.out_sizes)}, in_tiles={len(self.in_sizes)}"
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features},"
-            f" bias={self.has_bias}, {tiles}"
-        )
+        return f"{sizes}, bias={self.has_bias}, {tiles}"
 
     def _parts(
         self, whole: Mapping[str, torch.Tensor | None]
     ) -> Iterable[tuple[str, torch.Tensor]]:
         """Yield each tile's parameters by name, as views of the layer's ``weight`` and ``bias``."""
         weight, bias = whole.get("weight"), whole.get("bias")
-        for row, stop in enumerate(_ends(self.out_sizes)):
-            start = stop - self.out_sizes[row]
-            for column, right in enumerate(_ends(self.in_sizes)):
-                if weight is not None:
-                    yield (
-                        f"tile_{row}_{column}.weight",
-                        weight[start:stop, right - self.in_sizes[column] : right],
-                    )
-            if bias is not None:
-                yield f"tile_{row}_0.bias", bias[start:stop]
+        if weight is not None:
+            for row, rows in enumerate(torch.split(weight, self.out_sizes)):
+                for column, part in enumerate(torch.split(rows, self.in_sizes, dim=1)):
+                    yield f"tile_{row}_{column}.weight", part
+        if bias is not None:
+            for row, part in enumerate(torch.split(bias, self.out_sizes)):
+                yield f"tile_{row}_0.bias", part
 
     # ------------------------------------------------------------- nn.Linear's names in checkpoints
 
@@ -235,17 +204,9 @@ class TiledLinear(nn.Module):
         destination.update(joined)
         return destination
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        metadata: Any,
-        strict: bool,
-        missing: Any,
-        unexpected: Any,
-        errors: Any,
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Split the whole layer's numbers, if `state_dict` has them, for the tiles."""
+        _, _, missing, _, errors = args
         shapes = {"weight": (self.out_features, self.in_features), "bias": (self.out_features,)}
         for kind in ("weight", "bias") if self.has_bias else ("weight",):
             whole = state_dict.pop(prefix + kind, None)
@@ -254,16 +215,11 @@ class TiledLinear(nn.Module):
                 absent = [name for name in parts if name not in state_dict]
                 missing += [prefix + kind] if absent == parts else absent
             elif tuple(whole.shape) != shapes[kind]:
-                there, here = tuple(whole.shape), shapes[kind]
-                errors.append(
-                    f"size mismatch for {prefix}{kind}: a shape of {there} in the checkpoint,"
-                    f" {here} in the model"
-                )
+                shape = f"{tuple(whole.shape)} in the checkpoint, {shapes[kind]} in the model"
+                errors.append(f"size mismatch for {prefix}{kind}: a shape of {shape}")
             else:
                 state_dict |= {prefix + name: part for name, part in self._parts({kind: whole})}
-        super()._load_from_state_dict(
-            state_dict, prefix, metadata, strict, missing, unexpected, errors
-        )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def state_names(self, kind: str) -> list[str]:
         """Return the tiles' names of `kind`, "weight" or "bias"."""
@@ -277,13 +233,6 @@ def _cut(size: int, tiles: int, side: str) -> list[int]:
             f"{side}_tiles={tiles} of {side}_features={size}: give from 1 to {size} tiles"
         )
     return [size // tiles + (index < size % tiles) for index in range(tiles)]
-
-
-def _ends(sizes: Iterable[int]) -> Iterable[int]:
-    end = 0
-    for size in sizes:
-        end += size
-        yield end
 
 
 def join_tiles(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -304,26 +253,16 @@ def join_tiles(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _join(key: str, grid: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
-    rows, columns = (1 + max(place[axis] for place in grid) for axis in (0, 1))
-    absent = [
-        f"tile_{row}_{column}"
-        for row in range(rows)
-        for column in range(columns)
-        if (row, column) not in grid
-    ]
+    rows, columns = (range(1 + max(place[axis] for place in grid)) for axis in (0, 1))
+    places = [(row, column) for row in rows for column in columns]
+    absent = [f"tile_{row}_{column}" for row, column in places if (row, column) not in grid]
     if absent:
         raise ConfigError(
             f"{key} cannot be joined: {', '.join(absent)} missing; give the whole state_dict"
         )
-    lines = [
-        (
-            torch.cat([grid[row, column] for column in range(columns)], dim=-1)
-            if columns > 1
-            else grid[row, 0]
-        )
-        for row in range(rows)
-    ]
-    return torch.cat(lines)
+    if len(columns) == 1:
+        return torch.cat([grid[row, 0] for row in rows])
+    return torch.cat([torch.cat([grid[row, one] for one in columns], dim=-1) for row in rows])
 
 
 # --------------------------------------------------------------------------------- a model's layers
@@ -368,9 +307,8 @@ def tile_linears(
     tiled: dict[nn.Module, TiledLinear] = {}
     for name, tiles in wanted.items():
         rows, columns = tiles if isinstance(tiles, tuple) else (tiles, 1)
-        tiled[linears[name]] = TiledLinear.from_linear(
-            linears[name], out_tiles=rows, in_tiles=columns
-        )
+        linear = linears[name]
+        tiled[linear] = TiledLinear.from_linear(linear, out_tiles=rows, in_tiles=columns)
     for parent in list(model.modules()):
         for child, module in list(parent._modules.items()):
             if module in tiled:
@@ -394,9 +332,8 @@ def _refuse(model: nn.Module, name: str) -> None:
         )
     if linear is model:
         raise ConfigError("tile_linears() of a layer itself: use TiledLinear.from_linear(layer)")
-    hooks = [key for key, value in vars(linear).items() if key.endswith("_hooks") and value] + [
-        "forward"
-    ] * ("forward" in vars(linear))
+    hooks = [key for key, value in vars(linear).items() if key.endswith("_hooks") and value]
+    hooks += ["forward"] if "forward" in vars(linear) else []
     if hooks:
         raise ConfigError(
             f"tile_linears(): {name!r} has {hooks[0].strip('_')} of its own, which would be lost:"
