@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from functools import cached_property
 
 __all__ = ["Cell", "Cells", "Mesh", "Move", "Placement", "Scope", "Tier", "moves"]
 
@@ -117,7 +118,7 @@ class Cell:
             raise ValueError(f"{self}: sharded between nodes but not inside them")
         return Scope.WHOLE
 
-    @property
+    @cached_property
     def is_sharded(self) -> bool:
         """Whether the state is sharded over either axis."""
         return Placement.SHARD in self.axes

@@ -115,8 +115,9 @@ class ShardedOptimizer:
         self._prepared = False
         self._broken = False  # the streamed part of the step has raised
         self._in_closure = False
-        # the resting gradients, while no sealed gradient holds them: in a step
-        self._held: list[object] = []
+        # in a step: the sealed gradients, which hold the resting ones, and real ones in their place
+        self._sealed: list[SealedGrad | None] = []
+        self._zeroers: dict[int, Callable[[], None]] = {}  # by id of the model's parameter
         self._begin: Any = None  # when the device's own part of the step began
         self._late = False  # a late step has ended and is not in the weights yet
         self._error: StorageError | None = None
@@ -242,7 +243,7 @@ class ShardedOptimizer:
         with suppress(Exception):  # whoever has joined it before was told
             self.join()
         self._prepared = self._broken = self._in_closure = False
-        self._held, self._error = [], None
+        self._sealed, self._error = [], None
         self.clear()
 
     def park(self) -> None:
@@ -350,11 +351,11 @@ class ShardedOptimizer:
         gradient alive.
         """
         for piece in self.pieces():
-            if isinstance(piece.tensor.grad, SealedGrad):
-                piece.tensor.grad.hold(piece.holds())
-            else:
+            sealed = piece.tensor.grad
+            if not isinstance(sealed, SealedGrad):
                 zero = self._zeroing(piece.parameter)
-                piece.tensor.grad = SealedGrad(piece.tensor, piece.name, piece.holds(), zero)
+                sealed = piece.tensor.grad = SealedGrad(piece.tensor, piece.name, None, zero)
+            sealed.hold(piece.holds())
         for empty in self._empty:
             if empty is not None and empty.grad is None:
                 empty.grad = SealedGrad(
@@ -373,6 +374,9 @@ class ShardedOptimizer:
         self.sealed = False
 
     def _zeroing(self, parameter: nn.Parameter | None) -> Callable[[], None]:
+        known = self._zeroers.get(id(parameter))
+        if known is not None:
+            return known
         hooks = weakref.ref(self._hooks)  # a gradient must not keep the engine alive
         target = None if parameter is None else weakref.ref(parameter)
 
@@ -381,6 +385,7 @@ class ShardedOptimizer:
             if engine is not None and (target is None or alive is not None):
                 engine.zero_gradient(alive)
 
+        self._zeroers[id(parameter)] = zero
         return zero
 
     def dropped(self) -> list[nn.Parameter]:
@@ -453,10 +458,12 @@ class ShardedOptimizer:
             return
         take = self._hooks.before_step()
         self._prepared = self._broken = True  # until the streamed part has begun
-        self._held = [piece.holds() for piece in self.pieces()]
+        pieces = list(self.pieces())
+        grads = [piece.tensor.grad for piece in pieces]
+        self._sealed = [grad if isinstance(grad, SealedGrad) else None for grad in grads]
         self._start_streamed(take)
         self._broken = False
-        for piece in self.pieces():
+        for piece in pieces:
             grad = piece.grad() if take and not piece.streamed else None
             if grad is not None and grad.dtype is not piece.tensor.dtype:
                 grad = grad.to(piece.tensor.dtype)
@@ -516,8 +523,10 @@ class ShardedOptimizer:
                 self._runner.end_of_step()
         except StorageError as failed:
             error = failed
+        sealed, self._sealed = self._sealed, []
+        for piece, grad in zip(self.pieces(), sealed, strict=True):
+            piece.tensor.grad = grad
         self.seal()
-        self._held = []
         self._hooks.after_step(error)
 
     def part(self) -> dict[str, Any]:

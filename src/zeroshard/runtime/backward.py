@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from zeroshard.buffer import Flight, Lanes
 from zeroshard.comm.transport import Transport
@@ -42,6 +44,37 @@ from zeroshard.runtime.weights import Until, Weights
 __all__ = ["Backward", "retains_graph"]
 
 _IN_FLIGHT = 2
+
+
+@dataclass(eq=False, slots=True)
+class _Leaf:
+    """A trainable parameter, and where its gradient goes."""
+
+    unit: Unit
+    segment: Segment
+    path: GradientPath
+    index: int  # in the segment
+    parameter: nn.Parameter
+    _sealed: SealedGrad | None = None
+
+    def seal(self, owner: Backward, holds: object) -> None:
+        """Give it its sealed gradient, which keeps `holds` alive."""
+        sealed, index = self._sealed, self.index
+        if sealed is None or sealed.dtype is not self.parameter.dtype:
+            # see [Note: weak hooks] in hooks.py
+            weak, backward = weakref.ref(self.path), weakref.ref(owner)
+
+            def zero() -> None:
+                alive, owner = weak(), backward()
+                if alive is not None and owner is not None:
+                    owner.zeroed()
+                    alive.zero(index)
+
+            sealed = self._sealed = SealedGrad(
+                self.parameter, self.segment.names[index], None, zero
+            )
+        sealed.hold(holds)
+        self.parameter.grad = sealed
 
 
 class Backward:
@@ -89,15 +122,16 @@ class Backward:
         self._reduced: set[int] = set()  # units handed over in this backward
         # gradients have come in this backward: one by torch.autograd.grad brings none
         self._brings = False
-        self._seals: dict[int, SealedGrad] = {}
+        # the unit at whose outputs the last gradient arrived, and the graph task
+        self._at: tuple[Unit | None, int] = (None, -1)
         self._trainable = [unit for unit in weights.units if unit.trainable]
         self._all_paths = [path for unit in self._trainable for path in self._paths(unit)]
-        self._trained = {
-            id(parameter)
+        self.leaves = [
+            _Leaf(unit, segment, path, index, parameter)
             for unit in self._trainable
-            for segment in unit.trainable
-            for parameter in segment.parameters
-        }
+            for segment, path in zip(unit.trainable, self._paths(unit), strict=True)
+            for index, parameter in enumerate(segment.parameters)
+        ]
         sharded = any(unit.cells.weight.is_sharded for unit in weights.units)
         # the ranks run units in the same order
         self._waits_for_room = weights.ordered and (sharded or not transport.keyed)
@@ -110,6 +144,7 @@ class Backward:
         task = torch._C._current_graph_task_id()
         if task in self._tasks:
             return
+        self._at = (None, -1)
         if task < 0:
             raise StateError("a backward hook ran outside a backward")
         if not self._tasks:
@@ -150,11 +185,15 @@ class Backward:
         """A gradient arrives at `unit`'s outputs: its weights are needed as they were in the
         forward under `epoch`.
         """
+        task = torch._C._current_graph_task_id()
+        if self._at == (unit, task) and not self._finished and self._weights.serves(unit, epoch):
+            return  # another output of a module inside it
         self.enter()
         self._weights.check_epoch(unit, epoch)
         unit.in_backward = True
-        self._entered[torch._C._current_graph_task_id()].append(unit)
+        self._entered[task].append(unit)
         self._release_finished(unit)
+        self._at = (None if torch.is_grad_enabled() else unit, task)
         if torch.is_grad_enabled():  # create_graph=True: another backward may go through this one
             self._weights.hold(unit, "backward", Until.STEP)
         else:
@@ -168,6 +207,8 @@ class Backward:
         module, which may read ``weight.detach()``. It runs the nodes that were made last first, so
         all nodes of a unit have run when it comes to another unit, but for units around others.
         """
+        if not self._finished:
+            return
         self._finished.pop(follows.index, None)
         for unit in list(self._finished.values()):
             if not unit.holds_others:
@@ -190,10 +231,10 @@ class Backward:
             self._finished.pop(unit.index, None)
             self._weights.after_backward(unit)
 
-    def take(self, place: tuple[int, int], index: int, parameter: torch.Tensor) -> None:
-        """Autograd has finished the gradient of parameter `index` in the segment at `place`
-        (unit, segment).
-        """
+    def take(self, number: int) -> None:
+        """Autograd has finished the gradient of `leaves[number]`."""
+        leaf = self.leaves[number]
+        parameter, unit = leaf.parameter, leaf.unit
         grad = parameter.grad
         if isinstance(grad, SealedGrad):  # no hook came before this one
             grad = grad.accumulated()
@@ -203,17 +244,15 @@ class Backward:
             parameter.grad = None
         self.enter()
         parameter.grad = None
-        unit = self._weights.units[place[0]]
-        segment = unit.segments[place[1]]
-        assert grad is not None, segment.names[index]
+        assert grad is not None, leaf.segment.names[leaf.index]
         if grad.layout is not torch.strided:
             raise ConfigError(
-                f"parameter {segment.names[index]!r} has a sparse gradient, which cannot be"
-                " sharded: use sparse=False"
+                f"parameter {leaf.segment.names[leaf.index]!r} has a sparse gradient, which cannot"
+                " be sharded: use sparse=False"
             )
-        assert segment.grad is not None, segment.key
-        with torch.no_grad():
-            segment.grad.add(index, grad, sync=self.sync, make_room=self.make_room)
+        # create_graph=True: what is summed has no graph
+        grad = grad.detach() if grad.requires_grad else grad
+        leaf.path.add(leaf.index, grad, sync=self.sync, make_room=self.make_room)
         del grad
         self._brings = True
         unit.pending -= id(parameter) not in unit.arrived
@@ -225,10 +264,9 @@ class Backward:
             if not unit.has_frozen:
                 self._finished[unit.index] = unit
 
-    def cover(self, place: tuple[int, int], index: int, parameter: torch.Tensor) -> None:
+    def cover(self, number: int) -> None:
         """Somebody else's hook runs after ours: let it find a sealed gradient instead of none."""
-        segment = self._weights.units[place[0]].segments[place[1]]
-        parameter.grad = self._seal_of(segment, index, parameter, None)
+        self.leaves[number].seal(self, None)
 
     def make_room(self, num_bytes: int) -> None:
         """Wait for reduces under way, oldest first, until `num_bytes` fit the budget.
@@ -238,7 +276,9 @@ class Backward:
         part that the other lacks still to come.
         """
         budget = self._weights.budget_bytes
-        if not budget or self._meter.live + num_bytes <= budget or not self._waits_for_room:
+        if not self._waits_for_room or not self._flights or not budget:
+            return
+        if self._meter.live + num_bytes <= budget:
             return
         for key, path in list(self._flights.items()):
             path.finish()
@@ -287,10 +327,9 @@ class Backward:
             for unit in self._trainable:
                 unit.arrived.clear()
                 unit.pending = 0
-                for segment in unit.trainable:
-                    for parameter in segment.parameters:
-                        parameter.grad = None
-                        unit.pending += parameter.requires_grad
+            for leaf in self.leaves:
+                leaf.parameter.grad = None
+                leaf.unit.pending += leaf.parameter.requires_grad
 
     def _hand_over_complete(self, unit: Unit) -> None:
         """Hand `unit` over, once in this pass, unless gradients of it are still to come."""
@@ -304,10 +343,10 @@ class Backward:
         if unit.pending <= 0 and not self._nested:
             return False
         task = torch._C._current_graph_task_id()
-        parameters = [parameter for segment in unit.trainable for parameter in segment.parameters]
         return any(
             id(p) in self._outer or (unit.arrived.get(id(p)) != task and _gets_gradient(p))
-            for p in parameters
+            for segment in unit.trainable
+            for p in segment.parameters
         )
 
     def _hand_over(self, unit: Unit) -> None:
@@ -323,9 +362,12 @@ class Backward:
         if self._weights.ordered:
             self._land_oldest()
         else:
-            for path in self.paths():
+            for path in list(self._flights.values()):
                 path.finish(block=False)
-        self._bound_landing()
+                if not path.in_flight:
+                    del self._flights[path.key]
+        if self._landing:
+            self._bound_landing()
 
     def _land_oldest(self) -> None:
         """Of sums that rest on another tier, leave two under way: the others would wait on the
@@ -334,7 +376,7 @@ class Backward:
         Where ranks may run their units in different order (see `make_room`), those stay whose other
         parts have not come.
         """
-        waiting = [path for path in self._flights.values() if path.tiered]
+        waiting = [path for path in self._flights.values() if path.tiered] if self._landing else []
         for path in waiting[:-_IN_FLIGHT]:
             path.finish(block=self._waits_for_room)
             if path.in_flight:
@@ -364,7 +406,8 @@ class Backward:
         else:
             path.reduce(make_room=self.make_room, with_earlier=self._brings)
         self._flights.pop(path.key, None)
-        self._flights[path.key] = path
+        if path.in_flight:
+            self._flights[path.key] = path
         if path.tiered:
             self._landing.append(path)
         self._reduced.add(unit.index)
@@ -384,6 +427,7 @@ class Backward:
 
     def _leave(self, task: int) -> None:
         self._tasks.remove(task)
+        self._at = (None, -1)
         entered = self._entered.pop(task)
         if not self._tasks:
             self._end()
@@ -430,41 +474,14 @@ class Backward:
         """Put sealed gradients where autograd or the step has left none."""
         holds = self.optimizer is None
         with torch._C.DisableTorchFunctionSubclass():
-            for unit in self._trainable:
-                for segment in unit.trainable:
-                    path = segment.grad
-                    assert path is not None
-                    for index, parameter in enumerate(segment.parameters):
-                        if path.used[index]:
-                            parameter.grad = self._seal_of(
-                                segment, index, parameter, path.resting() if holds else None
-                            )
+            for leaf in self.leaves:
+                if leaf.path.used[leaf.index]:
+                    leaf.seal(self, leaf.path.resting() if holds else None)
         if self.optimizer is not None:
             self.optimizer.seal()
             for path in self._all_paths:
                 if path.flat.stepped[0] < path.flat.stepped[1]:
                     path.let_go()
-
-    def _seal_of(
-        self, segment: Segment, index: int, parameter: torch.Tensor, holds: object
-    ) -> SealedGrad:
-        sealed = self._seals.get(id(parameter))
-        if sealed is None or sealed.dtype is not parameter.dtype:
-            path = segment.grad
-            assert path is not None
-            # see [Note: weak hooks] in hooks.py
-            weak, backward = weakref.ref(path), weakref.ref(self)
-
-            def zero() -> None:
-                alive, owner = weak(), backward()
-                if alive is not None and owner is not None:
-                    owner.zeroed()
-                    alive.zero(index)
-
-            sealed = SealedGrad(parameter, segment.names[index], None, zero)
-            self._seals[id(parameter)] = sealed
-        sealed.hold(holds)
-        return sealed
 
     def collect_dropped(self) -> None:
         """Forget the gradients that the user has cleared, on the model's side or the
@@ -474,32 +491,36 @@ class Backward:
             return
         cleared = {id(p) for p in self.optimizer.dropped()} if self.optimizer is not None else set()
         everything = all(all(path.used) for path in self._all_paths)
-        gone_names: list[str] = []
-        anything = False
-        for unit in self._trainable:
-            for segment in unit.trainable:
-                path = segment.grad
-                assert path is not None
-                gone = [
-                    index
-                    for index, parameter in enumerate(segment.parameters)
-                    if path.used[index] and (parameter.grad is None or id(parameter) in cleared)
-                ]
-                if gone:
-                    path.drop(gone)
-                    for index in gone:
-                        segment.parameters[index].grad = None
-                        gone_names.append(segment.names[index])
-                # gradients of parameters unused here; a step agrees about what is used
-                others = self.changed and path.resting() is not None
-                anything = anything or any(path.used) or others
+        with torch._C.DisableTorchFunctionSubclass():
+            gone_leaves = [
+                leaf
+                for leaf in self.leaves
+                if leaf.path.used[leaf.index]
+                and (leaf.parameter.grad is None or id(leaf.parameter) in cleared)
+            ]
+            for leaf in gone_leaves:
+                leaf.parameter.grad = None
+        gone: dict[GradientPath, list[int]] = {}
+        for leaf in gone_leaves:
+            gone.setdefault(leaf.path, []).append(leaf.index)
+        for path, indices in gone.items():
+            path.drop(indices)
+        # gradients of parameters unused here; a step agrees about what is used
+        anything = any(
+            any(path.used) or (self.changed and path.resting() is not None)
+            for path in self._all_paths
+        )
         if not anything:
-            same_on_all = everything or not self.changed or cleared >= self._trained
+            all_cleared = len(cleared) >= len(self.leaves) and all(
+                id(leaf.parameter) in cleared for leaf in self.leaves
+            )
+            same_on_all = everything or not self.changed or all_cleared
             self.forget()
             self.decisions.micro_batches = 0 if same_on_all else UNKNOWN
-        elif gone_names and not self.changed:
+        elif gone_leaves and not self.changed:
             # before a step the ranks need not have used the same parameters
-            self.decisions.note("gradients cleared by zero_grad()", ", ".join(gone_names))
+            names = ", ".join(leaf.segment.names[leaf.index] for leaf in gone_leaves)
+            self.decisions.note("gradients cleared by zero_grad()", names)
 
     def zeroed(self) -> None:
         """Note that the user sets gradients to zero. Before the first step the ranks need not
@@ -521,6 +542,7 @@ class Backward:
     def abandon(self) -> None:
         """After an exception: no backward is running and no gradient rests."""
         self._tasks.clear()
+        self._at = (None, -1)
         self._entered.clear()
         self._finished.clear()
         self._flights.clear()

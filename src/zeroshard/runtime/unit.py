@@ -36,13 +36,6 @@ class UnitState(Enum):
     FULL = "full"
 
 
-_TRANSITIONS = {
-    (UnitState.RESTING, UnitState.GATHERING),
-    (UnitState.GATHERING, UnitState.FULL),
-    (UnitState.FULL, UnitState.RESTING),
-}
-
-
 class Unit:
     """Parameters that are gathered together."""
 
@@ -80,15 +73,10 @@ class Unit:
     def __repr__(self) -> str:
         return f"Unit({self.name}, {self.state.value})"
 
-    @property
-    def full_bytes(self) -> int:
-        """Bytes that gathering this unit takes beyond what rests."""
-        return sum(segment.flat.full_bytes for segment in self.segments)
-
     @cached_property
-    def gives_memory_back(self) -> bool:
-        """Whether gathering takes memory that a release gives back."""
-        return self.full_bytes > 0
+    def full_bytes(self) -> int:
+        """Bytes that gathering this unit takes beyond what rests, and a release gives back."""
+        return sum(segment.flat.full_bytes for segment in self.segments)
 
     @property
     def nominal_bytes(self) -> int:
@@ -109,12 +97,12 @@ class Unit:
         """
         return any(segment.grad is None for segment in self.segments)
 
-    def _move(self, state: UnitState) -> None:
-        if (self.state, state) not in _TRANSITIONS:
+    def _move(self, before: UnitState, after: UnitState) -> None:
+        if self.state is not before:
             raise StateError(
-                f"unit {self.name!r} cannot go from {self.state.value} to {state.value}"
+                f"unit {self.name!r} cannot go from {self.state.value} to {after.value}"
             )
-        self.state = state
+        self.state = after
 
     @property
     def is_coded(self) -> bool:
@@ -132,17 +120,17 @@ class Unit:
         """Start bringing the weights together (`fork`: see buffer.gather), `exact`: as they
         rest, without a codec.
         """
-        gathered = self.gathered_segments
         for segment in self.segments:
             segment.flat.exact = exact
             if not segment.flat.is_local:
                 segment.settle()
-            always = not (segment.flat.dtype.is_floating_point or segment.flat.dtype.is_complex)
-            name = segment.seen.repointed() or segment.seen.written(scalar=self._strict or always)
+            name = segment.seen.lost_at_rest(strict=self._strict)
             if name is not None:
                 raise _lost(name, "while it was released")
-        self._move(UnitState.GATHERING)
-        self._flight = gather([segment.outgoing() for segment in gathered], streams, fork=fork)
+        self._move(UnitState.RESTING, UnitState.GATHERING)
+        self._flight = gather(
+            [segment.outgoing() for segment in self.gathered_segments], streams, fork=fork
+        )
 
     def push(self) -> None:
         """Go on with a gather that has a second stage."""
@@ -156,7 +144,7 @@ class Unit:
             segment.settle()
         self._flight.wait()
         self._flight = None
-        self._move(UnitState.FULL)
+        self._move(UnitState.GATHERING, UnitState.FULL)
         for segment in self.segments:
             segment.attach()
 
@@ -164,18 +152,14 @@ class Unit:
         """Give the gathered memory back (replicated rows keep theirs, and only unpoint the
         parameters); see FlatBuffer.release.
         """
-        self._move(UnitState.RESTING)
+        self._move(UnitState.FULL, UnitState.RESTING)
         self.dozing = False
         name = None
         for segment in self.segments:
             keeps_writes = segment.flat.replicated and (
                 segment.master is None or segment.master_is_weight
             )
-            name = (
-                name
-                or segment.seen.repointed()
-                or (None if keeps_writes else segment.seen.written())
-            )
+            name = name or segment.seen.lost(writes=not keeps_writes)
             segment.seen.detach()
             segment.flat.release(for_backward=for_backward)
         if name is not None:
@@ -186,7 +170,7 @@ class Unit:
         [Note: views that leave] in buffer.py.
         """
         # those are guarded themselves
-        if self.gives_memory_back and not isinstance(tensor, nn.Parameter):
+        if self.full_bytes and not isinstance(tensor, nn.Parameter):
             address = tensor.data_ptr()
             for segment in self.segments:
                 segment.flat.leave(address)
@@ -220,7 +204,9 @@ class Unit:
         """Raise StateError where ``param.data`` of a FULL unit leads elsewhere: no step would
         change such a parameter.
         """
-        name = next(filter(None, (segment.seen.repointed() for segment in self.segments)), None)
+        name = next(
+            filter(None, (segment.seen.lost(writes=False) for segment in self.segments)), None
+        )
         if name is not None:
             raise _lost(name, "(its .data leads elsewhere)")
 

@@ -16,7 +16,6 @@ meet. Cost: one dictionary look-up per unit that is there already.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from enum import IntEnum
 from typing import Literal
 
@@ -76,6 +75,8 @@ class Weights:
         self.ordered = ordered or any(unit.is_coded for unit in units)
         self._order: Order[int] = Order()
         self._sizes = {unit.index: unit.full_bytes for unit in units}
+        # units that do not rest, by index
+        self._here = {unit.index for unit in units if unit.state is not UnitState.RESTING}
         self._idle: Unit | None = None  # forward over, kept until another unit is needed
         self._prefetched: dict[int, Unit] = {}
         self.pinned = 0  # gathered() contexts that hold every unit
@@ -142,19 +143,25 @@ class Weights:
             raise StateError(self.refusal)
         if self._idle is unit:
             self._idle = None
-        self.release_idle()
+        elif self._idle is not None:
+            self.release_idle()
         if unit.state is UnitState.FULL:
             if unit.dozing:
                 unit.wake()
-            return
+        else:
+            self._gather(unit, phase)
+
+    def _gather(self, unit: Unit, phase: Phase) -> None:
         _refuse_transforms(unit)
         if unit.state is UnitState.RESTING:
             self.check_awake()
             self._make_room(unit, phase)
             self.start(unit)
         self._prefetched.pop(unit.index, None)
-        # our copies are not the transform's to follow
-        with temporarily_clear_interpreter_stack() if in_transform() else nullcontext():
+        if in_transform():
+            with temporarily_clear_interpreter_stack():  # our copies are not its to follow
+                unit.finish_gather()
+        else:
             unit.finish_gather()
         for segment in unit.segments:
             self._streams.read(segment.key)
@@ -174,24 +181,31 @@ class Weights:
 
     def start(self, unit: Unit, *, fork: bool = True) -> None:
         """Start gathering `unit`, a collective on two-sided transports."""
-        for segment in unit.gathered_segments:
+        for segment in unit.gathered_segments if self.ordered else ():
             flat = segment.flat
-            if self.ordered and not flat.is_local:
+            if not flat.is_local:
                 self._digest.fold(
                     "gather", unit.name, dtype_name(flat.dtype), flat.layout.numel, ordered=True
                 )
         if self.trace is not None:
             self.trace("gather", unit.name)
         unit.start_gather(self._streams, fork=fork, exact=self.exact > 0)
+        self._here.add(unit.index)
 
     def _make_room(self, unit: Unit, phase: Phase) -> None:
         """Let go of what was prefetched for another order, then wait for reduces, until `unit`
         fits the budget.
         """
         excess = self._meter.live + unit.full_bytes - self.budget_bytes
-        upcoming = self._order.upcoming(phase, unit.index)
-        for index in to_evict(self._prefetched, upcoming, sizes=self._sizes, excess_bytes=excess):
-            self.discard(self.units[index])
+        if self._prefetched and excess > 0:
+            evicted = to_evict(
+                self._prefetched,
+                self._order.upcoming(phase, unit.index),
+                sizes=self._sizes,
+                excess_bytes=excess,
+            )
+            for index in evicted:
+                self.discard(self.units[index])
         self.make_room(unit.full_bytes)
 
     def _prefetch(self, unit: Unit, phase: Phase) -> None:
@@ -199,9 +213,13 @@ class Weights:
         allowed = min(self.budget_bytes - self._meter.live, self.prefetch_bytes - under_way)
         if allowed <= 0:
             return
-        live = {other.index for other in self.units if other.state is not UnitState.RESTING}
         for index in self._order.predict(
-            phase, unit.index, sizes=self._sizes, live_bytes=0, budget_bytes=allowed, live=live
+            phase,
+            unit.index,
+            sizes=self._sizes,
+            live_bytes=0,
+            budget_bytes=allowed,
+            live=self._here,
         ):
             other = self.units[index]
             if other.full_bytes:
@@ -258,6 +276,7 @@ class Weights:
         """Release a unit; see FlatBuffer.release."""
         if self.trace is not None:
             self.trace("release", unit.name)
+        self._here.discard(unit.index)
         unit.release(for_backward=for_backward)
         self.trimmer.passed(unit.full_bytes)
 
@@ -294,6 +313,17 @@ class Weights:
             raise StateError(
                 "the states are off the device: call engine.reload_states() on every rank first"
             )
+
+    def serves(self, unit: Unit, epoch: int) -> bool:
+        """Whether `unit` is gathered for the backward of a forward under `epoch` already."""
+        return (
+            unit.in_backward
+            and unit.state is UnitState.FULL
+            and not unit.dozing
+            and epoch == self.epoch
+            and self._idle is None
+            and self.refusal is None
+        )
 
     def check_epoch(self, unit: Unit, epoch: int) -> None:
         """Raise StateError when the weights have changed since the forward that ran under
@@ -358,6 +388,7 @@ class Weights:
         self._order = Order()
         self._idle = None
         self._prefetched.clear()
+        self._here.clear()
         self._held.clear()
         self.running = self.pinned = self.exact = self._open = 0
         self.evaluates = False

@@ -18,6 +18,7 @@ sends nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -224,8 +225,10 @@ class RestingGradient:
 
     def _apply_here(self, mine: torch.Tensor) -> bool:
         """Apply what is pending to `mine`, a chunk at a time, and return whether it is finite."""
+        if not self.scaling.is_pending:
+            return _finite(mine, mine.sum(dtype=torch.float32))
         total = torch.zeros((), dtype=torch.float32, device=mine.device)
-        for chunk in chunks(mine) if self.scaling.is_pending else (mine,):
+        for chunk in chunks(mine):
             self.scaling.apply_to(chunk)
             total += chunk.sum(dtype=torch.float32)
         self.scaling.applied()
@@ -395,7 +398,7 @@ def chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _finite(tensor: torch.Tensor, total: torch.Tensor) -> bool:
     """Whether all of `tensor` is finite, given the sum of its elements."""
-    if bool(torch.isfinite(total)):
+    if math.isfinite(total.item()):
         return True
     # the sum itself may have overflowed
     return all(bool(torch.isfinite(chunk).all()) for chunk in chunks(tensor))
