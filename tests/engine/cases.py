@@ -103,7 +103,7 @@ def train_case(rank: int, kind: str, case: Case, steps: int = STEPS, **options: 
             {k: v.clone() for k, v in inner.state_dict().items()},
             {"state": len(optimizer.state)},
         )
-    assert all(not unit.in_backward and unit.depth == 0 for unit in engine._weights.units)
+    assert all(not unit.in_use for unit in engine._weights.units)
     state = engine.full_state_dict(rank0_only=False)
     engine.close()
     return Run(losses, state)

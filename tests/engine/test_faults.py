@@ -126,7 +126,7 @@ def _recover(rank: int, world: int, transport: str, where: Callable[[Net, int], 
                 handle.remove()
                 engine.reset()
                 assert all(
-                    unit.state.value == "resting" and unit.depth == 0
+                    unit.state.value == "resting" and not unit.in_use
                     for unit in engine._weights.units
                 )
                 continue

@@ -53,8 +53,7 @@ class Census:
 
 
 def _census(engine: Any, before: dict[int, int]) -> Census:
-    for path in engine._backward._landing:
-        path.land()  # a sum on its way to another tier is still here
+    engine._backward.reductions.land()  # a sum on its way to another tier is still here
     gc.collect()
     report = engine.memory()
     live = sum(size for address, size in _live_storages().items() if address not in before)

@@ -137,12 +137,14 @@ class Finalizer:
         backward, bad = self._backward, ""
         unreduced = backward.has_unreduced
         scale = self._loss_scale()
-        backward.finish()
+        backward.reductions.wait()
         for path in backward.paths() if not unreduced else ():
             if not path.average(scale):
                 bad = bad or path.key
         bad = bad or backward.read_released or ""
-        backward.gather_averages()
+        backward.reductions.gather_averages(
+            [path for path in backward.paths() if path.gathers_averages]
+        )
         self._faults.agree()  # a gradient that could not be read is NaN: that is no bad step
         return self._compare(unreduced, bad)
 

@@ -37,7 +37,7 @@ from zeroshard.runtime.recomputed import count_recomputations, is_checkpointed, 
 from zeroshard.runtime.released import release_class, restore_class
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.trees import tensors_in, tensors_within
-from zeroshard.runtime.unit import Unit, UnitState
+from zeroshard.runtime.unit import Unit, UnitState, Use
 from zeroshard.runtime.units import UnitPlan
 from zeroshard.runtime.weights import Phase, Until, Weights, in_transform
 
@@ -328,7 +328,7 @@ class Hooks:
             in_backward = torch._C._current_graph_task_id() >= 0
             weights.enter()
             for unit in units:
-                unit.depth += 1
+                unit.acquire(Use.FORWARD)
                 weights.need(unit, "backward" if in_backward else "forward")
             if in_backward == torch.is_grad_enabled() and not weights.evaluates:
                 count_recomputations(units, ends_one=in_backward)
@@ -354,10 +354,10 @@ class Hooks:
                     self.watch_outputs(units, elsewhere, since=first)
             in_backward = torch._C._current_graph_task_id() >= 0
             for unit in units:
-                unit.depth = max(0, unit.depth - 1)
-                if unit.depth == 0:
+                unit.release(Use.FORWARD)
+                if not unit.is_held:
                     if in_backward and (not apart or unit.in_backward):
-                        unit.in_backward = True  # recomputed: its own backward follows
+                        unit.acquire(Use.BACKWARD)  # recomputed: its own backward follows
                     else:
                         weights.after_forward(unit)
             if weights.running == 1 and not in_backward:
@@ -535,7 +535,7 @@ class Hooks:
                 )
             for unit in units:
                 if unit.index not in self._loads:
-                    unit.depth += 1
+                    unit.acquire(Use.USER)
                     self._weights.need(unit, "forward")
                     context = unit.writable()
                     self._loads[unit.index] = [context, context.__enter__(), 0]
@@ -548,7 +548,7 @@ class Hooks:
                     continue
                 context, copies, _ = self._loads.pop(unit.index)
                 context.__exit__(None, None, None)
-                unit.depth -= 1
+                unit.release(Use.USER)
                 assert self.write_back is not None
                 self.write_back(unit, copies)
 

@@ -3,7 +3,7 @@
 Its parameters lie in one flat segment per (dtype, trainable); what they are while the unit rests is
 runtime/parameters.py's.
 
-    RESTING --start--> GATHERING --finish--> FULL --release--> RESTING
+    RESTING --start--> GATHERING --finish--> FULL --reshard--> RESTING
 
 Invariant: any other transition raises StateError naming the unit. Cost: a gather moves the weights
 once; pointing the parameters at their views costs no copy.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
+from enum import Enum, IntEnum
 from functools import cached_property
 
 import torch
@@ -22,10 +22,11 @@ from torch import nn
 from zeroshard.buffer import Flight, Lanes, gather
 from zeroshard.core.placement import Cells
 from zeroshard.errors import StateError
+from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.released import release_class, restore_class
 from zeroshard.runtime.segment import Segment
 
-__all__ = ["Unit", "UnitState"]
+__all__ = ["Unit", "UnitState", "Use"]
 
 
 class UnitState(Enum):
@@ -34,6 +35,15 @@ class UnitState(Enum):
     RESTING = "resting"
     GATHERING = "gathering"
     FULL = "full"
+
+
+class Use(IntEnum):
+    """Why a unit has to be here."""
+
+    FORWARD = 0  # forwards of its modules are under way
+    BACKWARD = 1  # the backward of a forward has come to it; counted once
+    DIRECT = 2  # something outside its modules has used it
+    USER = 3  # gathered(), or a load
 
 
 class Unit:
@@ -54,12 +64,11 @@ class Unit:
         self.segments = tuple(segments)
         self.cells = cells
         self.state = UnitState.FULL
-        self.depth = 0  # forwards of its modules under way
+        self._uses = [0] * len(Use)
         self.spans_one_module = spans_one_module  # one module's forward is all that needs it
         # other units' modules lie inside its own, so that its backward goes on around theirs
         self.holds_others = False
         self.dozing = False
-        self.in_backward = False
         # parameters whose gradient has come in this backward, by id, and the last graph task that
         # brought it
         self.arrived: dict[int, int] = {}
@@ -96,6 +105,60 @@ class Unit:
         has come.
         """
         return any(segment.grad is None for segment in self.segments)
+
+    @cached_property
+    def paths(self) -> list[GradientPath]:
+        """The way of the gradients of each of the `trainable` segments."""
+        return [segment.grad for segment in self.segments if segment.grad is not None]
+
+    # ------------------------------------------------------------------ who uses it
+
+    def acquire(self, use: Use) -> None:
+        """Note a use of the weights; the caller has them gathered."""
+        if use is not Use.BACKWARD or not self._uses[use]:
+            self._uses[use] += 1
+
+    def release(self, use: Use) -> None:
+        """Note the end of a use; see `reshard`."""
+        self._uses[use] = max(0, self._uses[use] - 1)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether anything uses the weights."""
+        return any(self._uses)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward has come to it and is not over."""
+        return self._uses[Use.BACKWARD] > 0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anything but a backward uses the weights."""
+        uses = self._uses
+        return bool(uses[Use.FORWARD] or uses[Use.DIRECT] or uses[Use.USER])
+
+    # ------------------------------------------------------------------ its gradients
+
+    def expect_gradients(self) -> None:
+        """A backward begins: no gradient has come."""
+        self.arrived.clear()
+        self.pending = sum(
+            parameter.requires_grad
+            for segment in self.trainable
+            for parameter in segment.parameters
+        )
+
+    def took(self, parameter: int, task: int) -> None:
+        """The gradient of a parameter, by id, has come in graph task `task`."""
+        self.pending -= parameter not in self.arrived
+        self.arrived[parameter] = task
+
+    def expect_no_more(self) -> None:
+        """What has come is handed over."""
+        self.pending = 0
+
+    # ------------------------------------------------------------------ where its weights are
 
     def _move(self, before: UnitState, after: UnitState) -> None:
         if self.state is not before:
@@ -148,7 +211,7 @@ class Unit:
         for segment in self.segments:
             segment.attach()
 
-    def release(self, *, for_backward: bool | None = False) -> None:
+    def reshard(self, *, for_backward: bool | None = False) -> None:
         """Give the gathered memory back (replicated rows keep theirs, and only unpoint the
         parameters); see FlatBuffer.release.
         """
@@ -226,7 +289,7 @@ class Unit:
             segment.flat.forget_column()
             if not rests:
                 segment.flat.release()
-        self.depth = 0
+        self._uses = [0] * len(Use)
         self.pending = 0
         self.arrived = {}
         self.forget_forwards()

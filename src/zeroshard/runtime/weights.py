@@ -28,7 +28,7 @@ from zeroshard.core.order import Order, to_evict
 from zeroshard.core.precision import dtype_name
 from zeroshard.errors import StateError
 from zeroshard.memory import MemoryCounter, Trimmer
-from zeroshard.runtime.unit import Unit, UnitState
+from zeroshard.runtime.unit import Unit, UnitState, Use
 
 __all__ = ["Phase", "Until", "Weights", "in_transform"]
 
@@ -118,7 +118,7 @@ class Weights:
     def hold(self, unit: Unit, phase: Phase, until: Until) -> None:
         """Gather a unit that is used outside its modules, and keep it at least `until` then."""
         if unit.index not in self._held:
-            unit.depth += 1
+            unit.acquire(Use.DIRECT)
             self._held[unit.index] = (unit, until)
         self._held[unit.index] = (unit, max(until, self._held[unit.index][1]))
         self.need(unit, phase)
@@ -128,7 +128,7 @@ class Weights:
         for unit, until in list(self._held.values()):
             if until <= event:
                 del self._held[unit.index]
-                unit.depth = max(0, unit.depth - 1)
+                unit.release(Use.DIRECT)
                 self.release_unused(unit)
 
     def begin(self, phase: Phase) -> None:
@@ -232,7 +232,7 @@ class Weights:
         """
         self.exact += 1
         for unit in units:
-            if unit.is_coded and unit.depth == 0 and not unit.in_backward:
+            if unit.is_coded and not unit.in_use:
                 if unit.state is UnitState.GATHERING:
                     self.discard(unit)
                 elif unit.state is UnitState.FULL:
@@ -267,7 +267,7 @@ class Weights:
         unit, self._idle = self._idle, None
         if unit is None or unit.state is not UnitState.FULL:
             return
-        if unit.depth == 0 and not unit.in_backward:
+        if not unit.in_use:
             self.release(unit, for_backward=torch.is_grad_enabled() or None)
         else:
             unit.wake()
@@ -277,19 +277,14 @@ class Weights:
         if self.trace is not None:
             self.trace("release", unit.name)
         self._here.discard(unit.index)
-        unit.release(for_backward=for_backward)
+        unit.reshard(for_backward=for_backward)
         self.trimmer.passed(unit.full_bytes)
 
     def release_unused(self, unit: Unit) -> None:
         """Release a unit that rests sharded, where neither a forward, a backward nor the user
         has it in use.
         """
-        if (
-            unit.cells.weight.is_sharded
-            and unit.state is UnitState.FULL
-            and unit.depth == 0
-            and not unit.in_backward
-        ):
+        if unit.cells.weight.is_sharded and unit.state is UnitState.FULL and not unit.in_use:
             self.release(unit)
 
     def end_pass(self) -> None:
@@ -302,7 +297,7 @@ class Weights:
 
     def after_backward(self, unit: Unit) -> None:
         """`unit`'s backward is over."""
-        unit.in_backward = False
+        unit.release(Use.BACKWARD)
         self.release_unused(unit)
 
     def check_awake(self) -> None:
@@ -352,7 +347,7 @@ class Weights:
             unit.forget_forwards()
             for segment in unit.segments:
                 segment.invalidate(frozen=frozen)
-            if unit.state is UnitState.FULL and unit.depth == 0 and unit.cells.optim.is_sharded:
+            if unit.state is UnitState.FULL and not unit.is_held and unit.cells.optim.is_sharded:
                 self.release(unit)
         fork = True  # once for all: nothing touches compute between these gathers
         for unit in stale:
@@ -394,7 +389,6 @@ class Weights:
         self.evaluates = False
         for unit in self.units:
             unit.abandon()
-            unit.in_backward = False
 
 
 def in_transform() -> bool:
