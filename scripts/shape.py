@@ -202,10 +202,10 @@ def measure() -> list[Row]:
         Row(f"lines over {COLUMNS} columns", sum(wide.values()), ", ".join(wide), limit=0),
         Row("lines of a function: 95th percentile", p95, limit=31),
         Row("lines of a function: maximum", *longest, limit=70),
-        Row("attributes of a class: maximum", *held, limit=30),
+        Row("attributes of a class: maximum", *held, limit=27),
         Row("methods of a class: maximum", *methods, limit=40),
         Row("parameters of a function: maximum", *parameters, limit=14),
-        Row("attributes stored from outside in runtime", len(stores), limit=48),
+        Row("attributes stored from outside in runtime", len(stores), limit=41),
         Row("public names without docstring", len(bare), ", ".join(bare), limit=0),
         Row("groups of modules that import one another", len(circles), circled, limit=0),
     ]

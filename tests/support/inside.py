@@ -58,12 +58,12 @@ def largest_unit_bytes(engine: zs.Engine) -> int:
 
 def is_at_rest(engine: zs.Engine) -> bool:
     """Return whether no unit is gathered or used."""
-    return not gathered(engine) and all(unit.depth == 0 for unit in units(engine))
+    return not gathered(engine) and not any(unit.in_use for unit in units(engine))
 
 
 def is_unused(engine: zs.Engine) -> bool:
     """Return whether no unit is in a forward or a backward; it may still be gathered."""
-    return all(not unit.in_backward and unit.depth == 0 for unit in units(engine))
+    return not any(unit.in_use for unit in units(engine))
 
 
 def is_gathering(engine: zs.Engine) -> bool:
@@ -155,8 +155,7 @@ def gradient_buffer_bytes(engine: zs.Engine) -> int:
 
 def flush_gradients(engine: zs.Engine) -> None:
     """Wait for the sums that are on their way to another tier."""
-    for path in engine._backward._landing:
-        path.land()
+    engine._backward.reductions.land()
 
 
 def idle_gradient_bytes(engine: zs.Engine) -> dict[str, int]:

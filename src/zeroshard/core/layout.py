@@ -61,12 +61,12 @@ class Slot:
     shape: tuple[int, ...]
     offset: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """The element of the buffer after the last one."""
         return self.offset + self.numel

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from functools import cached_property
 
 from zeroshard.errors import ConfigError
 
@@ -139,7 +140,7 @@ class Cell:
             raise ValueError(f"{self}: sharded between nodes but not inside them")
         return Scope.WHOLE
 
-    @property
+    @cached_property
     def is_sharded(self) -> bool:
         """Whether the state is sharded over either axis."""
         return Placement.SHARD in self.axes

@@ -116,8 +116,9 @@ class ShardedOptimizer:
         self._prepared = False
         self._broken = False  # the tiles' part of the step has raised
         self._in_closure = False
-        # the resting gradients, while no sealed gradient holds them: in a step
-        self._held: list[object] = []
+        # in a step: the sealed gradients, which hold the resting ones, and real ones in their place
+        self._sealed: list[SealedGrad | None] = []
+        self._zeroers: dict[int, Callable[[], None]] = {}  # by id of the model's parameter
         self._error: StorageError | None = None
 
     def attach(self, tiles: Sequence[Tile]) -> None:
@@ -271,11 +272,11 @@ class ShardedOptimizer:
         for tile in self.tiles:
             held = tile.segment.gradient()
             for shard in tile.shards:
-                if isinstance(shard.tensor.grad, SealedGrad):
-                    shard.tensor.grad.hold(held)
-                else:
+                sealed = shard.tensor.grad
+                if not isinstance(sealed, SealedGrad):
                     zero = self._zeroing(shard.parameter)
-                    shard.tensor.grad = SealedGrad(shard.tensor, shard.name, held, zero)
+                    sealed = shard.tensor.grad = SealedGrad(shard.tensor, shard.name, None, zero)
+                sealed.hold(held)
         for empty in self._empty:
             if empty is not None and empty.grad is None:
                 empty.grad = SealedGrad(
@@ -291,6 +292,9 @@ class ShardedOptimizer:
         self.sealed = False
 
     def _zeroing(self, parameter: nn.Parameter | None) -> Callable[[], None]:
+        known = self._zeroers.get(id(parameter))
+        if known is not None:
+            return known
         hooks = weakref.ref(self._hooks)  # a gradient must not keep the engine alive
         target = None if parameter is None else weakref.ref(parameter)
 
@@ -299,6 +303,7 @@ class ShardedOptimizer:
             if engine is not None and (target is None or alive is not None):
                 engine.zero_gradient(alive)
 
+        self._zeroers[id(parameter)] = zero
         return zero
 
     def dropped(self) -> list[nn.Parameter]:
@@ -334,7 +339,7 @@ class ShardedOptimizer:
         with suppress(Exception):  # whoever has waited for it before was told
             self.join()
         self._prepared = self._broken = self._in_closure = False
-        self._held, self._error = [], None
+        self._sealed, self._error = [], None
         self.clear()
 
     def _before(
@@ -391,16 +396,17 @@ class ShardedOptimizer:
             return
         take = self._hooks.before_step()
         self._prepared = self._broken = True  # until the tiles' part has begun
-        self._held = [tile.segment.gradient() for tile in self.tiles]
+        shards = list(self.pieces())
+        grads = [shard.tensor.grad for shard in shards]
+        self._sealed = [grad if isinstance(grad, SealedGrad) else None for grad in grads]
         self._start_tiles(take)
         self._broken = False
-        for tile in self.tiles:
-            takes = take and tile.taken is Taken.BY_USER
-            for shard in tile.shards:
-                grad = shard.grad() if takes else None
-                if grad is not None and grad.dtype is not shard.tensor.dtype:
-                    grad = grad.to(shard.tensor.dtype)
-                shard.tensor.grad = grad
+        for shard in shards:
+            takes = take and shard.taken is Taken.BY_USER
+            grad = shard.grad() if takes else None
+            if grad is not None and grad.dtype is not shard.tensor.dtype:
+                grad = grad.to(shard.tensor.dtype)
+            shard.tensor.grad = grad
         for empty in self._empty:
             if empty is not None:
                 empty.grad = None
@@ -435,6 +441,8 @@ class ShardedOptimizer:
             self.runner.end_own()
         except StorageError as failed:
             error = failed
+        sealed, self._sealed = self._sealed, []
+        for piece, grad in zip(self.pieces(), sealed, strict=True):
+            piece.tensor.grad = grad
         self.seal()
-        self._held = []
         self._hooks.after_step(error)

@@ -21,28 +21,111 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
-from zeroshard.comm.transport import Transport
-from zeroshard.core.digest import Digest
-from zeroshard.core.precision import dtype_name
 from zeroshard.errors import ConfigError, StateError
-from zeroshard.memory import MemoryCounter
 from zeroshard.optim.sealed import SealedGrad
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.decisions import UNKNOWN, Decisions
-from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.gradients import GradientPath
+from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.segment import Segment
-from zeroshard.runtime.streams import Streams
-from zeroshard.runtime.unit import Unit
+from zeroshard.runtime.unit import Unit, Use
 from zeroshard.runtime.weights import Until, Weights
 
 __all__ = ["Backward", "retains_graph"]
 
-_IN_FLIGHT = 2
+
+@dataclass(eq=False, slots=True)
+class _Leaf:
+    """A trainable parameter, and where its gradient goes."""
+
+    unit: Unit
+    segment: Segment
+    path: GradientPath
+    index: int  # in the segment
+    parameter: nn.Parameter
+    _sealed: SealedGrad | None = None
+
+    @property
+    def name(self) -> str:
+        """The parameter's qualified name."""
+        return self.segment.names[self.index]
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it has a gradient since the last drop."""
+        return self.path.used[self.index]
+
+    def clear(self) -> None:
+        """Take its gradient off."""
+        self.parameter.grad = None
+
+    def seal(self, owner: Backward, holds: object) -> None:
+        """Give it its sealed gradient, which keeps `holds` alive."""
+        sealed, index = self._sealed, self.index
+        if sealed is None or sealed.dtype is not self.parameter.dtype:
+            # see [Note: weak hooks] in hooks.py
+            weak, backward = weakref.ref(self.path), weakref.ref(owner)
+
+            def zero() -> None:
+                alive, owner = weak(), backward()
+                if alive is not None and owner is not None:
+                    owner.zeroed()
+                    alive.zero(index)
+
+            sealed = self._sealed = SealedGrad(self.parameter, self.name, None, zero)
+        sealed.hold(holds)
+        self.parameter.grad = sealed
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One backward: its graph tasks, and how far each unit has come in it."""
+
+    brings: bool = False  # gradients have come: one by torch.autograd.grad brings none
+    retains: bool = False  # its graph may be walked again
+    nested: bool = False  # a backward has run inside this one
+    tasks: list[int] = field(default_factory=list)
+    # parameters, by id, that get a gradient outside of reentrant checkpoints, too, and have none of
+    # it yet
+    outer: set[int] = field(default_factory=set)
+    # by graph task: units at whose outputs a gradient has arrived
+    entered: dict[int, list[Unit]] = field(default_factory=dict)
+    # whose gradients have all come; released when the backward goes on to another unit
+    finished: dict[int, Unit] = field(default_factory=dict)
+    reduced: set[int] = field(default_factory=set)  # units handed over
+    # the unit at whose outputs the last gradient arrived, and the graph task
+    at: tuple[Unit | None, int] = (None, -1)
+
+    def push(self, task: int) -> None:
+        """A graph task begins, the first or one inside another."""
+        self.nested = self.nested or bool(self.tasks)
+        self.tasks.append(task)
+        self.entered[task] = []
+        self.at = (None, -1)
+
+    def pop(self, task: int) -> list[Unit]:
+        """A graph task is over; return the units that it has come to."""
+        self.tasks.remove(task)
+        self.at = (None, -1)
+        return self.entered.pop(task)
+
+    def reach(self, unit: Unit, task: int, *, again: bool) -> None:
+        """A gradient has arrived at `unit`'s outputs; `again`: the next one is of interest, too."""
+        self.entered[task].append(unit)
+        self.at = (None if again else unit, task)
+
+    def took(self, unit: Unit, parameter: torch.Tensor) -> None:
+        """The gradient of a `parameter` of `unit` has come."""
+        self.brings = True
+        unit.took(id(parameter), torch._C._current_graph_task_id())
+        if len(self.tasks) == 1:
+            self.outer.discard(id(parameter))
 
 
 class Backward:
@@ -51,11 +134,7 @@ class Backward:
     def __init__(
         self,
         weights: Weights,
-        *,
-        streams: Streams,
-        meter: MemoryCounter,
-        digest: Digest,
-        transport: Transport,
+        reductions: Reductions,
     ) -> None:
         self.sync = True  # False inside no_sync()
         self.has_gradient = False  # since the last drop of everything
@@ -67,59 +146,35 @@ class Backward:
         self.decisions = Decisions()
         self.announce: Callable[[str, Any], None] | None = None  # set by join()
         self._weights = weights
-        self._meter = meter
-        self._digest = digest
-        self._transport = transport
-        self._streams = streams
+        self.reductions = reductions
         # steps still to come whose forwards are watched for weights that their backward reads while
         # they are released
         self.traced_steps = 0
         self.read_released: str | None = None  # the first parameter that was
-        self._tasks: list[int] = []
-        self._retains = False  # the graph of this backward may be walked again
-        self._nested = False  # a backward has run inside this one
-        # parameters, by id, that get a gradient outside of reentrant checkpoints, too, and have
-        # none of it yet
-        self._outer: set[int] = set()
-        # by graph task: units at whose outputs a gradient has arrived
-        self._entered: dict[int, list[Unit]] = {}
-        # whose gradients have all come; released when the backward goes on to another unit
-        self._finished: dict[int, Unit] = {}
-        self._flights: dict[str, GradientPath] = {}  # reduces under way, oldest first
-        self._landing: list[GradientPath] = []  # whose sums go to another tier, oldest first
-        self._reduced: set[int] = set()  # units handed over in this backward
-        # gradients have come in this backward: one by torch.autograd.grad brings none
-        self._brings = False
-        self._seals: dict[int, SealedGrad] = {}
+        self._pass = _Pass()
         self._trainable = [unit for unit in weights.units if unit.trainable]
-        self._all_paths = [path for unit in self._trainable for path in self._paths(unit)]
-        self._trained = {
-            id(parameter)
+        self._paths = [path for unit in self._trainable for path in unit.paths]
+        self.leaves = [
+            _Leaf(unit, segment, path, index, parameter)
             for unit in self._trainable
-            for segment in unit.trainable
-            for parameter in segment.parameters
-        }
-        sharded = any(unit.cells.weight.is_sharded for unit in weights.units)
-        # the ranks run units in the same order
-        self._waits_for_room = weights.ordered and (sharded or not transport.keyed)
-        weights.make_room = self.make_room
+            for segment, path in zip(unit.trainable, unit.paths, strict=True)
+            for index, parameter in enumerate(segment.parameters)
+        ]
 
     # ------------------------------------------------------------------ hooks
 
     def enter(self) -> None:
         """Note that a backward is running, once per graph task."""
         task = torch._C._current_graph_task_id()
-        if task in self._tasks:
+        current = self._pass
+        if task in current.tasks:
             return
         if task < 0:
             raise StateError("a backward hook ran outside a backward")
-        if not self._tasks:
-            self._begin()
-            self._retains = retains_graph()
+        if not current.tasks:
+            current = self._begin(retains=retains_graph())
             self._note_outer()
-        self._nested = bool(self._tasks) or self._nested
-        self._tasks.append(task)
-        self._entered[task] = []
+        current.push(task)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._leave(task))
 
     def _note_outer(self) -> None:
@@ -128,7 +183,7 @@ class Backward:
         """
         for unit in self._trainable:
             if unit.recomputations > 0:
-                self._outer.update(
+                self._pass.outer.update(
                     id(p)
                     for segment in unit.trainable
                     for p in segment.parameters
@@ -145,18 +200,27 @@ class Backward:
     @property
     def running(self) -> bool:
         """Whether a backward is under way."""
-        return bool(self._tasks)
+        return bool(self._pass.tasks)
 
     def before_unit(self, unit: Unit, epoch: int) -> None:
         """A gradient arrives at `unit`'s outputs: its weights are needed as they were in the
         forward under `epoch`.
         """
+        task = torch._C._current_graph_task_id()
+        current = self._pass
+        if (
+            current.at == (unit, task)
+            and not current.finished
+            and self._weights.serves(unit, epoch)
+        ):
+            return  # another output of a module inside it
         self.enter()
         self._weights.check_epoch(unit, epoch)
-        unit.in_backward = True
-        self._entered[torch._C._current_graph_task_id()].append(unit)
+        again = torch.is_grad_enabled()
+        unit.acquire(Use.BACKWARD)
+        self._pass.reach(unit, task, again=again)
         self._release_finished(unit)
-        if torch.is_grad_enabled():  # create_graph=True: another backward may go through this one
+        if again:  # create_graph=True: another backward may go through this one
             self._weights.hold(unit, "backward", Until.STEP)
         else:
             self._weights.need(unit, "backward")
@@ -169,10 +233,11 @@ class Backward:
         module, which may read ``weight.detach()``. It runs the nodes that were made last first, so
         all nodes of a unit have run when it comes to another unit, but for units around others.
         """
-        self._finished.pop(follows.index, None)
-        for unit in list(self._finished.values()):
+        finished = self._pass.finished
+        finished.pop(follows.index, None)
+        for unit in list(finished.values()):
             if not unit.holds_others:
-                self._weights.after_backward(self._finished.pop(unit.index))
+                self._weights.after_backward(finished.pop(unit.index))
 
     def after_inputs(self, unit: Unit, *, before_others: bool = False) -> None:
         """The gradients of `unit`'s inputs are there: whatever did not get one by now gets none
@@ -180,21 +245,21 @@ class Backward:
 
         `before_others`: other nodes of the unit may still have to run.
         """
-        if unit.in_backward and self._tasks:
+        if unit.in_backward and self._pass.tasks:
             if unit.arrived:
                 self._hand_over_complete(unit)
             # an earlier forward's output may be this one's input: its backward needs the weights
             # now
             if before_others or unit.forwards:
-                self._finished[unit.index] = unit
+                self._pass.finished[unit.index] = unit
                 return
-            self._finished.pop(unit.index, None)
+            self._pass.finished.pop(unit.index, None)
             self._weights.after_backward(unit)
 
-    def take(self, place: tuple[int, int], index: int, parameter: torch.Tensor) -> None:
-        """Autograd has finished the gradient of parameter `index` in the segment at `place`
-        (unit, segment).
-        """
+    def take(self, number: int) -> None:
+        """Autograd has finished the gradient of `leaves[number]`."""
+        leaf = self.leaves[number]
+        parameter, unit = leaf.parameter, leaf.unit
         grad = parameter.grad
         if isinstance(grad, SealedGrad):  # no hook came before this one
             grad = grad.accumulated()
@@ -204,68 +269,29 @@ class Backward:
             parameter.grad = None
         self.enter()
         parameter.grad = None
-        unit = self._weights.units[place[0]]
-        segment = unit.segments[place[1]]
-        assert grad is not None, segment.names[index]
+        assert grad is not None, leaf.name
         if grad.layout is not torch.strided:
             raise ConfigError(
-                f"parameter {segment.names[index]!r} has a sparse gradient, which cannot be"
-                " sharded: use sparse=False"
+                f"parameter {leaf.name!r} has a sparse gradient, which cannot be sharded: use"
+                " sparse=False"
             )
-        assert segment.grad is not None, segment.key
-        with torch.no_grad():
-            segment.grad.add(index, grad, sync=self.sync, make_room=self.make_room)
+        # create_graph=True: what is summed has no graph
+        grad = grad.detach() if grad.requires_grad else grad
+        leaf.path.add(leaf.index, grad, sync=self.sync, make_room=self.reductions.make_room)
         del grad
-        self._brings = True
-        unit.pending -= id(parameter) not in unit.arrived
-        unit.arrived[id(parameter)] = torch._C._current_graph_task_id()
-        if len(self._tasks) == 1:
-            self._outer.discard(id(parameter))
+        self._pass.took(unit, parameter)
         if unit.pending <= 0:
             self._hand_over_complete(unit)
             if not unit.has_frozen:
-                self._finished[unit.index] = unit
+                self._pass.finished[unit.index] = unit
 
-    def cover(self, place: tuple[int, int], index: int, parameter: torch.Tensor) -> None:
+    def cover(self, number: int) -> None:
         """Somebody else's hook runs after ours: let it find a sealed gradient instead of none."""
-        segment = self._weights.units[place[0]].segments[place[1]]
-        parameter.grad = self._seal_of(segment, index, parameter, None)
-
-    def make_room(self, num_bytes: int) -> None:
-        """Wait for reduces under way, oldest first, until `num_bytes` fit the budget.
-
-        Where ranks may run their units in different order, the transport bounds the gradient
-        buffers by its own pool: to wait for a sum could be to wait for ever, each rank with the
-        part that the other lacks still to come.
-        """
-        budget = self._weights.budget_bytes
-        if not budget or self._meter.live + num_bytes <= budget or not self._waits_for_room:
-            return
-        for key, path in list(self._flights.items()):
-            path.finish()
-            del self._flights[key]
-            if self._meter.live + num_bytes <= budget:
-                return
-
-    def finish(self) -> None:
-        """Wait for every reduce under way, in the order in which they were started: the last
-        wait then covers the ones before it.
-        """
-        for path in self._flights.values():
-            path.finish()
-        self._flights.clear()
-
-    def gather_averages(self) -> None:
-        """Bring whole averages together where every rank steps everything: all at once, one fork
-        and one wait for all.
-        """
-        paths = [path for path in self.paths() if path.gathers_averages]
-        if paths:
-            Flight([path.gather_averages() for path in paths], self._streams, "reduce").wait()
+        self.leaves[number].seal(self, None)
 
     # ------------------------------------------------------------------ a pass
 
-    def _begin(self) -> None:
+    def _begin(self, *, retains: bool = False, brings: bool = False) -> _Pass:
         self.collect_dropped()
         if self.scaled is not None and self.has_gradient and self.scaled != self.scaling:
             raise StateError(
@@ -277,104 +303,48 @@ class Backward:
         self.decisions.micro_batches += self.decisions.micro_batches != UNKNOWN
         self.changed = True
         self.has_gradient = True
-        self._reduced.clear()
-        self._brings = self._nested = self._retains = False
-        self._outer.clear()
+        self._pass = _Pass(retains=retains, brings=brings)
         self._weights.begin("backward")
         # released parameters are asked for what they answer anyway
         with torch._C.DisableTorchFunctionSubclass():
+            for leaf in self.leaves:
+                leaf.clear()
             for unit in self._trainable:
-                unit.arrived.clear()
-                unit.pending = 0
-                for segment in unit.trainable:
-                    for parameter in segment.parameters:
-                        parameter.grad = None
-                        unit.pending += parameter.requires_grad
+                unit.expect_gradients()
+        return self._pass
 
     def _hand_over_complete(self, unit: Unit) -> None:
         """Hand `unit` over, once in this pass, unless gradients of it are still to come."""
-        if unit.index not in self._reduced and not self._may_get_more(unit):
+        if unit.index not in self._pass.reduced and not self._may_get_more(unit):
             self._hand_over(unit)
 
     def _may_get_more(self, unit: Unit) -> bool:
         # see [Note: nested backwards]
-        if unit.recomputations > 0 or (len(self._tasks) > 1 and unit.forwards > 0):
+        if unit.recomputations > 0 or (len(self._pass.tasks) > 1 and unit.forwards > 0):
             return True
-        if unit.pending <= 0 and not self._nested:
+        if unit.pending <= 0 and not self._pass.nested:
             return False
         task = torch._C._current_graph_task_id()
-        parameters = [parameter for segment in unit.trainable for parameter in segment.parameters]
         return any(
-            id(p) in self._outer or (unit.arrived.get(id(p)) != task and _gets_gradient(p))
-            for p in parameters
+            id(p) in self._pass.outer or (unit.arrived.get(id(p)) != task and _gets_gradient(p))
+            for segment in unit.trainable
+            for p in segment.parameters
         )
 
     def _hand_over(self, unit: Unit) -> None:
-        unit.pending = 0
-        for segment in unit.trainable:
-            path = segment.grad
-            assert path is not None
-            if path.sums_micro_batches and not self.sync:
-                continue
-            self._reduce(unit, segment, sync=self.sync)
-        self._transport.progress()
-        # what is over decides what is prefetched: the same on every rank, whatever the timing
-        if self._weights.ordered:
-            self._land_oldest()
-        else:
-            for path in self.paths():
-                path.finish(block=False)
-        self._bound_landing()
-
-    def _land_oldest(self) -> None:
-        """Of sums that rest on another tier, leave two under way: the others would wait on the
-        device for the end of the pass.
-
-        Where ranks may run their units in different order (see `make_room`), those stay whose other
-        parts have not come.
-        """
-        waiting = [path for path in self._flights.values() if path.tiered]
-        for path in waiting[:-_IN_FLIGHT]:
-            path.finish(block=self._waits_for_room)
-            if path.in_flight:
-                return
-            del self._flights[path.key]
-
-    def _bound_landing(self) -> None:
-        """Of sums on their way to another tier, leave two: each is held on the device until it
-        is there. A matter of this rank alone.
-        """
-        self._landing = [path for path in self._landing if path.in_flight or path.is_landing]
-        landing = [path for path in self._landing if not path.in_flight]
-        for path in landing[:-_IN_FLIGHT]:
-            path.land()
-
-    def _reduce(self, unit: Unit, segment: Segment, *, sync: bool) -> None:
-        path = segment.grad
-        assert path is not None
-        layout = segment.flat.layout
-        self._digest.fold(
-            "reduce", unit.name, dtype_name(path.precision.wire), layout.numel, ordered=False
-        )
-        if self._weights.trace is not None:
-            self._weights.trace("reduce", unit.name)
-        if path.sums_nodes and not sync:
-            path.reduce_inside()
-        else:
-            path.reduce(make_room=self.make_room, with_earlier=self._brings)
-        self._flights.pop(path.key, None)
-        self._flights[path.key] = path
-        if path.tiered:
-            self._landing.append(path)
-        self._reduced.add(unit.index)
+        unit.expect_no_more()
+        for segment, path in zip(unit.trainable, unit.paths, strict=True):
+            if self.sync or not path.sums_micro_batches:
+                self.reductions.start(unit, segment, sync=self.sync, with_earlier=self._pass.brings)
+                self._pass.reduced.add(unit.index)
+        self.reductions.advance()
 
     def shadow(self, *, sync: bool, scaled: bool) -> None:
         """Take part in a backward of the other ranks, without one of our own: gather what they
         gather, contribute zeros.
         """
         before, self.sync, self.scaling = (self.sync, self.scaling), sync, scaled
-        self._begin()
-        self._brings = True
+        self._begin(brings=True)
         for unit in self._weights.shadow("backward"):
             # at once, as they do: they may wait for our part before they gather on
             self._hand_over(unit)
@@ -382,46 +352,40 @@ class Backward:
         self.sync, self.scaling = before
 
     def _leave(self, task: int) -> None:
-        self._tasks.remove(task)
-        entered = self._entered.pop(task)
-        if not self._tasks:
+        entered = self._pass.pop(task)
+        if not self._pass.tasks:
             self._end()
             return
         for unit in entered:  # reentrant checkpointing: that part is over
-            if self._finished.pop(unit.index, None) is not None:
+            if self._pass.finished.pop(unit.index, None) is not None:
                 self._weights.after_backward(unit)
 
     def _end(self) -> None:
         for unit in reversed(self._trainable):
-            if unit.index not in self._reduced:
+            if unit.index not in self._pass.reduced:
                 self._hand_over(unit)
         for unit in self._weights.units:
             if unit.in_backward:
                 self._weights.after_backward(unit)
-        self._finished.clear()
+        self._pass.finished.clear()
         self._weights.end_pass()
-        if not self._retains:
+        if not self._pass.retains:
             self._weights.end_backward()
         self.seal()
 
     @property
     def has_unreduced(self) -> bool:
         """Whether gradients rest here that no reduce over all ranks has taken."""
-        return any(path.has_local or path.has_node_sum for path in self._all_paths)
+        return any(path.has_local or path.has_node_sum for path in self.paths())
 
     def flush(self) -> None:
         """Reduce everything once more: some rank `has_unreduced` gradients (every backward was
         inside ``no_sync``, or some came late).
         """
-        self._brings = True
         for unit in reversed(self._trainable):
             for segment in unit.trainable:
-                self._reduce(unit, segment, sync=True)
+                self.reductions.start(unit, segment, sync=True, with_earlier=True)
         self.seal()
-
-    @staticmethod
-    def _paths(unit: Unit) -> list[GradientPath]:
-        return [segment.grad for segment in unit.trainable if segment.grad is not None]
 
     # ------------------------------------------------------------------ what the user sees as .grad
 
@@ -429,76 +393,51 @@ class Backward:
         """Put sealed gradients where autograd or the step has left none."""
         holds = self.optimizer is None
         with torch._C.DisableTorchFunctionSubclass():
-            for unit in self._trainable:
-                for segment in unit.trainable:
-                    path = segment.grad
-                    assert path is not None
-                    for index, parameter in enumerate(segment.parameters):
-                        if path.used[index]:
-                            parameter.grad = self._seal_of(
-                                segment, index, parameter, path.resting() if holds else None
-                            )
+            for leaf in self.leaves:
+                if leaf.is_used:
+                    leaf.seal(self, leaf.path.resting() if holds else None)
         if self.optimizer is not None:
             self.optimizer.seal()
-            for path in self._all_paths:
+            for path in self.paths():
                 if path.flat.stepped[0] < path.flat.stepped[1]:
                     path.let_go()
-
-    def _seal_of(
-        self, segment: Segment, index: int, parameter: torch.Tensor, holds: object
-    ) -> SealedGrad:
-        sealed = self._seals.get(id(parameter))
-        if sealed is None or sealed.dtype is not parameter.dtype:
-            path = segment.grad
-            assert path is not None
-            # see [Note: weak hooks] in hooks.py
-            weak, backward = weakref.ref(path), weakref.ref(self)
-
-            def zero() -> None:
-                alive, owner = weak(), backward()
-                if alive is not None and owner is not None:
-                    owner.zeroed()
-                    alive.zero(index)
-
-            sealed = SealedGrad(parameter, segment.names[index], None, zero)
-            self._seals[id(parameter)] = sealed
-        sealed.hold(holds)
-        return sealed
 
     def collect_dropped(self) -> None:
         """Forget the gradients that the user has cleared, on the model's side or the
         optimizer's.
         """
-        if not self.has_gradient or self._tasks:
+        if not self.has_gradient or self.running:
             return
         cleared = {id(p) for p in self.optimizer.dropped()} if self.optimizer is not None else set()
-        everything = all(all(path.used) for path in self._all_paths)
-        gone_names: list[str] = []
-        anything = False
-        for unit in self._trainable:
-            for segment in unit.trainable:
-                path = segment.grad
-                assert path is not None
-                gone = [
-                    index
-                    for index, parameter in enumerate(segment.parameters)
-                    if path.used[index] and (parameter.grad is None or id(parameter) in cleared)
-                ]
-                if gone:
-                    path.drop(gone)
-                    for index in gone:
-                        segment.parameters[index].grad = None
-                        gone_names.append(segment.names[index])
-                # gradients of parameters unused here; a step agrees about what is used
-                others = self.changed and path.resting() is not None
-                anything = anything or any(path.used) or others
+        everything = all(all(path.used) for path in self.paths())
+        with torch._C.DisableTorchFunctionSubclass():
+            gone_leaves = [
+                leaf
+                for leaf in self.leaves
+                if leaf.is_used and (leaf.parameter.grad is None or id(leaf.parameter) in cleared)
+            ]
+            for leaf in gone_leaves:
+                leaf.clear()
+        gone: dict[GradientPath, list[int]] = {}
+        for leaf in gone_leaves:
+            gone.setdefault(leaf.path, []).append(leaf.index)
+        for path, indices in gone.items():
+            path.drop(indices)
+        # gradients of parameters unused here; a step agrees about what is used
+        anything = any(
+            any(path.used) or (self.changed and path.resting() is not None) for path in self.paths()
+        )
         if not anything:
-            same_on_all = everything or not self.changed or cleared >= self._trained
+            all_cleared = len(cleared) >= len(self.leaves) and all(
+                id(leaf.parameter) in cleared for leaf in self.leaves
+            )
+            same_on_all = everything or not self.changed or all_cleared
             self.forget()
             self.decisions.micro_batches = 0 if same_on_all else UNKNOWN
-        elif gone_names and not self.changed:
+        elif gone_leaves and not self.changed:
             # before a step the ranks need not have used the same parameters
-            self.decisions.note("gradients cleared by zero_grad()", ", ".join(gone_names))
+            names = ", ".join(leaf.name for leaf in gone_leaves)
+            self.decisions.note("gradients cleared by zero_grad()", names)
 
     def zeroed(self) -> None:
         """Note that the user sets gradients to zero. Before the first step the ranks need not
@@ -519,23 +458,17 @@ class Backward:
 
     def abandon(self) -> None:
         """After an exception: no backward is running and no gradient rests."""
-        self._tasks.clear()
-        self._entered.clear()
-        self._finished.clear()
-        self._flights.clear()
-        self._landing.clear()
-        self._reduced.clear()
-        for unit in self._trainable:
-            for path in self._paths(unit):
-                path.abandon()
-            for segment in unit.trainable:
-                for parameter in segment.parameters:
-                    parameter.grad = None
+        self._pass = _Pass()
+        self.reductions.abandon()
+        for path in self.paths():
+            path.abandon()
+        for leaf in self.leaves:
+            leaf.clear()
         self.forget()
 
     def paths(self) -> Sequence[GradientPath]:
         """Return every trainable segment's gradient path, in unit order."""
-        return self._all_paths
+        return self._paths
 
 
 def _gets_gradient(parameter: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 It holds the parts together and answers the user; the parts do the work:
 
     hooks.py --> weights.py   (gather, prefetch, release units)  --> unit.py --> flight.py --> comm/
-             --> backward.py  (gradients, units complete, seals) --> gradients.py
+             --> backward.py  (units complete, seals) --> reductions.py --> gradients.py
     optimizer.step() --> finalize.py (average, agree, clip)      --> rest.py (publish)
     whole.py: parameters and gradients gathered for the user     join.py: ranks without data
 
@@ -39,6 +39,7 @@ from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.join import Join
 from zeroshard.runtime.offload_states import OffloadedStates
 from zeroshard.runtime.recovery import Recovery
+from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.repartition import StepTiles
 from zeroshard.runtime.replicas import compare_replicas
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, memory_report
@@ -464,12 +465,12 @@ class Engine:
         if (
             self._backward.running
             or self._weights.running
-            or any(unit.depth for unit in self._weights.units)
+            or any(unit.is_held for unit in self._weights.units)
         ):
             raise StateError(
                 "offload_states() inside a forward, a backward or gathered(): call it between steps"
             )
-        self._backward.finish()
+        self._backward.reductions.wait()
         self.states.join_step()
         self._weights.end_pass()
         offloaded = OffloadedStates(
@@ -567,14 +568,14 @@ def _make_loop(
     )
     if context.device.type == "cpu":
         weights.trimmer = context.tiering.trimmer()
-    backward = Backward(
+    reductions = Reductions(
         weights,
         streams=context.streams,
         meter=context.meter,
         digest=digest,
         transport=context.transport,
     )
-    return weights, backward
+    return weights, Backward(weights, reductions)
 
 
 def _step_settings(

@@ -139,10 +139,12 @@ class Finalizer:
         backward = self._backward
         unreduced = backward.has_unreduced
         scale = self._loss_scale()
-        backward.finish()
+        backward.reductions.wait()
         paths = [] if unreduced else backward.paths()
         bad = [path.key for path in paths if not path.average(scale)]
-        backward.gather_averages()
+        backward.reductions.gather_averages(
+            [path for path in backward.paths() if path.gathers_averages]
+        )
         bad += self._read(paths, scale)
         bad.append(backward.read_released or "")
         self._faults.agree()  # a gradient that could not be read is NaN: that is no bad step

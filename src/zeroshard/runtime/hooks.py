@@ -37,7 +37,7 @@ from zeroshard.runtime.recomputed import count_recomputations, is_checkpointed, 
 from zeroshard.runtime.released import release_class, restore_class
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.trees import tensors_in, tensors_within
-from zeroshard.runtime.unit import Unit, UnitState
+from zeroshard.runtime.unit import Unit, UnitState, Use
 from zeroshard.runtime.units import UnitPlan
 from zeroshard.runtime.weights import Phase, Until, Weights, in_transform
 
@@ -153,6 +153,8 @@ class Hooks:
         self._handles: list[Any] = []
         # load_state_dict under way: per unit its context, its copies, modules still to load
         self._loads: dict[int, list[Any]] = {}
+        # the hooks of outputs, by units, and the epoch that they belong to
+        self._arrivals: dict[tuple[Unit, ...], tuple[int, Callable[[torch.Tensor], None]]] = {}
         spans, needed = _needed(plans, weights.units)
         self._handles += guard(model)
         for module, units in needed.values():
@@ -180,8 +182,7 @@ class Hooks:
         for unit in weights.units:
             for segment in unit.segments:
                 self._tie_parameters(unit, segment)
-            for segment in unit.trainable:
-                self._install_parameters(unit, segment)
+        self._install_parameters()
 
     def connect(
         self,
@@ -327,7 +328,7 @@ class Hooks:
             in_backward = torch._C._current_graph_task_id() >= 0
             weights.enter()
             for unit in units:
-                unit.depth += 1
+                unit.acquire(Use.FORWARD)
                 weights.need(unit, "backward" if in_backward else "forward")
             if in_backward == torch.is_grad_enabled() and not weights.evaluates:
                 count_recomputations(units, ends_one=in_backward)
@@ -353,10 +354,10 @@ class Hooks:
                     self.watch_outputs(units, elsewhere, since=first)
             in_backward = torch._C._current_graph_task_id() >= 0
             for unit in units:
-                unit.depth = max(0, unit.depth - 1)
-                if unit.depth == 0:
+                unit.release(Use.FORWARD)
+                if not unit.is_held:
                     if in_backward and (not apart or unit.in_backward):
-                        unit.in_backward = True  # recomputed: its own backward follows
+                        unit.acquire(Use.BACKWARD)  # recomputed: its own backward follows
                     else:
                         weights.after_forward(unit)
             if weights.running == 1 and not in_backward:
@@ -374,14 +375,9 @@ class Hooks:
         """Have `units` gathered when a gradient arrives at a tensor of `output` that autograd
         has made `since`; leave views their memory.
         """
-        epoch, backward = self._weights.epoch, self._backward
-        may_be_views = [unit for unit in units if unit.gives_memory_back]
-
-        def arrived(grad: torch.Tensor) -> None:
-            for unit in units:
-                backward.before_unit(unit, epoch)
-
-        for tensor in tensors_within(output):
+        arrived = self._arrival_at(tuple(units))
+        may_be_views = [unit for unit in units if unit.full_bytes]
+        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_within(output):
             for unit in may_be_views:
                 unit.leave_views(tensor)
             # held: torch 2.13 crashes in register_hook on a view whose base was written to,
@@ -391,6 +387,20 @@ class Hooks:
             if node is not None and (not since or node._sequence_nr() >= since):
                 tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
             del node
+
+    def _arrival_at(self, units: tuple[Unit, ...]) -> Callable[[torch.Tensor], None]:
+        """Return the hook of outputs of modules that need `units`, as they are in this forward."""
+        epoch, backward = self._weights.epoch, self._backward
+        known = self._arrivals.get(units)
+        if known is not None and known[0] == epoch:
+            return known[1]
+
+        def arrived(grad: torch.Tensor) -> None:
+            for unit in units:
+                backward.before_unit(unit, epoch)
+
+        self._arrivals[units] = (epoch, arrived)
+        return arrived
 
     def _watch_inputs(self, units: list[Unit], args: Any, kwargs: Any) -> None:
         inputs = [
@@ -480,27 +490,26 @@ class Hooks:
         if unit.cells.weight.is_sharded:
             self._weights.hold(unit, "forward", Until.STEP)
 
-    def _install_parameters(self, unit: Unit, segment: Segment) -> None:
+    def _install_parameters(self) -> None:
         # [Note: weak hooks] what hangs on a tensor is invisible to the garbage collector
         backward = weakref.ref(self._backward)
-        place = (unit.index, unit.segments.index(segment))
+        own: dict[int, int] = {}
 
-        def hook_for(index: int) -> Callable[[torch.Tensor], None]:
+        def hook_for(number: int) -> Callable[[torch.Tensor], None]:
             def taken(parameter: torch.Tensor) -> None:
                 alive = backward()
                 if alive is not None:
-                    alive.take(place, index, parameter)
-                    if next(reversed(parameter._post_accumulate_grad_hooks)) != own[index]:
-                        alive.cover(place, index, parameter)
+                    alive.take(number)
+                    if next(reversed(parameter._post_accumulate_grad_hooks)) != own[number]:
+                        alive.cover(number)
 
             return taken
 
-        own: dict[int, int] = {}
-
-        for index, parameter in enumerate(segment.parameters):
-            handle = parameter.register_post_accumulate_grad_hook(hook_for(index))  # type: ignore[no-untyped-call]
+        for number, leaf in enumerate(self._backward.leaves):
+            hooked: Any = leaf.parameter  # the method is untyped in torch
+            handle = hooked.register_post_accumulate_grad_hook(hook_for(number))
             self._handles.append(handle)
-            own[index] = handle.id
+            own[number] = handle.id
 
     # ------------------------------------------------------------------ state_dict, load_state_dict
 
@@ -526,7 +535,7 @@ class Hooks:
                 )
             for unit in units:
                 if unit.index not in self._loads:
-                    unit.depth += 1
+                    unit.acquire(Use.USER)
                     self._weights.need(unit, "forward")
                     context = unit.writable()
                     self._loads[unit.index] = [context, context.__enter__(), 0]
@@ -539,7 +548,7 @@ class Hooks:
                     continue
                 context, copies, _ = self._loads.pop(unit.index)
                 context.__exit__(None, None, None)
-                unit.depth -= 1
+                unit.release(Use.USER)
                 assert self.write_back is not None
                 self.write_back(unit, copies)
 

@@ -35,6 +35,7 @@ class Parameters:
         self.names = tuple(names)
         self.parameters = tuple(parameters)
         self._dtype = dtype
+        self._has_no_nan = not (dtype.is_floating_point or dtype.is_complex)
         self._poison = [
             torch.full((), placeholder_value(dtype), dtype=dtype, device=p.device)
             for p in parameters
@@ -42,16 +43,13 @@ class Parameters:
         self._released = [
             poison.expand(p.shape) for poison, p in zip(self._poison, parameters, strict=True)
         ]
+        self._released_at = [tensor.data_ptr() for tensor in self._released]
         self._there: Sequence[torch.Tensor] = self._released  # what ``data`` is now
         self._versions: list[int] = [p._version for p in parameters]
 
     def attach(self, views: Sequence[torch.Tensor]) -> None:
         """Point the parameters at `views` of the gathered buffer."""
-        for parameter, view in zip(self.parameters, views, strict=True):
-            restore_class(parameter)
-            parameter.data = view
-        self._there = views
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._point_at(views)
 
     def lend(self, views: Sequence[torch.Tensor]) -> None:
         """Point attached parameters at `views` until they are attached again."""
@@ -60,45 +58,51 @@ class Parameters:
 
     def detach(self) -> None:
         """Point the parameters at their NaN."""
-        for parameter, released in zip(self.parameters, self._released, strict=True):
-            restore_class(parameter)
-            parameter.data = released
-        self._versions = [parameter._version for parameter in self.parameters]
-        self._there = self._released
+        self._point_at(self._released)
         for parameter in self.parameters:
             release_class(parameter)
+
+    def _point_at(self, tensors: Sequence[torch.Tensor]) -> None:
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            restore_class(parameter)
+            parameter.data = tensor
+        self._there = tensors
+        self._versions = [parameter._version for parameter in self.parameters]
 
     def heal(self) -> None:
         """Make released parameters read as NaN again, whatever was written there."""
         for poison in self._poison:
             poison.fill_(placeholder_value(self._dtype))
 
-    def repointed(self) -> str | None:
-        """Return the name of a parameter whose ``data`` has been given other memory since attach
-        or detach, if any.
+    def lost(self, *, writes: bool = True) -> str | None:
+        """Return the name of a parameter that has been given other memory since attach or detach,
+        or (`writes`) was written to, if any.
         """
+        expected = (
+            self._released_at
+            if self._there is self._released
+            else [tensor.data_ptr() for tensor in self._there]
+        )
         with torch._C.DisableTorchFunctionSubclass():
-            for name, parameter, tensor in zip(
-                self.names, self.parameters, self._there, strict=True
-            ):
-                if parameter.data_ptr() != tensor.data_ptr():
-                    return name
-        return None
+            found = [parameter.data_ptr() for parameter in self.parameters]
+            versions = [parameter._version for parameter in self.parameters]
+        if found == expected and (not writes or versions == self._versions):
+            return None
+        moved = next((i for i, at in enumerate(found) if at != expected[i]), None)
+        if moved is None:
+            moved = next(i for i, seen in enumerate(versions) if seen != self._versions[i])
+        return self.names[moved]
 
-    def written(self, *, scalar: bool = False) -> str | None:
-        """Return the name of a parameter that was written since attach or detach, if any;
-        `scalar`: through ``.data`` too, at rest.
+    def lost_at_rest(self, *, strict: bool) -> str | None:
+        """Return what `lost` does of detached parameters; `strict`: written through ``.data``,
+        too, as is found always in a dtype without NaN.
         """
-        with torch._C.DisableTorchFunctionSubclass():
-            for name, parameter, version in zip(
-                self.names, self.parameters, self._versions, strict=True
-            ):
-                if parameter._version != version:
-                    return name
-        if scalar:
-            expected = placeholder_value(self._dtype)
-            for name, poison in zip(self.names, self._poison, strict=True):
-                value = poison.item()
-                if value != expected and not (expected != expected and value != value):
-                    return name
+        name = self.lost()
+        if name is not None or not (strict or self._has_no_nan):
+            return name
+        expected = placeholder_value(self._dtype)
+        for name, poison in zip(self.names, self._poison, strict=True):
+            value = poison.item()
+            if value != expected and not (expected != expected and value != value):
+                return name
         return None

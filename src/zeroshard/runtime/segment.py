@@ -42,6 +42,7 @@ class Segment:
         self.names = tuple(names)
         self.parameters = tuple(parameters)
         self.given = tuple(parameter.dtype for parameter in parameters)  # before shard()
+        self.key = flat.key  # in collectives
         self.flat = flat
         self.rank = rank
         self.grad: GradientPath | None = None  # trainable segments only
@@ -65,11 +66,6 @@ class Segment:
         are when others are stepped.
         """
         return self.grad is not None or not self.flat.replicated or self.rewritten
-
-    @property
-    def key(self) -> str:
-        """The segment's key in collectives."""
-        return self.flat.key
 
     @property
     def master_is_weight(self) -> bool:

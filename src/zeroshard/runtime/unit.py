@@ -3,7 +3,7 @@
 Its parameters lie in one flat segment per (dtype, trainable); what they are while the unit rests is
 runtime/parameters.py's.
 
-    RESTING --start--> GATHERING --finish--> FULL --release--> RESTING
+    RESTING --start--> GATHERING --finish--> FULL --reshard--> RESTING
 
 Invariant: any other transition raises StateError naming the unit. Cost: a gather moves the weights
 once; pointing the parameters at their views costs no copy.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
+from enum import Enum, IntEnum
 from functools import cached_property
 
 import torch
@@ -22,11 +22,12 @@ from torch import nn
 from zeroshard.core.placement import Cells
 from zeroshard.errors import StateError
 from zeroshard.runtime.flight import Flight
+from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.released import release_class, restore_class
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import Lane, Streams
 
-__all__ = ["Unit", "UnitState"]
+__all__ = ["Unit", "UnitState", "Use"]
 
 
 class UnitState(Enum):
@@ -37,11 +38,13 @@ class UnitState(Enum):
     FULL = "full"
 
 
-_TRANSITIONS = {
-    (UnitState.RESTING, UnitState.GATHERING),
-    (UnitState.GATHERING, UnitState.FULL),
-    (UnitState.FULL, UnitState.RESTING),
-}
+class Use(IntEnum):
+    """Why a unit has to be here."""
+
+    FORWARD = 0  # forwards of its modules are under way
+    BACKWARD = 1  # the backward of a forward has come to it; counted once
+    DIRECT = 2  # something outside its modules has used it
+    USER = 3  # gathered(), or a load
 
 
 class Unit:
@@ -62,12 +65,11 @@ class Unit:
         self.segments = tuple(segments)
         self.cells = cells
         self.state = UnitState.FULL
-        self.depth = 0  # forwards of its modules under way
+        self._uses = [0] * len(Use)
         self.spans_one_module = spans_one_module  # one module's forward is all that needs it
         # other units' modules lie inside its own, so that its backward goes on around theirs
         self.holds_others = False
         self.dozing = False
-        self.in_backward = False
         # parameters whose gradient has come in this backward, by id, and the last graph task that
         # brought it
         self.arrived: dict[int, int] = {}
@@ -81,15 +83,10 @@ class Unit:
     def __repr__(self) -> str:
         return f"Unit({self.name}, {self.state.value})"
 
-    @property
-    def full_bytes(self) -> int:
-        """Bytes that gathering this unit takes beyond what rests."""
-        return sum(segment.flat.full_bytes for segment in self.segments)
-
     @cached_property
-    def gives_memory_back(self) -> bool:
-        """Whether gathering takes memory that a release gives back."""
-        return self.full_bytes > 0
+    def full_bytes(self) -> int:
+        """Bytes that gathering this unit takes beyond what rests, and a release gives back."""
+        return sum(segment.flat.full_bytes for segment in self.segments)
 
     @property
     def nominal_bytes(self) -> int:
@@ -110,12 +107,66 @@ class Unit:
         """
         return any(segment.grad is None for segment in self.segments)
 
-    def _move(self, state: UnitState) -> None:
-        if (self.state, state) not in _TRANSITIONS:
+    @cached_property
+    def paths(self) -> list[GradientPath]:
+        """The way of the gradients of each of the `trainable` segments."""
+        return [segment.grad for segment in self.segments if segment.grad is not None]
+
+    # ------------------------------------------------------------------ who uses it
+
+    def acquire(self, use: Use) -> None:
+        """Note a use of the weights; the caller has them gathered."""
+        if use is not Use.BACKWARD or not self._uses[use]:
+            self._uses[use] += 1
+
+    def release(self, use: Use) -> None:
+        """Note the end of a use; see `reshard`."""
+        self._uses[use] = max(0, self._uses[use] - 1)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether anything uses the weights."""
+        return any(self._uses)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward has come to it and is not over."""
+        return self._uses[Use.BACKWARD] > 0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anything but a backward uses the weights."""
+        uses = self._uses
+        return bool(uses[Use.FORWARD] or uses[Use.DIRECT] or uses[Use.USER])
+
+    # ------------------------------------------------------------------ its gradients
+
+    def expect_gradients(self) -> None:
+        """A backward begins: no gradient has come."""
+        self.arrived.clear()
+        self.pending = sum(
+            parameter.requires_grad
+            for segment in self.trainable
+            for parameter in segment.parameters
+        )
+
+    def took(self, parameter: int, task: int) -> None:
+        """The gradient of a parameter, by id, has come in graph task `task`."""
+        self.pending -= parameter not in self.arrived
+        self.arrived[parameter] = task
+
+    def expect_no_more(self) -> None:
+        """What has come is handed over."""
+        self.pending = 0
+
+    # ------------------------------------------------------------------ where its weights are
+
+    def _move(self, before: UnitState, after: UnitState) -> None:
+        if self.state is not before:
             raise StateError(
-                f"unit {self.name!r} cannot go from {self.state.value} to {state.value}"
+                f"unit {self.name!r} cannot go from {self.state.value} to {after.value}"
             )
-        self.state = state
+        self.state = after
 
     @property
     def is_coded(self) -> bool:
@@ -133,16 +184,14 @@ class Unit:
         """Start bringing the weights together, after what compute was given if `fork`; `raw`: as
         they rest, without a codec.
         """
-        gathered = self.gathered_segments
         for segment in self.segments:
             if not segment.flat.is_local:
                 segment.settle()
-            always = not (segment.flat.dtype.is_floating_point or segment.flat.dtype.is_complex)
-            name = segment.seen.repointed() or segment.seen.written(scalar=self._strict or always)
+            name = segment.seen.lost_at_rest(strict=self._strict)
             if name is not None:
                 raise _lost(name, "while it was released")
-        self._move(UnitState.GATHERING)
-        flats = [segment.outgoing() for segment in gathered]
+        self._move(UnitState.RESTING, UnitState.GATHERING)
+        flats = [segment.outgoing() for segment in self.gathered_segments]
         for flat in flats:
             flat.take_memory()
         lane: Lane | None = None if all(flat.is_local for flat in flats) else "gather"
@@ -160,26 +209,22 @@ class Unit:
             segment.settle()
         self._flight.wait()
         self._flight = None
-        self._move(UnitState.FULL)
+        self._move(UnitState.GATHERING, UnitState.FULL)
         for segment in self.segments:
             segment.attach()
 
-    def release(self, *, for_backward: bool | None = False) -> None:
+    def reshard(self, *, for_backward: bool | None = False) -> None:
         """Give the gathered memory back (replicated rows keep theirs, and only unpoint the
         parameters); see FlatWeights.release.
         """
-        self._move(UnitState.RESTING)
+        self._move(UnitState.FULL, UnitState.RESTING)
         self.dozing = False
         name = None
         for segment in self.segments:
             keeps_writes = segment.flat.replicated and (
                 segment.master is None or segment.master_is_weight
             )
-            name = (
-                name
-                or segment.seen.repointed()
-                or (None if keeps_writes else segment.seen.written())
-            )
+            name = name or segment.seen.lost(writes=not keeps_writes)
             segment.seen.detach()
             segment.flat.release(for_backward=for_backward)
         if name is not None:
@@ -190,7 +235,7 @@ class Unit:
         [Note: views that leave] in state/full.py.
         """
         # those are guarded themselves
-        if self.gives_memory_back and not isinstance(tensor, nn.Parameter):
+        if self.full_bytes and not isinstance(tensor, nn.Parameter):
             address = tensor.data_ptr()
             for segment in self.segments:
                 segment.flat.buffer.leave(address)
@@ -224,7 +269,9 @@ class Unit:
         """Raise StateError where ``param.data`` of a FULL unit leads elsewhere: no step would
         change such a parameter.
         """
-        name = next(filter(None, (segment.seen.repointed() for segment in self.segments)), None)
+        name = next(
+            filter(None, (segment.seen.lost(writes=False) for segment in self.segments)), None
+        )
         if name is not None:
             raise _lost(name, "(its .data leads elsewhere)")
 
@@ -244,7 +291,7 @@ class Unit:
             segment.flat.forget_column()
             if not rests:
                 segment.flat.release()
-        self.depth = 0
+        self._uses = [0] * len(Use)
         self.pending = 0
         self.arrived = {}
         self.forget_forwards()

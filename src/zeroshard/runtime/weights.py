@@ -16,7 +16,6 @@ meet. Cost: one dictionary look-up per unit that is there already.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from enum import IntEnum
 from typing import Literal
 
@@ -29,7 +28,7 @@ from zeroshard.core.precision import dtype_name
 from zeroshard.errors import StateError
 from zeroshard.memory import MemoryCounter, Trimmer
 from zeroshard.runtime.streams import Streams
-from zeroshard.runtime.unit import Unit, UnitState
+from zeroshard.runtime.unit import Unit, UnitState, Use
 
 __all__ = ["Phase", "Until", "Weights", "in_transform"]
 
@@ -76,6 +75,8 @@ class Weights:
         self.ordered = ordered or any(unit.is_coded for unit in units)
         self._order: Order[int] = Order()
         self._sizes = {unit.index: unit.full_bytes for unit in units}
+        # units that do not rest, by index
+        self._here = {unit.index for unit in units if unit.state is not UnitState.RESTING}
         self._idle: Unit | None = None  # forward over, kept until another unit is needed
         self._prefetched: dict[int, Unit] = {}
         self.pinned = 0  # gathered() contexts that hold every unit
@@ -117,7 +118,7 @@ class Weights:
     def hold(self, unit: Unit, phase: Phase, until: Until) -> None:
         """Gather a unit that is used outside its modules, and keep it at least `until` then."""
         if unit.index not in self._held:
-            unit.depth += 1
+            unit.acquire(Use.DIRECT)
             self._held[unit.index] = (unit, until)
         self._held[unit.index] = (unit, max(until, self._held[unit.index][1]))
         self.need(unit, phase)
@@ -127,7 +128,7 @@ class Weights:
         for unit, until in list(self._held.values()):
             if until <= event:
                 del self._held[unit.index]
-                unit.depth = max(0, unit.depth - 1)
+                unit.release(Use.DIRECT)
                 self.release_unused(unit)
 
     def begin(self, phase: Phase) -> None:
@@ -142,19 +143,25 @@ class Weights:
             raise StateError(self.refusal)
         if self._idle is unit:
             self._idle = None
-        self.release_idle()
+        elif self._idle is not None:
+            self.release_idle()
         if unit.state is UnitState.FULL:
             if unit.dozing:
                 unit.wake()
-            return
+        else:
+            self._gather(unit, phase)
+
+    def _gather(self, unit: Unit, phase: Phase) -> None:
         _refuse_transforms(unit)
         if unit.state is UnitState.RESTING:
             self.check_awake()
             self._make_room(unit, phase)
             self.start(unit)
         self._prefetched.pop(unit.index, None)
-        # our copies are not the transform's to follow
-        with temporarily_clear_interpreter_stack() if in_transform() else nullcontext():
+        if in_transform():
+            with temporarily_clear_interpreter_stack():  # our copies are not its to follow
+                unit.finish_gather()
+        else:
             unit.finish_gather()
         for segment in unit.segments:
             self._streams.read(segment.key)
@@ -174,24 +181,31 @@ class Weights:
 
     def start(self, unit: Unit, *, fork: bool = True) -> None:
         """Start gathering `unit`, a collective on two-sided transports."""
-        for segment in unit.gathered_segments:
+        for segment in unit.gathered_segments if self.ordered else ():
             flat = segment.flat
-            if self.ordered and not flat.is_local:
+            if not flat.is_local:
                 self._digest.fold(
                     "gather", unit.name, dtype_name(flat.dtype), flat.layout.numel, ordered=True
                 )
         if self.trace is not None:
             self.trace("gather", unit.name)
         unit.start_gather(self._streams, fork=fork, raw=self.raw > 0)
+        self._here.add(unit.index)
 
     def _make_room(self, unit: Unit, phase: Phase) -> None:
         """Let go of what was prefetched for another order, then wait for reduces, until `unit`
         fits the budget.
         """
         excess = self._meter.live + unit.full_bytes - self.budget_bytes
-        upcoming = self._order.upcoming(phase, unit.index)
-        for index in to_evict(self._prefetched, upcoming, sizes=self._sizes, excess_bytes=excess):
-            self.discard(self.units[index])
+        if self._prefetched and excess > 0:
+            evicted = to_evict(
+                self._prefetched,
+                self._order.upcoming(phase, unit.index),
+                sizes=self._sizes,
+                excess_bytes=excess,
+            )
+            for index in evicted:
+                self.discard(self.units[index])
         self.make_room(unit.full_bytes)
 
     def _prefetch(self, unit: Unit, phase: Phase) -> None:
@@ -199,9 +213,13 @@ class Weights:
         allowed = min(self.budget_bytes - self._meter.live, self.prefetch_bytes - under_way)
         if allowed <= 0:
             return
-        live = {other.index for other in self.units if other.state is not UnitState.RESTING}
         for index in self._order.predict(
-            phase, unit.index, sizes=self._sizes, live_bytes=0, budget_bytes=allowed, live=live
+            phase,
+            unit.index,
+            sizes=self._sizes,
+            live_bytes=0,
+            budget_bytes=allowed,
+            live=self._here,
         ):
             other = self.units[index]
             if other.full_bytes:
@@ -214,7 +232,7 @@ class Weights:
         """
         self.raw += 1
         for unit in units:
-            if unit.is_coded and unit.depth == 0 and not unit.in_backward:
+            if unit.is_coded and not unit.in_use:
                 if unit.state is UnitState.GATHERING:
                     self.discard(unit)
                 elif unit.state is UnitState.FULL:
@@ -249,7 +267,7 @@ class Weights:
         unit, self._idle = self._idle, None
         if unit is None or unit.state is not UnitState.FULL:
             return
-        if unit.depth == 0 and not unit.in_backward:
+        if not unit.in_use:
             self.release(unit, for_backward=torch.is_grad_enabled() or None)
         else:
             unit.wake()
@@ -258,19 +276,15 @@ class Weights:
         """Release a unit; see FlatWeights.release."""
         if self.trace is not None:
             self.trace("release", unit.name)
-        unit.release(for_backward=for_backward)
+        self._here.discard(unit.index)
+        unit.reshard(for_backward=for_backward)
         self.trimmer.passed(unit.full_bytes)
 
     def release_unused(self, unit: Unit) -> None:
         """Release a unit that rests sharded, where neither a forward, a backward nor the user
         has it in use.
         """
-        if (
-            unit.cells.weight.is_sharded
-            and unit.state is UnitState.FULL
-            and unit.depth == 0
-            and not unit.in_backward
-        ):
+        if unit.cells.weight.is_sharded and unit.state is UnitState.FULL and not unit.in_use:
             self.release(unit)
 
     def end_pass(self) -> None:
@@ -283,7 +297,7 @@ class Weights:
 
     def after_backward(self, unit: Unit) -> None:
         """`unit`'s backward is over."""
-        unit.in_backward = False
+        unit.release(Use.BACKWARD)
         self.release_unused(unit)
 
     def check_awake(self) -> None:
@@ -294,6 +308,17 @@ class Weights:
             raise StateError(
                 "the states are off the device: call engine.reload_states() on every rank first"
             )
+
+    def serves(self, unit: Unit, epoch: int) -> bool:
+        """Whether `unit` is gathered for the backward of a forward under `epoch` already."""
+        return (
+            unit.in_backward
+            and unit.state is UnitState.FULL
+            and not unit.dozing
+            and epoch == self.epoch
+            and self._idle is None
+            and self.refusal is None
+        )
 
     def check_epoch(self, unit: Unit, epoch: int) -> None:
         """Raise StateError when the weights have changed since the forward that ran under
@@ -322,7 +347,7 @@ class Weights:
             unit.forget_forwards()
             for segment in unit.segments:
                 segment.invalidate(frozen=frozen)
-            if unit.state is UnitState.FULL and unit.depth == 0 and unit.cells.optim.is_sharded:
+            if unit.state is UnitState.FULL and not unit.is_held and unit.cells.optim.is_sharded:
                 self.release(unit)
         fork = True  # once for all: nothing touches compute between these gathers
         for unit in stale:
@@ -358,12 +383,12 @@ class Weights:
         self._order = Order()
         self._idle = None
         self._prefetched.clear()
+        self._here.clear()
         self._held.clear()
         self.running = self.pinned = self.raw = self._open = 0
         self.evaluates = False
         for unit in self.units:
             unit.abandon()
-            unit.in_backward = False
 
 
 def in_transform() -> bool:

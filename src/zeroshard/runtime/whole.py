@@ -23,7 +23,7 @@ from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.replicas import digest_of
 from zeroshard.runtime.segment import Segment
-from zeroshard.runtime.unit import Unit, UnitState
+from zeroshard.runtime.unit import Unit, UnitState, Use
 from zeroshard.runtime.weights import Weights
 
 __all__ = ["Whole"]
@@ -72,7 +72,7 @@ class Whole:
         self._weights.show_raw(units)
         try:
             for unit in units:
-                unit.depth += 1
+                unit.acquire(Use.USER)
                 self._weights.need(unit, "forward")
             if any(segment.flat.rests_elsewhere for unit in units for segment in unit.segments):
                 self._faults.agree()
@@ -93,7 +93,7 @@ class Whole:
             self._weights.pinned = max(0, self._weights.pinned - pins)
             self._weights.raw = max(0, self._weights.raw - 1)
             for unit in units:
-                unit.depth -= 1
+                unit.release(Use.USER)
                 self._weights.release_unused(unit)
 
     def _keep_edits(self, values: dict[str, torch.Tensor], before: list[str]) -> set[str]:
@@ -162,7 +162,7 @@ class Whole:
         for unit in units:
             if unit.state is UnitState.FULL and unit.cells.weight.is_sharded:
                 self._weights.release(unit)
-                if unit.depth:
+                if unit.is_held:
                     self._weights.need(unit, "forward")
 
     def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, torch.Tensor]:

@@ -242,8 +242,10 @@ class RestingGradient:
             self.scaling.apply_to(mine)
             self.scaling.applied()
             return all(map(math.isfinite, self._squares.values()))
+        if not self.scaling.is_pending:
+            return _finite(mine, mine.sum(dtype=torch.float32))
         total = torch.zeros((), dtype=torch.float32, device=mine.device)
-        for chunk in chunks(mine) if self.scaling.is_pending else (mine,):
+        for chunk in chunks(mine):
             self.scaling.apply_to(chunk)
             total += chunk.sum(dtype=torch.float32)
         self.scaling.applied()
@@ -452,7 +454,7 @@ def chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _finite(tensor: torch.Tensor, total: torch.Tensor) -> bool:
     """Whether all of `tensor` is finite, given the sum of its elements."""
-    if bool(torch.isfinite(total)):
+    if math.isfinite(total.item()):
         return True
     # the sum itself may have overflowed
     return all(bool(torch.isfinite(chunk).all()) for chunk in chunks(tensor))

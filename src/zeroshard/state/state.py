@@ -87,13 +87,14 @@ class State:
     @property
     def on_device(self) -> bool:
         """Whether all of it is one device tensor: `whole`."""
-        return self.split == self.numel and self.tensor is not None
+        return len(self.parts) == 1 and isinstance(self.parts[0], DeviceStorage)
 
     @property
     def whole(self) -> torch.Tensor:
         """The tensor [numel] of a state that is one."""
-        assert self.on_device and self.tensor is not None, "part of it rests on another tier"
-        return self.tensor
+        first = self.parts[0]
+        assert isinstance(first, DeviceStorage) and len(self.parts) == 1, "part of it rests away"
+        return first.tensor
 
     @property
     def away(self) -> Storage | None:

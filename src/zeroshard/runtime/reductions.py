@@ -1,0 +1,155 @@
+"""The reduces of one engine: which are under way, and for which sums somebody waits.
+
+A unit's buckets are handed over one after another; sums come back in any order. Those under way are
+kept oldest first, so that nothing looks through all units for what is over.
+
+Invariant: where all ranks run units in the same order, what is waited for follows from that order
+and from sizes, never from timing: what is over decides what is gathered ahead, and two-sided
+gathers must meet. It does not know when a unit is complete (runtime/backward.py).
+"""
+
+from __future__ import annotations
+
+from zeroshard.comm.transport import Transport
+from zeroshard.core.digest import Digest
+from zeroshard.core.precision import dtype_name
+from zeroshard.memory import MemoryCounter
+from zeroshard.runtime.flight import Flight
+from zeroshard.runtime.gradients import GradientPath
+from zeroshard.runtime.segment import Segment
+from zeroshard.runtime.streams import Streams
+from zeroshard.runtime.unit import Unit
+from zeroshard.runtime.weights import Weights
+
+__all__ = ["Reductions"]
+
+_IN_FLIGHT = 2
+
+
+class Reductions:
+    """The reduces of all units' gradients."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        *,
+        streams: Streams,
+        meter: MemoryCounter,
+        digest: Digest,
+        transport: Transport,
+    ) -> None:
+        self._weights = weights
+        self._streams = streams
+        self._meter = meter
+        self._digest = digest
+        self._transport = transport
+        self._flights: dict[str, GradientPath] = {}  # reduces under way, oldest first
+        self._landing: list[GradientPath] = []  # whose sums go to another tier, oldest first
+        sharded = any(unit.cells.weight.is_sharded for unit in weights.units)
+        # the ranks run units in the same order
+        self._waits_for_room = weights.ordered and (sharded or not transport.keyed)
+        weights.make_room = self.make_room
+
+    def start(self, unit: Unit, segment: Segment, *, sync: bool, with_earlier: bool) -> None:
+        """Start the reduce of `segment`; see GradientPath.reduce."""
+        path = segment.grad
+        assert path is not None
+        self._digest.fold(
+            "reduce",
+            unit.name,
+            dtype_name(path.precision.wire),
+            segment.flat.layout.numel,
+            ordered=False,
+        )
+        if self._weights.trace is not None:
+            self._weights.trace("reduce", unit.name)
+        if path.sums_nodes and not sync:
+            path.reduce_inside()
+        else:
+            path.reduce(make_room=self.make_room, with_earlier=with_earlier)
+        self._flights.pop(path.key, None)
+        if path.in_flight:
+            self._flights[path.key] = path
+        if path.tiered:
+            self._landing.append(path)
+
+    def advance(self) -> None:
+        """A unit has been handed over: note which sums are over, and bound those on their way to
+        another tier.
+        """
+        self._transport.progress()
+        if self._weights.ordered:
+            self._land_oldest()
+        else:
+            for path in list(self._flights.values()):
+                path.finish(block=False)
+                if not path.in_flight:
+                    del self._flights[path.key]
+        if self._landing:
+            self._bound_landing()
+
+    def _land_oldest(self) -> None:
+        """Of sums that rest on another tier, leave two under way: the others would wait on the
+        device for the end of the pass.
+
+        Where ranks may run their units in different order (see `make_room`), those stay whose other
+        parts have not come.
+        """
+        waiting = [path for path in self._flights.values() if path.tiered] if self._landing else []
+        for path in waiting[:-_IN_FLIGHT]:
+            path.finish(block=self._waits_for_room)
+            if path.in_flight:
+                return
+            del self._flights[path.key]
+
+    def _bound_landing(self) -> None:
+        """Of sums on their way to another tier, leave two: each is held on the device until it
+        is there. A matter of this rank alone.
+        """
+        self._landing = [path for path in self._landing if path.in_flight or path.is_landing]
+        landing = [path for path in self._landing if not path.in_flight]
+        for path in landing[:-_IN_FLIGHT]:
+            path.land()
+
+    def make_room(self, num_bytes: int) -> None:
+        """Wait for reduces under way, oldest first, until `num_bytes` fit the budget.
+
+        Where ranks may run their units in different order, the transport bounds the gradient
+        buffers by its own pool: to wait for a sum could be to wait for ever, each rank with the
+        part that the other lacks still to come.
+        """
+        budget = self._weights.budget_bytes
+        if not self._waits_for_room or not self._flights or not budget:
+            return
+        if self._meter.live + num_bytes <= budget:
+            return
+        for key, path in list(self._flights.items()):
+            path.finish()
+            del self._flights[key]
+            if self._meter.live + num_bytes <= budget:
+                return
+
+    def wait(self) -> None:
+        """Wait for every reduce under way, in the order in which they were started: the last
+        wait then covers the ones before it.
+        """
+        for path in self._flights.values():
+            path.finish()
+        self._flights.clear()
+
+    def land(self) -> None:
+        """Return when no sum is on its way to another tier."""
+        for path in self._landing:
+            path.land()
+
+    def gather_averages(self, paths: list[GradientPath]) -> None:
+        """Bring whole averages together where every rank steps everything: all at once, one fork
+        and one wait for all.
+        """
+        if paths:
+            Flight([path.gather_averages() for path in paths], self._streams, "reduce").wait()
+
+    def abandon(self) -> None:
+        """After an exception: nothing is under way."""
+        self._flights.clear()
+        self._landing.clear()
