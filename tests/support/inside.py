@@ -169,6 +169,11 @@ def idle_gradient_bytes(engine: zs.Engine) -> dict[str, int]:
     return idle
 
 
+def gradient_norm(engine: zs.Engine) -> torch.Tensor:
+    """Return the 2-norm of the averaged gradients over all ranks, before any clipping."""
+    return engine._finalizer.norm()
+
+
 # --------------------------------------------------------------------------------------- optimizer
 
 
