@@ -1,1 +1,1 @@
-"""What is read from and written to disk."""
+"""Checkpoints: reading, writing, importing and exporting."""

@@ -1,13 +1,12 @@
-"""A step of ours as others read it: Transformers (safetensors), one torch file, or
-torch.distributed.checkpoint.
+"""Export a step: Transformers (safetensors), one torch file, or torch.distributed.checkpoint.
 
-Written are the values (the fp32 master of a trained parameter, the weight of a frozen one) and the
-persistent buffers of rank 0; for torch and DCP the optimizer's state, too. Tied parameters stand
-once, under their first name, in safetensors files, and under each of their names in the others.
+Exported are the values (the fp32 master of a trained parameter, the weight of a frozen one) and
+rank 0's persistent buffers; for torch and DCP also the optimizer's state. Tied parameters are
+stored under their first name in safetensors files, and under each of their names in the others.
 
-Invariant: every byte read is verified; what is written has its final name only when all of it is on
-disk. Cost of ``hf``: one pass, and memory for one chunk, or for one parameter whose memory is not
-in row order (channels_last) twice. ``torch`` and ``dcp`` hold all that they write.
+Invariant: every byte read is verified; the output gets its final name when all of it is on disk.
+Cost of ``hf``: one pass, and memory for one chunk (for a channels_last parameter twice its size).
+``torch`` and ``dcp`` hold the whole checkpoint in memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Files that others will read: written under a hidden name, on disk before they are seen, and
-gone again if anything fails.
+"""Files for other programs: written under a hidden name, synced, and renamed; removed on failure.
 
-Invariant: what has its final name is complete. `published` refuses to write over anything. Cost:
+Invariant: a file or directory with its final name is complete. `published` never overwrites. Cost:
 one rename, one fsync per file and directory.
 """
 
@@ -33,9 +32,7 @@ def published(out: Path, num_bytes: int) -> Iterator[Path]:
     """
     out = Path(os.path.abspath(out))
     if out.is_dir() and any(out.iterdir()):
-        raise ConfigError(
-            f"{out} is not empty: name a directory that does not exist yet, or remove what is there"
-        )
+        raise ConfigError(f"{out} is not empty: name a new directory, or remove what is there")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise ConfigError(f"{out} exists: name a path that does not, or remove it")
     make_directory(out.parent)

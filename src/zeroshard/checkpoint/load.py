@@ -1,7 +1,6 @@
-"""``zeroshard.load``: from any layout into any other, each rank the bytes of its own pieces.
+"""``zeroshard.load``: from any layout into any other; each rank reads the bytes of its own pieces.
 
-    choose a step (rank 0 says which) . compare parameters . read and verify everything needed .
-    agree . write
+    choose a step (rank 0) . compare parameters . read and verify everything needed . agree . write
 
 Invariant: nothing of the engine, the optimizer or the states has changed when it raises
 CheckpointError. Cost: the bytes of this rank's pieces, plus at most a chunk at either end of each;
@@ -36,7 +35,7 @@ from zeroshard.checkpoint.pieces import (
     persistent_buffers,
     restore_generators,
 )
-from zeroshard.checkpoint.save import raise_on_all
+from zeroshard.checkpoint.save import on_all_ranks, raise_on_all
 from zeroshard.checkpoint.shards import DTYPES, OpenShards
 from zeroshard.checkpoint.steps import (
     MANIFEST,
@@ -61,12 +60,12 @@ _T = TypeVar("_T")
 
 @dataclass
 class Restored:
-    """What `load` did."""
+    """The result of `load`."""
 
     step: int
     path: Path
     extra: Any = None
-    # what is in the checkpoint and was not taken, or not in it and was left as it is
+    # entries of the checkpoint that were not loaded, and state that it lacks
     skipped: list[str] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)  # newer steps that were passed over, and why
     bytes_read: int = 0  # on this rank
@@ -128,15 +127,12 @@ def load(
 
 def _candidates(directory: Path, engine: Engine, step: int | None) -> list[int]:
     """Return the steps to try, first choice last. Rank 0 decides: others may see a prune."""
-    error, steps = None, []
-    if engine.rank == 0:
-        try:
+    steps: list[int] = []
+    with on_all_ranks(engine, "zs.load()", f"{directory} cannot be listed"):
+        if engine.rank == 0:
             steps = list(list_steps(directory))
             if not steps:
                 raise CheckpointError(f"{directory} holds no checkpoint")
-        except CheckpointError as refused:
-            error = refused
-    raise_on_all(engine, error, "zs.load()")
     answer = engine.exchange(",".join(map(str, steps)).encode(), "zs.load()")[0]
     steps = [int(number) for number in answer.decode().split(",")]
     if step is not None and step not in steps:
@@ -152,10 +148,9 @@ def _load_step(
     strict: bool,
     verify: bool,
 ) -> Restored:
-    error: CheckpointError | None = None
-    reading: _Reading | None = None
     with ExitStack() as stack:
-        try:
+        # also for invalid values, a disk that fails, no memory
+        with on_all_ranks(engine, "zs.load()", f"step {step} in {directory} cannot be read"):
             path = list_steps(directory).get(step)
             if path is None:
                 raise CheckpointError(
@@ -174,32 +169,23 @@ def _load_step(
                     " since a tier failed: load all of it"
                 )
             reading.read()
-        except CheckpointError as refused:
-            error = refused
-        except Exception as odd:
-            # invalid values, a disk that fails, no memory: the other ranks must know
-            error = CheckpointError(
-                f"step {step} in {directory} cannot be read: {type(odd).__name__}: {odd}"
-            )
-        mine = b"" if reading is None else reading.text_hash.encode()
-        raise_on_all(engine, error, "zs.load()")
+        mine = reading.text_hash.encode()
         if len(set(engine.exchange(mine, "zs.load()"))) > 1:
             raise CheckpointError(
                 f"the ranks see different checkpoints under {directory}: is it on storage that all"
                 " ranks share?"
             )
-        assert reading is not None
         reading.apply()
         if engine.rank == 0:
             with suppress(CheckpointError):
-                remember_steps(directory)  # what another job has written is known here now
+                remember_steps(directory)  # steps of other jobs are known from now on
         skipped = reading.misfits + reading.skipped
         num_bytes = reading.bytes_read()
         return Restored(step, reading.path, reading.extra, skipped, bytes_read=num_bytes)
 
 
 class _NoSuchStep(CheckpointError):
-    """Nothing is wrong with what is there."""
+    """The step that was asked for is not there; the others are sound."""
 
     exit_code = ConfigError.exit_code
 
@@ -244,14 +230,12 @@ class _Reading:
         self._groups = self._match_groups()
         self._check_states()
 
-    # ------------------------------------------------------------------ what fits
+    # ------------------------------------------------------------------ matching
 
     def _match(self) -> dict[int, str]:
         """Return each parameter's name in the checkpoint, by id, and collect what does not fit."""
         saved = self.manifest.parameters
-        by_any_name = {
-            alias: name for name, entry in saved.items() for alias in (name, *entry.aliases)
-        }
+        by_any_name = {one: name for name, entry in saved.items() for one in (name, *entry.aliases)}
         left = dict.fromkeys(saved)
         found: dict[int, str] = {}
         parameters = dict(self._engine.module.named_parameters())
@@ -270,7 +254,7 @@ class _Reading:
                 f"parameter {name!r} is {list(shape)} in the checkpoint and {list(entry.shape)}"
                 " in the model"
             )
-        # imported from a format that does not tell them from parameters
+        # imports from some formats hold buffers as parameters
         buffers = persistent_buffers(self._engine.module)
         self.misfits += [
             f"parameter {other!r} of the checkpoint is not in the model"
@@ -317,17 +301,15 @@ class _Reading:
         for name in self._states:
             if name not in self.manifest.states and not self._averages(name):
                 self.misfits.append(f"states[{name!r}] is not in the checkpoint")
-        averages = {
-            kind for _, kind in self._pieces if kind != VALUE and not kind.startswith(STATE)
-        }
+        kinds = {kind for _, kind in self._pieces if kind != VALUE}
+        averages = {kind for kind in kinds if not kind.startswith(STATE)}
         for name in sorted(averages | self.manifest.states.keys()):
             if name not in self._states and name not in (RNG, EXTRA, SCALER):
                 self.skipped.append(f"states[{name!r}]: not asked for")
 
     def _averages(self, name: str) -> bool:
-        return isinstance(self._states.get(name), EMA) and any(
-            kind == name for _, kind in self._pieces
-        )
+        is_saved = any(kind == name for _, kind in self._pieces)
+        return is_saved and isinstance(self._states.get(name), EMA)
 
     # ------------------------------------------------------------- reading, before anything changes
 
@@ -507,7 +489,7 @@ class _Reading:
     # ------------------------------------------------------------------ writing
 
     def apply(self) -> None:
-        """Take everything over. Collective; every rank has read and verified what it needs."""
+        """Load everything that was read. Collective; every rank has read and verified."""
         engine = self._engine
         self._load_states()
         engine.states.restored(self._values.get(SCALER, {}))

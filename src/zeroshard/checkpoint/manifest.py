@@ -1,11 +1,10 @@
 """The manifest of a checkpoint: what is stored where, and the hash of every byte. Pure data;
-docs/checkpoint-format.md is its description.
+docs/checkpoint-format.md describes it.
 
-Invariant: a Manifest that `parse` returns is consistent (ranges inside shapes, every byte of a file
-in one tensor, names without directories), whatever the text was; anything else raises
-CheckpointError. The last line of the file is the hash of all before it. Nothing is ever unpickled.
-Cost of reading: 6 us and 1.2 KB per tensor. Text whose values would take much more memory than
-tables of tensors do is refused before it is parsed.
+Invariant: `parse` returns a consistent Manifest (ranges inside shapes, every byte of a file in one
+tensor, names without directories) or raises CheckpointError. The last line of the file is the hash
+of all before it. Nothing is unpickled, and text whose values would take too much memory is refused
+before it is parsed. Cost of reading: 6 us and 1.2 KB per tensor.
 """
 
 from __future__ import annotations
@@ -135,7 +134,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one checkpoint holds."""
+    """The content of one checkpoint."""
 
     step: int
     world: int
@@ -281,13 +280,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _finite(text: str) -> float:
     number = float(text)
-    if not isfinite(number):  # NaN, Infinity, 1e999: what is not finite has a form of its own
+    if not isfinite(number):  # NaN, Infinity, 1e999: those have a form of their own
         raise ValueError(f"{text} is no number")
     return number
 
 
 def _cut(error: Exception) -> str:
-    """Return what an error says; names in it come from the file, and may be of any length."""
+    """Return an error's text, cut off: names from the file may be of any length."""
     return f"{error!s:.300}"
 
 
@@ -351,7 +350,7 @@ def _tensor(raw: dict[str, Any]) -> TensorEntry:
 
 
 def _check(manifest: Manifest) -> None:
-    """Raise ValueError for what cannot be so."""
+    """Raise ValueError for an inconsistent manifest."""
     if not 0 < manifest.chunk_bytes <= MAX_CHUNK_BYTES:
         raise ValueError(f"chunks of {manifest.chunk_bytes} bytes")
     if len(manifest.files) != manifest.world:

@@ -1,9 +1,8 @@
-"""What an engine saves, and where what is loaded goes: the one file here that knows both engines
-and manifests.
+"""What a rank saves, and where loaded state goes: the module that knows both engines and manifests.
 
-Saved are, on the ranks together, each element once: values (the fp32 master of a trained parameter,
-the weight of a frozen one), the optimizer's state of it, and averages; then buffers, the states of
-what the user hands over, and the random generators. See docs/design/checkpoints.md.
+The ranks together save each element once: values (the fp32 master of a trained parameter, the
+weight of a frozen one), optimizer state and averages; then buffers, the user's states and the
+random generators. See docs/design/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def names_of(module: nn.Module) -> dict[int, list[str]]:
 
 
 def parameters_of(engine: Engine) -> dict[str, ParameterEntry]:
-    """Return what is known of every parameter, by the first of its names."""
+    """Return the entry of every parameter, by the first of its names."""
     names, layouts = names_of(engine.module), engine.states.parameter_layouts()
     out = {}
     for parameter in engine.module.parameters():
@@ -143,9 +142,8 @@ def in_memory_order(
     if significant(entry.stride) == significant(stride):
         return read(start, stop)
     there = read(0, entry.numel).as_strided(entry.shape, entry.stride)
-    return flatten(torch.empty_strided(entry.shape, stride, dtype=there.dtype).copy_(there))[
-        start:stop
-    ]
+    laid_out = torch.empty_strided(entry.shape, stride, dtype=there.dtype).copy_(there)
+    return flatten(laid_out)[start:stop]
 
 
 def collect(engine: Engine, states: Mapping[str, Stateful], extra: Any) -> RankPart:
@@ -194,9 +192,8 @@ def _state_dict(name: str, state: Stateful) -> dict[str, Any]:
 def divide(engine: Engine, part: RankPart) -> None:
     """Assign states and buffers: rank 0 writes all, others what differs there. Collective."""
     mine = {name: _fingerprint(*pair) for name, pair in part.encoded.items()}
-    everyone = [
-        json.loads(answer) for answer in engine.exchange(json.dumps(mine).encode(), "zs.save()")
-    ]
+    answers = engine.exchange(json.dumps(mine).encode(), "zs.save()")
+    everyone = [json.loads(answer) for answer in answers]
     for name, (value, tensors) in part.encoded.items():
         alike = all(other.get(name) == everyone[0].get(name) for other in everyone)
         is_buffer = name.startswith(BUFFER)
@@ -230,7 +227,7 @@ def _collect_pieces(engine: Engine, averages: Mapping[str, EMA], part: RankPart)
 def _collect_state(
     engine: Engine, name: str, owned: ParamShard, wanted: Range, part: RankPart
 ) -> None:
-    """Collect the optimizer's state of what one piece has of elements `wanted` of a parameter."""
+    """Collect the optimizer's state of the elements `wanted` that `owned` has."""
     assert engine.optimizer is not None
     common = overlap(wanted, (owned.piece.start, owned.piece.stop))
     if common is None:
@@ -238,9 +235,8 @@ def _collect_state(
     start, stop = common
     for key, value in engine.optimizer.state.get(owned.tensor, {}).items():
         if not (isinstance(value, torch.Tensor) and value.dim() > 0):
-            part.scalars.setdefault(name, {})[key] = encode(
-                value, f"optimizer state {key!r} of {name!r}", no_tensors
-            )
+            path = f"optimizer state {key!r} of {name!r}"
+            part.scalars.setdefault(name, {})[key] = encode(value, path, no_tensors)
             continue
         if value.shape != owned.tensor.shape:
             raise CheckpointError(
@@ -303,7 +299,7 @@ def generators() -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any]) -> None:
-    """Take over what `generators` returned."""
+    """Restore the states that `generators` returned."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     numpy = sys.modules.get("numpy")

@@ -1,13 +1,11 @@
-"""Read weights in Transformers' format (safetensors, in one file or sharded with an index): each
-rank only the bytes of its own pieces.
+"""Read weights in Transformers' format (safetensors, one file or an index), pieces per rank.
 
 A piece is a range of a parameter's elements, so it lies in a range of rows of the tensor in the
-file: at most two rows more than the piece are read. No rank ever holds a whole parameter, but for
-those whose memory is not in row order (channels_last).
+file: at most two rows more than the piece are read. No rank holds a whole parameter, except where
+its memory is not in row order (channels_last).
 
 Invariant: everything is compared (missing, unexpected, shapes) before anything is written. Nothing
-is unpickled. Cost: the file's bytes of this rank's pieces, counted in ``LoadReport.bytes_read``;
-rows that step everything everywhere read all of them.
+is unpickled. Cost: ``LoadReport.bytes_read``; replicated weights are read whole on every rank.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass
 class LoadReport:
-    """What `load_pretrained` did on this rank."""
+    """The result of `load_pretrained` on this rank."""
 
     # parameters and persistent buffers that the files lack
     missing: list[str] = field(default_factory=list)
@@ -80,10 +78,8 @@ def load_pretrained(
         except CheckpointError as refused:
             error = refused
         if isinstance(target, Engine):
-            target.agree(
-                {"missing": ", ".join(report.missing), "unexpected": ", ".join(report.unexpected)},
-                error,
-            )
+            both = {"missing": report.missing, "unexpected": report.unexpected}
+            target.agree({what: ", ".join(names) for what, names in both.items()}, error)
         elif error is not None:
             raise error
         with torch.no_grad():

@@ -1,15 +1,13 @@
-"""``zeroshard.save`` and ``Saver``: write what rests, whole or not at all, now or in the
-background.
+"""``zeroshard.save`` and ``Saver``: write a checkpoint atomically, now or in the background.
 
     collect (ranks agree on what each writes) . make the hidden directory . [copy] . each rank
     writes its file . rank 0 writes the manifest, renames
 
-Every collective runs in the caller's thread. Writing does not: the other ranks leave their parts of
-the manifest as files in the hidden directory, and rank 0 commits once all are there, so that
-nothing has to be agreed on in the background. No rank waits for what it writes itself.
+Every collective runs in the caller's thread. In the background the other ranks leave their parts of
+the manifest as files in the hidden directory, and rank 0 commits once all are there.
 
-Invariant: either the step is visible and complete, or it is not there and the earlier ones are as
-they were. An error on any rank is CheckpointError on every rank: at once, or (in the background) at
+Invariant: either the step is visible and complete, or it is not there and the earlier ones are
+unchanged. An error on any rank is CheckpointError on every rank: at once, or (in the background) at
 the next call.
 """
 
@@ -22,11 +20,10 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -60,7 +57,7 @@ from zeroshard.errors import CheckpointError, ConfigError, PeerLostError, PlanMi
 from zeroshard.memory import Pages
 from zeroshard.runtime.engine import Engine
 
-__all__ = ["Saver", "raise_on_all", "save"]
+__all__ = ["Saver", "on_all_ranks", "raise_on_all", "save"]
 
 _log = logging.getLogger("zeroshard")
 _POLL_S = 0.005
@@ -85,21 +82,14 @@ def save(
     `extra` anything of numbers, text, lists, dictionaries and tensors. Random generators and the
     loss scaler are always saved; gradients are not: save after ``optimizer.step()``. With
     `keep_last` only the newest so many steps stay, and those that `keep_every` divides. With
-    ``offload.delayed_update`` a save waits for the update that is under way and applies it: the run
-    that saves and the run that loads go on with the same bits, which are not those of a run that
-    does not save.
+    ``offload.delayed_update`` a save waits for the pending update and applies it, so its run
+    continues with the bits of a run that loads, not of one that does not save.
 
-    Raises CheckpointError on every rank when any rank cannot write; earlier checkpoints are then as
-    they were.
+    Raises CheckpointError on every rank if any rank cannot write; earlier checkpoints are then
+    unchanged.
     """
-    with Saver(
-        directory,
-        engine,
-        states=states,
-        keep_last=keep_last,
-        keep_every=keep_every,
-        background=False,
-    ) as saver:
+    keep: Any = {"keep_last": keep_last, "keep_every": keep_every}
+    with Saver(directory, engine, states=states, background=False, **keep) as saver:
         return saver.save(step, extra=extra)
 
 
@@ -137,14 +127,11 @@ class Saver:
         self.directory = Path(directory)
         self._engine = engine
         self._states = dict(states or {})
-        self._keep_last, self._keep_every = keep_last, keep_every
+        self._keep = {"keep_last": keep_last, "keep_every": keep_every}
         self._background = background and not engine.states.rests_on_disk
         if background and engine.states.rests_on_disk and engine.rank == 0:
-            _log.info(
-                "saves of %s are written in the foreground: a copy in memory of what rests on disk"
-                " would undo the offload",
-                self.directory,
-            )
+            reason = "a copy in memory of what rests on disk would undo the offload"
+            _log.info("saves of %s are written in the foreground: %s", self.directory, reason)
         self._timeout_s = timeout_s  # how long rank 0 waits for the other ranks' files
         self._pages = Pages()
         self._staging: dict[str, torch.Tensor] = {}
@@ -156,12 +143,7 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:
@@ -183,8 +165,8 @@ class Saver:
     def wait(self) -> None:
         """Wait for the save under way; raise CheckpointError if it failed on any rank. Collective.
 
-        Ranks first tell each other whether their files are written: then rank 0 need not wait for
-        what will never come.
+        Ranks first exchange whether their files are written, so that rank 0 does not wait for a
+        file that will never come.
         """
         job = self._job
         if job is None:
@@ -209,7 +191,7 @@ class Saver:
         self._job = self._writer = None
 
     def close(self) -> None:
-        """Wait for the save under way, and let go of the staging memory. Collective."""
+        """Wait for the save under way, and release the staging memory. Collective."""
         try:
             self.wait()
         finally:
@@ -251,31 +233,23 @@ class Saver:
         raise_on_all(self._engine, failure, "zs.save()")
 
     def _prepare(self, step: int, extra: Any) -> _Job:
-        engine, error, part = self._engine, None, RankPart([])
+        engine = self._engine
         if engine.states.is_lost:
             raise CheckpointError(f"what rests must not be saved: {engine.states.unsaved}")
         try:
             engine.states.finish_step()
         except StorageError as failed:  # on every rank
             raise CheckpointError(f"what rests cannot be saved: {failed}") from failed
-        try:
+        with on_all_ranks(engine, "zs.save()", f"step {step} cannot be collected"):
             part = collect(engine, self._states, extra)
-        except CheckpointError as refused:
-            error = refused
-        except Exception as odd:
-            error = CheckpointError(f"step {step} cannot be collected: {type(odd).__name__}: {odd}")
-        raise_on_all(engine, error, "zs.save()")
         divide(engine, part)
         metadata = {"format": "zeroshard", "rank": str(engine.rank), "step": str(step)}
         size = str(shard_bytes(part.stored, metadata)).encode()
         num_bytes, nonce = sum(map(int, engine.exchange(size, "zs.save()"))), ""
         with ExitStack() as stack:
-            if engine.rank == 0:
-                try:
+            with on_all_ranks(engine, "zs.save()", f"step {step} cannot be begun"):
+                if engine.rank == 0:
                     nonce = self._open(step, num_bytes, stack)
-                except CheckpointError as refused:
-                    error = refused
-            raise_on_all(engine, error, "zs.save()")
             nonce = engine.exchange(nonce.encode(), "zs.save()")[0].decode()
             path = working_path(self.directory, step, nonce)
             return _Job(step, part, metadata, path, stack.pop_all(), parameters_of(engine))
@@ -357,7 +331,7 @@ class Saver:
             raise job.failure
 
     def _write(self, job: _Job) -> dict[str, Any]:
-        """Write our file, and leave what the manifest says of it for rank 0; return that."""
+        """Write our file, leave its part of the manifest for rank 0, and return that part."""
         rank = self._engine.rank
         if not job.path.is_dir():
             raise CheckpointError(
@@ -401,8 +375,7 @@ class Saver:
             _leave(job.path / MANIFEST, manifest.dump())
         commit(job.path, self.directory, job.step)
         job.visible = True
-        keep = {"keep_last": self._keep_last, "keep_every": self._keep_every}
-        prune(self.directory, **keep, written=job.step)
+        prune(self.directory, **self._keep, written=job.step)
 
     def _await(self, job: _Job, rank: int) -> dict[str, Any]:
         """On rank 0: return a rank's index once it is there. Raises CheckpointError if never."""
@@ -459,7 +432,7 @@ class Saver:
 
 @dataclass
 class _Job:
-    """One save: what this rank writes, and where."""
+    """One save on this rank."""
 
     step: int
     part: RankPart
@@ -467,7 +440,7 @@ class _Job:
     path: Path
     stack: ExitStack  # holds the lock, on rank 0
     parameters: dict[str, ParameterEntry]
-    # what the manifest will say of this rank's file, once that is written
+    # this rank's part of the manifest, once its file is written
     index: dict[str, Any] = field(default_factory=dict)
     failure: Exception | None = None  # why this rank's file could not be written
     # this rank's file is written, or never will be
@@ -486,6 +459,22 @@ def _leave(path: Path, content: str | bytes) -> None:
     os.rename(hidden, path)
 
 
+@contextmanager
+def on_all_ranks(engine: Engine, call: str, what: str) -> Iterator[None]:
+    """Raise CheckpointError on every rank if the context fails on any. Collective at its end.
+
+    `what` begins the message of an error that is no CheckpointError.
+    """
+    error: CheckpointError | None = None
+    try:
+        yield
+    except CheckpointError as refused:
+        error = refused
+    except Exception as odd:
+        error = CheckpointError(f"{what}: {type(odd).__name__}: {odd}")
+    raise_on_all(engine, error, call)
+
+
 def raise_on_all(engine: Engine, error: Exception | None, call: str) -> None:
     """Raise CheckpointError on every rank if any rank has an `error`. Collective."""
     first = _first_failure(engine, error, call)
@@ -497,7 +486,6 @@ def raise_on_all(engine: Engine, error: Exception | None, call: str) -> None:
 
 def _first_failure(engine: Engine, error: Exception | None, call: str) -> str | None:
     """Return the `error` of the first rank that has one, and which rank that is. Collective."""
-    answers = engine.exchange(
-        b"" if error is None else f"rank {engine.rank}: {error}".encode(), call
-    )
+    mine = "" if error is None else f"rank {engine.rank}: {error}"
+    answers = engine.exchange(mine.encode(), call)
     return next((answer.decode() for answer in answers if answer), None)

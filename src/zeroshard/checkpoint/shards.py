@@ -1,12 +1,11 @@
 """One file of pieces, in the safetensors format: eight bytes of header length, a JSON header,
 the data. Written and read in hashed chunks.
 
-Writing reserves the space first, so that a full disk is noticed before the first byte; reading
-verifies each chunk it touches before anybody sees a byte of it, and touches no others. Any
-safetensors reader opens these files; `write_shard` has no copy of the data in between.
+Writing reserves the space first, so that a full disk is noticed before the first byte. Reading
+verifies each chunk that it touches, and touches no others. Any safetensors reader opens the files.
 
-Invariant: what `ShardReader.read` returns has the hash that the manifest says (unless verification
-is off). Cost: one pass over the bytes.
+Invariant: `ShardReader.read` returns bytes with the manifest's hash (unless verification is off).
+Cost: one pass over the bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -36,19 +34,9 @@ from zeroshard.errors import CheckpointError
 from zeroshard.memory import Pages
 
 __all__ = [
-    "DTYPES",
-    "Lent",
-    "OpenShards",
-    "ShardReader",
-    "Stored",
-    "as_bytes",
-    "describe_range",
-    "dtype_code",
-    "header_of",
-    "opened",
-    "shard_bytes",
-    "write_shard",
-]
+    "DTYPES", "Lent", "OpenShards", "ShardReader", "Stored", "as_bytes", "describe_range",
+    "dtype_code", "header_of", "opened", "shard_bytes", "write_shard",
+]  # fmt: skip
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -92,11 +80,8 @@ def header_of(
     table: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for key, dtype, shape, num_bytes in entries:
-        table[key] = {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": [offset, offset + num_bytes],
-        }
+        place = [offset, offset + num_bytes]
+        table[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": place}
         offset += num_bytes
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGN)
@@ -104,9 +89,8 @@ def header_of(
 
 
 def _header(stored: Sequence[Stored], metadata: dict[str, str]) -> bytes:
-    return header_of(
-        [(entry.key, entry.dtype, entry.shape, entry.num_bytes) for entry, _ in stored], metadata
-    )
+    entries = [(entry.key, entry.dtype, entry.shape, entry.num_bytes) for entry, _ in stored]
+    return header_of(entries, metadata)
 
 
 def shard_bytes(stored: Sequence[Stored], metadata: dict[str, str]) -> int:
@@ -191,12 +175,7 @@ class ShardReader:
     def __enter__(self) -> ShardReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
     def read(self, entry: TensorEntry, start: int, stop: int, pages: Pages) -> torch.Tensor:
@@ -242,7 +221,7 @@ class ShardReader:
         return digest(out) == entry.hashes[number]
 
     def check(self, entry: TensorEntry) -> list[str]:
-        """Read all of a tensor; return what is damaged, in words."""
+        """Read all of a tensor; return a description of each damaged range."""
         scratch = memoryview(bytearray(min(self._chunk_bytes, entry.num_bytes)))
         damaged = []
         for number in range(len(entry.hashes)):
@@ -280,12 +259,8 @@ class OpenShards:
         """Return elements ``[start, stop)`` of a tensor, flat, in its dtype."""
         if entry.file not in self._readers:
             file = self._manifest.files[entry.file]
-            reader = ShardReader(
-                self._path / file.name,
-                file,
-                chunk_bytes=self._manifest.chunk_bytes,
-                verify=self._verify,
-            )
+            path, chunk_bytes = self._path / file.name, self._manifest.chunk_bytes
+            reader = ShardReader(path, file, chunk_bytes=chunk_bytes, verify=self._verify)
             self._readers[entry.file] = self._stack.enter_context(reader)
         return self._readers[entry.file].read(entry, start, stop, self.pages)
 

@@ -1,10 +1,9 @@
-"""The directory of checkpoints: which steps are complete, who may write, how a step becomes
-visible, which steps go.
+"""The directory of checkpoints: complete steps, the lock, commits and pruning.
 
-Invariants: a directory ``step-N`` is complete, because it got that name by one rename after
-everything in it was on disk: one in which something is missing is damaged, never passed over. Names
-that begin with a dot are work in progress or its remains, and are never read. One job writes at a
-time (a lock that dies with its process). No symbolic link is followed.
+Invariants: a directory ``step-N`` got its name by one rename after everything in it was on disk, so
+one with a missing file is damaged. Names that begin with a dot are unfinished work and are never
+read. One job writes at a time (a lock that is released with its process). No symbolic link is
+followed.
 """
 
 from __future__ import annotations
@@ -284,7 +283,7 @@ def require_space(directory: Path, num_bytes: int, what: str) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what killed saves have left; the caller holds the lock."""
+    """Remove the remains of killed saves; the caller holds the lock."""
     steps = list_steps(directory)
     for entry in list(os.scandir(directory)):
         path, replaced = Path(entry.path), _REPLACED.fullmatch(entry.name)

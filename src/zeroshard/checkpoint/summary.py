@@ -1,6 +1,4 @@
-"""What a step holds, in plain values for a table or for JSON, from its manifest alone. Pure; no
-file of pieces is opened, torch is not imported.
-"""
+"""The contents of a step as plain values for a table or JSON, from its manifest. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ def is_step(path: Path) -> bool:
 
 
 def summarize(manifest: Manifest) -> dict[str, Any]:
-    """Return what `manifest` says, without the list of its tensors."""
+    """Return the content of `manifest`, without the list of its tensors."""
     parameters = manifest.parameters.values()
     return {
         "step": manifest.step,
@@ -50,13 +48,9 @@ def _tensors(manifest: Manifest) -> list[dict[str, Any]]:
     count: Counter[tuple[str, str]] = Counter()
     total: Counter[tuple[str, str]] = Counter()
     for entry in manifest.tensors:
-        kind = (
-            entry.kind
-            if entry.parameter is not None
-            else "buffer"
-            if entry.kind.startswith(BUFFER)
-            else "other"
-        )
+        kind = "buffer" if entry.kind.startswith(BUFFER) else "other"
+        if entry.parameter is not None:
+            kind = entry.kind
         count[kind, entry.dtype] += 1
         total[kind, entry.dtype] += entry.num_bytes
     return [

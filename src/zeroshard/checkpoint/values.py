@@ -1,8 +1,6 @@
-"""State dictionaries as JSON and tensors, and back: what a scheduler, a data loader or a user
-keeps, without pickle.
+"""State dictionaries (of schedulers, data loaders, users) as JSON and tensors, without pickle.
 
-JSON's own values stand for themselves. An object with one key that begins with ``$`` stands for
-what JSON lacks::
+JSON's own values stand for themselves. An object with one key that begins with ``$`` stands for::
 
     {"$tensor": key}  {"$array": key}     a tensor (numpy array) stored under `key`
     {"$scalar": ["float32", 3.0]}         a tensor of no dimensions
@@ -10,9 +8,9 @@ what JSON lacks::
     {"$dict": [[key, value], ...]}        where keys are not plain text
     {"$float": "nan"}  {"$bytes": base64}  {"$complex": [re, im]}  {"$dtype": "float32"}
 
-Invariant: ``decode(encode(x)) == x``, types included, but for these: a subclass of a plain type
+Invariant: ``decode(encode(x)) == x``, types included, except that a subclass of a plain type
 becomes that type (OrderedDict, namedtuple, IntEnum, nn.Parameter), bytearray bytes, and a numpy
-scalar Python's number. Anything else is refused with its path, before a byte is written.
+scalar Python's number. Anything else is refused with its path.
 """
 
 from __future__ import annotations
@@ -31,26 +29,22 @@ __all__ = ["decode", "encode", "no_tensors", "require_dense"]
 
 _MAX_DEPTH = 100
 _MAX_INT_BITS = 8192  # Python reads no number of more than 4300 digits
-_COLLECTIONS: tuple[tuple[Any, str], ...] = (
-    (list, ""),
-    (tuple, "$tuple"),
-    (set, "$set"),
-    (frozenset, "$frozenset"),
-)
+_TAGS: dict[Any, str] = {list: "", tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
 # not str(): an Enum has its own
-_PLAIN: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-    (int, int.__int__),
-    (float, float.__float__),
-    (str, str.__str__),
-)
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    str: str.__str__,
+}
+Store = Callable[[str, torch.Tensor], str]
 
 
-def encode(value: Any, path: str, store: Callable[[str, torch.Tensor], str]) -> Any:
+def encode(value: Any, path: str, store: Store) -> Any:
     """Return `value` as JSON; `store(path, tensor)` gives a tensor's key."""
     return _encode(value, path, store, 0)
 
 
-def _encode(value: Any, path: str, store: Callable[[str, torch.Tensor], str], depth: int) -> Any:
+def _encode(value: Any, path: str, store: Store, depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{path} is nested more than {_MAX_DEPTH} deep")
     if type(value) is int and value.bit_length() > _MAX_INT_BITS:
@@ -75,7 +69,7 @@ def _encode(value: Any, path: str, store: Callable[[str, torch.Tensor], str], de
                 return _encode(number, path, store, depth)
     if isinstance(value, dict):
         return _encode_dict(value, path, store, depth)
-    for kind, tag in _COLLECTIONS:
+    for kind, tag in _TAGS.items():
         if isinstance(value, kind):
             items = enumerate(sorted(value, key=repr) if kind in (set, frozenset) else value)
             out = [_encode(item, f"{path}[{index}]", store, depth + 1) for index, item in items]
@@ -87,7 +81,7 @@ def _encode(value: Any, path: str, store: Callable[[str, torch.Tensor], str], de
         return {"$complex": [_encode(part, path, store, depth + 1) for part in parts]}
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
-    for base, plain in _PLAIN:
+    for base, plain in _PLAIN.items():
         if isinstance(value, base):  # a subclass, an IntEnum say
             return _encode(plain(value), path, store, depth)
     raise CheckpointError(
@@ -111,9 +105,7 @@ def require_dense(tensor: torch.Tensor, path: str) -> None:
         raise CheckpointError(f"{path} is a {what} tensor, which has no form in a checkpoint")
 
 
-def _encode_tensor(
-    value: torch.Tensor, path: str, store: Callable[[str, torch.Tensor], str], depth: int
-) -> Any:
+def _encode_tensor(value: torch.Tensor, path: str, store: Store, depth: int) -> Any:
     require_dense(value, path)
     if value.dim() == 0 and not value.is_complex():
         dtype = str(value.dtype).removeprefix("torch.")
@@ -133,20 +125,14 @@ def _from_numpy(array: Any, path: str) -> torch.Tensor:
         ) from None
 
 
-def _encode_dict(
-    value: dict[Any, Any], path: str, store: Callable[[str, torch.Tensor], str], depth: int
-) -> Any:
+def _encode_dict(value: dict[Any, Any], path: str, store: Store, depth: int) -> Any:
+    depth += 1
     if all(type(key) is str and not key.startswith("$") for key in value):
-        return {
-            key: _encode(item, f"{path}.{key}", store, depth + 1) for key, item in value.items()
-        }
-    pairs = [
-        [
-            _encode(key, f"{path} (a key)", store, depth + 1),
-            _encode(item, f"{path}[{key!r}]", store, depth + 1),
-        ]
-        for key, item in value.items()
-    ]
+        return {key: _encode(item, f"{path}.{key}", store, depth) for key, item in value.items()}
+    pairs = []
+    for key, item in value.items():
+        encoded_key = _encode(key, f"{path} (a key)", store, depth)
+        pairs.append([encoded_key, _encode(item, f"{path}[{key!r}]", store, depth)])
     return {"$dict": pairs}
 
 
@@ -178,7 +164,7 @@ def _decode(value: Any, fetch: Callable[[str], torch.Tensor], depth: int) -> Any
     if tag in ("$tensor", "$array"):
         tensor = fetch(body)
         return tensor if tag == "$tensor" else tensor.numpy()
-    for kind, known in _COLLECTIONS:
+    for kind, known in _TAGS.items():
         if tag == known:
             return kind(inner(item) for item in body)
     if tag == "$scalar":

@@ -1,9 +1,7 @@
-"""Read a step whole and say everything that is wrong with it: which file, which parameter, which
-elements.
+"""Read a step whole and report everything that is wrong: which file, parameter and elements.
 
-Invariant: where nothing is found, every byte of every file has the hash that the manifest says, and
-the manifest the one in its own last line. A damaged file does not end the search. Cost: one pass
-over the bytes; memory for one chunk.
+Invariant: if nothing is reported, every byte of every file has the hash in the manifest, and the
+manifest the one in its own last line. Cost: one pass over the bytes; memory for one chunk.
 """
 
 from __future__ import annotations
@@ -78,31 +76,23 @@ def _check_file(
     ) as reader:
         for entry in tensors:
             if file.header_bytes + entry.offset + entry.num_bytes > size:
-                yield Damage(
-                    file.name,
-                    f"{path} ends before the end of {_tensor(entry)}",
-                    entry.parameter,
-                    entry.kind,
-                )
+                yield _damage(path, entry, f"{path} ends before the end of {_tensor(entry)}")
             else:
                 yield from _check_tensor(reader, entry)
             progress(entry.num_bytes)
 
 
 def _check_tensor(reader: ShardReader, entry: TensorEntry) -> Iterator[Damage]:
+    path = reader.path
     try:
         for what in reader.check(entry):
-            yield Damage(
-                reader.path.name, f"{reader.path} is damaged: {what}", entry.parameter, entry.kind
-            )
+            yield _damage(path, entry, f"{path} is damaged: {what}")
     except CheckpointError as error:
-        yield Damage(
-            reader.path.name,
-            f"{error} ({_tensor(entry)})",
-            entry.parameter,
-            entry.kind,
-            unreadable=_refused(error),
-        )
+        yield _damage(path, entry, f"{error} ({_tensor(entry)})", unreadable=_refused(error))
+
+
+def _damage(path: Path, entry: TensorEntry, what: str, *, unreadable: bool = False) -> Damage:
+    return Damage(path.name, what, entry.parameter, entry.kind, unreadable)
 
 
 def _tensor(entry: TensorEntry) -> str:

@@ -1,11 +1,10 @@
 """A checkpoint of torch.distributed.checkpoint as the tree of dictionaries that was saved.
 
-Its ``.metadata`` is a pickle: it is read as data (restricted_unpickler.py), and says for each
-tensor which blocks lie where in which file. Each block is a torch file of its own, opened with
-``weights_only=True``.
+Its ``.metadata`` is a pickle, which is read as data (restricted_unpickler.py); it locates the
+blocks of each tensor. Each block is a torch file of its own, opened with ``weights_only=True``.
 
 Invariant: blocks fill their tensor without gaps and overlaps; no file outside the directory is
-opened. Cost: what is wanted is held in memory.
+opened. Cost: the wanted tensors are held in memory.
 """
 
 from __future__ import annotations
@@ -82,9 +81,7 @@ def read_dcp(directory: Path, wanted: Container[str]) -> dict[Any, Any]:
     """Return what was saved under the keys `wanted`, or everything. Raises CheckpointError."""
     path = directory / ".metadata"
     if path.stat().st_size > _MAX_BYTES:
-        raise CheckpointError(
-            f"{path} has {path.stat().st_size} bytes, more than the {_MAX_BYTES} that are read"
-        )
+        raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than {_MAX_BYTES}")
     record = read_restricted(path.read_bytes(), _ALLOWED, str(path), _ENUMS)
     try:
         reading = _Reading(directory, _fields(record, f"{_METADATA}.Metadata"))

@@ -13,12 +13,10 @@ padding):
                                                          | a a a b b b b c | c c d d d . . . |
 In stage 3 each rank has a slice of each parameter:      | a a b b c d d | a . b b c d . |
 
-Every slice becomes a piece of ours, a view of the mapped file: nothing is put together in memory.
-The files are opened with ``weights_only=True`` and four of DeepSpeed's classes, which inert
-stand-ins replace. Sources: stage_1_and_2.py, stage3.py, utils/zero_to_fp32.py of DeepSpeed 0.19.
-
-What it does not read: tensor or pipeline parallel, mixture-of-experts and "universal" checkpoints;
-it says so.
+Every slice becomes a piece of ours, a view of the mapped file. The files are opened with
+``weights_only=True`` and stand-ins for four of DeepSpeed's classes. Sources: stage_1_and_2.py,
+stage3.py, utils/zero_to_fp32.py of DeepSpeed 0.19. Tensor or pipeline parallel, mixture-of-experts
+and "universal" checkpoints raise ConfigError.
 """
 
 from __future__ import annotations
@@ -46,14 +44,14 @@ _TAG = re.compile(r"[\w.-]+")
 
 
 class _StandIn:
-    """Instead of one of DeepSpeed's objects: keeps what it was made of."""
+    """Stands for one of DeepSpeed's objects; keeps its arguments."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
 
 
 class _Stage(_StandIn):
-    """Instead of a member of DeepSpeed's enum of stages: keeps its number."""
+    """Stands for a member of DeepSpeed's enum of stages; keeps its number."""
 
 
 _CLASSES = (
@@ -85,7 +83,7 @@ class _Slice:
 
 @dataclass(frozen=True)
 class _Rank:
-    """What one rank's optimizer file holds, by group."""
+    """The content of one rank's optimizer file, by group."""
 
     masters: list[torch.Tensor]
     states: list[dict[str, Any]]
@@ -123,7 +121,7 @@ def _tag(source: Path, importer: Importer) -> Path:
         )
     newest = numbered[max(numbered)]
     importer.notes.append(
-        f"{newest.name} is taken: the file 'latest' does not name a directory that is there"
+        f"{newest.name} is taken: the file 'latest' does not name a directory there"
     )
     return newest
 
@@ -253,7 +251,7 @@ def _take_untrained(
             importer.piece(name, VALUE, 0, tensor)
 
 
-# ------------------------------------------------------------------ what ZeRO has cut
+# ------------------------------------------------------------------ sharded parameters
 
 
 def _take_trained(
@@ -267,7 +265,7 @@ def _take_trained(
     world = max(count) if isinstance(count, list) else int(count)
     if world != len(optims):
         raise CheckpointError(
-            f"{directory} holds the optimizer files of {len(optims)} ranks, and {world} wrote it"
+            f"{directory} holds optimizer files of {len(optims)} ranks, and {world} wrote it"
         )
     ranks = [_rank(optim, stage) for optim in optims]
     if stage == 3:
@@ -403,10 +401,10 @@ def _take_numbers(
             found = found or options.get("step") or steps
             numbers["step"] = torch.tensor(float(found), dtype=torch.float32)
         scalars |= dict.fromkeys(parameters, numbers)
-    named = [
-        {**group, "params": [one for number in group["params"] for one in shapes[number]]}
-        for group in groups
-    ]
+    named = []
+    for group in groups:
+        params = [name for number in group["params"] for name in shapes[number]]
+        named.append({**group, "params": params})
     importer.optimizer_numbers(name or "unknown", named, scalars)
 
 

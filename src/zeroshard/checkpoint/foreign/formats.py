@@ -63,7 +63,7 @@ __all__ = ["READERS", "Imported", "import_checkpoint", "recognise"]
 
 @dataclass(frozen=True)
 class Imported:
-    """What `import_checkpoint` wrote."""
+    """The result of `import_checkpoint`."""
 
     path: Path
     step: int
@@ -71,7 +71,7 @@ class Imported:
     num_parameters: int
     num_bytes: int
     optimizer: str | None  # the name of its class
-    notes: list[str]  # what was found and not taken, and what was guessed
+    notes: list[str]  # skipped entries and guesses
 
 
 def import_checkpoint(
@@ -83,7 +83,7 @@ def import_checkpoint(
     buffers: Sequence[str] = (),
     optimizer: str | None = None,
 ) -> Imported:
-    """Write what is in `source` as a step in `directory`.
+    """Write the content of `source` as a step in `directory`.
 
     `step` is its number (default: what the source says, or 0). `buffers` are patterns of the names
     of tensors that are buffers, beyond those that are recognised. `optimizer` is the name of the

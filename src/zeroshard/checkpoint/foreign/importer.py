@@ -1,11 +1,8 @@
-"""What an import has found in somebody else's checkpoint, on its way to become a step of ours;
-and the state_dicts that several formats hold.
+"""What an import has found in another program's checkpoint, and state_dicts of several formats.
 
-Ranges and strides are in row order. A tensor may stay where it is (a view of a mapped file) until
-it is written.
+Ranges and strides are in row order. A tensor may stay a view of a mapped file until it is written.
 
-Invariant: names are unique, pieces lie inside their parameter; what was found and is not taken is
-said in `notes`.
+Invariant: names are unique, pieces lie inside their parameter; `notes` lists what was skipped.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ _OPTIONS = (
     "lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov",
     "amsgrad", "maximize",
 )  # fmt: skip
-# what DistributedDataParallel and torch.compile put before every name
+# prefixes of DistributedDataParallel and torch.compile
 _WRAPPERS = ("module.", "_orig_mod.")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm: buffers
 
@@ -60,12 +57,12 @@ class Importer:
     """A checkpoint in the making."""
 
     def __init__(self, buffers: Sequence[str] = (), optimizer_name: str | None = None) -> None:
-        self.optimizer_name = optimizer_name  # of its class, by who asked for the import
+        self.optimizer_name = optimizer_name  # of its class, as the user gave it
         self.step: int | None = None
         self.parameters: dict[str, ParameterEntry] = {}
         self.stored: list[Stored] = []
         self.optimizer: dict[str, Any] | None = None
-        self.notes: list[str] = []  # what is not taken, and what was guessed
+        self.notes: list[str] = []  # skipped entries and guesses
         self._buffers = tuple(buffers)  # patterns of their names
         self._names: set[str] = set()
 
@@ -204,7 +201,7 @@ def _problem(
 def _unwrapped(
     state: Mapping[str, Any], optimizer: NamedOptimizer | None, notes: list[str]
 ) -> tuple[Mapping[str, Any], NamedOptimizer | None]:
-    """Take off what stands before every name."""
+    """Remove a wrapper's prefix from all names."""
     for prefix in _WRAPPERS * 2:
         if not state or not all(name.startswith(prefix) for name in state):
             continue

@@ -1,12 +1,11 @@
-"""Pickles that others wrote, read as data: torch files through torch's own restricted reader,
-the rest by a machine that calls nothing.
+"""Pickles of other programs read as data: torch files through torch's own restricted reader, the
+rest by a machine that calls nothing.
 
 A pickle is a program for a small stack machine. The machine here knows the instructions that make
-plain values; where the program asks for a class or a function, it gets the *name*, and where it
-asks to call one or to fill an object, a `Record` of what it would have done. A name that the caller
-does not expect ends the reading. Early Pythons 3.11 (3.11.2 of Debian 12) pickle a member of an
-enum as a call of ``builtins.getattr``: both readers take that call for the members of enums that
-the caller knows, and for nothing else.
+plain values; a class or function is represented by its *name*, and a call of one by a `Record`. An
+unexpected name ends the reading. Early Pythons 3.11 (3.11.2 of Debian 12) pickle a member of an
+enum as a call of ``builtins.getattr``: both readers accept that for the enums that the caller
+names, and for nothing else.
 
 Invariant: no code runs that a pickle chose. Cost: a few microseconds per instruction; torch files
 are mapped.
@@ -39,7 +38,7 @@ class Name:
 
 @dataclass(eq=False)
 class Record:
-    """What would have been an object: made by calling `name` with `args`, and given `state`."""
+    """Stands for the object that `name(*args)` would have made, with `state`."""
 
     name: str
     args: tuple[Any, ...]
@@ -132,7 +131,7 @@ class _Machine:
             )
 
     def _marked(self) -> list[Any]:
-        """Take what lies above the last mark, and the mark."""
+        """Pop the values above the last mark, and the mark."""
         found: list[Any] = []
         while (value := self.stack.pop()) is not _MARK:
             found.append(value)
@@ -192,7 +191,7 @@ class _Machine:
 
 
 def _attribute(args: tuple[Any, ...]) -> str:
-    """Return words for what a call of ``getattr`` asks for."""
+    """Describe the attribute that a call of ``getattr`` asks for."""
     if len(args) != 2:
         return f"getattr with {len(args)} arguments"
     return f"attribute {brief(args[1])} of {brief(args[0])}"
@@ -207,7 +206,7 @@ def load_tensors(
     classes: Iterable[tuple[Any, str]] = (),
     enums: Mapping[Any, Mapping[str, int]] | None = None,
 ) -> Any:
-    """Return what a torch file holds; where it is a path, its tensors are mapped, not read.
+    """Return the content of a torch file; the tensors of a path are mapped, not read.
 
     `where` names it in errors; `classes` are stand-ins for further classes, each with the full name
     of what it stands for; `enums` are, by the stand-in of each enum among them, its members' values
@@ -241,7 +240,7 @@ def load_tensors(
 
 
 def _reason(error: Exception) -> str:
-    """Return in one line what torch says in many."""
+    """Return torch's message in one line."""
     text = " ".join(str(error).split())
     asked = re.search(r"\bGLOBAL (\S+)", text)
     if asked is not None:
