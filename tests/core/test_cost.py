@@ -52,13 +52,13 @@ def test_transitions_are_what_counting_shards_gives(nodes: int, local: int) -> N
     column = LinkBytes(0.0, shard * (nodes - 1))
     rest = LinkBytes(shard * nodes * (local - 1))
     for got, expected in (
-        (all_gather(mesh, Scope.OWN, Scope.WHOLE, whole, two_level=False), flat),
-        (all_gather(mesh, Scope.OWN, Scope.WHOLE, whole, two_level=True), column + rest),
-        (all_gather(mesh, Scope.OWN, Scope.COLUMN, whole, two_level=True), column),
-        (all_gather(mesh, Scope.COLUMN, Scope.WHOLE, whole, two_level=False), rest),
-        (reduce_scatter(mesh, Scope.OWN, whole, whole, two_level=False), flat),
-        (reduce_scatter(mesh, Scope.OWN, whole, whole, two_level=True), column + rest),
-        (reduce_scatter(mesh, Scope.COLUMN, whole, whole, two_level=False), rest),
+        (all_gather(mesh, Scope.SHARD, Scope.FULL, whole, two_level=False), flat),
+        (all_gather(mesh, Scope.SHARD, Scope.FULL, whole, two_level=True), column + rest),
+        (all_gather(mesh, Scope.SHARD, Scope.NODE_SHARD, whole, two_level=True), column),
+        (all_gather(mesh, Scope.NODE_SHARD, Scope.FULL, whole, two_level=False), rest),
+        (reduce_scatter(mesh, Scope.SHARD, whole, whole, two_level=False), flat),
+        (reduce_scatter(mesh, Scope.SHARD, whole, whole, two_level=True), column + rest),
+        (reduce_scatter(mesh, Scope.NODE_SHARD, whole, whole, two_level=False), rest),
     ):
         assert (got.inside, got.between) == pytest.approx((expected.inside, expected.between))
 
@@ -123,7 +123,7 @@ def test_exact_reduces_in_bf16_go_in_two_levels_from_four_ranks_a_node() -> None
     def pays(local: int) -> bool:
         mesh = Mesh(2, local)
         flat, deep = (
-            reduce_scatter(mesh, Scope.OWN, PSI, 2 * PSI, two_level=levels)
+            reduce_scatter(mesh, Scope.SHARD, PSI, 2 * PSI, two_level=levels)
             for levels in (False, True)
         )
         return cheapest(flat, deep)
@@ -133,11 +133,11 @@ def test_exact_reduces_in_bf16_go_in_two_levels_from_four_ranks_a_node() -> None
 
 def test_a_state_sharded_between_nodes_only_has_no_scope() -> None:
     assert [Cell.parse(text).scope for text in ("S S", "R S", "P S", "R R", "P P")] == [
-        Scope.OWN,
-        Scope.COLUMN,
-        Scope.COLUMN,
-        Scope.WHOLE,
-        Scope.WHOLE,
+        Scope.SHARD,
+        Scope.NODE_SHARD,
+        Scope.NODE_SHARD,
+        Scope.FULL,
+        Scope.FULL,
     ]
     with pytest.raises(ValueError, match="S R: sharded between nodes"):
         Cell.parse("S R").scope  # noqa: B018

@@ -64,7 +64,7 @@ def _made(*texts: str) -> Cells:
 @st.composite
 def formats_of(draw: st.DrawFn, cells: Cells) -> Formats:
     """Draw formats that `cells` may have: only weights sharded over all ranks travel encoded."""
-    may_encode = cells.weight.scope is Scope.OWN
+    may_encode = cells.weight.scope is Scope.SHARD
     compute = draw(st.sampled_from(DTYPES))
     return Formats.of(
         compute,
@@ -194,7 +194,7 @@ def test_formats_have_the_bytes_of_dtypes_and_codecs(block: int) -> None:
 
 def same(place: Place, mesh: Mesh) -> tuple[int, Tier]:
     """Return how many parts a buffer is cut into at `place`, which tells scopes apart."""
-    shards = {Scope.OWN: mesh.size, Scope.COLUMN: mesh.node_size, Scope.WHOLE: 1}
+    shards = {Scope.SHARD: mesh.size, Scope.NODE_SHARD: mesh.node_size, Scope.FULL: 1}
     return shards[place.scope], place.tier
 
 
@@ -228,7 +228,7 @@ def test_routes_connect_what_rests(
     made = routes(cells, mesh, formats, two_level=two_level)
     kept = [hop.target for hop in made.unshard_forward if hop.kind is Kind.KEEP]
     weight = Place(cells.weight.scope, cells.weight.tier)
-    whole, own = Place(Scope.WHOLE), Place(Scope.OWN, cells.grad.tier)
+    whole, own = Place(Scope.FULL), Place(Scope.SHARD, cells.grad.tier)
     shared = Place(cells.optim.scope, own.tier)
     ends = {
         "unshard_forward": (weight, whole),
@@ -237,7 +237,7 @@ def test_routes_connect_what_rests(
         "reduce": (whole, own),
         "average": (own, shared),
     }
-    assert not kept or cells.between.scope is Scope.COLUMN
+    assert not kept or cells.between.scope is Scope.NODE_SHARD
     for way in (way.taken(held=held, again=again) for way in made):
         is_kept = way.name == "unshard_backward" and bool(kept)
         is_encoded = is_kept and formats.gather.codec is not None

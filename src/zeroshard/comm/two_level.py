@@ -1,8 +1,8 @@
 """Two levels: exchanges between nodes, among the ranks with one local index, and inside nodes
 make up the collectives of the whole mesh.
 
-    gather   OWN --between--> COLUMN --inside--> WHOLE
-    reduce   WHOLE --inside--> sum of a node, COLUMN --between--> OWN
+    gather   SHARD --between--> NODE_SHARD --inside--> FULL
+    reduce   FULL --inside--> sum of a node, NODE_SHARD --between--> SHARD
 
 Shares are dealt out column by column (docs/design/traffic.md, with the bytes), so both levels move
 contiguous ranges of the buffer and nothing is reordered. Node sums travel in fp32: two levels are
@@ -70,7 +70,7 @@ class Lowering:
         if self.two_level is not None:
             return self.two_level
         flat, deep = (
-            all_gather(self.mesh, Scope.OWN, Scope.WHOLE, 1.0, two_level=levels)
+            all_gather(self.mesh, Scope.SHARD, Scope.FULL, 1.0, two_level=levels)
             for levels in (False, True)
         )
         return cheapest(flat, deep)
@@ -82,7 +82,7 @@ class Lowering:
         whole = float(wire_dtype.itemsize)
         hop = whole if wire_dtype is torch.uint8 else float(self.hop_dtype.itemsize)
         flat, deep = (
-            reduce_scatter(self.mesh, Scope.OWN, whole, hop, two_level=levels)
+            reduce_scatter(self.mesh, Scope.SHARD, whole, hop, two_level=levels)
             for levels in (False, True)
         )
         return cheapest(flat, deep)
@@ -207,7 +207,7 @@ class TwoLevelTransport:
         written: Scope,
     ) -> ColumnWindow:
         """Allocate one segment's resting memory where a rank keeps its column; it writes
-        `written` of it: OWN, or all of it.
+        `written` of it: SHARD, or all of it.
         """
         self._prepare(key, ranges, dtype, "by columns")
         columns, own = self._columns(ranges)
@@ -398,7 +398,7 @@ def gather_over(
 class ColumnWindow:
     """A rank's column, in memory that its node's ranks may be able to read where it lies (`inner`).
 
-    Where a rank writes only its OWN part, `publish` starts bringing the other nodes' parts, and the
+    Where a rank writes only its shard, `publish` starts bringing the other nodes' shards, and the
     next gather tells this node when they are here.
     """
 
@@ -427,7 +427,7 @@ class ColumnWindow:
 
     def publish(self) -> None:
         self.arrive()
-        if self._written is Scope.OWN:
+        if self._written is Scope.SHARD:
             self._coming = self._transport.gather(
                 (Axis.NODE,), self.key, self.local, self.ranges, self.rest
             )

@@ -330,7 +330,7 @@ class Config(_Strict):
     def _check_codecs(self) -> None:
         comm, policy = self.comm, self.resolved_policy()
         codecs = comm.codecs()
-        shards_all = all(cells.weight.scope is Scope.OWN for cells in policy.all_cells)
+        shards_all = all(cells.weight.scope is Scope.SHARD for cells in policy.all_cells)
         for setting in ("weight_codec", "frozen_codec"):
             name = getattr(comm, setting)
             if name is not None and not shards_all:

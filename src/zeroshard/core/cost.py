@@ -1,10 +1,10 @@
 """Bytes on the wire per step: closed forms of row, mesh, bytes per element and lowering
 (docs/design/traffic.md).
 
-The mesh has M nodes of L ranks. A rank holds OWN 1/(M L) of a buffer, its COLUMN, 1/L, or the
-WHOLE; a transition is a gather or a reduce between two of these scopes. One between OWN and WHOLE
-is lowered flat (every rank from every rank) or in two levels, through COLUMN. ZeRO, section 7;
-ZeRO++ (arXiv 2306.10209), section 3; MiCS (arXiv 2205.00119), section 3.
+The mesh has M nodes of L ranks. A rank holds a SHARD of a buffer, 1/(M L), a NODE_SHARD, 1/L, or
+all of it, FULL; a transition is a gather or a reduce between two of these scopes. One between SHARD
+and FULL is lowered flat (every rank from every rank) or in two levels, through NODE_SHARD. ZeRO,
+section 7; ZeRO++ (arXiv 2306.10209), section 3; MiCS (arXiv 2205.00119), section 3.
 """
 
 from __future__ import annotations
@@ -97,14 +97,14 @@ def all_gather(
 ) -> LinkBytes:
     """Return the bytes that gathering `whole` bytes from `source` to `target` moves."""
     if mesh.num_nodes == 1:
-        source = max(source, Scope.COLUMN)
+        source = max(source, Scope.NODE_SHARD)
     if source >= target:
         return LinkBytes()
     nodes, local = mesh.num_nodes, mesh.node_size
-    if source is Scope.OWN and target is Scope.WHOLE and not two_level:
+    if source is Scope.SHARD and target is Scope.FULL and not two_level:
         return LinkBytes(whole * (local - 1) / mesh.size, whole * (nodes - 1) / nodes)
-    between = whole * (nodes - 1) / mesh.size if source is Scope.OWN else 0.0
-    inside = whole * (local - 1) / local if target is Scope.WHOLE else 0.0
+    between = whole * (nodes - 1) / mesh.size if source is Scope.SHARD else 0.0
+    inside = whole * (local - 1) / local if target is Scope.FULL else 0.0
     return LinkBytes(inside, between)
 
 
@@ -113,11 +113,11 @@ def reduce_scatter(
 ) -> LinkBytes:
     """Return the bytes that summing buffers of `whole` bytes into `target` moves.
 
-    COLUMN is the sum of one node's ranks only: a partial sum (P S).
+    NODE_SHARD is the sum of one node's ranks only: a partial sum (P S).
     """
     nodes, local = mesh.num_nodes, mesh.node_size
     inside = whole * (local - 1) / local
-    if target is Scope.COLUMN or nodes == 1:
+    if target is Scope.NODE_SHARD or nodes == 1:
         return LinkBytes(inside)
     if not two_level:
         return LinkBytes(whole * (local - 1) / mesh.size, whole * (nodes - 1) / nodes)
@@ -157,13 +157,13 @@ def step_bytes(
     def reduce(target: Scope) -> LinkBytes:
         return lowered(reduce_scatter, target, numel * wires.grad, numel * wires.hop)
 
-    gathers = (gather(weight, Scope.WHOLE, psi) + gather(between, Scope.WHOLE, psi)) * micro_batches
+    gathers = (gather(weight, Scope.FULL, psi) + gather(between, Scope.FULL, psi)) * micro_batches
     # micro-batches whose sums over ranks wait for the last
     held_back = micro_batches - 1 if no_sync and cells.grad.is_partial else 0
-    inside = reduce(Scope.COLUMN) if cells.grad.local is Placement.SHARD else LinkBytes()
+    inside = reduce(Scope.NODE_SHARD) if cells.grad.local is Placement.SHARD else LinkBytes()
     whole_sum = _whole_sum(cells, mesh, wires, numel, reduce)
     reduces = inside * held_back + whole_sum * (micro_batches - held_back)
-    publish = gather(Scope.OWN, optim, averages) + gather(optim, weight, psi)
+    publish = gather(Scope.SHARD, optim, averages) + gather(optim, weight, psi)
     return WireBytes(gathers, reduces, publish)
 
 
@@ -173,5 +173,5 @@ def _whole_sum(
     """Return the bytes of one sum over all ranks; existing node sums go in two levels."""
     if cells.grad.is_partial and cells.grad.local is Placement.SHARD:
         whole, hop = numel * wires.grad, numel * wires.hop
-        return reduce_scatter(mesh, Scope.OWN, whole, hop, two_level=True)
-    return reduce(Scope.OWN)
+        return reduce_scatter(mesh, Scope.SHARD, whole, hop, two_level=True)
+    return reduce(Scope.SHARD)

@@ -9,7 +9,7 @@ equal partitions; here any contiguous aligned shares)::
     |<------ rank 0 ------->|<------ rank 1 ------->|<- rank 2 ->|
 
 On a mesh of several nodes shares lie in another order of ranks, column by column
-(docs/design/traffic.md), so that a rank's OWN, COLUMN and WHOLE are nested ranges.
+(docs/design/traffic.md), so that a rank's SHARD, NODE_SHARD and FULL are nested ranges.
 
 Invariants, checked on construction: slots are aligned, ordered and disjoint; shares are aligned,
 contiguous, cover the buffer, and may be empty. Cost: at most ``align * (num parameters + num
@@ -160,15 +160,15 @@ class Layout:
         return tuple(out[rank] for rank in range(self.num_shards))
 
     def scope(self, cell: Cell) -> Scope:
-        """Return the scope of `cell`; on one node COLUMN is OWN."""
+        """Return the scope of `cell`; on one node NODE_SHARD is SHARD."""
         one_node = self.mesh.num_nodes == 1
-        return Scope.OWN if cell.scope is Scope.COLUMN and one_node else cell.scope
+        return Scope.SHARD if cell.scope is Scope.NODE_SHARD and one_node else cell.scope
 
     def members(self, rank: int, scope: Scope) -> tuple[int, ...]:
         """Return the ranks whose ranges make up `rank`'s `scope`, in buffer order."""
-        if scope is Scope.OWN:
+        if scope is Scope.SHARD:
             return (rank,)
-        return self.mesh.column(rank) if scope is Scope.COLUMN else self.mesh.column_order
+        return self.mesh.column(rank) if scope is Scope.NODE_SHARD else self.mesh.column_order
 
     def span(self, rank: int, scope: Scope) -> Range:
         """Return the range of the buffer that `rank` holds in `scope`."""

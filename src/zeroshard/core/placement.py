@@ -40,9 +40,10 @@ class Tier(Enum):
 class Scope(IntEnum):
     """The part of a buffer that a rank holds, each within the next (docs/design/traffic.md)."""
 
-    OWN = 0  # S S: 1/(nodes x local)
-    COLUMN = 1  # R S: 1/local, the OWN parts of the ranks with one local index; on one node OWN
-    WHOLE = 2  # R R
+    SHARD = 0  # S S: 1/(nodes x local)
+    # R S: 1/local, the shards of the ranks with one local index (a column); on one node SHARD
+    NODE_SHARD = 1
+    FULL = 2  # R R
 
 
 class Move(Enum):
@@ -135,10 +136,10 @@ class Cell:
         Raises ValueError for S R: no row has it.
         """
         if self.local is Placement.SHARD:
-            return Scope.OWN if self.node is Placement.SHARD else Scope.COLUMN
+            return Scope.SHARD if self.node is Placement.SHARD else Scope.NODE_SHARD
         if self.node is Placement.SHARD:
             raise ValueError(f"{self}: sharded between nodes but not inside them")
-        return Scope.WHOLE
+        return Scope.FULL
 
     @cached_property
     def is_sharded(self) -> bool:
@@ -199,7 +200,7 @@ class Cells:
                     f"{name}={cell}: sharded between nodes but not inside them, where the links are"
                     " fast"
                 )
-        is_column = self.weight.scope is Scope.COLUMN and self.optim.scope is Scope.OWN
+        is_column = self.weight.scope is Scope.NODE_SHARD and self.optim.scope is Scope.SHARD
         if is_column and self.weight.tier is not Tier.DEVICE:
             raise ValueError(
                 f"weight={self.weight} on {self.weight.tier.value} with optim={self.optim}: what"

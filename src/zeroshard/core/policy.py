@@ -72,7 +72,7 @@ class Policy:
     def keeps_columns(self) -> bool:
         """Whether any state rests as one node's ranks together hold it."""
         return any(
-            Scope.COLUMN in (c.weight.scope, c.between.scope, c.grad.scope, c.optim.scope)
+            Scope.NODE_SHARD in (c.weight.scope, c.between.scope, c.grad.scope, c.optim.scope)
             for c in self.all_cells
         )
 
@@ -80,7 +80,7 @@ class Policy:
     def sums_nodes(self) -> bool:
         """Whether gradients rest as sums of one node's ranks."""
         grads = [cells.grad for cells in self.all_cells]
-        return any(grad.is_partial and grad.scope is Scope.COLUMN for grad in grads)
+        return any(grad.is_partial and grad.scope is Scope.NODE_SHARD for grad in grads)
 
     @property
     def weights_leave_the_device(self) -> bool:

@@ -299,7 +299,7 @@ def _gradient_path(
         start, stop = plan.layout.span(plan.rank, scope)
         numel = stop - start
         # a sum of a node's ranks: the transport adds to it
-        if store is None or scope is Scope.COLUMN:
+        if store is None or scope is Scope.NODE_SHARD:
             return State.of(context.pages.empty(numel, precision.accumulate, context.device))
         return State(store.allocate(f"{plan.key} partial gradient", numel, precision.accumulate))
 

@@ -119,7 +119,7 @@ class SegmentPlan:
 
     def codec(self, context: Context) -> Codec | None:
         """Return the codec in which the weights travel."""
-        if self.dtype not in CODED or self.cells.weight.scope is not Scope.OWN:
+        if self.dtype not in CODED or self.cells.weight.scope is not Scope.SHARD:
             return None
         codecs = context.codecs
         return codecs.frozen if codecs.frozen is not None and not self.trainable else codecs.weight

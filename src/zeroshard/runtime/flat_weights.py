@@ -88,13 +88,13 @@ class FlatWeights:
         self.note = context.faults.note  # takes the StorageErrors of what rests on another tier
         self.window: Window | None = None
         if rest is None and self.codec is not None:
-            assert self.scope is Scope.OWN, (self.key, self.scope)
+            assert self.scope is Scope.SHARD, (self.key, self.scope)
             numel = self.rest_span[1] - self.rest_span[0]
             rest = State.of(torch.zeros(numel, dtype=plan.dtype, device=context.device))
         if rest is None:
             is_stepped = plan.trainable and context.trains
             self.window, at_rest = self._make_window(
-                context, layout.scope(cells.optim) if is_stepped else Scope.OWN
+                context, layout.scope(cells.optim) if is_stepped else Scope.SHARD
             )
             rest = State.of(at_rest)
         self.rest = rest  # this rank's weights at rest
@@ -111,7 +111,7 @@ class FlatWeights:
         self._regather = Route(
             "publish", tuple(hop for hop in self.routes.publish if hop.axis is not None)
         )
-        self._column_span = layout.span(rank, Scope.COLUMN)
+        self._column_span = layout.span(rank, Scope.NODE_SHARD)
         self._keeps_column = any(hop.kind is Kind.KEEP for hop in self.routes.unshard_forward)
         # between forward and backward (ZeRO++'s secondary shard); encoded where weights travel so
         self._column: torch.Tensor | None = None
@@ -122,7 +122,7 @@ class FlatWeights:
     def _make_window(self, context: Context, written: Scope) -> tuple[Window, torch.Tensor]:
         """Make the window; return it and what of it rests here."""
         key, ranges, transport = self.key, self.layout.ranges, context.transport
-        if self.scope is Scope.COLUMN:
+        if self.scope is Scope.NODE_SHARD:
             columns = mesh_of(transport).column_window(
                 key, ranges, self.dtype, context.device, written=written
             )
@@ -157,7 +157,7 @@ class FlatWeights:
     @property
     def replicated(self) -> bool:
         """Whether every rank keeps the whole buffer."""
-        return self.scope is Scope.WHOLE
+        return self.scope is Scope.FULL
 
     @property
     def strides(self) -> Sequence[tuple[int, ...]]:

@@ -88,11 +88,11 @@ class GradientPath:
         self._own = (low - first, high - first)
         # ranks whose sums come here
         self.members = flat.layout.members(transport.rank, flat.layout.scope(cells.optim))
-        # OWN: one node's sum is the sum of all ranks
+        # SHARD: one node's sum is the sum of all ranks
         scope = flat.layout.scope(cells.grad) if cells.grad.is_partial else None
         # inside no_sync they are added here, before the ranks
-        self.sums_micro_batches = scope is Scope.WHOLE
-        self.sums_nodes = scope is Scope.COLUMN
+        self.sums_micro_batches = scope is Scope.FULL
+        self.sums_nodes = scope is Scope.NODE_SHARD
 
     @property
     def key(self) -> str:

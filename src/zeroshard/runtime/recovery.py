@@ -99,7 +99,7 @@ class Recovery:
         if (
             self._transport.size == 1
             or not self._weights.units
-            or self._weights.units[0].cells.optim.scope is Scope.OWN
+            or self._weights.units[0].cells.optim.scope is Scope.SHARD
         ):
             return
         try:

@@ -72,13 +72,13 @@ def _compare_columns(
     mesh = None
     for unit in units:
         for flat in (segment.flat for segment in unit.segments):
-            if flat.scope is Scope.COLUMN and flat.rest.on_device:
+            if flat.scope is Scope.NODE_SHARD and flat.rest.on_device:
                 flat.arrive()
                 mesh = flat.layout.mesh
                 named[f"weights of unit {unit.name}"] = digest_of(flat.rest.whole)
     if mesh is None:
         return
-    if optimizer is not None and units[0].cells.optim.scope is Scope.COLUMN:
+    if optimizer is not None and units[0].cells.optim.scope is Scope.NODE_SHARD:
         named |= _state_digests(optimizer)
     answers = [
         json.loads(answer)

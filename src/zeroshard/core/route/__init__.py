@@ -130,7 +130,7 @@ def routes(cells: Cells, mesh: Mesh, formats: Formats, *, two_level: bool | None
     whole (a fraction's part on the device skips the tier's hops), and updates not to be delayed.
     Raises ValueError for a weight codec where weights do not rest sharded over all ranks.
     """
-    if formats.gather.codec is not None and cells.weight.scope is not Scope.OWN:
+    if formats.gather.codec is not None and cells.weight.scope is not Scope.SHARD:
         raise ValueError(
             f"weight codec {formats.gather.codec}: weight={cells.weight} is not sharded over all"
             " ranks, and only such weights are gathered encoded (zero3, hpz)"
@@ -169,10 +169,10 @@ class _Compiler:
         the same part.
         """
         if self.mesh.size == 1:
-            return Scope.WHOLE
-        if scope is Scope.COLUMN and self.mesh.node_size == 1:
-            return Scope.WHOLE
-        return Scope.OWN if scope is Scope.COLUMN and self.mesh.num_nodes == 1 else scope
+            return Scope.FULL
+        if scope is Scope.NODE_SHARD and self.mesh.node_size == 1:
+            return Scope.FULL
+        return Scope.SHARD if scope is Scope.NODE_SHARD and self.mesh.num_nodes == 1 else scope
 
     def _place(self, cell: Cell) -> Place:
         return Place(self._scope(cell.scope), cell.tier)
@@ -181,18 +181,18 @@ class _Compiler:
     def _keeps_column(self) -> bool:
         """Whether a forward leaves this rank's column for the backward (ZeRO++, section 3.2)."""
         scopes = (self.cells.weight.scope, self.cells.between.scope)
-        return self.mesh.num_nodes > 1 and scopes == (Scope.OWN, Scope.COLUMN)
+        return self.mesh.num_nodes > 1 and scopes == (Scope.SHARD, Scope.NODE_SHARD)
 
     @property
     def _sums_nodes(self) -> bool:
         """Whether gradients rest between micro-batches as sums of one node's ranks (MiCS)."""
         grad = self.cells.grad
-        return self.mesh.num_nodes > 1 and grad.is_partial and grad.scope is Scope.COLUMN
+        return self.mesh.num_nodes > 1 and grad.is_partial and grad.scope is Scope.NODE_SHARD
 
     @property
     def _holds(self) -> bool:
         grad = self.cells.grad
-        return self._sums_nodes or (grad.is_partial and grad.scope is Scope.WHOLE)
+        return self._sums_nodes or (grad.is_partial and grad.scope is Scope.FULL)
 
     # -------------------------------------------------------------------------------------- hops
 
@@ -234,12 +234,12 @@ class _Compiler:
 
         if source >= target:
             return []
-        if source is Scope.COLUMN:
+        if source is Scope.NODE_SHARD:
             return over(Axis.LOCAL, source, target)
-        between = over(Axis.NODE, source, Scope.COLUMN)
-        if target is Scope.COLUMN:
+        between = over(Axis.NODE, source, Scope.NODE_SHARD)
+        if target is Scope.NODE_SHARD:
             return between
-        inside = over(Axis.LOCAL, Scope.COLUMN, target)
+        inside = over(Axis.LOCAL, Scope.NODE_SHARD, target)
         return self._lowered(over(Axis.FLAT, source, target), [*between, *inside])
 
     # ----------------------------------------------------------------------------------- weights
@@ -256,19 +256,19 @@ class _Compiler:
 
     def _gathered(self, source: Scope, wire: Wire, *, keeps: bool = False) -> Iterator[Hop]:
         """Yield the gather of weights in `wire`; `keeps` this rank's column, as it travelled."""
-        column = self._scope(Scope.COLUMN)
-        yield from self._gather(source, Scope.WHOLE, wire, "gather")
+        column = self._scope(Scope.NODE_SHARD)
+        yield from self._gather(source, Scope.FULL, wire, "gather")
         if keeps:
             lane: Lane = "compute" if wire.codec is None else "gather"
-            yield self._hop(Kind.KEEP, Scope.WHOLE, column, wire, lane)
+            yield self._hop(Kind.KEEP, Scope.FULL, column, wire, lane)
         if wire.codec is not None:
-            yield self._hop(Kind.DECODE, Scope.WHOLE, Scope.WHOLE, wire.plain, "gather")
+            yield self._hop(Kind.DECODE, Scope.FULL, Scope.FULL, wire.plain, "gather")
 
     def _unshard_backward(self) -> Iterable[Hop]:
         if not self.cells.between.is_sharded:
             return []  # the forward has not released them
         if self._keeps_column:
-            return self._gathered(self._scope(Scope.COLUMN), self.formats.gather)
+            return self._gathered(self._scope(Scope.NODE_SHARD), self.formats.gather)
         return self._unshard(self._place(self.cells.weight))
 
     def _publish(self) -> Iterator[Hop]:
@@ -288,7 +288,7 @@ class _Compiler:
             else:
                 yield self._hop(Kind.WRITE, here, there, weight, "tier write")
         # columns are gathered where a step publishes them, not on a lane of their own
-        lane: Lane = "compute" if self.cells.weight.scope is Scope.COLUMN else "gather"
+        lane: Lane = "compute" if self.cells.weight.scope is Scope.NODE_SHARD else "gather"
         yield from self._gather(scope, goal.scope, weight, lane)
 
     # --------------------------------------------------------------------------------- gradients
@@ -307,44 +307,42 @@ class _Compiler:
         compute, wire = self.formats.weight.dtype, self.formats.reduce.plain
         sums_here = self._holds and not self._sums_nodes
         if sums_here and self.cells.grad.tier is not Tier.DEVICE:
-            there = Place(Scope.WHOLE, self.cells.grad.tier)
+            there = Place(Scope.FULL, self.cells.grad.tier)
             for hop in self._add_up(there):
                 yield replace(hop, when=When.HELD)
-            yield self._hop(
-                Kind.READ, there, Scope.WHOLE, self.formats.grad, "tier read", When.HELD
-            )
+            yield self._hop(Kind.READ, there, Scope.FULL, self.formats.grad, "tier read", When.HELD)
         if compute != wire.dtype:
-            yield self._hop(Kind.CAST, Scope.WHOLE, Scope.WHOLE, wire, "compute")
+            yield self._hop(Kind.CAST, Scope.FULL, Scope.FULL, wire, "compute")
         elif sums_here and self.formats.grad.dtype != wire.dtype:
-            yield self._hop(Kind.CAST, Scope.WHOLE, Scope.WHOLE, wire, "compute", When.HELD)
+            yield self._hop(Kind.CAST, Scope.FULL, Scope.FULL, wire, "compute", When.HELD)
 
     def _sum(self) -> Iterator[Hop]:
         """Yield the sum over all ranks, in fp32 on the device."""
         wire, node_sum = self.formats.reduce, self.formats.node_sum
-        flat = list(self._summed(Axis.FLAT, Scope.WHOLE, Scope.OWN, wire))
-        deep = list(self._summed(Axis.LOCAL, Scope.WHOLE, Scope.COLUMN, wire))
+        flat = list(self._summed(Axis.FLAT, Scope.FULL, Scope.SHARD, wire))
+        deep = list(self._summed(Axis.LOCAL, Scope.FULL, Scope.NODE_SHARD, wire))
         if self._sums_nodes:
-            column = self._scope(Scope.COLUMN)
+            column = self._scope(Scope.NODE_SHARD)
             deep.append(self._hop(Kind.ADD, column, column, self.formats.grad, "reduce", When.HELD))
-        deep += self._summed(Axis.NODE, Scope.COLUMN, Scope.OWN, node_sum)
+        deep += self._summed(Axis.NODE, Scope.NODE_SHARD, Scope.SHARD, node_sum)
         yield from self._bucket()
         yield from deep if self._sums_nodes else self._lowered(flat, deep)
         sum_wire = self.formats.grad if self.cells.grad.tier is Tier.DEVICE else Wire.of("fp32")
         if self.mesh.size == 1 and wire.codec is None and wire != sum_wire:
-            yield self._hop(Kind.CAST, Scope.WHOLE, Scope.WHOLE, sum_wire, "reduce")
+            yield self._hop(Kind.CAST, Scope.FULL, Scope.FULL, sum_wire, "reduce")
 
     def _partial(self) -> Iterator[Hop]:
         """Yield what a micro-batch inside no_sync does before the last, where sums wait."""
         if self._sums_nodes:
             yield from self._bucket()
-            yield from self._summed(Axis.LOCAL, Scope.WHOLE, Scope.COLUMN, self.formats.reduce)
+            yield from self._summed(Axis.LOCAL, Scope.FULL, Scope.NODE_SHARD, self.formats.reduce)
         elif self.cells.grad.tier is not Tier.DEVICE:
-            yield from self._add_up(Place(Scope.WHOLE, self.cells.grad.tier))
+            yield from self._add_up(Place(Scope.FULL, self.cells.grad.tier))
 
     def _add_up(self, there: Place) -> Iterator[Hop]:
         """Yield the way of a micro-batch's gradients to their sum on another tier."""
         made = self.formats.weight.plain
-        yield self._hop(Kind.WRITE, Scope.WHOLE, there, made, "tier write")
+        yield self._hop(Kind.WRITE, Scope.FULL, there, made, "tier write")
         yield self._hop(Kind.ADD, there, there, self.formats.grad, "host", When.HELD)
 
     def _rest(self) -> Iterator[Hop]:
@@ -352,7 +350,7 @@ class _Compiler:
         grad, fp32, tier = self.formats.grad, Wire.of("fp32"), self.cells.grad.tier
         if tier is Tier.DEVICE:
             return  # the reduce has put it there
-        own = self._scope(Scope.OWN)
+        own = self._scope(Scope.SHARD)
         here, there, host = (Place(own, t) for t in (Tier.DEVICE, tier, Tier.HOST))
         if grad != fp32:
             yield self._hop(Kind.CAST, here, here, grad, "reduce", When.FIRST)
@@ -364,7 +362,7 @@ class _Compiler:
         """Yield the way of averages to the ranks that step the same."""
         grad, tier = self.formats.grad, self.cells.grad.tier
         mine, shared = (
-            Place(self._scope(scope), tier) for scope in (Scope.OWN, self.cells.optim.scope)
+            Place(self._scope(scope), tier) for scope in (Scope.SHARD, self.cells.optim.scope)
         )
         if mine.scope >= shared.scope:
             return

@@ -64,7 +64,7 @@ class Place:
     tier: Tier = Tier.DEVICE
 
     def __str__(self) -> str:
-        name = self.scope.name.lower()
+        name = self.scope.name.lower().replace("_", " ")
         return name if self.tier is Tier.DEVICE else f"{name} ({self.tier.value})"
 
 
@@ -102,7 +102,7 @@ class Hop:
 
     def held_bytes(self, place: Place, numel: int) -> float:
         """Return the bytes of this rank's part, at `place`, of a buffer of `numel` elements."""
-        shards = {Scope.OWN: self.mesh.size, Scope.COLUMN: self.mesh.node_size, Scope.WHOLE: 1}
+        shards = {Scope.SHARD: self.mesh.size, Scope.NODE_SHARD: self.mesh.node_size, Scope.FULL: 1}
         return numel * self.wire.bytes_per_element / shards[place.scope]
 
     def link_bytes(self, numel: int) -> LinkBytes:
