@@ -283,9 +283,9 @@ def test_one_process_has_nothing_to_do(name: str) -> None:
 
 # ------------------------------------------------------------------------------------------- texts
 
-GATHER = "own, all_gather between nodes bf16 -> column, all_gather inside nodes bf16 -> whole"
-REDUCE = "whole, reduce_scatter inside nodes bf16 -> column"
-ACROSS = "reduce_scatter between nodes fp32 -> own"
+GATHER = "shard, all_gather between nodes bf16 -> node shard, all_gather inside nodes bf16 -> full"
+REDUCE = "full, reduce_scatter inside nodes bf16 -> node shard"
+ACROSS = "reduce_scatter between nodes fp32 -> shard"
 
 
 def test_zero3_gathers_and_reduces_in_two_levels() -> None:
@@ -295,55 +295,55 @@ def test_zero3_gathers_and_reduces_in_two_levels() -> None:
         "raw": GATHER,
         "reduce": f"{REDUCE}, {ACROSS}",
         "reduce_partial": f"{REDUCE}, {ACROSS}",
-        "publish": "own, cast bf16 -> own",
+        "publish": "shard, cast bf16 -> shard",
     }
 
 
 def test_hpz_keeps_a_column_for_the_backward() -> None:
     assert texts(routes(row("hpz").cells(), MESH, BF16)) == {
-        "unshard_forward": f"{GATHER}, keep bf16 -> column",
-        "unshard_backward": "column, all_gather inside nodes bf16 -> whole",
+        "unshard_forward": f"{GATHER}, keep bf16 -> node shard",
+        "unshard_backward": "node shard, all_gather inside nodes bf16 -> full",
         "raw": GATHER,
         "reduce": f"{REDUCE}, {ACROSS}",
         "reduce_partial": f"{REDUCE}, {ACROSS}",
-        "publish": "own, cast bf16 -> own",
+        "publish": "shard, cast bf16 -> shard",
     }
 
 
 def test_mics_stays_inside_nodes_but_for_one_sum_and_its_average() -> None:
-    gather = "column, all_gather inside nodes bf16 -> whole"
+    gather = "node shard, all_gather inside nodes bf16 -> full"
     assert texts(routes(row("mics").cells(), MESH, BF16)) == {
         "unshard_forward": gather,
         "unshard_backward": gather,
         "raw": gather,
-        "reduce": f"{REDUCE}, add fp32 -> column if held, {ACROSS}",
+        "reduce": f"{REDUCE}, add fp32 -> node shard if held, {ACROSS}",
         "reduce_partial": REDUCE,
-        "average": "own, all_gather between nodes fp32 -> column",
-        "publish": "column, cast bf16 -> column",
+        "average": "shard, all_gather between nodes fp32 -> node shard",
+        "publish": "node shard, cast bf16 -> node shard",
     }
 
 
 def test_zero_plus_plus_encodes_each_hop_and_keeps_the_encoded_column() -> None:
     formats = Formats.of("bf16", weight_codec="int8", grad_codec="int4")
     made = texts(routes(row("hpz").cells(), MESH, formats))
-    across, inside = "all_gather between nodes int8", "all_gather inside nodes int8 -> whole"
+    across, inside = "all_gather between nodes int8", "all_gather inside nodes int8 -> full"
     assert made["unshard_forward"] == (
-        f"own, encode int8 -> own, {across} -> column, {inside}, keep int8 -> column,"
-        " decode bf16 -> whole"
+        f"shard, encode int8 -> shard, {across} -> node shard, {inside}, keep int8 -> node shard,"
+        " decode bf16 -> full"
     )
-    assert made["unshard_backward"] == f"column, {inside}, decode bf16 -> whole"
+    assert made["unshard_backward"] == f"node shard, {inside}, decode bf16 -> full"
     assert made["raw"] == GATHER
     assert made["reduce"] == (
-        "whole, encode int4 -> whole, reduce_scatter inside nodes int4 -> column,"
-        " decode fp32 -> column, encode int4 -> column, reduce_scatter between nodes int4 -> own,"
-        " decode fp32 -> own"
+        "full, encode int4 -> full, reduce_scatter inside nodes int4 -> node shard,"
+        " decode fp32 -> node shard, encode int4 -> node shard, reduce_scatter between nodes int4 -> shard,"
+        " decode fp32 -> shard"
     )
 
 
 def test_frozen_weights_that_rest_packed_are_only_decoded() -> None:
     formats = Formats.of("bf16", weight_codec="int4", rests_packed=True)
     made = routes(row("zero3").cells(), Mesh(1, 4), formats)
-    expected = "own, all_gather all ranks int4 -> whole, decode bf16 -> whole"
+    expected = "shard, all_gather all ranks int4 -> full, decode bf16 -> full"
     assert str(made.unshard_forward) == str(made.raw) == expected
 
 
@@ -441,14 +441,14 @@ def test_the_command_prints_hops_with_lanes_and_bytes(capsys: pytest.CaptureFixt
         "unshard_backward: nothing to do",
         "raw: nothing to do",
         "reduce",
-        "  cast                       whole  whole  bf16    compute"
+        "  cast                       full   full   bf16    compute"
         "                         held sums",
-        "  reduce_scatter  all ranks  whole  own    bf16    reduce    1,500",
+        "  reduce_scatter  all ranks  full   shard  bf16    reduce    1,500",
         "reduce_partial: nothing to do",
         "average: nothing to do",
         "publish",
-        "  cast                       own    own    bf16    compute",
-        "  all_gather      all ranks  own    whole  bf16    gather    1,500",
+        "  cast                       shard  shard  bf16    compute",
+        "  all_gather      all ranks  shard  full   bf16    gather    1,500",
         "a step of one micro-batch receives 3,000 inside nodes and 0 between them",
     ]
 
@@ -459,11 +459,11 @@ def test_the_command_shows_codecs_and_tiers(capsys: pytest.CaptureFixture[str]) 
     lines = shown(capsys, "zero3", *options, *codecs).splitlines()
     start = lines.index("unshard_forward") + 1
     assert lines[start : start + 4] == [
-        "  read                       own (host)  own         bf16    tier read"
+        "  read                       shard (host)  shard         bf16    tier read"
         "                    2,048",
-        "  encode                     own         own         int8    gather",
-        "  all_gather      all ranks  own         whole       int8    gather       3,120    4,160",
-        "  decode                     whole       whole       bf16    gather",
+        "  encode                     shard         shard         int8    gather",
+        "  all_gather      all ranks  shard         full          int8    gather       3,120    4,160",
+        "  decode                     full          full          bf16    gather",
     ]
     assert [line.split()[-2:] for line in lines if line.startswith("  add")] == [
         ["later", "sums"]
@@ -475,7 +475,8 @@ def test_the_command_writes_json(capsys: pytest.CaptureFixture[str]) -> None:
     made = routes(row("hpz").cells(), Mesh(2, 2), BF16)
     assert {name: len(hops) for name, hops in seen.items()} == {w.name: len(w) for w in made}
     (hop,) = seen["unshard_backward"]
-    assert (hop["kind"], hop["axis"], hop["source"]["scope"]) == ("all_gather", "local", "column")
+    seen_hop = (hop["kind"], hop["axis"], hop["source"]["scope"])
+    assert seen_hop == ("all_gather", "local", "node_shard")
     assert hop["link_bytes"] == {"inside": 1e6, "between": 0.0}
 
 
