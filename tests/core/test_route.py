@@ -335,8 +335,8 @@ def test_zero_plus_plus_encodes_each_hop_and_keeps_the_encoded_column() -> None:
     assert made["raw"] == GATHER
     assert made["reduce"] == (
         "full, encode int4 -> full, reduce_scatter inside nodes int4 -> node shard,"
-        " decode fp32 -> node shard, encode int4 -> node shard, reduce_scatter between nodes int4 -> shard,"
-        " decode fp32 -> shard"
+        " decode fp32 -> node shard, encode int4 -> node shard,"
+        " reduce_scatter between nodes int4 -> shard, decode fp32 -> shard"
     )
 
 
@@ -462,7 +462,8 @@ def test_the_command_shows_codecs_and_tiers(capsys: pytest.CaptureFixture[str]) 
         "  read                       shard (host)  shard         bf16    tier read"
         "                    2,048",
         "  encode                     shard         shard         int8    gather",
-        "  all_gather      all ranks  shard         full          int8    gather       3,120    4,160",
+        "  all_gather      all ranks  shard         full          int8    gather"
+        "       3,120    4,160",
         "  decode                     full          full          bf16    gather",
     ]
     assert [line.split()[-2:] for line in lines if line.startswith("  add")] == [
