@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from benchmarks.stats import bootstrap_median  # noqa: E402
-from tests.models.families import SMALL  # noqa: E402
-from tests.models.training import GENERATIONS as KINDS  # noqa: E402
-from tests.models.training import measure_generation  # noqa: E402
+from tests.support.families import SMALL  # noqa: E402
+from tests.support.family_training import GENERATIONS as KINDS  # noqa: E402
+from tests.support.family_training import measure_generation  # noqa: E402
 from tests.support.harness import close_pools, run_ranks  # noqa: E402
 
 NUM_RANKS = 2

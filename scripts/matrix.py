@@ -3,7 +3,7 @@ of its own.
 
     make test-matrix                          all of them, one after another; a table at the end
     python3 scripts/matrix.py --list          only say which they are
-    make test-matrix ARGS='tests/core'        with arguments for pytest
+    make test-matrix ARGS='tests/unit/core'   with arguments for pytest
 
 Interpreters are looked for as ``python3.11`` and newer in the directories of PATH, in /usr/bin and
 /usr/local/bin, and among pyenv's versions. Two builds of one version count as two: distributions

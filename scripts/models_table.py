@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train every family of tests/models/families.py on 2 ranks, under torch DDP and at stages 1, 2
+"""Train every family of tests/support/families.py on 2 ranks, under torch DDP and at stages 1, 2
 and 3, and write the table of docs/models.md.
 
     # measure all, write the table between the marks in docs/models.md
@@ -33,8 +33,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from benchmarks.results import machine_facts  # noqa: E402
 from benchmarks.stats import Interval, bootstrap_median  # noqa: E402
-from tests.models.families import FAMILIES, SMALL, TINY  # noqa: E402
-from tests.models.training import STAGES, Measured, measure  # noqa: E402
+from tests.support.families import FAMILIES, SMALL, TINY  # noqa: E402
+from tests.support.family_training import STAGES, Measured, measure  # noqa: E402
 from tests.support.harness import RankError, close_pools, run_ranks  # noqa: E402
 
 SIZES = {"small": SMALL, "tiny": TINY}

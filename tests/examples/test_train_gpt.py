@@ -1,5 +1,5 @@
 """examples/train_gpt.py: its data, its unigram model, whole runs on real ranks, and its
-checkpoints (tests/checkpoint/test_preemption.py: signals).
+checkpoints (tests/faults/test_preemption.py: signals).
 """
 
 from __future__ import annotations

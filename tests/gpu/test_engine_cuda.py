@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import zeroshard as zs
-from tests.engine.common import ROWS, Net, batch, take_steps, two_groups
 from tests.support.harness import run_ranks
+from tests.support.training import ROWS, Net, batch, take_steps, two_groups
 
 pytestmark = [
     pytest.mark.gpu,

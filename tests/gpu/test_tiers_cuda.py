@@ -21,9 +21,9 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.engine.common import Net, batch, take_steps, two_groups
 from tests.support import inside
 from tests.support.harness import run_ranks
+from tests.support.training import Net, batch, take_steps, two_groups
 from zeroshard.core.placement import Tier
 from zeroshard.optim.copies import TileOptimizer
 from zeroshard.optim.shards import Taken

@@ -10,7 +10,7 @@ interpreter truncates. Maxima are taken over the bits of the magnitudes: as inte
 same order, and NaN is the largest.
 
 A program takes `rows` blocks. Under ``TRITON_INTERPRET=1`` the kernels run on the CPU:
-tests/comm/test_codec_kernels.py. Importing this file needs Triton; comm/codec.py does without.
+tests/unit/comm/test_codec_kernels.py. Importing this file needs Triton; comm/codec.py does without.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ from its cells, the mesh, the formats and the lowering. ZeRO++'s secondary shard
 quantized gathers and reduces, MiCS and collectives in two levels differ by hops only.
 ``python -m zeroshard.core.route zero3 --nodes 2 --local 4`` prints them.
 
-Invariants (tests/core/test_route.py): each hop starts where the one before ended; no hop runs over
-a single rank; the bytes of a step are those of ``cost.step_bytes``, which does not know this module
-nor this module it. docs/design/routes.md has the decisions. Nothing here moves a byte, and torch is
-not imported.
+Invariants (tests/unit/core/test_route.py): each hop starts where the one before ended; no hop runs
+over a single rank; the bytes of a step are those of ``cost.step_bytes``, which does not know this
+module nor this module it. docs/design/routes.md has the decisions. Nothing here moves a byte, and
+torch is not imported.
 """
 
 from __future__ import annotations

@@ -1,0 +1,359 @@
+"""After an exception inside optimizer.step(), or on one rank alone: what engine.reset() and
+zs.load() bring back, and what they refuse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard as zs
+from tests.support import inside
+from tests.support.harness import run_ranks
+from tests.support.training import (
+    ROWS,
+    TRANSPORTS,
+    Run,
+    batch,
+    differences,
+    make_model,
+    make_sharded,
+    take_steps,
+    train_with_ddp,
+    two_groups,
+)
+from zeroshard.errors import CheckpointError, StallError, StateError
+
+
+class OutOfMemory(torch.OutOfMemoryError):
+    pass
+
+
+class Fragile(torch.optim.AdamW):
+    """Raises in the middle of a step, after `after` parameters have taken it."""
+
+    after: int | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        if self.after is None:
+            return super().step(closure)
+        groups = [group["params"] for group in self.param_groups]
+        kept = [parameter for params in groups for parameter in params][: self.after]
+        for group in self.param_groups:
+            group["params"] = [
+                parameter
+                for parameter in group["params"]
+                if any(parameter is other for other in kept)
+            ]
+        try:
+            with torch.no_grad():
+                torch.optim.AdamW.step.__wrapped__(self)  # type: ignore[attr-defined]  # without the hooks of a step
+        finally:
+            for group, params in zip(self.param_groups, groups, strict=True):
+                group["params"] = params
+        raise OutOfMemory
+
+
+def _fragile(model: nn.Module) -> Fragile:
+    optimizer = two_groups(model, Fragile, foreach=False)
+    assert isinstance(optimizer, Fragile)
+    return optimizer
+
+
+_made = functools.partial(make_sharded, optimizer=_fragile)
+
+
+@contextlib.contextmanager
+def _fails(optimizer: Fragile, after: int) -> Iterator[None]:
+    optimizer.after = after
+    with pytest.raises(OutOfMemory):
+        yield
+    optimizer.after = None
+
+
+def _plain(rank: int, steps: list[int]) -> Run:
+    model = make_model()
+    return train_with_ddp(rank, model, _fragile(model), steps)
+
+
+# ----------------------------------------------------------------------- all ranks fail in the step
+
+
+def _before_anything(rank: int, world: int, transport: str) -> dict[str, list[str]]:
+    """Steps 1 and 3 end by an exception before a parameter is written; the others train as if
+    those had not been.
+    """
+    expected = _plain(rank, [0, 2, 4])
+    out = {}
+    rows = [(row, {}) for row in (ROWS if transport == "shared_memory" else ("zero2", "zero3"))]
+    # the host's part of a step is taken beside the device's, which is what raises
+    if transport == "shared_memory":
+        rows += [("zero3", {"offload": zs.Offload(optimizer="host", fraction=0.5)})]
+    for row, options in rows:
+        model, optimizer, engine = _made(row, transport, **options)
+        losses = []
+        for step in range(5):
+            if step in (1, 3):
+                with _fails(optimizer, 0):
+                    take_steps(rank, [step], model, optimizer)
+                with pytest.raises(
+                    StateError,
+                    match=r"the last optimizer.step\(\) did not finish: call engine.reset\(\)",
+                ):
+                    model(*batch(rank, step))
+                engine.reset()
+            else:
+                losses += take_steps(rank, [step], model, optimizer)
+        if not options:
+            out[row] = Run(losses, engine.full_state_dict(rank0_only=False)).differs_from(expected)
+        engine.close()
+    return out
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_after_an_exception_in_the_step_and_reset_training_goes_on(transport: str) -> None:
+    for differs in run_ranks(2, _before_anything, transport):
+        assert not any(differs.values()), differs
+
+
+def _half(rank: int, world: int, directory: str) -> None:
+    """Every rank fails after a part of its own: the weights follow the masters, and a checkpoint
+    brings back whole steps.
+    """
+    for row in ("zero1", "zero3"):
+        expected = _plain(rank, [0, 1, 2])
+        model, optimizer, engine = _made(row, "shared_memory", precision="fp32")
+        losses = take_steps(rank, 1, model, optimizer)
+        zs.save(f"{directory}/{row}", engine, step=1)
+        with _fails(optimizer, 3):
+            take_steps(rank, [1], model, optimizer)
+        engine.reset()
+        with engine.gathered():
+            weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+        whole = engine.full_state_dict(rank0_only=False)
+        assert not (found := differences(weights, whole, row, "the masters")), found
+        take_steps(rank, [5], model, optimizer)  # and it trains
+        with _fails(optimizer, 3):
+            take_steps(rank, [1], model, optimizer)
+        zs.load(f"{directory}/{row}", engine)  # also without reset()
+        losses += take_steps(rank, (1, 2), model, optimizer)
+        found = Run(losses, engine.full_state_dict(rank0_only=False), row=row).differs_from(
+            expected
+        )
+        assert not found, found
+        engine.close()
+
+
+def test_after_half_a_step_the_weights_follow_the_masters_and_a_load_brings_back_whole_steps(
+    tmp_path: Path,
+) -> None:
+    run_ranks(2, _half, str(tmp_path))
+
+
+def _warned(rank: int, world: int) -> list[str]:
+    model, optimizer, engine = _made("zero2", "shared_memory")
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeroshard").addHandler(handler)
+    with _fails(optimizer, 1):
+        take_steps(rank, [0], model, optimizer)
+    engine.reset()
+    logging.getLogger("zeroshard").removeHandler(handler)
+    engine.close()
+    return said
+
+
+def test_a_step_that_ended_half_way_is_said_once() -> None:
+    first, second = run_ranks(2, _warned)
+    assert (
+        len(first) == 1
+        and "optimizer.step() ended by an exception on rank(s) [0, 1]" in first[0]
+        and second == []
+    )
+
+
+# ----------------------------------------------------------------------- one rank fails in the step
+
+
+def _one_in_the_step(rank: int, world: int, transport: str, row: str, directory: str) -> str:
+    """Rank 1 runs out of memory in its step, rank 0 finishes it: only a load helps, and says so;
+    then all train on.
+    """
+    expected = _plain(rank, [0, 1, 2])
+    model, optimizer, engine = _made(row, transport)
+    losses = take_steps(rank, 1, model, optimizer)
+    zs.save(directory, engine, step=1)
+    with contextlib.suppress(OutOfMemory, StateError):
+        optimizer.after = 2 if rank == 1 else None
+        for _ in range(2):
+            take_steps(rank, [1], model, optimizer)
+    optimizer.after = None
+    engine.reset()
+    with pytest.raises(
+        StateError,
+        match=(
+            r"refused since an optimizer.step\(\) ended by an exception: .*load a checkpoint with"
+            r" zs.load\(\)"
+        ),
+    ) as caught:
+        model(*batch(rank, 1))
+    with pytest.raises(CheckpointError, match="load a checkpoint"):
+        zs.save(directory, engine, step=2)
+    zs.load(directory, engine, step=1)
+    losses += take_steps(rank, (1, 2), model, optimizer)
+    assert Run(losses, engine.full_state_dict(rank0_only=False)).differs_from(expected) == []
+    engine.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("transport", "row"),
+    [
+        ("shared_memory", "zero3"),
+        ("gloo", "zero3"),
+        ("shared_memory", "zero1"),
+        ("shared_memory", "ddp"),
+        ("gloo", "zero1"),
+    ],
+)
+def test_ranks_that_have_finished_different_numbers_of_steps_are_told_after_reset_and_can_load(
+    transport: str, row: str, tmp_path: Path
+) -> None:
+    said = run_ranks(2, _one_in_the_step, transport, row, str(tmp_path))
+    assert (
+        said[0] == said[1]
+        and "have finished different numbers of steps (rank 0: 2; rank 1: 1)" in said[0]
+    ), said
+
+
+def _different_parts(rank: int, world: int) -> str:
+    """ddp: every rank holds all masters, and each fails after another part of them."""
+    model, optimizer, engine = _made("ddp", "shared_memory")
+    take_steps(rank, [0], model, optimizer)
+    with _fails(optimizer, 2 + rank):
+        take_steps(rank, [1], model, optimizer)
+    engine.reset()
+    with pytest.raises(StateError) as caught:
+        model(*batch(rank, 1))
+    engine.close()
+    return str(caught.value)
+
+
+def test_replicas_that_have_taken_different_parts_of_a_step_are_told() -> None:
+    for said in run_ranks(2, _different_parts):
+        assert (
+            "the ranks have taken different parts of the step" in said
+            and "load a checkpoint" in said
+        ), said
+
+
+# ------------------------------------------------------------------------- one rank fails elsewhere
+
+
+def _one_elsewhere(rank: int, world: int, transport: str, where: str, row: str) -> list[str]:
+    """Rank 1 raises; rank 0 is told, long before its stall timeout; both call reset() and train
+    as if the step had not been.
+    """
+    expected = _plain(rank, [0, 2])
+    model, optimizer, engine = _made(row, transport, stall_timeout_s=60)
+    losses = take_steps(rank, 1, model, optimizer)
+    handle = None
+    if rank == 1 and where == "forward":
+        handle = model.blocks[2].register_forward_pre_hook(_boom)
+    if rank == 1 and where == "backward":
+        handle = model.blocks[1].register_full_backward_pre_hook(_boom)
+    begin = time.monotonic()
+    with pytest.raises((ZeroDivisionError, StateError)) as caught:
+        # rank 0 may come through one step's backward with what had been sent before
+        for _ in range(2):
+            loss = model(*batch(rank, 1))
+            loss.backward()
+            if rank == 1 and where == "before the step":
+                raise ZeroDivisionError
+            optimizer.step()
+    if handle is not None:
+        handle.remove()
+    assert rank == 1 or "rank(s) [1] gave up this step after an exception" in str(caught.value), (
+        caught.value
+    )
+    assert time.monotonic() - begin < 30
+    engine.reset()
+    losses += take_steps(rank, [2], model, optimizer)
+    differs = Run(losses, engine.full_state_dict(rank0_only=False)).differs_from(expected)
+    engine.close()
+    return differs
+
+
+def _boom(*args: Any) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "before the step"])
+@pytest.mark.parametrize(
+    ("transport", "row"), [("shared_memory", "zero3"), ("gloo", "zero3"), ("gloo", "zero1")]
+)
+def test_after_one_ranks_exception_all_ranks_reset_and_train_on(
+    transport: str, row: str, where: str
+) -> None:
+    assert run_ranks(2, _one_elsewhere, transport, where, row, timeout=90) == [[], []]
+
+
+def _many(rank: int, world: int) -> None:
+    """More exceptions on one rank than message generations of old: nothing that was left behind
+    meets what comes later.
+    """
+    model, optimizer, engine = _made("zero3", "gloo", stall_timeout_s=20)
+    for step in range(20):
+        handle = (
+            model.blocks[1].register_full_backward_pre_hook(_boom) if rank == step % 2 else None
+        )
+        with pytest.raises((ZeroDivisionError, StateError)):
+            model(*batch(rank, step)).backward()
+            optimizer.step()
+        if handle is not None:
+            handle.remove()
+        engine.reset()
+        take_steps(rank, [step], model, optimizer)
+    engine.close()
+
+
+@pytest.mark.slow
+def test_exceptions_of_single_ranks_leave_nothing_that_meets_later_messages() -> None:
+    run_ranks(2, _many, timeout=120)
+
+
+def _late(rank: int, world: int) -> None:
+    """Rank 0 waits in reset() for longer than its stall timeout, since rank 1 comes only after
+    its own.
+    """
+    model, optimizer, engine = _made("zero3", "gloo", stall_timeout_s=1.5)
+    take_steps(rank, [0], model, optimizer)
+    inside.lose_notices(engine)  # as where the job's store is gone
+    if rank == 0:
+        handle = model.blocks[1].register_forward_pre_hook(_boom)
+        with pytest.raises(ZeroDivisionError):
+            model(*batch(rank, 1))
+        handle.remove()
+    else:
+        time.sleep(0.5)
+        with pytest.raises(StallError):
+            for _ in range(2):
+                model(*batch(rank, 1)).backward()
+                optimizer.step()
+    engine.reset()
+    take_steps(rank, [1], model, optimizer)
+    engine.close()
+
+
+def test_reset_waits_for_ranks_that_come_after_their_own_stall_timeout() -> None:
+    run_ranks(2, _late)

@@ -1,0 +1,113 @@
+"""Gradient clipping: one norm over all ranks, the same in every row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zeroshard as zs
+from tests.support.harness import run_ranks
+from tests.support.training import (
+    ROWS,
+    TRANSPORTS,
+    batch,
+    make_model,
+    train,
+    two_groups,
+)
+
+
+def _clipped(
+    rank: int, world: int, precision: str
+) -> tuple[dict[str, list[str]], list[list[float]]]:
+    runs = {row: train(rank, row, 15, clip=0.05, precision=precision) for row in ROWS}
+    return {row: run.differs_from(runs["ddp"]) for row, run in runs.items()}, [
+        run.extra["norms"] for run in runs.values()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("world", "precision"),
+    [
+        (2, "fp32"),
+        (2, "bf16"),
+        (2, "fp16"),
+        pytest.param(4, "fp32", marks=pytest.mark.slow),
+        pytest.param(4, "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_clipping_and_precision_keep_the_rows_equal(world: int, precision: str) -> None:
+    for differences, norms in run_ranks(world, _clipped, precision, timeout=100):
+        assert not any(differences.values()), differences
+        assert all(series == norms[0] for series in norms)
+        assert max(norms[0]) > 0.05
+
+
+class Branches(nn.Module):
+    """Each rank runs a branch of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(7, 19)
+        self.branches = nn.ModuleList(nn.Linear(19, 19) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        h: torch.Tensor = self.branches[branch](self.stem(x))
+        return h.square().mean()
+
+
+def _clipped_branches(rank: int, world: int, transport: str) -> None:
+    states = {}
+    # two-sided gathers need the same units on every rank
+    rows = ["ddp", "zero1", "zero2"] + ["zero3"] * (transport == "shared_memory")
+    for kind in ["torch-ddp", *rows]:
+        torch.manual_seed(0)
+        model = Branches()
+        optimizer = two_groups(model)
+        engine = (
+            None
+            if kind == "torch-ddp"
+            else zs.shard(
+                model, optimizer, policy=kind, comm=zs.Comm.model_validate({"transport": transport})
+            )
+        )
+        runs = (
+            DistributedDataParallel(model, find_unused_parameters=True) if engine is None else model
+        )
+        for step in range(3):
+            runs(torch.full((2, 7), 1.0 + rank + step), rank + step % 2).backward()
+            if engine is None:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-2, error_if_nonfinite=True)
+            else:
+                norm = engine.clip_grad_norm_(1e-2)
+            assert norm > 1e-2
+            optimizer.step()
+            optimizer.zero_grad()
+        states[kind] = (
+            model.state_dict() if engine is None else engine.full_state_dict(rank0_only=False)
+        )
+        if engine is not None:
+            engine.close()
+    for name, value in states["torch-ddp"].items():
+        torch.testing.assert_close(states["ddp"][name], value)
+        assert all(torch.equal(states[row][name], states["ddp"][name]) for row in rows), name
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_clipping_counts_and_keeps_gradients_that_only_other_ranks_have(transport: str) -> None:
+    run_ranks(2, _clipped_branches, transport)
+
+
+def test_clipping_a_gradient_that_is_not_finite_skips_the_step() -> None:
+    model = make_model()
+    optimizer = two_groups(model)
+    engine = zs.shard(model, optimizer)
+    (model(*batch(0, 0)) * float("nan")).backward()
+    assert not engine.clip_grad_norm_(1.0).isfinite()
+    before = engine.full_state_dict()
+    optimizer.step()
+    assert engine.steps_skipped == 1
+    assert all(torch.equal(before[name], value) for name, value in engine.full_state_dict().items())
+    engine.close()

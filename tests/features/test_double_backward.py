@@ -1,0 +1,165 @@
+"""A backward through a backward (``create_graph=True``): gradient penalties train as under DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard as zs
+from tests.support.harness import run_ranks
+from tests.support.training import ROWS, TRANSPORTS, train_row
+from zeroshard import StateError
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.recompute = recompute
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(self.norm(x))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = checkpoint(self.inner, x, use_reentrant=False) if self.recompute else self.inner(x)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+
+def _critic(recompute: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), *(Block(recompute) for _ in range(3)), nn.Linear(WIDTH, 1)
+    )
+
+
+def _penalty(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    between = (x + y).div(2).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
+    return 10 * (gradient.norm(2, 1) - 1).square().mean()
+
+
+def _wasserstein(model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int) -> None:
+    loss = model(x).mean() - model(y).mean()
+    if step % 2:  # lazily
+        loss = loss + _penalty(model, x, y)
+    loss.backward()
+
+
+def _penalty_after_another_backward(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int
+) -> None:
+    penalty = _penalty(model, x, y)
+    (model(x).mean() - model(y).mean()).backward()
+    with torch.no_grad():
+        model(x)
+    penalty.backward()
+
+
+def _inner_gradient(model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int) -> None:
+    """The gradient with respect to what lies in the middle of the model (path length
+    regularisation), two orders up.
+    """
+    assert isinstance(model, nn.Sequential)
+    middle = model[1](model[0](x))
+    (gradient,) = torch.autograd.grad(
+        model[4](model[3](model[2](middle))).sum(), middle, create_graph=True
+    )
+    (second,) = torch.autograd.grad(gradient.square().sum(), middle, create_graph=True)
+    (gradient.square().sum() + 1e-2 * second.square().sum()).backward()
+
+
+def _retained_graph(model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int) -> None:
+    """Two backwards of one graph, with weights used outside their modules and a block that runs
+    on its own output.
+    """
+    assert isinstance(model, nn.Sequential)
+    middle = model[1](model[1](model[0](x)))
+    penalty = sum(parameter.square().sum() for parameter in model.parameters())
+    loss = model[4](model[3](model[2](middle))).mean() + 1e-2 * penalty
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+PROGRAMS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor, int], None]] = {
+    "a lazy penalty": _wasserstein,
+    "another backward in between": _penalty_after_another_backward,
+    "the gradient of an inner tensor": _inner_gradient,
+    "a retained graph": _retained_graph,
+}
+
+
+def _train(
+    rank: int, row: str, transport: str, program: str, recompute: bool, units: Any
+) -> dict[str, torch.Tensor]:
+    model = _critic(recompute)
+
+    def step(number: int) -> None:
+        torch.manual_seed(10 * number + rank)
+        PROGRAMS[program](model, torch.randn(6, WIDTH), torch.randn(6, WIDTH), number)
+
+    return train_row(
+        model,
+        torch.optim.Adam(model.parameters(), lr=1e-2),
+        row,
+        step,
+        steps=4,
+        transport=transport,
+        units=units,
+    )
+
+
+def _same(rank: int, world: int, transport: str, program: str) -> None:
+    for recompute in (False, True):
+        expected = _train(rank, "plain", transport, program, recompute, None)
+        for row in ROWS:
+            for units in (None, [nn.Linear, Block], [""]) if row.startswith("zero3") else (None,):
+                state = _train(rank, row, transport, program, recompute, units)
+                # two backwards are summed over the ranks one by one, in another order
+                for name, value in expected.items():
+                    if program == "another backward in between":
+                        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+                    else:
+                        assert torch.equal(state[name], value), (row, units, recompute, name)
+
+
+# over sockets released weights are really gone
+@pytest.mark.parametrize(
+    "transport", ["gloo", pytest.param("shared_memory", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_gradient_penalty_trains_as_under_ddp(program: str, transport: str) -> None:
+    run_ranks(2, _same, transport, program)
+
+
+def _stale(rank: int, world: int, transport: str) -> None:
+    model = _critic()
+    optimizer = torch.optim.Adam(model.parameters())
+    engine = zs.shard(
+        model, optimizer, stage=3, comm=zs.Comm.model_validate({"transport": transport})
+    )
+    middle = model[0](torch.randn(6, WIDTH))
+    (gradient,) = torch.autograd.grad(
+        model[4](model[3](model[2](model[1](middle)))).sum(), middle, create_graph=True
+    )
+    model(torch.randn(6, WIDTH)).sum().backward()
+    optimizer.step()
+    with pytest.raises(StateError, match=r"of a forward that ran before the last optimizer\.step"):
+        gradient.sum().backward()
+    engine.reset()
+    engine.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_second_backward_after_the_step_is_an_error(transport: str) -> None:
+    run_ranks(2, _stale, transport)

@@ -1,0 +1,112 @@
+"""The sharded moving average beside torch's AveragedModel over DDP."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import zeroshard as zs
+from tests.support.harness import run_ranks
+from tests.support.training import ROWS, TRANSPORTS, batch, differences, make_model, two_groups
+from zeroshard import ConfigError, StateError
+
+DECAY, STEPS = 0.9, 5
+
+
+def _reference(rank: int) -> tuple[dict[str, torch.Tensor], list[float], dict[str, torch.Tensor]]:
+    """Return the averaged weights, the losses evaluated with them after each step, and the
+    trained weights.
+    """
+    model = make_model()
+    runs, optimizer, losses = DistributedDataParallel(model), two_groups(model), []
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    averaged.update_parameters(model)  # the first update copies
+    for step in range(STEPS):
+        runs(*batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged.update_parameters(model)
+        with torch.no_grad():
+            losses.append(averaged.module(*batch(7, step)).item())
+    return dict(averaged.module.state_dict()), losses, dict(model.state_dict())
+
+
+def _same_as_torch(rank: int, world: int, transport: str) -> None:
+    averages, losses, trained = _reference(rank)
+    for row in ROWS:
+        model = make_model()
+        optimizer = two_groups(model)
+        engine = zs.shard(
+            model, optimizer, policy=row, comm=zs.Comm.model_validate({"transport": transport})
+        )
+        ema = zs.EMA(engine, DECAY)
+        ours = []
+        for step in range(STEPS):
+            model(*batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.reset_traffic()
+            ema.update()
+            assert engine.traffic().total == 0, "an update sends nothing"
+            with ema.swapped(), torch.no_grad():
+                ours.append(model(*batch(7, step)).item())
+        assert ours == losses, (row, ours, losses)
+        with ema.swapped():
+            state = engine.full_state_dict(rank0_only=False)
+        assert not (found := differences(state, averages, row, "torch's averages")), found
+        state = engine.full_state_dict(rank0_only=False)
+        assert not (found := differences(state, trained, row, "torch's model")), found
+        whole = 4 * sum(p.numel() for p in model.parameters())
+        assert ema.bytes < (whole if row == "ddp" else whole / 2) * 1.2
+        engine.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_average_and_the_training_beside_it_are_torchs_to_the_bit(transport: str) -> None:
+    run_ranks(2, _same_as_torch, transport)
+
+
+def _bf16(rank: int, world: int) -> None:
+    states = []
+    for row in ("zero1", "zero3"):
+        model = make_model()
+        optimizer = two_groups(model)
+        engine = zs.shard(model, optimizer, policy=row, precision="bf16")
+        ema = zs.EMA(engine, DECAY)
+        for step in range(3):
+            model(*batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ema.update()
+            with ema.swapped(), torch.no_grad():
+                model(*batch(7, step))
+        states.append(engine.full_state_dict(rank0_only=False))
+        engine.close()
+    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+
+
+def test_bf16_averages_its_fp32_masters() -> None:
+    run_ranks(2, _bf16)
+
+
+def test_misuse_is_refused() -> None:
+    model = make_model()
+    engine = zs.shard(model)
+    with pytest.raises(ConfigError, match="EMA needs an engine with an optimizer"):
+        zs.EMA(engine)
+    optimizer = two_groups(model)
+    engine.attach(optimizer)
+    with pytest.raises(ConfigError, match=r"decay=1.0 is not in \[0, 1\)"):
+        zs.EMA(engine, 1.0)
+    ema = zs.EMA(engine)
+    loss = model(*batch(0, 0))
+    with ema.swapped():
+        with pytest.raises(StateError, match="backward through unit"):
+            loss.backward()
+        engine.reset()
+        model(*batch(0, 0)).backward()
+        with pytest.raises(StateError, match=r"step outside EMA\.swapped\(\)"):
+            optimizer.step()
+    engine.close()

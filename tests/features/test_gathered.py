@@ -1,0 +1,117 @@
+"""``engine.gathered()``: full parameters inside, edits kept with `writeback`, hooks of the user."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard as zs
+from tests.support.training import (
+    batch,
+    equal,
+    make_model,
+    make_sharded,
+    on_rows,
+    take_steps,
+    two_groups,
+)
+from zeroshard.errors import StateError
+
+
+def _written_back(rank: int, world: int, row: str) -> None:
+    model, optimizer, engine = make_sharded(row)
+    take_steps(rank, 1, model, optimizer)
+    before = engine.full_state_dict(rank0_only=False)
+    with engine.gathered(writeback=True), torch.no_grad():
+        if rank == 0:
+            model.head.weight.mul_(2.0)  # one rank's
+        model.norm.bias.fill_(0.25)  # everybody's
+        model.embed.weight.data[3] = 1.0  # everybody's, through .data
+    after = engine.full_state_dict(rank0_only=False)
+    expected = {
+        **before,
+        "head.weight": 2 * before["head.weight"],
+        "norm.bias": torch.full_like(before["norm.bias"], 0.25),
+    }
+    expected["embed.weight"] = before["embed.weight"].clone()
+    expected["embed.weight"][3] = 1.0
+    assert equal(after, expected), row
+    differently = pytest.raises(
+        StateError, match=r"parameter 'head.weight' was edited differently on ranks 0 and \[1\]"
+    )
+    with differently, engine.gathered(writeback=True), torch.no_grad():
+        model.head.weight.mul_(float(rank + 2))
+    assert equal(engine.full_state_dict(rank0_only=False), expected), row
+    with (
+        pytest.raises(StateError, match="was edited differently"),
+        engine.gathered(model.head.weight, writeback=True),
+        torch.no_grad(),
+    ):
+        if rank == 1:
+            model.head.weight.zero_()
+    assert equal(engine.full_state_dict(rank0_only=False), expected), row
+    take_steps(rank, [1], model, optimizer)
+    engine.close()
+
+
+def test_gathered_with_writeback_keeps_rank_0s_edits_or_equal_ones_and_refuses_others() -> None:
+    on_rows(_written_back)
+
+
+@pytest.mark.parametrize(
+    "offload", [zs.Offload(), zs.Offload(optimizer="host")], ids=["device", "host"]
+)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_writeback_leaves_the_masters_of_what_was_not_edited(
+    stage: int, offload: zs.Offload
+) -> None:
+    model = make_model()
+    engine = zs.shard(model, two_groups(model), stage=stage, precision="bf16", offload=offload)
+
+    def masters() -> dict[str, torch.Tensor]:
+        found = {}
+        for piece in engine.states.resting_pieces():
+            with piece.borrowed() as numbers:
+                found[piece.name] = numbers.clone()
+        return found
+
+    before = masters()
+    assert not torch.equal(before["head.weight"], before["head.weight"].bfloat16().float()), (
+        "bf16 cannot hold them"
+    )
+    with engine.gathered(writeback=True), torch.no_grad():
+        model.norm.bias.fill_(2.0)
+    after = masters()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == ["norm.bias"]
+    assert bool((after["norm.bias"] == 2.0).all())
+    engine.close()
+
+
+def test_users_hooks_run_inside_gathered_and_ours_come_back_after_it() -> None:
+    model, optimizer, engine = make_sharded()
+    seen: list[str] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        seen.append(type(module).__name__)
+        if len(seen) > 3:
+            raise RuntimeError("enough")
+
+    hook = model.blocks[1].up.register_forward_hook(note)
+    x, _ = batch(0, 0)
+    with engine.gathered(), torch.no_grad():
+        expected = model(x)
+        assert torch.equal(model(x), expected) and torch.equal(
+            model.blocks[0](torch.ones(2, 19)), model.blocks[0](torch.ones(2, 19))
+        )
+        assert seen == ["Linear", "Linear"]
+        model(x)
+        with pytest.raises(RuntimeError, match="enough"):
+            model(x)
+    hook.remove()
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)  # gathered by our hooks again
+    take_steps(0, 1, model, optimizer)
+    engine.close()

@@ -1,0 +1,434 @@
+"""Rows on a mesh of nodes: the same bits from every row and lowering, and between nodes exactly
+the bytes of docs/design/traffic.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard as zs
+from tests.support import inside
+from tests.support.harness import run_ranks
+from tests.support.training import (
+    ROWS,
+    Net,
+    batch,
+    bytes_between_nodes,
+    make_model,
+    one_step,
+    take_steps,
+    train,
+    two_groups,
+)
+from zeroshard.core.cost import Wires
+from zeroshard.core.placement import Mesh, Tier
+from zeroshard.core.policy import row as policy_row
+from zeroshard.core.precision import PRECISIONS
+from zeroshard.errors import ConfigError, PlanMismatch, ZeroshardError
+
+MESH = Mesh(2, 2)
+MESH_ROWS = ("hpz", "mics", "hfsdp")
+LOWERINGS = {"flat": False, "two levels": True, "cheapest": None}
+WIDTH = 64  # every parameter but the embedding and the head fills whole slots, so padding is small
+
+
+# --------------------------------------------------------------------------------------------- bits
+
+
+def _runs(
+    rank: int, world: int, transport: str, precision: str, steps: int, micro_batches: int
+) -> dict[str, list[str]]:
+    """Train every row with every lowering; return what differs from ddp, flat."""
+    make = functools.partial(two_groups, fused=True, foreach=False)
+    options = {
+        "optimizer": make,
+        "precision": precision,
+        "micro_batches": micro_batches,
+        "clip": 0.1,
+    }
+    runs = {}
+    for row in ROWS + MESH_ROWS:
+        for name, lowering in LOWERINGS.items():
+            if name != "cheapest" and row not in ("ddp", "zero3", "hpz"):
+                continue
+            comm = zs.Comm(transport=transport, node_size=2, hierarchical=lowering)
+            runs[f"{row}, {name}"] = train(rank, row, steps, comm=comm, **options)
+    return {name: run.differs_from(runs["ddp, flat"]) for name, run in runs.items()}
+
+
+@pytest.mark.parametrize(
+    ("transport", "precision"),
+    [("gloo", "fp32"), pytest.param("shared_memory", "bf16", marks=pytest.mark.slow)],
+)
+def test_rows_and_lowerings_give_the_same_bits(transport: str, precision: str) -> None:
+    for differences in run_ranks(4, _runs, transport, precision, 4, 2, timeout=110):
+        assert not any(differences.values()), differences
+
+
+def _classes(rank: int, world: int, transport: str) -> dict[str, dict[str, list[str]]]:
+    """Train every row with micro-batches inside no_sync; return, per class, what differs from
+    its first row.
+    """
+    out = {}
+    for rows in (("ddp", "zero1"), ("zero3", "zero2", "hpz"), ("mics", "hfsdp")):
+        runs = {}
+        for row in rows:
+            comm = zs.Comm(transport=transport, node_size=2)
+            runs[row] = train(rank, row, 4, comm=comm, micro_batches=3, no_sync=True, clip=0.1)
+        out[rows[0]] = {row: run.differs_from(runs[rows[0]]) for row, run in runs.items()}
+    return out
+
+
+@pytest.mark.parametrize(
+    "transport", ["shared_memory", pytest.param("gloo", marks=pytest.mark.slow)]
+)
+def test_inside_no_sync_rows_are_equal_within_each_class(transport: str) -> None:
+    for classes in run_ranks(4, _classes, transport, timeout=110):
+        for differences in classes.values():
+            assert not any(differences.values()), differences
+
+
+def _accumulated(rank: int, world: int) -> dict[str, list[str]]:
+    """Accumulate inside no_sync where a node is all ranks, and where it is one; return what
+    differs from zero3 or zero1.
+    """
+    options = {"micro_batches": 3, "no_sync": True, "clip": 0.1}
+    tiers = {"device": None, "host": zs.Offload(grad="host", optimizer="host", fraction=0.4)}
+    runs = {row: train(rank, row, 3, **options) for row in ("zero1", "zero3")}
+    out = {}
+    for row in MESH_ROWS:
+        for tier, offload in tiers.items():
+            run = train(rank, row, 3, offload=offload, **options)
+            out[f"{row}, one node, {tier}"] = run.differs_from(runs["zero3"])
+    # of nodes of one rank, each keeps the sum of its own micro-batches, as zero1 does
+    for row in ("mics", "hfsdp"):
+        for tier, offload in tiers.items():
+            run = train(rank, row, 3, comm=zs.Comm(node_size=1), offload=offload, **options)
+            out[f"{row}, nodes of one rank, {tier}"] = run.differs_from(runs["zero1"])
+    return out
+
+
+def test_gradients_accumulate_inside_no_sync_on_one_node_and_on_nodes_of_one_rank() -> None:
+    for differences in run_ranks(2, _accumulated, timeout=90):
+        assert not any(differences.values()), differences
+
+
+def _recomputed(rank: int, world: int, row: str) -> list[list[str]]:
+    """Train with recomputed blocks, and with two forwards before each backward; return what
+    differs from zero3.
+    """
+    comm = zs.Comm(transport="gloo", node_size=2)
+    out = []
+    for forward in (_with_checkpoints, _twice):
+        runs = []
+        for kind in ("zero3", row):
+            model = make_model()
+            optimizer = two_groups(model)
+            engine = zs.shard(model, optimizer, policy=kind, comm=comm, stall_timeout_s=20)
+            for step in range(3):
+                forward(model, rank, step).backward()
+                with torch.no_grad():
+                    model(*batch(rank, 99))  # between backward and step
+                optimizer.step()
+                optimizer.zero_grad()
+            runs.append(engine.full_state_dict(rank0_only=False))
+            engine.close()
+        out.append(
+            [name for name, value in runs[0].items() if not torch.equal(value, runs[1][name])]
+        )
+    return out
+
+
+def _with_checkpoints(model: Net, rank: int, step: int) -> torch.Tensor:
+    x, y = batch(rank, step)
+    h = model.embed(x)
+    for block in model.blocks:
+        h = checkpoint(block, h, use_reentrant=False)
+    return torch.nn.functional.cross_entropy(model.head(model.norm(h)).flatten(0, 1), y.flatten())
+
+
+def _twice(model: Net, rank: int, step: int) -> torch.Tensor:
+    first = model(*batch(rank, 2 * step))
+    with torch.no_grad():
+        model(*batch(rank, 77))
+    return first + model(*batch(rank, 2 * step + 1))
+
+
+@pytest.mark.parametrize("row", MESH_ROWS)
+def test_recomputation_and_several_forwards_keep_the_bits(row: str) -> None:
+    assert run_ranks(4, _recomputed, row, timeout=60) == [[[], []]] * 4
+
+
+def _tiers(rank: int, world: int, path: str) -> dict[str, list[str]]:
+    """Train rows with states on other tiers; return what differs from zero3 on the device."""
+    comm = zs.Comm(node_size=2)
+    reference = train(rank, "zero3", 3, comm=comm, micro_batches=2, clip=0.1)
+    out = {}
+    for row, states in (
+        ("hpz", {"weight": "host", "grad": "host", "optimizer": "host"}),
+        ("hpz", {"weight": "disk", "optimizer": "disk"}),
+        ("mics", {"weight": "host", "grad": "host", "optimizer": "disk"}),
+        ("hfsdp", {"grad": "host", "optimizer": "host", "fraction": 0.5}),
+    ):
+        offload = zs.Offload(disk_path=path if "disk" in states.values() else None, **states)  # type: ignore[arg-type]
+        run = train(rank, row, 3, comm=comm, micro_batches=2, clip=0.1, offload=offload)
+        out[f"{row} {states}"] = run.differs_from(reference)
+    return out
+
+
+def test_states_on_other_tiers_keep_the_bits(tmp_path: Path) -> None:
+    for differences in run_ranks(4, _tiers, str(tmp_path), timeout=90):
+        assert not any(differences.values()), differences
+
+
+def _saved(rank: int, world: int, path: str) -> list[str]:
+    """Save in every mesh row, load in the next one and in zero3; return what differs."""
+    out = []
+    for save, load in (("hpz", "mics"), ("mics", "hfsdp"), ("hfsdp", "zero3"), ("zero3", "mics")):
+        states = []
+        for row, loads in ((save, False), (load, True)):
+            model = make_model()
+            optimizer = two_groups(model)
+            engine = zs.shard(
+                model, optimizer, policy=row, comm=zs.Comm(node_size=2), stall_timeout_s=20
+            )
+            if loads:
+                zs.load(f"{path}/{save}", engine)
+            for step in range(2):
+                model(*batch(rank, step + 2 * loads)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 1 and not loads:
+                    zs.save(f"{path}/{save}", engine, step=2)
+            if not loads:
+                take_steps(rank, range(2, 4), model, optimizer)
+            states.append(engine.full_state_dict(rank0_only=False))
+            engine.close()
+        out += [
+            f"{save} to {load}: {name}"
+            for name, value in states[0].items()
+            if not torch.equal(value, states[1][name])
+        ]
+    return out
+
+
+def test_checkpoints_lead_from_row_to_row(tmp_path: Path) -> None:
+    assert run_ranks(4, _saved, str(tmp_path), timeout=90) == [[]] * 4
+
+
+def _node_sizes(rank: int, world: int) -> list[list[str]]:
+    runs = [
+        train(rank, "zero3", 5, comm=zs.Comm(transport="gloo", node_size=size))
+        for size in (None, 4, 2, 1)
+    ]
+    return [run.differs_from(runs[0]) for run in runs]
+
+
+def test_the_node_size_is_part_of_the_bits() -> None:
+    for same, four, two, one in run_ranks(4, _node_sizes, timeout=60):
+        assert not same and not four and two
+        assert not one, "nodes of one rank are summed in rank order, as one node is"
+
+
+# ------------------------------------------------------------------------------------------ traffic
+
+
+def _counted(rank: int, world: int, precision: str) -> dict[tuple[str, str], tuple[int, int, int]]:
+    """Train one step after a first, for every row and lowering; return bytes between nodes, all
+    bytes, and elements with padding.
+    """
+    out = {}
+    for row in ROWS + MESH_ROWS:
+        for name, lowering in LOWERINGS.items():
+            torch.manual_seed(0)
+            model = Net(width=WIDTH, layers=3)
+            optimizer = two_groups(model)
+            comm = zs.Comm(transport="gloo", node_size=2, hierarchical=lowering)
+            engine = zs.shard(
+                model, optimizer, policy=row, precision=precision, comm=comm, stall_timeout_s=20
+            )
+            for _ in range(2):
+                one_step(engine, model, optimizer, rank)
+                inside.wait_published(engine)  # what is published arrives in this step
+            traffic = engine.traffic()
+            out[row, name] = (
+                bytes_between_nodes(engine),
+                traffic.total - traffic.bytes["exchange"],
+                inside.padded_numel(engine),
+            )
+            engine.close()
+    return out
+
+
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+def test_bytes_between_nodes_are_the_formula(precision: str) -> None:
+    for seen in run_ranks(4, _counted, precision, timeout=100):
+        for (row, name), (between, total, padded) in seen.items():
+            wires = Wires.of(PRECISIONS[precision])
+            formula = policy_row(row).wire_bytes(
+                numel=padded, mesh=MESH, wires=wires, two_level=LOWERINGS[name]
+            )
+            assert (between, total) == (formula.links.between, formula.total), (row, name)
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+
+def _at_rest(rank: int, world: int) -> dict[str, tuple[float, float, int]]:
+    """Return bytes at rest, what the formula says, and the bytes of columns between forward and
+    backward.
+    """
+    out = {}
+    for row in MESH_ROWS:
+        torch.manual_seed(0)
+        model = Net(width=WIDTH, layers=3)
+        optimizer = two_groups(model)
+        engine = zs.shard(
+            model,
+            optimizer,
+            policy=row,
+            precision="bf16",
+            comm=zs.Comm(node_size=2),
+            stall_timeout_s=20,
+        )
+        loss = model(*batch(rank, 0))
+        columns = inside.column_bytes(engine)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        padded = inside.padded_numel(engine)
+        formula = (
+            policy_row(row)
+            .bytes_at_rest("after_step", numel=padded, mesh=MESH, precision=PRECISIONS["bf16"])
+            .total
+        )
+        out[row] = (
+            sum(engine.memory().at_rest.values()),
+            formula,
+            columns - (padded if row == "hpz" else 0),
+        )
+        engine.close()
+    return out
+
+
+def test_bytes_at_rest_are_the_formula() -> None:
+    for seen in run_ranks(4, _at_rest, timeout=60):
+        for row, (counted, formula, columns) in seen.items():
+            assert counted == pytest.approx(formula, rel=0.01), row  # moments have no padding
+            assert columns == 0, "hpz keeps 1/2 of the bf16 weights, the others nothing"
+
+
+# ------------------------------------------------------------------------------------------- misuse
+
+
+def _without_a_launcher(rank: int, world: int) -> tuple[str, str]:
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    model = make_model()
+    with pytest.raises(ConfigError) as caught:
+        zs.shard(model, two_groups(model), policy="hpz")
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    engine = zs.shard(model, two_groups(model), policy="hpz", stall_timeout_s=20)
+    name = engine.transport if hasattr(engine, "transport") else repr(engine)
+    engine.close()
+    return str(caught.value), str(name)
+
+
+def test_the_node_size_comes_from_the_launcher() -> None:
+    for refused, name in run_ranks(4, _without_a_launcher, timeout=30):
+        assert (
+            refused
+            == "policy='hpz' needs to know the nodes: set comm.node_size (no launcher has set"
+            " LOCAL_WORLD_SIZE)"
+        )
+        assert "in nodes" in name
+
+
+def test_column_weights_off_the_device_need_a_column_optimizer() -> None:
+    with pytest.raises(
+        ValueError, match=r"weight=R S on host with optim=S S: .*take mics, or zero3"
+    ):
+        policy_row("hfsdp").tiered(Tier.HOST, Tier.DEVICE, Tier.HOST)
+
+
+def _refused(rank: int, world: int, sizes: tuple[int, ...]) -> str:
+    model = make_model()
+    with pytest.raises((ConfigError, PlanMismatch)) as caught:
+        zs.shard(model, two_groups(model), comm=zs.Comm(node_size=sizes[rank]))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_node_size_that_does_not_divide_is_refused_on_every_rank() -> None:
+    for text in run_ranks(4, _refused, (3, 3, 3, 3), timeout=30):
+        assert text == "ConfigError: comm.node_size=3 does not divide the 4 ranks (0 to 3)"
+
+
+def test_ranks_that_disagree_about_the_node_size_are_told_who_says_what() -> None:
+    for text in run_ranks(4, _refused, (2, 2, 4, 2), timeout=30):
+        assert (
+            text.startswith("PlanMismatch")
+            and "comm" in text
+            and '"node_size":4' in text
+            and "rank 2" in text
+        ), text
+
+
+# ------------------------------------------------------------------------------------------- faults
+
+
+def _flipped(rank: int, world: int, row: str) -> str:
+    model = make_model()
+    optimizer = two_groups(model)
+    engine = zs.shard(
+        model, optimizer, policy=row, comm=zs.Comm(node_size=2), verify_every=2, stall_timeout_s=20
+    )
+    try:
+        for step in range(4):
+            model(*batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 3 and step == 2:
+                inside.alter_weights_at_rest(engine)
+        engine.close()
+    except PlanMismatch as error:
+        return str(error)
+    return "nothing noticed"
+
+
+@pytest.mark.parametrize("row", ["mics", "hfsdp"])
+def test_a_column_that_differs_between_nodes_is_found(row: str) -> None:
+    for text in run_ranks(4, _flipped, row, timeout=30):
+        assert "differ between rank 1 and rank(s) [3], which hold the same" in text, text
+
+
+def _late(rank: int, world: int) -> str:
+    """Rank 3 does not come; return what the others are told."""
+    model = make_model()
+    engine = zs.shard(
+        model, two_groups(model), comm=zs.Comm(transport="gloo", node_size=2), stall_timeout_s=1.5
+    )
+    if rank == 3:
+        time.sleep(4)
+        inside.transport(engine).close()
+        return ""
+    try:
+        model(*batch(rank, 0))
+    except ZeroshardError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        time.sleep(3)
+        inside.transport(engine).close()
+    return "went on"
+
+
+def test_a_rank_that_does_not_come_is_named_by_its_number_in_the_job() -> None:
+    told = run_ranks(4, _late, timeout=30)
+    assert "StallError" in told[1] and "rank(s) [3]" in told[1], told  # of its column
+    assert "rank(s) [3]" in told[2], told  # of its node
+    assert "rank(s) [1]" in told[0] or "rank(s) [2]" in told[0], told  # who wait for rank 3

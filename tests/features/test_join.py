@@ -1,0 +1,134 @@
+"""Uneven numbers of batches: ``engine.join()`` against torch's Join over DDP, and what it
+refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.algorithms.join import Join
+
+import zeroshard as zs
+from tests.support.harness import run_ranks
+from tests.support.training import (
+    ROWS,
+    TRANSPORTS,
+    batch,
+    differences,
+    final_state,
+    make_model,
+    take_steps,
+    two_groups,
+    wrapped,
+)
+from zeroshard import ConfigError, PlanMismatch
+
+
+def _train(
+    rank: int,
+    kind: str,
+    transport: str,
+    steps: list[int],
+    *,
+    micro_batches: int = 1,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    """Train for ``steps[rank]`` steps on this rank's own data, with clipping (ours) and a
+    schedule.
+    """
+    model = make_model()
+    optimizer = two_groups(model)
+    comm = zs.Comm.model_validate({"transport": transport})
+    module, engine = wrapped(model, optimizer, kind, comm=comm, **options)
+    joined: contextlib.AbstractContextManager[Any] = engine.join() if engine else Join([module])
+    clip = 0.1 if engine and options.get("precision") == "bf16" else None
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    with joined:
+        for step in range(steps[rank]):
+            take_steps(
+                rank,
+                [step],
+                module,
+                optimizer,
+                engine,
+                micro_batches=micro_batches,
+                no_sync=True,
+                clip=clip,
+            )
+            schedule.step()
+    if engine is not None:
+        model(*batch(rank, 0)).backward()  # everybody goes on together
+        optimizer.zero_grad()
+    return final_state(model, engine)
+
+
+def _same_as_ddp(rank: int, world: int, transport: str, steps: list[int]) -> None:
+    expected = _train(rank, "torch-ddp", transport, steps)
+    for row in ROWS:
+        ours = _train(rank, row, transport, steps)
+        assert not (found := differences(ours, expected, row, "torch-ddp")), found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("steps", [[2, 5], [4, 0]], ids=str)
+def test_uneven_batches_end_with_the_weights_of_ddp_and_its_join(
+    steps: list[int], transport: str
+) -> None:
+    run_ranks(2, _same_as_ddp, transport, steps)
+
+
+def _same_rows(rank: int, world: int, transport: str, options: dict[str, Any]) -> None:
+    first = _train(rank, "zero2", transport, [1, 4, 2, 3], **options)
+    for row in ("zero3", "zero3-keep"):
+        ours = _train(rank, row, transport, [1, 4, 2, 3], **options)
+        assert not (found := differences(ours, first, row, "zero2")), found
+
+
+@pytest.mark.parametrize(
+    "transport", ["shared_memory", pytest.param("gloo", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "options",
+    [{"precision": "bf16"}, {"precision": "fp16", "micro_batches": 2}],
+    ids=["bf16 clipped", "fp16 accumulated"],
+)
+def test_four_ranks_that_end_one_after_another_agree_in_every_row(
+    options: dict[str, Any], transport: str
+) -> None:
+    run_ranks(4, _same_rows, transport, options)
+
+
+def _different_things(rank: int, world: int) -> None:
+    model = make_model()
+    optimizer = two_groups(model)
+    engine = zs.shard(model, optimizer, stage=3, stall_timeout_s=20)
+    with (
+        pytest.raises(
+            PlanMismatch,
+            match=(
+                r"ranks with data must do the same in the same order; rank 0: backward; rank 1:"
+                r" forward"
+            ),
+        ),
+        engine.join(),
+    ):
+        loss = model(*batch(rank, 0))
+        loss = model(*batch(rank, 1)) if rank == 1 else loss
+        loss.backward()
+    engine.reset()
+    take_steps(rank, 2, model, optimizer)
+    engine.close()
+
+
+def test_ranks_with_data_that_do_different_things_are_told() -> None:
+    run_ranks(2, _different_things)
+
+
+def test_join_needs_an_optimizer() -> None:
+    engine = zs.shard(make_model())
+    with pytest.raises(ConfigError, match=r"join\(\) needs an optimizer"), engine.join():
+        pass
+    engine.close()

@@ -1,0 +1,170 @@
+"""``state_dict()`` and ``load_state_dict()`` of the model and of the optimizer."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import zeroshard as zs
+from tests.support.training import (
+    Net,
+    equal,
+    make_model,
+    make_sharded,
+    on_rows,
+    take_steps,
+    train,
+    two_groups,
+)
+from zeroshard.errors import StateError
+
+SHARDED = ("zero3", "zero3-keep")  # rows whose weights rest in slices
+
+
+def _state(rank: int, world: int, row: str) -> None:
+    model, optimizer, engine = make_sharded(row)
+    take_steps(rank, 1, model, optimizer)
+    expected = engine.full_state_dict(rank0_only=False)
+    for save in (model.state_dict, model.blocks[1].state_dict, model.head.state_dict):
+        if row in SHARDED:
+            with pytest.raises(StateError, match=r"state_dict\(\) of .*engine.full_state_dict\(\)"):
+                save()
+    with engine.gathered():
+        inside = {name: value.clone() for name, value in model.state_dict().items()}
+        assert list(inside) == list(expected)
+    assert equal(inside, expected)
+    only = engine.full_state_dict()
+    assert equal(only, expected) if rank == 0 else only == {}
+    if row == "ddp":
+        assert equal(model.state_dict(), expected)
+    with engine.gathered(model.head.weight):
+        assert torch.equal(model.head.state_dict()["weight"], expected["head.weight"])
+        if row in SHARDED:
+            with pytest.raises(StateError, match="state_dict"):
+                model.state_dict()
+    take_steps(rank, [1], model, optimizer)
+    engine.close()
+
+
+def test_state_dict_gives_full_tensors_inside_gathered_and_raises_outside() -> None:
+    on_rows(_state)
+
+
+def _loaded(rank: int, world: int, row: str, precision: str) -> None:
+    torch.manual_seed(7)
+    other = Net().state_dict()
+    expected = {
+        name: value.to(torch.bfloat16 if precision == "bf16" else torch.float32)
+        for name, value in other.items()
+    }
+    model, optimizer, engine = make_sharded(row, precision=precision)
+    take_steps(rank, 1, model, optimizer)
+    assert model.load_state_dict(other).missing_keys == []
+    assert equal(engine.full_state_dict(rank0_only=False), expected)
+    part = {
+        name.removeprefix("blocks.1."): value * 2
+        for name, value in other.items()
+        if name.startswith("blocks.1.")
+    }
+    model.blocks[1].load_state_dict(part)
+    assert torch.equal(
+        engine.full_state_dict(rank0_only=False)["blocks.1.up.weight"],
+        2 * expected["blocks.1.up.weight"],
+    )
+    with pytest.raises(StateError, match="assign=True"):
+        model.load_state_dict(other, assign=True)
+    with pytest.raises(RuntimeError, match="size mismatch for head"):
+        model.load_state_dict({**other, "head.weight": torch.zeros(3)})
+    result = model.load_state_dict({"head.weight": other["head.weight"]}, strict=False)
+    assert "embed.weight" in result.missing_keys
+    take_steps(rank, [1], model, optimizer)
+    assert all(
+        value.isfinite().all() for value in engine.full_state_dict(rank0_only=False).values()
+    )
+    engine.close()
+
+
+def _loaded_both(rank: int, world: int, row: str) -> None:
+    for precision in ("fp32", "bf16"):
+        _loaded(rank, world, row, precision)
+
+
+def test_load_state_dict_goes_into_the_shards_and_masters() -> None:
+    on_rows(_loaded_both)
+
+
+def _optimizer_state(rank: int, world: int, row: str) -> None:
+    straight = train(rank, row, 4).state
+    model, optimizer, engine = make_sharded(row)
+    # Accelerate's prepare() does so, before the first step
+    optimizer.load_state_dict(optimizer.state_dict())
+    take_steps(rank, 2, model, optimizer)
+    if row == "ddp":
+        # every rank holds all of it
+        assert optimizer.state_dict()["zeroshard"] == engine.optimizer_part()["zeroshard"]
+    else:
+        with pytest.raises(
+            StateError,
+            match=r"optimizer.state_dict\(\): .*zeroshard.save\(\).*engine.optimizer_part\(\)",
+        ):
+            optimizer.state_dict()
+    saved, weights = (
+        pickle.loads(pickle.dumps(engine.optimizer_part())),
+        engine.full_state_dict(rank0_only=False),
+    )
+    label = saved["zeroshard"]
+    assert (label["rank"], label["world"]) == (rank, world)
+    assert [len(group) for group in label["pieces"]] == [
+        len(group["params"]) if label["pieces"][i] else 0
+        for i, group in enumerate(saved["param_groups"])
+    ]
+    assert all(
+        {"name", "start", "stop", "shape"} <= piece.keys()
+        for group in label["pieces"]
+        for piece in group
+    )
+    engine.close()
+    model, optimizer, engine = make_sharded(row)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(saved)
+    take_steps(rank, range(2, 4), model, optimizer)
+    assert equal(engine.full_state_dict(rank0_only=False), straight), row
+    for wrong, message in (
+        ({**saved, "zeroshard": {**label, "rank": 7}}, "another rank"),
+        ({**saved, "zeroshard": {**label, "world": 7}}, "another world"),
+        ({**saved, "zeroshard": {**label, "pieces": [[], []]}}, "another pieces"),
+        (two_groups(make_model()).state_dict(), "not saved from a sharded optimizer"),
+    ):
+        with pytest.raises(StateError, match=message):
+            optimizer.load_state_dict(wrong)
+    engine.close()
+
+
+def test_the_optimizers_state_dict_is_labelled_and_resumes_to_the_same_bits() -> None:
+    on_rows(_optimizer_state)
+
+
+def _older_state(rank: int, world: int, row: str) -> None:
+    """Two steps of plain training on the same data everywhere, then sharding: the moments go on."""
+    states = []
+    for kind in ("torch-ddp", row):
+        inner = module = make_model()
+        optimizer = two_groups(inner)
+        take_steps(0, 2, inner, optimizer)
+        engine = None
+        if kind == "torch-ddp":
+            module = DistributedDataParallel(inner)
+        else:
+            engine = zs.shard(inner, optimizer, policy=row)
+        take_steps(rank, range(2, 4), module, optimizer)
+        states.append(engine.full_state_dict(rank0_only=False) if engine else inner.state_dict())
+        if engine:
+            engine.close()
+    assert equal(*states), row
+
+
+def test_optimizer_state_from_before_shard_is_cut_and_goes_on() -> None:
+    on_rows(_older_state)

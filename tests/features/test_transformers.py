@@ -1,0 +1,219 @@
+"""ZeroTrainer beside Transformers' own Trainer (DDP): the same losses, norms and weights;
+saving, resuming, evaluation, generation.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+import zeroshard as zs
+from tests.support.harness import ROOT, run_ranks
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("trainer")
+    script = ROOT / "tests" / "support" / "trainer_runs.py"
+    command = [
+        sys.executable,
+        "-m",
+        "zeroshard",
+        "run",
+        "--nproc",
+        "2",
+        str(script),
+        str(folder),
+        str(folder / "results.json"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    answer: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return answer | {"folder": str(folder)}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_stage_trains_as_the_trainer_does_with_ddp(
+    results: dict[str, Any], stage: int
+) -> None:
+    plain, ours = results["runs"]["plain"], results["runs"][f"stage{stage}"]
+    assert ours["policy"] == f"zero{stage}"
+    assert ours["losses"] == plain["losses"] and len(ours["losses"]) == 6
+    assert ours["norms"] == pytest.approx(plain["norms"], rel=1e-4)
+    assert ours["evaluated"] == pytest.approx(plain["evaluated"], rel=1e-4)
+    if ours["before"] is not None:
+        assert ours["before"] > ours["evaluated"], "evaluation before training runs the plain model"
+
+
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(results: dict[str, Any]) -> None:
+    halves = results["runs"]["halves"]
+    assert halves["same as"] == ["constant", True]
+    whole = results["runs"]["constant"]
+    assert halves["losses"][-3:] == whole["losses"][-3:]
+    assert halves["rates"] == whole["rates"] and len(set(whole["rates"])) == 6, (
+        "the schedule goes on where it was"
+    )
+
+
+def test_a_deepspeed_file_decides_stage_and_precision(results: dict[str, Any]) -> None:
+    run = results["runs"]["whole bf16"]
+    assert run["policy"] == "zero3" and run["dtype"] == "torch.bfloat16"
+    assert 0.3 < run["fraction"] < 0.7
+
+
+def test_contradictions_between_file_and_arguments_are_named(results: dict[str, Any]) -> None:
+    fp16, bf16, clip, batch, key = results["refused"]
+    assert "args.fp16" in fp16 and "args.bf16 is on" in bf16
+    assert (
+        "gradient_clipping=0.7 in the configuration contradicts the training arguments, which"
+        " say 0.5" in clip
+    )
+    assert (
+        "train_micro_batch_size_per_gpu=7" in batch
+        and "'zero_optimization.overlap_comm' is not supported" in key
+    )
+
+
+def test_fp16_scales_losses_and_the_schedule_waits_for_skipped_steps(
+    results: dict[str, Any],
+) -> None:
+    run = results["runs"]["fp16"]
+    assert run["dtype"] == "torch.float16" and run["policy"] == "zero2" and run["skipped"] == 1
+    assert run["losses"][0] == pytest.approx(results["runs"]["plain"]["losses"][0], abs=1e-3)
+    assert run["losses"][-1] < run["losses"][0]
+    # Adam hides a factor in the gradients; their norms do not: micro-batches are averaged, and the
+    # loss scale is divided out before the norm is taken.
+    assert run["norms"][:2] == pytest.approx(results["runs"]["plain"]["norms"][:2], rel=0.02)
+    rates = run["rates"]
+    assert len(rates) == 12 and [n for n in range(1, 12) if rates[n] == rates[n - 1]] == [3]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_ranks_resumes_on_one_at_another_stage(results: dict[str, Any]) -> None:
+    script = ROOT / "tests" / "support" / "trainer_runs.py"
+    command = [
+        sys.executable,
+        "-m",
+        "zeroshard",
+        "run",
+        "--nproc",
+        "1",
+        str(script),
+        results["folder"],
+        "resume",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    run = json.loads(done.stdout.splitlines()[-1])
+    assert run["policy"] == "zero1" and len(run["losses"]) == 6
+    # the Trainer's log of the steps before
+    assert run["losses"][:3] == results["runs"]["constant"]["losses"][:3]
+    assert all(loss == loss for loss in run["losses"])
+
+
+def test_what_the_training_loop_holds_answers_for_the_model() -> None:
+    """TRL's trainers ask it for ``is_gradient_checkpointing``, ``config`` and methods of the
+    model's.
+    """
+    import torch
+
+    import zeroshard as zs
+    from zeroshard.integrations.transformers import _Wrapped
+
+    class Model(torch.nn.Linear):
+        is_gradient_checkpointing = False
+
+        def generate(self) -> str:
+            return "text"
+
+    model = Model(2, 2)
+    engine = zs.shard(model)
+    wrapped = _Wrapped(model, engine)
+    assert (
+        wrapped.is_gradient_checkpointing is False
+        and wrapped.generate() == "text"
+        and wrapped.module is model
+    )
+    with pytest.raises(AttributeError, match="config"):
+        wrapped.config  # noqa: B018
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed"])
+def test_arguments_that_shard_another_way_are_refused_by_name(name: str) -> None:
+    from types import SimpleNamespace
+
+    import zeroshard as zs
+    from zeroshard.integrations.transformers import _completed
+
+    with pytest.raises(zs.ConfigError, match=rf"args.{name} has no effect under ZeroTrainer"):
+        _completed(zs.Config(), SimpleNamespace(fp16=False, bf16=False, **{name: "full_shard"}))
+
+
+def _rescaled(rank: int, world: int) -> None:
+    from transformers import RwkvConfig, RwkvForCausalLM
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "attention_hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 3,
+    }
+    config = RwkvConfig(vocab_size=50, context_length=16, rescale_every=1, use_cache=False, **sizes)
+    tokens = torch.arange(16).view(2, 8)
+
+    def run(stage: int | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        model = RwkvForCausalLM(config)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = None if stage is None else zs.shard(model, optimizer, stage=stage)
+        losses = []
+        for _ in range(2):
+            loss = model.train()(tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with (
+                torch.no_grad(),
+                nullcontext() if engine is None else engine.gathered(writeback=True),
+            ):
+                losses += [loss.item(), model.eval()(tokens, labels=tokens).loss.item()]
+                model.train()(tokens)
+        if engine is None:
+            return losses, model.state_dict()
+        state = engine.full_state_dict(rank0_only=False)
+        if stage == 3:
+            with (
+                torch.no_grad(),
+                pytest.raises(
+                    zs.StateError,
+                    match=(
+                        r"writeback=True\) \(a model that rescales its own weights: around the"
+                        r" evaluation"
+                    ),
+                ),
+            ):
+                model.eval()(tokens)
+            engine.reset()
+        engine.close()
+        return losses, state
+
+    losses, state = run(None)
+    for stage in range(4):
+        sharded, found = run(stage)
+        assert sharded == losses and all(
+            torch.equal(found[name], value) for name, value in state.items()
+        ), stage
+
+
+def test_weights_that_evaluation_rescales_are_written_back() -> None:
+    run_ranks(2, _rescaled)

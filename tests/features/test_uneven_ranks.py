@@ -1,0 +1,452 @@
+"""Ranks that run a unit a different number of times, and units whose gradients come in several
+parts: one reduce per backward, DDP's bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard as zs
+from tests.support import inside
+from tests.support.cases import Backward, ByHand, Case, seeded, simple, train_case
+from tests.support.harness import run_ranks
+from tests.support.training import ROWS, batch, take_steps, two_groups
+from zeroshard.errors import PlanMismatch
+
+WIDTH = 16
+STEPS = 4
+
+
+class Halves(nn.Module):
+    """Two layers, of which each call runs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, half: str) -> torch.Tensor:
+        return torch.tanh((self.a if half == "a" else self.b)(x))
+
+
+class Route(nn.Module):
+    """Runs the blocks and halves that it is told to, some of them inside a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, WIDTH)
+        self.blocks = nn.ModuleList(Halves() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 37)
+
+    def forward(
+        self, x: torch.Tensor, y: torch.Tensor, route: list[tuple[int, str, str]]
+    ) -> torch.Tensor:
+        h = self.embed(x)
+        for index, half, how in route:
+            block = self.blocks[index]
+            h = block(h, half) if how == "plain" else _CHECKPOINTS[how](block, h, half)
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+
+class _ForeignCheckpoint(torch.autograd.Function):
+    """A reentrant checkpoint as other libraries write their own: nothing tells that its forward
+    is run again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, half: str, h: torch.Tensor) -> torch.Tensor:
+        ctx.call = block, half
+        ctx.save_for_backward(h)
+        with torch.no_grad():
+            return block(h, half)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        block, half = ctx.call
+        h = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = block(h, half)
+        torch.autograd.backward(out, grad)
+        return None, None, h.grad
+
+
+_CHECKPOINTS: dict[str, Any] = {
+    "reentrant": lambda block, h, half: checkpoint(block, h, half, use_reentrant=True),
+    "recomputed": lambda block, h, half: checkpoint(block, h, half, use_reentrant=False),
+    "foreign": lambda block, h, half: _ForeignCheckpoint.apply(block, half, h),
+}
+
+
+def _runs(routes: Any) -> Any:
+    """Return what a step does: the forward along `routes` of this rank, and its backward."""
+
+    def run(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
+        options = routes[rank]
+        loss = module(*batch(rank, step), options[step % len(options)])
+        backward(loss)
+        return [loss.detach()]
+
+    return run
+
+
+def _plain(*calls: str) -> list[tuple[int, str, str]]:
+    return [(int(call[0]), call[1], "plain") for call in calls]
+
+
+def _checkpointed(how: str, *calls: str) -> list[tuple[int, str, str]]:
+    return [(int(call[0]), call[1], how) for call in calls]
+
+
+_TWICE = [_plain("0a", "0b", "1a", "2a")], [_plain("0a", "1a", "2a")]
+_RANDOM = tuple(
+    [
+        _plain(*(f"{rolls.randrange(3)}{rolls.choice('ab')}" for _ in range(rolls.randint(0, 7))))
+        for _ in range(STEPS)
+    ]
+    for rolls in (random.Random(3), random.Random(4))
+)
+_RECOMPUTED_TWICE = ([_checkpointed("reentrant", "0a", "1a", "0a", "0b")],) * 2
+_RECOMPUTED_UNEVENLY = (
+    [_checkpointed("reentrant", "0a", "0a", "1b"), _checkpointed("recomputed", "0b", "0a")],
+    [
+        _plain("0b") + _checkpointed("reentrant", "0a", "2a"),
+        _checkpointed("reentrant", "1a", "0b", "0a"),
+    ],
+)
+_INSIDE_AND_OUTSIDE = ([_plain("0a", "1a") + _checkpointed("reentrant", "0a", "1b", "0b")],) * 2
+
+ROUTES = {
+    "one rank calls a unit twice": _TWICE,
+    "random routes": _RANDOM,
+    "a weight is recomputed twice": _RECOMPUTED_TWICE,
+    "ranks recompute different calls": _RECOMPUTED_UNEVENLY,
+    "a unit runs inside a checkpoint and outside": _INSIDE_AND_OUTSIDE,
+}
+CUTS: dict[str, Any] = {"auto": None, "halves": [Halves], "layers": [nn.Linear, nn.Embedding]}
+
+
+def _compare(rank: int, world: int, name: str) -> dict[str, list[str]]:
+    """Train along `routes` in every row; return what differs from data parallel training by
+    hand.
+    """
+    routes = ROUTES[name]
+    case = Case(seeded(Route), _runs(routes), ddp=None)
+    reference = train_case(rank, "reference", case, STEPS)
+    out = {}
+    for row in ROWS:
+        for cut, units in CUTS.items():
+            if cut == "auto" or row == "zero3":
+                run = train_case(
+                    rank, row, case, STEPS, units=units, comm=zs.Comm(transport="shared_memory")
+                )
+                out[f"{row}, {cut}"] = run.differs_from(reference)
+    for row in ROWS if routes[0] is routes[1] else ("ddp", "zero1", "zero2"):
+        run = train_case(rank, row, case, STEPS, comm=zs.Comm(transport="gloo"))
+        out[f"{row} on gloo"] = run.differs_from(reference)
+    return out
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_a_unit_that_runs_unevenly_trains_to_the_bits_of_data_parallel_training(name: str) -> None:
+    for differences in run_ranks(2, _compare, name, timeout=90):
+        assert not any(differences.values()), differences
+
+
+class Scaled(nn.Module):
+    """A layer, and a scale of its own that is used after it: no hook but the block's own gathers
+    it for backward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * torch.tanh(self.layer(x))
+
+
+class BackToBack(nn.Module):
+    """Runs one block three times in a row: each output is the next call's input."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, WIDTH)
+        self.block = Scaled()
+        self.head = nn.Linear(WIDTH, 37)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        h = checkpoint(self._run, h, use_reentrant=True) if self.reentrant else self._run(h)
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+    def _run(self, h: torch.Tensor) -> torch.Tensor:
+        return self.block(self.block(self.block(h)))  # type: ignore[no-any-return]
+
+
+def _holds_parameters(name: str, module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def _back_to_back(rank: int, world: int, reentrant: bool) -> dict[str, list[str]]:
+    """Train with every module its own unit; return what differs from data parallel training by
+    hand.
+    """
+    case = Case(seeded(BackToBack, reentrant), simple, ddp=None)
+    reference = train_case(rank, "reference", case, STEPS)
+    out = {}
+    for row in (*ROWS, "hpz"):
+        for transport in ("shared_memory", "gloo"):
+            run = train_case(
+                rank, row, case, STEPS, units=_holds_parameters, comm=zs.Comm(transport=transport)
+            )
+            out[f"{row} on {transport}"] = run.differs_from(reference)
+    return out
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_block_that_runs_on_its_own_output_has_its_weights_in_every_backward(
+    reentrant: bool,
+) -> None:
+    for differences in run_ranks(2, _back_to_back, reentrant, timeout=60):
+        assert not any(differences.values()), differences
+
+
+def _held_back(rank: int, world: int) -> dict[str, list[str]]:
+    """Take all backwards inside no_sync, along different routes; return what differs from data
+    parallel training by hand.
+    """
+    routes = ([_plain("0a"), _plain("1b", "0b"), []], [_plain("2a", "2b"), [], _plain("1a")])[rank]
+    out, states = {}, {}
+    for kind in ("by hand", *ROWS):
+        model = seeded(Route)()
+        optimizer = two_groups(model)
+        engine = (
+            None
+            if kind == "by hand"
+            else zs.shard(model, optimizer, policy=kind, stall_timeout_s=20)
+        )
+        hand = ByHand(model)
+        for step, route in enumerate(routes):
+            loss = model(*batch(rank, step), route)
+            with contextlib.nullcontext() if engine is None else engine.no_sync():
+                hand.backward(loss) if engine is None else loss.backward()
+            if engine is None:
+                hand.finish()
+            optimizer.step()
+            optimizer.zero_grad()
+        states[kind] = (
+            dict(model.state_dict()) if engine is None else engine.full_state_dict(rank0_only=False)
+        )
+        out[kind] = [
+            name
+            for name, value in states[kind].items()
+            if not torch.equal(value, states["by hand"][name])
+        ]
+        if engine is not None:
+            engine.close()
+    return out
+
+
+def test_gradients_of_different_units_wait_inside_no_sync_for_the_step() -> None:
+    for differences in run_ranks(2, _held_back, timeout=60):
+        assert not any(differences.values()), differences
+
+
+def _looked_at(rank: int, world: int, row: str) -> list[str]:
+    """Accumulate inside no_sync, with and without a look at gradients by torch.autograd.grad in
+    between; return what differs.
+    """
+    states = []
+    for looks in (False, True):
+        model = seeded(Route)()
+        optimizer = two_groups(model)
+        engine = zs.shard(model, optimizer, policy=row, stall_timeout_s=20)
+        for step in range(STEPS):
+            with engine.no_sync():
+                for micro in range(2):
+                    model(*batch(rank, 3 * step + micro), _plain("0a", "1b")).backward()
+            if looks:
+                x = torch.randn(
+                    2, WIDTH, generator=torch.Generator().manual_seed(step)
+                ).requires_grad_()
+                torch.autograd.grad(model.blocks[0](x, "a").sum(), x)
+            model(*batch(rank, 3 * step + 2), _plain("0a", "2b")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(engine.full_state_dict(rank0_only=False))
+        engine.close()
+    return [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
+
+
+@pytest.mark.parametrize("row", ["zero1", "zero3"])
+def test_a_look_at_gradients_between_micro_batches_changes_no_bit(row: str) -> None:
+    assert run_ranks(2, _looked_at, row, timeout=60) == [[], []]
+
+
+def _late(rank: int, world: int) -> dict[str, float]:
+    """Recompute a unit several times, and differently often per rank, in a way that cannot be
+    foreseen; return the largest errors.
+    """
+    routes = (
+        [_checkpointed("foreign", "0a", "1a", "0a", "0a")],
+        [_checkpointed("foreign", "0a", "2b")],
+    )
+    case = Case(seeded(Route), _runs(routes), ddp=None)
+    reference = train_case(rank, "reference", case, STEPS)
+    out = {}
+    for row in ROWS:
+        run = train_case(
+            rank, row, case, STEPS, units=CUTS["halves"], comm=zs.Comm(transport="shared_memory")
+        )
+        out[row] = max(
+            float((value - reference.state[name]).abs().max()) for name, value in run.state.items()
+        )
+    return out
+
+
+def test_gradients_that_come_late_are_in_the_step_whichever_rank_has_them() -> None:
+    for errors in run_ranks(2, _late, timeout=60):
+        assert max(errors.values()) < 1e-6, errors
+
+
+def _verified(rank: int, world: int, row: str) -> str:
+    """Compare replicated state in every step, along different routes; flip a bit of a unit that
+    only the other rank runs.
+    """
+    model = seeded(Route)()
+    optimizer = two_groups(model)
+    engine = zs.shard(
+        model, optimizer, policy=row, verify_every=1, units=CUTS["halves"], stall_timeout_s=20
+    )
+    routes = [_plain("0a", "2b"), _plain("1a")][rank]
+    take_steps(rank, 3, model, optimizer, data=lambda rank, step: (*batch(rank, step), routes))
+    loss = model(*batch(rank, 3), routes)
+    if rank == 1:
+        inside.full_weights(engine, "blocks.1")[5] += 1.0
+    loss.backward()
+    try:
+        optimizer.step()
+    except PlanMismatch as error:
+        return str(error)
+    return "nothing noticed"
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1"])
+def test_comparing_replicas_compares_every_unit_on_ranks_that_run_different_ones(row: str) -> None:
+    for told in run_ranks(2, _verified, row, timeout=60):
+        assert "about 'weights of unit blocks.1'" in told and "memory was corrupted" in told, told
+
+
+class Recomputed(nn.Module):
+    """A layer that is recomputed inside backward, and whose parameters the loss uses, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 37)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = checkpoint(self.norm, self.embed(x), use_reentrant=True)
+        loss = nn.functional.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+        return loss + 0.1 * (self.norm.weight.square().sum() + self.norm.bias.square().sum())
+
+
+def _in_parts(rank: int, world: int) -> dict[str, Any]:
+    """Return the units reduced in a backward whose nested backward adds to gradients that are
+    here already.
+    """
+    model = seeded(Recomputed)()
+    optimizer = two_groups(model)
+    engine = zs.shard(model, optimizer, policy="zero2", units=_holds_parameters, stall_timeout_s=20)
+    reduced: list[str] = []
+
+    def note(event: str, name: str) -> None:
+        if event == "reduce":
+            reduced.append(name)
+
+    with inside.traced(engine, note):
+        model(*batch(rank, 0)).backward()
+    return {"reduced": reduced, "left": inside.has_local_gradient(engine, "norm")}
+
+
+def test_a_unit_that_gets_more_in_a_nested_backward_is_reduced_after_it() -> None:
+    for found in run_ranks(2, _in_parts, timeout=60):
+        assert sorted(found["reduced"]) == ["embed", "head", "norm"] and not found["left"], found
+
+
+class Either(nn.Module):
+    """Runs the layers that it is told to. Nothing else is there: two gradient buffers fill the
+    budget.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, route: tuple[int, ...]) -> torch.Tensor:
+        for index in route:
+            x = torch.tanh(self.layers[index](x))
+        return x.square().mean()
+
+
+def _apart(rank: int, world: int, row: str) -> list[str]:
+    """Run three layers on one rank and the three others on the other, over sockets; return what
+    differs from their halved gradients.
+    """
+    model, expected = Either(), Either()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    options = {"comm": zs.Comm(transport="gloo"), "prefetch_bytes": 0, "stall_timeout_s": 10}
+    engine = zs.shard(model, optimizer, policy=row, units=_holds_parameters, **options)
+    batches = [
+        torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(each))
+        for each in range(world)
+    ]
+    routes = [(0, 1, 2), (3, 4, 5)]
+    model(batches[rank], routes[rank]).backward()
+    optimizer.step()
+    for each in range(world):
+        expected(batches[each], routes[each]).backward()
+    torch.optim.SGD(expected.parameters(), lr=0.25).step()
+    state = engine.full_state_dict(rank0_only=False)
+    engine.close()
+    return [
+        name for name, value in expected.state_dict().items() if not torch.equal(value, state[name])
+    ]
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2"])
+def test_ranks_that_share_no_unit_do_not_wait_for_each_other_over_sockets(row: str) -> None:
+    assert run_ranks(2, _apart, row, timeout=60) == [[], []]
+
+
+def _cleared_on_one_rank(rank: int, world: int, row: str) -> float:
+    """Clear gradients of a layer that only rank 1 has used; return the norm."""
+    model = Either()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine = zs.shard(model, optimizer, policy=row, units=_holds_parameters, stall_timeout_s=10)
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+    model(x, (0, 1)[: rank + 1]).backward()
+    for parameter in model.layers[1].parameters():
+        parameter.grad = None  # on rank 0 it is None already
+    norm = float(engine.clip_grad_norm_(1e9))
+    used = (
+        float(sum(engine.full_grad(p).square().sum() for p in model.layers[0].parameters())) ** 0.5
+    )
+    engine.close()
+    return abs(norm - used) / used
+
+
+@pytest.mark.parametrize("row", ["zero2", "zero3"])
+def test_the_norm_leaves_out_gradients_that_are_cleared_where_they_were_made(row: str) -> None:
+    assert max(run_ranks(2, _cleared_on_one_rank, row, timeout=60)) < 1e-6

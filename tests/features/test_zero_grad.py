@@ -1,0 +1,73 @@
+"""``zero_grad()`` of the optimizer and of modules drops the gradients at rest."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.training import (
+    batch,
+    equal,
+    make_model,
+    make_sharded,
+    on_rows,
+    train,
+    two_groups,
+)
+
+State = dict[str, torch.Tensor]
+
+
+def _zeroed(rank: int, world: int, row: str, how: str) -> State:
+    model, optimizer, engine = make_sharded(row)
+    for step in range(3):
+        model(*batch(rank, step + 50)).backward()  # to be thrown away
+        match how:
+            case "optimizer":
+                optimizer.zero_grad()
+            case "optimizer, zeros":
+                optimizer.zero_grad(set_to_none=False)
+            case "model":
+                model.zero_grad()
+            case "model, zeros":
+                model.zero_grad(set_to_none=False)
+            case "by hand":
+                for parameter in model.parameters():
+                    parameter.grad = None
+        model(*batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = engine.full_state_dict(rank0_only=False)
+    engine.close()
+    return state
+
+
+def _all_zeroed(rank: int, world: int, row: str) -> None:
+    expected = train(rank, "torch-ddp", 3).state
+    for how in ("optimizer", "optimizer, zeros", "model", "model, zeros", "by hand"):
+        assert equal(_zeroed(rank, world, row, how), expected), (row, how)
+
+
+def test_every_zero_grad_forgets_the_resting_gradient() -> None:
+    on_rows(_all_zeroed)
+
+
+def _one_zeroed(rank: int, world: int, row: str) -> None:
+    """Code that drops the gradient of one module (frozen for a while) drops that one alone."""
+    model, optimizer, engine = make_sharded(row)
+    plain = make_model()
+    ours, theirs = DistributedDataParallel(plain), two_groups(plain)
+    for step in range(3):
+        for module, inner in ((model, model), (ours, plain)):
+            module(*batch(rank, step)).backward()
+            inner.blocks[1].zero_grad()
+            inner.head.zero_grad(set_to_none=False)
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+    assert equal(engine.full_state_dict(rank0_only=False), plain.state_dict()), row
+    engine.close()
+
+
+def test_zeroing_one_modules_gradient_drops_that_one_alone() -> None:
+    on_rows(_one_zeroed)

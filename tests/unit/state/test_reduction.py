@@ -1,0 +1,180 @@
+"""The norm and the overflow of gradients on an accelerator: one vector, read once per step.
+
+There is no accelerator here. Reads of the CPU are said to wait for a device, so that the way of an
+accelerator is taken with tensors of the CPU, and every read of a number is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zeroshard as zs
+from tests.support import inside
+from tests.support.harness import run_ranks
+from tests.support.training import batch, make_model
+from zeroshard.memory import Pages
+from zeroshard.state import gradient, reduction
+from zeroshard.state.gradient import GradientAllocator, RestingGradient
+from zeroshard.tier.link import Direct
+
+CPU = torch.device("cpu")
+
+
+class Reads(TorchDispatchMode):
+    """Counts the reads of single numbers, and the vectors that `squares_of` makes to be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+        self.vectors: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.numbers += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+    def squares_of(self, slices: Sequence[torch.Tensor]) -> torch.Tensor:
+        self.vectors.append(len(slices))
+        return SQUARES_OF(slices)
+
+
+SQUARES_OF = reduction.squares_of
+
+
+@contextmanager
+def on_an_accelerator() -> Iterator[Reads]:
+    """Take the way of an accelerator inside, and count what the host reads."""
+    reads = Reads()
+    waits = mock.Mock(return_value=True)
+    with (
+        mock.patch.object(reduction, "squares_of", reads.squares_of),
+        mock.patch.object(gradient, "squares_of", reads.squares_of),
+        mock.patch.object(gradient, "reads_wait", waits),
+        reads,
+    ):
+        yield reads
+
+
+def resting(numbers: torch.Tensor) -> RestingGradient:
+    made = GradientAllocator(
+        "unit",
+        numbers.numel(),
+        numbers.dtype,
+        split=numbers.numel(),
+        store=None,
+        link=Direct(),
+        pages=Pages(),
+        device=CPU,
+        note=lambda error: None,
+    ).open()
+    made.fetch(0, numbers.numel()).copy_(numbers)
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_vector_holds_the_sum_of_squares_of_each_slice_in_fp64(dtype: torch.dtype) -> None:
+    slices = [torch.randn(numel).to(dtype) for numel in (1, 64, 1000, 0)]
+    found = reduction.squares_of(slices)
+    assert found.dtype is torch.float64 and found.shape == (4,)
+    for value, numbers in zip(found.tolist(), slices, strict=True):
+        assert value == pytest.approx(float((numbers.double() ** 2).sum()), rel=1e-12)
+
+
+def test_numbers_that_are_finite_never_overflow_in_it_and_others_always_show() -> None:
+    largest = torch.full((1 << 12,), torch.finfo(torch.float32).max)
+    assert math.isfinite(reduction.squares_of([largest]).item())
+    for odd in (float("inf"), float("-inf"), float("nan")):
+        largest[77] = odd
+        assert not math.isfinite(reduction.squares_of([largest]).item())
+
+
+def test_gradients_are_divided_scaled_and_zeroed_without_a_read_and_then_read_together() -> None:
+    numbers = [torch.randn(100), torch.randn(60)]
+    spans = [(0, 40), (40, 60)]
+    expected = [
+        [float((one[low:high].double() / 4).square().sum()) for low, high in spans]
+        for one in numbers
+    ]
+    with on_an_accelerator() as reads:
+        gradients = [resting(one) for one in numbers]
+        for one in gradients:
+            assert one.average((0, one.state.numel), 4.0), "nothing is known of it yet"
+        asked = [each for one in gradients for each in one.asked(spans)]
+        assert (reads.numbers, reads.vectors) == (0, [])
+        reduction.read_squares(asked)
+        assert reads.vectors == [4]
+        assert [one.asked(spans) for one in gradients] == [[], []]
+        for one, squares in zip(gradients, expected, strict=True):
+            for span, value in zip(spans, squares, strict=True):
+                assert one.squares(*span) == pytest.approx(value, rel=1e-12)
+                assert one.is_finite(*span)
+        gradients[0].scale(0.5)
+        gradients[1].zero(0, 40)
+        assert [len(one.asked(spans)) for one in gradients] == [2, 2], "they have changed"
+    assert (reads.numbers, reads.vectors) == (0, [4])
+
+
+def test_what_is_not_finite_is_known_once_it_has_been_read() -> None:
+    numbers = torch.randn(100)
+    numbers[50] = float("inf")
+    with on_an_accelerator():
+        one = resting(numbers)
+        assert one.average((0, 100), 2.0)
+        reduction.read_squares(one.asked([(0, 40), (40, 100)]))
+        assert not one.average((0, 100), 2.0)
+        assert one.is_finite(0, 40) and not one.is_finite(40, 100)
+
+
+def _reads_of_steps(rank: int, world: int, row: str) -> dict[str, Any]:
+    def run(accelerated: bool) -> dict[str, Any]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(transport="gloo"))
+        norms, reads = [], []
+        for step in range(3):
+            loss = model(*batch(rank, step))
+            (loss * float("inf") if step == 2 and rank == 0 else loss).backward()
+            if accelerated:
+                with on_an_accelerator() as seen:
+                    norms.append(inside.gradient_norm(engine))
+                reads.append((seen.numbers, len(seen.vectors)))
+            else:
+                norms.append(engine.clip_grad_norm_(1e6))
+            optimizer.step()
+            optimizer.zero_grad()
+        bad = engine.steps_skipped
+        state = engine.full_state_dict(rank0_only=False)
+        engine.close()
+        return {
+            "norms": [float(norm) for norm in norms],
+            "reads": reads,
+            "bad": bad,
+            "state": state,
+        }
+
+    plain, ours = run(False), run(True)
+    return {
+        "reads": ours["reads"],
+        "norms": list(zip(plain["norms"], ours["norms"], strict=True)),
+        "bad": (plain["bad"], ours["bad"]),
+        "differ": [k for k, v in plain["state"].items() if not torch.equal(v, ours["state"][k])],
+    }
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3"])
+def test_a_step_with_its_norm_reads_one_vector_and_nothing_else(row: str) -> None:
+    for seen in run_ranks(2, _reads_of_steps, row, timeout=60):
+        assert seen["reads"][:2] == [(0, 1), (0, 1)]  # a bad step looks for the parameter
+        assert seen["bad"] == (1, 1) and not seen["differ"]
+        for plain, ours in seen["norms"][:2]:
+            assert ours == pytest.approx(plain, rel=1e-6)
+        assert not any(math.isfinite(norm) for norm in seen["norms"][2])
