@@ -81,6 +81,10 @@ class FullBuffer:
         self.dtype = dtype
         self.device = device
         self.is_ours = tensor is None  # not memory at rest
+        self._places = [
+            (slot.shape, stride, slot.offset)
+            for slot, stride in zip(layout.slots, self.strides, strict=True)
+        ]
         self._has_left = False  # whether a view of it is known to be used elsewhere
         self._use(tensor)
 
@@ -137,6 +141,5 @@ class FullBuffer:
         """Return every parameter as a view of `flat` [numel], laid out as this buffer is."""
         base = flat.storage_offset()
         return [
-            flat[slot.offset : slot.stop].as_strided(slot.shape, stride, slot.offset + base)
-            for slot, stride in zip(self.layout.slots, self.strides, strict=True)
+            flat.as_strided(shape, stride, offset + base) for shape, stride, offset in self._places
         ]
