@@ -58,6 +58,21 @@ def test_functions_classes_and_stores_are_counted(shape: ModuleType) -> None:
     assert shape.protocol_methods(protocol) == {"bare"}
 
 
+def test_conditions_on_the_table_are_counted(shape: ModuleType) -> None:
+    code = """
+a = 1 if cell.tier is Tier.HOST else 2
+while queue: pass
+if scope is other: pass
+b = [x for x in xs if x.codec]
+c = [x for x in xs if x]
+"""
+    assert sorted(ast.unparse(test) for test in shape.conditions(ast.parse(code))) == [
+        "cell.tier is Tier.HOST",
+        "scope is other",
+        "x.codec",
+    ]
+
+
 def test_modules_that_import_one_another_are_one_group(shape: ModuleType) -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a", "e"}, "e": set()}
     assert shape.cycles(graph) == [["a", "b", "c"]]
