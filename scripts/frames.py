@@ -65,7 +65,7 @@ class Watch:
         if above is None:
             return  # not below a hook
         for kind, starts in (
-            ("gather", ("start_gather",)),
+            ("gather", ("unshard", "start_gather")),
             ("reduce", ("reduce", "reduce_inside")),
         ):
             if any(name in starts for name in names):

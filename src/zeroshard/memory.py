@@ -287,7 +287,7 @@ class MemoryCounter:
         self.add(num_bytes)
         return loan
 
-    def give_back(self, loan: Loan | None) -> None:
+    def end_loan(self, loan: Loan | None) -> None:
         """Count `loan` no longer."""
         if loan is None:
             return

@@ -248,5 +248,5 @@ def test_a_gradient_buffer_lent_again_before_its_reduce_has_ended_counts_once() 
     third = meter.lend(pooled, 16)  # less of it
     assert (meter.live, meter.peak, first.lent_again) == (80, 64, True)
     for loan in (first, second, third):
-        meter.give_back(loan)
+        meter.end_loan(loan)
     assert (meter.live, meter.peak) == (0, 64)

@@ -115,7 +115,7 @@ def column_bytes(engine: zs.Engine) -> int:
 def alter_weights_at_rest(engine: zs.Engine) -> None:
     """Change one number of what this rank holds of the second unit."""
     flat = units(engine)[1].segments[0].flat
-    flat.arrive()
+    flat.wait_published()
     flat.rest.whole[5] += 1.0
 
 
@@ -155,7 +155,7 @@ def gradient_buffer_bytes(engine: zs.Engine) -> int:
 
 def flush_gradients(engine: zs.Engine) -> None:
     """Wait for the sums that are on their way to another tier."""
-    engine._backward.reductions.land()
+    engine._backward.reductions.flush()
 
 
 def idle_gradient_bytes(engine: zs.Engine) -> dict[str, int]:

@@ -99,6 +99,6 @@ class Residual:
         else:
             self._error.copy_(lost.mul_(beta).add_(self._error, alpha=1 - beta))
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Start anew: weights were loaded, or an exception ended a step."""
         self._error = None

@@ -422,11 +422,11 @@ class ColumnWindow:
         self._coming: Work | None = None
 
     def gather(self, out: torch.Tensor | None = None) -> Work:
-        self.arrive()
+        self.wait_published()
         return self._inner.gather(out)
 
     def publish(self) -> None:
-        self.arrive()
+        self.wait_published()
         if self._written is Scope.SHARD:
             self._coming = self._transport.gather(
                 (Axis.NODE,), self.key, self.local, self.ranges, self.rest
@@ -434,7 +434,7 @@ class ColumnWindow:
         else:
             self._inner.publish()
 
-    def arrive(self) -> None:
+    def wait_published(self) -> None:
         """Return when what the other nodes have published is here."""
         if self._coming is not None:
             self._coming.wait()

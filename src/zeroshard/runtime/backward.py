@@ -223,7 +223,7 @@ class Backward:
         if again:  # create_graph=True: another backward may go through this one
             self._weights.hold(unit, "backward", Until.STEP)
         else:
-            self._weights.need(unit, "backward")
+            self._weights.unshard(unit, "backward")
 
     def _release_finished(self, follows: Unit) -> None:
         """The backward has come to unit `follows`: release the others whose gradients have all
@@ -285,7 +285,7 @@ class Backward:
             if not unit.has_frozen:
                 self._pass.finished[unit.index] = unit
 
-    def cover(self, number: int) -> None:
+    def seal_again(self, number: int) -> None:
         """Somebody else's hook runs after ours: let it find a sealed gradient instead of none."""
         self.leaves[number].seal(self, None)
 
@@ -400,7 +400,7 @@ class Backward:
             self.optimizer.seal()
             for path in self.paths():
                 if path.flat.stepped[0] < path.flat.stepped[1]:
-                    path.let_go()
+                    path.release_resting()
 
     def collect_dropped(self) -> None:
         """Forget the gradients that the user has cleared, on the model's side or the
@@ -422,7 +422,7 @@ class Backward:
         for leaf in gone_leaves:
             gone.setdefault(leaf.path, []).append(leaf.index)
         for path, indices in gone.items():
-            path.drop(indices)
+            path.clear(indices)
         # gradients of parameters unused here; a step agrees about what is used
         anything = any(
             any(path.used) or (self.changed and path.resting() is not None) for path in self.paths()
@@ -432,7 +432,7 @@ class Backward:
                 id(leaf.parameter) in cleared for leaf in self.leaves
             )
             same_on_all = everything or not self.changed or all_cleared
-            self.forget()
+            self.reset()
             self.decisions.micro_batches = 0 if same_on_all else UNKNOWN
         elif gone_leaves and not self.changed:
             # before a step the ranks need not have used the same parameters
@@ -446,7 +446,7 @@ class Backward:
         if not self.changed:
             self.decisions.note_once("zero_grad(set_to_none=False)", "called")
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """No gradient rests here any more."""
         self.has_gradient = False
         self.changed = True
@@ -464,7 +464,7 @@ class Backward:
             path.abandon()
         for leaf in self.leaves:
             leaf.clear()
-        self.forget()
+        self.reset()
 
     def paths(self) -> Sequence[GradientPath]:
         """Return every trainable segment's gradient path, in unit order."""

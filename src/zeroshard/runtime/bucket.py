@@ -141,7 +141,7 @@ class GradBucket:
         """After an exception: give back what was borrowed."""
         if self.buffer is not None and self.loan is not None and self._codec is None:
             self._transport.return_buffer(self.buffer)
-        self._meter.give_back(self.loan)
+        self._meter.end_loan(self.loan)
         self.close()
 
 

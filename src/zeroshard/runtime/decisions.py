@@ -77,7 +77,7 @@ class Decisions:
         self._noted.clear()
         self._compared = self._options
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """After an exception: ranks may have come to different places."""
         self._noted.clear()
 

@@ -522,8 +522,8 @@ class Engine:
         self.reload_states()
         self._backward.abandon()
         self.states.join_step()
-        self._weights.let_go(Until.STEP)
-        self._whole.give_back()
+        self._weights.release_held(Until.STEP)
+        self._whole.restore_plain()
         self._hooks.remove()
         if self._sharded is not None:
             self._sharded.detach()

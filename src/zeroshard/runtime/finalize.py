@@ -353,7 +353,7 @@ class Finalizer:
             self._scaler.update(not self._result.finite)
             if self._scaler.scale != before:
                 for path in self._backward.paths():
-                    path.forget_residual()  # it was of gradients in another scale
+                    path.reset_residual()  # it was of gradients in another scale
         self._digest.advance()
         self._result = None
         self.clipped = False
@@ -365,5 +365,5 @@ class Finalizer:
         """After an exception: nothing is agreed."""
         self._result = None
         self.clipped = False
-        self._backward.decisions.forget()
+        self._backward.decisions.reset()
         self._digest.advance()

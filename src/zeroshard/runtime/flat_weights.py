@@ -298,7 +298,7 @@ class FlatWeights:
         column stays (None: a column that is here stays).
         """
         if for_backward is False:
-            self.forget_column()
+            self.release_column()
         elif for_backward and self._keeps_column and self._column is None:
             self._keep_column()
         self._arrived = None
@@ -319,16 +319,16 @@ class FlatWeights:
         )
         streams.write(f"{self.key}.column")
 
-    def forget_column(self) -> None:
+    def release_column(self) -> None:
         """Let go of the column that was kept for a backward."""
         if self._column is not None:
             self._context.streams.free(f"{self.key}.column")
             self._column = None
 
-    def arrive(self) -> None:
+    def wait_published(self) -> None:
         """Return when what rests here is up to date with what other nodes have published."""
         if isinstance(self.window, ColumnWindow):
-            self.window.arrive()
+            self.window.wait_published()
 
     def publish(self) -> None:
         """Say that our slice is written and may be read."""

@@ -118,16 +118,16 @@ class GradientPath:
         return self._place.tiered
 
     @property
-    def is_landing(self) -> bool:
+    def is_flushing(self) -> bool:
         """Whether a sum is on its way to another tier, and so held on the device, too."""
         resting = self.resting()
-        return resting is not None and resting.is_landing
+        return resting is not None and resting.is_flushing
 
-    def land(self) -> None:
+    def flush(self) -> None:
         """Return when it is there."""
         resting = self.resting()
         if resting is not None:
-            resting.land()
+            resting.flush()
 
     @property
     def in_flight(self) -> bool:
@@ -173,7 +173,7 @@ class GradientPath:
 
         Without `with_earlier`, sums of earlier micro-batches stay here for the next reduce.
         """
-        self.finish()
+        self.wait()
         if with_earlier and self.partial.is_there and not self.sums_nodes:
             self._open_bucket(make_room)
             self.partial.move_to(self.bucket)
@@ -197,7 +197,7 @@ class GradientPath:
                 ),
             )
             if total is not None:
-                self._land(total, fresh)
+                self._store_sum(total, fresh)
 
         self._launch(hops(), frees)
 
@@ -242,7 +242,7 @@ class GradientPath:
         """Hand what is here to the other ranks of this node; their sum waits here for the reduce
         that goes on between nodes.
         """
-        self.finish()
+        self.wait()
         self.bucket.zero_unseen()
         state, accumulate = self.partial.state, self.partial.state is not None
         if state is None:
@@ -270,7 +270,7 @@ class GradientPath:
         self._streams.alloc(f"{self.key}.sum")
         return self._place.scratch(self._own[1] - self._own[0]), [f"{self.key}.sum"]
 
-    def _land(self, total: torch.Tensor, fresh: bool) -> None:
+    def _store_sum(self, total: torch.Tensor, fresh: bool) -> None:
         """Hand a finished sum over to the tier where the gradient rests."""
         resting = self.resting()
         if resting is not None:
@@ -289,7 +289,7 @@ class GradientPath:
         self._resting = weakref.ref(self._held)
         return self._held, True
 
-    def finish(self, *, block: bool = True) -> None:
+    def wait(self, *, block: bool = True) -> None:
         """Wait for the reduce under way (or only take note that it is over); its buffer is free
         again.
         """
@@ -300,7 +300,7 @@ class GradientPath:
         self.reduction = None
         for name in coming.frees:
             self._streams.free(name)
-        self._meter.give_back(coming.loan)
+        self._meter.end_loan(coming.loan)
 
     @property
     def gathers_averages(self) -> bool:
@@ -337,13 +337,13 @@ class GradientPath:
             else (self._resting() if self._resting is not None else None)
         )
 
-    def let_go(self) -> None:
+    def release_resting(self) -> None:
         """Stop holding the resting gradient: its sealed gradients do."""
         self._held = None
 
-    def drop(self, indices: Sequence[int]) -> None:
+    def clear(self, indices: Sequence[int]) -> None:
         """Forget the gradients of parameters `indices`: the user zeroed them."""
-        self.finish()
+        self.wait()
         if self.sums_nodes:
             self._zero_partial(set(indices))
         for index in indices:
@@ -363,7 +363,7 @@ class GradientPath:
         """Set the gradient of parameter `index` to zero, keeping it
         (``zero_grad(set_to_none=False)``).
         """
-        self.finish()
+        self.wait()
         self._zero_partial({index})
         resting = self.resting()
         if resting is not None:
@@ -442,23 +442,23 @@ class GradientPath:
             self._streams.write(f"{self.key}.resting")
             resting.scale(factor)
 
-    def forget_residual(self) -> None:
+    def reset_residual(self) -> None:
         """Forget what encoding has lost so far."""
         if self.residual is not None:
-            self.residual.forget()
+            self.residual.reset()
 
-    def forget_memory(self) -> None:
+    def release_idle(self) -> None:
         """Close memory on other tiers that is kept for the next gradient."""
-        self._place.forget_memory()
+        self._place.release_idle()
 
     def abandon(self) -> None:
         """After an exception: no gradient at all. The transport has forgotten what was under
         way.
         """
-        self.forget_residual()
+        self.reset_residual()
         self.bucket.abandon()
         if self.reduction is not None:
-            self._meter.give_back(self.reduction.loan)
+            self._meter.end_loan(self.reduction.loan)
         self._held, self._resting, self.reduction = None, None, None
         self.partial.close()
         self.used = [False] * len(self.used)

@@ -329,7 +329,7 @@ class Hooks:
             weights.enter()
             for unit in units:
                 unit.acquire(Use.FORWARD)
-                weights.need(unit, "backward" if in_backward else "forward")
+                weights.unshard(unit, "backward" if in_backward else "forward")
             if in_backward == torch.is_grad_enabled() and not weights.evaluates:
                 count_recomputations(units, ends_one=in_backward)
             if ends and torch.is_grad_enabled() and not in_transform():
@@ -457,7 +457,7 @@ class Hooks:
         in_backward = torch._C._current_graph_task_id() >= 0
         phase: Phase = "backward" if in_backward else "forward"
         if not unit.cells.weight.is_sharded:
-            self._weights.need(unit, phase)  # on its way to every rank already
+            self._weights.unshard(unit, phase)  # on its way to every rank already
             return
         # .data is how code looks, or writes
         training = torch.is_grad_enabled() and operation != ".data"
@@ -501,7 +501,7 @@ class Hooks:
                 if alive is not None:
                     alive.take(number)
                     if next(reversed(parameter._post_accumulate_grad_hooks)) != own[number]:
-                        alive.cover(number)
+                        alive.seal_again(number)
 
             return taken
 
@@ -517,7 +517,7 @@ class Hooks:
         def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             for unit in units:
                 if not unit.cells.weight.is_sharded:
-                    self._weights.need(unit, "forward")  # its publish may be under way
+                    self._weights.unshard(unit, "forward")  # its publish may be under way
                 elif not (self.may_save and unit.state is UnitState.FULL):
                     raise StateError(
                         f"state_dict() of {prefix or 'the model'!r}: unit {unit.name!r} rests"
@@ -536,7 +536,7 @@ class Hooks:
             for unit in units:
                 if unit.index not in self._loads:
                     unit.acquire(Use.USER)
-                    self._weights.need(unit, "forward")
+                    self._weights.unshard(unit, "forward")
                     context = unit.writable()
                     self._loads[unit.index] = [context, context.__enter__(), 0]
                 self._loads[unit.index][2] += 1

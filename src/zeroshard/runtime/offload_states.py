@@ -62,7 +62,7 @@ class OffloadedStates:
         come here.
         """
         for unit in self._weights.units:
-            _settle(unit, self._weights)
+            _flush(unit, self._weights)
         self._transport.begin_write()
         for segment in self._segments():
             self._put_gradient(segment)
@@ -137,15 +137,15 @@ def _on_device(state: State, device: torch.device) -> torch.Tensor:
     return out
 
 
-def _settle(unit: Unit, weights: Weights) -> None:
+def _flush(unit: Unit, weights: Weights) -> None:
     """Bring a unit to rest, whatever row it is."""
     if unit.state is UnitState.GATHERING:
-        weights.discard(unit)
+        weights.release_prefetched(unit)
     elif unit.state is UnitState.FULL:
         weights.release(unit)
     for segment in unit.segments:
-        segment.flat.forget_column()
-        segment.settle()
+        segment.flat.release_column()
+        segment.wait_uploads()
 
 
 def _own_memory(segment: Segment) -> Sequence[torch.Tensor]:

@@ -44,7 +44,7 @@ class Reductions:
         self._digest = digest
         self._transport = transport
         self._flights: dict[str, GradientPath] = {}  # reduces under way, oldest first
-        self._landing: list[GradientPath] = []  # whose sums go to another tier, oldest first
+        self._flushing: list[GradientPath] = []  # whose sums go to another tier, oldest first
         sharded = any(unit.cells.weight.is_sharded for unit in weights.units)
         # the ranks run units in the same order
         self._waits_for_room = weights.ordered and (sharded or not transport.keyed)
@@ -71,7 +71,7 @@ class Reductions:
         if path.in_flight:
             self._flights[path.key] = path
         if path.tiered:
-            self._landing.append(path)
+            self._flushing.append(path)
 
     def advance(self) -> None:
         """A unit has been handed over: note which sums are over, and bound those on their way to
@@ -79,37 +79,37 @@ class Reductions:
         """
         self._transport.progress()
         if self._weights.ordered:
-            self._land_oldest()
+            self._flush_oldest()
         else:
             for path in list(self._flights.values()):
-                path.finish(block=False)
+                path.wait(block=False)
                 if not path.in_flight:
                     del self._flights[path.key]
-        if self._landing:
-            self._bound_landing()
+        if self._flushing:
+            self._bound_flushing()
 
-    def _land_oldest(self) -> None:
+    def _flush_oldest(self) -> None:
         """Of sums that rest on another tier, leave two under way: the others would wait on the
         device for the end of the pass.
 
         Where ranks may run their units in different order (see `make_room`), those stay whose other
         parts have not come.
         """
-        waiting = [path for path in self._flights.values() if path.tiered] if self._landing else []
+        waiting = [path for path in self._flights.values() if path.tiered] if self._flushing else []
         for path in waiting[:-_IN_FLIGHT]:
-            path.finish(block=self._waits_for_room)
+            path.wait(block=self._waits_for_room)
             if path.in_flight:
                 return
             del self._flights[path.key]
 
-    def _bound_landing(self) -> None:
+    def _bound_flushing(self) -> None:
         """Of sums on their way to another tier, leave two: each is held on the device until it
         is there. A matter of this rank alone.
         """
-        self._landing = [path for path in self._landing if path.in_flight or path.is_landing]
-        landing = [path for path in self._landing if not path.in_flight]
+        self._flushing = [path for path in self._flushing if path.in_flight or path.is_flushing]
+        landing = [path for path in self._flushing if not path.in_flight]
         for path in landing[:-_IN_FLIGHT]:
-            path.land()
+            path.flush()
 
     def make_room(self, num_bytes: int) -> None:
         """Wait for reduces under way, oldest first, until `num_bytes` fit the budget.
@@ -124,7 +124,7 @@ class Reductions:
         if self._meter.live + num_bytes <= budget:
             return
         for key, path in list(self._flights.items()):
-            path.finish()
+            path.wait()
             del self._flights[key]
             if self._meter.live + num_bytes <= budget:
                 return
@@ -134,13 +134,13 @@ class Reductions:
         wait then covers the ones before it.
         """
         for path in self._flights.values():
-            path.finish()
+            path.wait()
         self._flights.clear()
 
-    def land(self) -> None:
+    def flush(self) -> None:
         """Return when no sum is on its way to another tier."""
-        for path in self._landing:
-            path.land()
+        for path in self._flushing:
+            path.flush()
 
     def gather_averages(self, paths: list[GradientPath]) -> None:
         """Bring whole averages together where every rank steps everything: all at once, one fork
@@ -152,4 +152,4 @@ class Reductions:
     def abandon(self) -> None:
         """After an exception: nothing is under way."""
         self._flights.clear()
-        self._landing.clear()
+        self._flushing.clear()

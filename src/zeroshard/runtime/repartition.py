@@ -98,7 +98,7 @@ class StepTiles:
         """Cut a segment's optimizer state at `split`; return its new tiles, whose state stands in
         the optimizer as real numbers.
         """
-        segment.settle()
+        segment.wait_uploads()
         old = segment.master
         segment.recut(split, with_gradient=unit.cells.grad.tier is not Tier.DEVICE)
         make_master(segment, unit.cells, self._context)

@@ -52,7 +52,7 @@ def compare_replicas(
     for unit in units:
         if not unit.cells.weight.is_sharded:
             if unit.state is UnitState.GATHERING:  # published, and not used since on this rank
-                unit.finish_gather()
+                unit.wait_for_unshard()
             named[f"weights of unit {unit.name}"] = digest_of(
                 *(segment.flat.full for segment in unit.segments)
             )
@@ -73,7 +73,7 @@ def _compare_columns(
     for unit in units:
         for flat in (segment.flat for segment in unit.segments):
             if flat.scope is Scope.NODE_SHARD and flat.rest.on_device:
-                flat.arrive()
+                flat.wait_published()
                 mesh = flat.layout.mesh
                 named[f"weights of unit {unit.name}"] = digest_of(flat.rest.whole)
     if mesh is None:

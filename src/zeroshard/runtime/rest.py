@@ -83,7 +83,7 @@ class Rest:
         """Finish the gathers under way and wait until every rank is done reading the weights."""
         for unit in self._weights.units:
             if unit.state is UnitState.GATHERING:
-                self._weights.discard(unit)
+                self._weights.release_prefetched(unit)
             elif unit.state is UnitState.FULL:
                 unit.check_memory()
         self._transport.begin_write()
@@ -102,7 +102,7 @@ class Rest:
                     if self._transport.size > 1 or not unit.cells.optim.is_sharded:
                         # a peer may wait for it before this rank comes to this unit; or the weights
                         # are in use as they are
-                        segment.settle()
+                        segment.wait_uploads()
         self._weights.invalidate(frozen=frozen)
 
     @contextmanager
@@ -118,7 +118,7 @@ class Rest:
         for unit in self._weights.units:
             for segment in unit.trainable:
                 if segment.grad is not None:
-                    segment.grad.forget_residual()  # of gradients of other weights
+                    segment.grad.reset_residual()  # of gradients of other weights
         self.publish(frozen=True)
         self._faults.agree()
 

@@ -201,7 +201,7 @@ class Segment:
 
     def bring(self, start: int, stop: int, master: torch.Tensor, stays: bool) -> list[Work]:
         """Start casting stepped masters (do they stay as they are meanwhile?) into the weights;
-        `settle` waits for it.
+        `wait_uploads` waits for it.
         """
         if stop <= self.aliased:
             return []
@@ -230,7 +230,7 @@ class Segment:
         self.uploads += [(work, source) for work in works if not isinstance(work, DoneWork)]
         return works
 
-    def settle(self) -> None:
+    def wait_uploads(self) -> None:
         """Return when the weights that a step has sent here are here."""
         if not self.is_coming:
             return
@@ -265,7 +265,7 @@ class Segment:
 
     def invalidate(self, *, frozen: bool) -> None:
         """Trained weights have been rewritten, and `frozen` ones."""
-        self.flat.forget_column()
+        self.flat.release_column()
         self.rewritten |= frozen
 
     def attach(self) -> None:

@@ -180,13 +180,13 @@ class Unit:
         """The segments whose weights a gather moves."""
         return [segment for segment in self.segments if segment.has_news]
 
-    def start_gather(self, streams: Streams, *, fork: bool = True, raw: bool = False) -> None:
+    def unshard(self, streams: Streams, *, fork: bool = True, raw: bool = False) -> None:
         """Start bringing the weights together, after what compute was given if `fork`; `raw`: as
         they rest, without a codec.
         """
         for segment in self.segments:
             if not segment.flat.is_local:
-                segment.settle()
+                segment.wait_uploads()
             name = segment.seen.lost_at_rest(strict=self._strict)
             if name is not None:
                 raise _lost(name, "while it was released")
@@ -202,11 +202,11 @@ class Unit:
         if self._flight is not None:
             self._flight.advance()
 
-    def finish_gather(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Wait for the weights and point the parameters at them."""
         assert self._flight is not None, self
         for segment in self.segments:
-            segment.settle()
+            segment.wait_uploads()
         self._flight.wait()
         self._flight = None
         self._move(UnitState.GATHERING, UnitState.FULL)
@@ -288,15 +288,15 @@ class Unit:
         for segment in self.segments:
             segment.heal()
             segment.seen.detach()
-            segment.flat.forget_column()
+            segment.flat.release_column()
             if not rests:
                 segment.flat.release()
         self._uses = [0] * len(Use)
         self.pending = 0
         self.arrived = {}
-        self.forget_forwards()
+        self.reset_forwards()
 
-    def forget_forwards(self) -> None:
+    def reset_forwards(self) -> None:
         """No backward of an earlier forward can follow."""
         self.forwards = self.recomputations = 0
 

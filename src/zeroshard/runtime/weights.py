@@ -107,13 +107,13 @@ class Weights:
         if not self.running:
             self._open += torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0
             if self._held:
-                self.let_go(Until.FORWARD_ENDS)
+                self.release_held(Until.FORWARD_ENDS)
 
     def end_backward(self) -> None:
         """A backward is over, and its graph is gone."""
         self._open = max(0, self._open - 1)
         if not self._open:
-            self.let_go(Until.BACKWARD_ENDS)
+            self.release_held(Until.BACKWARD_ENDS)
 
     def hold(self, unit: Unit, phase: Phase, until: Until) -> None:
         """Gather a unit that is used outside its modules, and keep it at least `until` then."""
@@ -121,9 +121,9 @@ class Weights:
             unit.acquire(Use.DIRECT)
             self._held[unit.index] = (unit, until)
         self._held[unit.index] = (unit, max(until, self._held[unit.index][1]))
-        self.need(unit, phase)
+        self.unshard(unit, phase)
 
-    def let_go(self, event: Until) -> None:
+    def release_held(self, event: Until) -> None:
         """Stop holding the units that were held until `event`, or less."""
         for unit, until in list(self._held.values()):
             if until <= event:
@@ -137,7 +137,7 @@ class Weights:
             raise StateError(self.refusal)
         self._order.begin(phase)
 
-    def need(self, unit: Unit, phase: Phase) -> None:
+    def unshard(self, unit: Unit, phase: Phase) -> None:
         """Return with `unit` gathered, and the units expected next on their way."""
         if self.refusal is not None:
             raise StateError(self.refusal)
@@ -160,9 +160,9 @@ class Weights:
         self._prefetched.pop(unit.index, None)
         if in_transform():
             with temporarily_clear_interpreter_stack():  # our copies are not its to follow
-                unit.finish_gather()
+                unit.wait_for_unshard()
         else:
-            unit.finish_gather()
+            unit.wait_for_unshard()
         for segment in unit.segments:
             self._streams.read(segment.key)
         if self.trace is not None:
@@ -189,7 +189,7 @@ class Weights:
                 )
         if self.trace is not None:
             self.trace("gather", unit.name)
-        unit.start_gather(self._streams, fork=fork, raw=self.raw > 0)
+        unit.unshard(self._streams, fork=fork, raw=self.raw > 0)
         self._here.add(unit.index)
 
     def _make_room(self, unit: Unit, phase: Phase) -> None:
@@ -205,7 +205,7 @@ class Weights:
                 excess_bytes=excess,
             )
             for index in evicted:
-                self.discard(self.units[index])
+                self.release_prefetched(self.units[index])
         self.make_room(unit.full_bytes)
 
     def _prefetch(self, unit: Unit, phase: Phase) -> None:
@@ -234,15 +234,15 @@ class Weights:
         for unit in units:
             if unit.is_coded and not unit.in_use:
                 if unit.state is UnitState.GATHERING:
-                    self.discard(unit)
+                    self.release_prefetched(unit)
                 elif unit.state is UnitState.FULL:
                     self._idle = None if self._idle is unit else self._idle
                     self.release(unit, for_backward=None)
 
-    def discard(self, unit: Unit) -> None:
+    def release_prefetched(self, unit: Unit) -> None:
         """Release a unit that was prefetched and not used."""
         self._prefetched.pop(unit.index, None)
-        unit.finish_gather()
+        unit.wait_for_unshard()
         self.release(unit, for_backward=None)
 
     def after_forward(self, unit: Unit) -> None:
@@ -293,7 +293,7 @@ class Weights:
         """
         self.release_idle()
         for unit in list(self._prefetched.values()):
-            self.discard(unit)
+            self.release_prefetched(unit)
 
     def after_backward(self, unit: Unit) -> None:
         """`unit`'s backward is over."""
@@ -337,14 +337,14 @@ class Weights:
         """
         self.epoch += 1
         self._open = 0
-        self.let_go(Until.STEP)
+        self.release_held(Until.STEP)
         stale = [
             unit
             for unit in self.units
             if unit.cells.optim.is_sharded and not unit.cells.weight.is_sharded
         ]
         for unit in self.units:
-            unit.forget_forwards()
+            unit.reset_forwards()
             for segment in unit.segments:
                 segment.invalidate(frozen=frozen)
             if unit.state is UnitState.FULL and not unit.is_held and unit.cells.optim.is_sharded:
@@ -371,7 +371,7 @@ class Weights:
             )
             for index in self._order.trace(phase) or in_order:
                 unit = self.units[index]
-                self.need(unit, phase)
+                self.unshard(unit, phase)
                 yield unit
                 self.after_backward(unit) if phase == "backward" else self.after_forward(unit)
         self.end_pass()

@@ -73,7 +73,7 @@ class Whole:
         try:
             for unit in units:
                 unit.acquire(Use.USER)
-                self._weights.need(unit, "forward")
+                self._weights.unshard(unit, "forward")
             if any(segment.flat.rests_elsewhere for unit in units for segment in unit.segments):
                 self._faults.agree()
             if not writeback:
@@ -163,7 +163,7 @@ class Whole:
             if unit.state is UnitState.FULL and unit.cells.weight.is_sharded:
                 self._weights.release(unit)
                 if unit.is_held:
-                    self._weights.need(unit, "forward")
+                    self._weights.unshard(unit, "forward")
 
     def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, torch.Tensor]:
         """Return the model's whole ``state_dict()`` on CPU, streamed a unit at a time; empty on
@@ -214,13 +214,13 @@ class Whole:
         self._faults.agree()
         return flat.buffer.views_of(whole)[index].clone()
 
-    def give_back(self) -> None:
+    def restore_plain(self) -> None:
         """Give every parameter whole memory of its own, in the dtype it came in. Collective; no
         unit can be gathered afterwards.
         """
         self._weights.show_raw(self._weights.units)
         for unit in self._weights.units:
-            self._weights.need(unit, "forward")
+            self._weights.unshard(unit, "forward")
             for segment in unit.segments:
                 values = self._whole_masters(segment, unit.cells) or [
                     parameter.data for parameter in segment.parameters

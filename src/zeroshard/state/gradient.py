@@ -72,7 +72,7 @@ class RestingGradient:
         self._sums: dict[torch.device, torch.Tensor] = {}
         # of slices on an accelerator: sums of squares that the host has read
         self._squares: dict[Range, float] = {}
-        self._landing: list[tuple[Work, torch.Tensor]] = []  # copies under way, and what they read
+        self._flushing: list[tuple[Work, torch.Tensor]] = []  # copies under way, and what they read
         # sums on their way to the host, to be added there
         self._to_add: list[tuple[Range, torch.Tensor, Work]] = []
         if lost is not None:
@@ -128,9 +128,9 @@ class RestingGradient:
         if fresh:
             self._note(total)
             source = total.to(self.state.dtype)
-            self._landing += [(work, source) for work in self.state.write(*own, source)]
+            self._flushing += [(work, source) for work in self.state.write(*own, source)]
         else:
-            self.settle()
+            self.wait_writes()
             if isinstance(self._link, Direct):
                 self._add(own, total)
             else:
@@ -159,9 +159,9 @@ class RestingGradient:
                         target.copy_(more.float().add_(target))
                 self._note(there)
 
-    def settle(self) -> None:
+    def wait_writes(self) -> None:
         """Return when everything that has arrived rests."""
-        landing, self._landing = self._landing, []
+        landing, self._flushing = self._flushing, []
         for work, _ in landing:
             work.wait()
         pending, self._to_add = self._to_add, []
@@ -170,17 +170,17 @@ class RestingGradient:
             self._add(own, host)
 
     @property
-    def is_landing(self) -> bool:
+    def is_flushing(self) -> bool:
         """Whether a sum is still on its way here, and so held on the device, too."""
         with self._losing():
-            while self._landing and self._landing[0][0].done():
-                self._landing.pop(0)[0].wait()  # raises what went wrong
-        return bool(self._to_add or self._landing)
+            while self._flushing and self._flushing[0][0].done():
+                self._flushing.pop(0)[0].wait()  # raises what went wrong
+        return bool(self._to_add or self._flushing)
 
-    def land(self) -> None:
+    def flush(self) -> None:
         """Return when it is here."""
         with self._losing():
-            self.settle()
+            self.wait_writes()
 
     def reopen(self, own: Range) -> None:
         """Turn an average back into a sum, to which more is added."""
@@ -190,7 +190,7 @@ class RestingGradient:
         if not divided_by:
             return
         with self._losing():
-            self.settle()
+            self.wait_writes()
             changes = self.scaling.is_pending or divided_by != 1.0
             for start, stop in self._blocks(*own) if changes and self.lost is None else ():
                 with self.state.borrowed(start, stop, write=True) as there:
@@ -206,7 +206,7 @@ class RestingGradient:
         """
         mine = whole[slice(*own)]
         with self._losing():
-            self.settle()
+            self.wait_writes()
             for work in self.state.read(*own, mine) if self.lost is None else ():
                 work.wait()
             self.scaling.apply_to(mine)
@@ -228,7 +228,8 @@ class RestingGradient:
         if self.on_device:
             return self._apply_here(self.state.whole[slice(*own)])
         with self._losing():
-            self.settle()  # whether everything could be written must be known before a step begins
+            # whether everything could be written must be known before a step begins
+            self.wait_writes()
         if self.lost is not None:
             return False
         known = [total for total in self._sums.values() if not reads_wait(total)]
@@ -293,7 +294,7 @@ class RestingGradient:
         """
         if self.lost is not None:
             raise self.lost
-        self.settle()
+        self.wait_writes()
         with self.state.borrowed(start, stop, write=False) as there:
             if self.scaling.is_pending:
                 there = there.clone()
@@ -306,7 +307,7 @@ class RestingGradient:
         """
         if self.lost is not None:
             raise self.lost
-        self.settle()
+        self.wait_writes()
         return self.state.read(start, stop, out)
 
     def squares(self, start: int, stop: int) -> float:
@@ -338,7 +339,7 @@ class RestingGradient:
         self._wait_for_reader()
         self._squares.clear()
         with self._losing():
-            self.settle()
+            self.wait_writes()
             for low, high in self._blocks(start, stop) if self.lost is None else ():
                 with self.state.borrowed(low, high, write=True) as there:
                     there.zero_()
@@ -425,7 +426,7 @@ class GradientAllocator:
             )
         )
 
-    def forget_memory(self) -> None:
+    def release_idle(self) -> None:
         """Close what is kept for the next gradient: something may be wrong with it."""
         while self._idle:
             self._idle.pop().close()

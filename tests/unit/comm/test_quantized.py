@@ -78,7 +78,7 @@ def test_a_residual_that_is_forgotten_takes_no_memory_and_changes_nothing() -> N
     out = torch.empty(CODEC.encoded_bytes(NUMEL), dtype=torch.uint8)
     residual.encode(CODEC, numbers(0), out)
     assert residual.num_bytes == 2 * NUMEL
-    residual.forget()
+    residual.reset()
     assert residual.num_bytes == 0
     residual.encode(CODEC, numbers(1), out)
     assert torch.equal(out, encoded(numbers(1)))
