@@ -160,6 +160,7 @@ class Backward:
             for segment, path in zip(unit.trainable, unit.paths, strict=True)
             for index, parameter in enumerate(segment.parameters)
         ]
+        self._leaf_of = {id(leaf.parameter): leaf for leaf in self.leaves}
 
     # ------------------------------------------------------------------ hooks
 
@@ -438,6 +439,17 @@ class Backward:
             # before a step the ranks need not have used the same parameters
             names = ", ".join(leaf.name for leaf in gone_leaves)
             self.decisions.note("gradients cleared by zero_grad()", names)
+
+    def note_read_released(self, name: str) -> None:
+        """Note that this backward has read the weights of parameter `name` while released."""
+        self.read_released = self.read_released or name
+
+    def zero(self, parameter: nn.Parameter | None) -> None:
+        """Set the gradient of `parameter` to zero, where one rests."""
+        self.zeroed()
+        leaf = None if parameter is None else self._leaf_of.get(id(parameter))
+        if leaf is not None:
+            leaf.path.zero(leaf.index)
 
     def zeroed(self) -> None:
         """Note that the user sets gradients to zero. Before the first step the ranks need not

@@ -2,13 +2,10 @@
 
 It holds the parts together and answers the user; the parts do the work:
 
-    hooks.py --> weights.py   (gather, prefetch, release units)  --> unit.py --> flight.py --> comm/
-             --> backward.py  (units complete, seals) --> reductions.py --> gradients.py
-    optimizer.step() --> finalize.py (average, agree, clip)      --> rest.py (publish)
+    hooks.py --> loop.py --> weights.py  (gather, prefetch, release) --> unit.py --> flight.py
+                         --> backward.py (units complete) --> reductions.py --> gradients.py
+    optimizer.step() --> loop.py --> finalize.py (average, agree, clip), rest.py (publish)
     whole.py: parameters and gradients gathered for the user     join.py: ranks without data
-
-The loop of the design, without overlap: gather, forward, release, gather, backward, release,
-reduce, accumulate, finalize, step, publish.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from zeroshard.core.precision import Precision
 from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardError
 from zeroshard.optim.runner import StepOptions
 from zeroshard.optim.scaler import LossScaler
-from zeroshard.optim.sharded import INTERRUPTED, ShardedOptimizer, check_parameters
+from zeroshard.optim.sharded import ShardedOptimizer, check_parameters
 from zeroshard.optim.state_dicts import PartialState
 from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.backward import Backward
@@ -37,16 +34,15 @@ from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.forked import refuse_in_children
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.join import Join
+from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.offload_states import OffloadedStates
 from zeroshard.runtime.recovery import Recovery
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.repartition import StepTiles
-from zeroshard.runtime.replicas import compare_replicas
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, memory_report
 from zeroshard.runtime.rest import Rest, RestingPiece
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, named_parameters_once
-from zeroshard.runtime.watch import Watch
 from zeroshard.runtime.weights import Until, Weights
 from zeroshard.runtime.whole import Whole
 
@@ -79,21 +75,23 @@ class Engine:
         self._finalizer = Finalizer(
             self._backward, context.transport, self._digest, self._scaler, self._faults
         )
-        self._hooks = Hooks(
-            module, plans, self._weights, self._backward, input_dtype=_input_dtype(context)
-        )
-        # elsewhere ranks may run forwards that the others do not
-        may_agree = context.policy.weights_leave_the_device or context.transport.size == 1
-        self._hooks.connect(
-            check=self._check_forward,
-            agree=self._agree_on_faults if context.tiering.stores and may_agree else None,
-            broadcast=context.transport.broadcast if context.broadcast_buffers else None,
-        )
         self._rest = Rest(
             self._weights, transport=context.transport, streams=context.streams, faults=self._faults
         )
         self._recovery = Recovery(
             self._weights, self._rest, self._faults, self._digest, context.transport
+        )
+        self._loop = Loop(
+            module,
+            context,
+            self._weights,
+            self._backward,
+            self._finalizer,
+            self._rest,
+            self._recovery,
+        )
+        self._hooks = Hooks(
+            module, plans, self._loop, input_dtype=_input_dtype(context), owner=self
         )
         self.states = StateAccess(
             context,
@@ -113,12 +111,9 @@ class Engine:
             self._faults,
             self.states.join_step,
         )
-        segments = [segment for unit in self._weights.units for segment in unit.segments]
-        self._watch = Watch(module, (p for segment in segments for p in segment.parameters))
         self._sharded: ShardedOptimizer | None = None
         self._tiles: StepTiles | None = None
         self._offloaded: OffloadedStates | None = None
-        self._refuse_steps: str | None = None  # why, while they are refused
         self._faults.agree()  # that the weights have been written to where they rest
         if context.transport.size > 1:
             refuse_in_children(self)
@@ -188,7 +183,7 @@ class Engine:
         settings = _step_settings(
             self._context, self._weights.units, into_forward=self._may_step_into_forward
         )
-        sharded = ShardedOptimizer(optimizer, self, *settings)
+        sharded = ShardedOptimizer(optimizer, self._loop, *settings)
         with self._faults.noted(lost=True):
             sharded.attach(tiles.all)
         try:
@@ -197,6 +192,7 @@ class Engine:
             sharded.detach()
             raise
         self._sharded, self._tiles = sharded, tiles
+        self._loop.attach(sharded, tiles)
         self.states.attach(sharded)
         self._backward.optimizer = sharded
         self._backward.decisions.optimizer = optimizer
@@ -268,9 +264,7 @@ class Engine:
         self.states.check_open()
         if self._sharded is None:
             raise ConfigError("join() needs an optimizer: give it to shard() or engine.attach()")
-        with Join(
-            self._hooks, self._backward, self._finalizer, self._sharded, self._context.transport
-        ).joined():
+        with Join(self._loop, self._finalizer, self._sharded, self._context.transport).joined():
             yield
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -282,63 +276,9 @@ class Engine:
         self.states.check_open()
         return self._finalizer.clip(float(max_norm))
 
-    def before_step(self) -> bool:
-        """Called by the optimizer's step hook: agree on the gradients, wait until every rank is
-        done reading the weights.
-        """
-        self._faults.check()
-        if self._refuse_steps is not None:
-            raise StateError(self._refuse_steps)
-        self._weights.check_awake()
-        self._watch.check()
-        if self._context.clip_norm is not None and not self._finalizer.clipped:
-            self._finalizer.clip(self._context.clip_norm)
-        result = self._finalizer.before_step()
-        every = self._context.verify_every
-        if every is not None and self._digest.step % every == every - 1:
-            compare_replicas(self._weights.units, self._sharded, self._context.transport)
-        self._faults.agree()  # before anything is written
-        self._rest.before_writing()
-        self._recovery.begin_step()
-        return result.finite
-
-    def after_step(self, error: StorageError | None = None) -> None:
-        """Called by the optimizer's step hook: publish what was stepped; an `error` on any rank
-        is raised on all.
-        """
-        if self._sharded is not None and self._sharded.runner.was_late:
-            self._weights.invalidate()
-        else:
-            self._rest.publish(everything=False)
-        self._faults.agree(error, lost=True)
-        self._finalizer.after_step()
-        with self._faults.noted(lost=True):
-            tiles = self._tiles
-            if tiles is not None and tiles.balance is not None and self._sharded is not None:
-                tiles.rebalance(self._sharded, tiles.balance)
-        self._recovery.end_step()
-
-    @contextmanager
-    def refusing_steps(self, why: str) -> Iterator[None]:
+    def refusing_steps(self, why: str) -> AbstractContextManager[None]:
         """Raise StateError with `why` for an ``optimizer.step()`` inside."""
-        self._refuse_steps = why
-        try:
-            yield
-        finally:
-            self._refuse_steps = None
-
-    def _agree_on_faults(self) -> None:
-        """At the end of a forward: tell the ranks what has gone wrong, in a step too that goes
-        on while this forward runs.
-        """
-        failure = None if self._sharded is None else self._sharded.runner.failure()
-        self._faults.agree(failure, lost=True)
-
-    def publish_late(self) -> None:
-        """Called by the optimizer's step hook: a step that was taken one step late goes into the
-        weights.
-        """
-        self._rest.publish(everything=True)
+        return self._loop.refusing_steps(why)
 
     def agree(self, report: Mapping[str, str], error: ZeroshardError | None) -> None:
         """Raise on every rank where one has an `error` or another `report`, which would
@@ -347,17 +287,6 @@ class Engine:
         self.states.check_open()
         exchange = self._context.transport.control.exchange
         agree(exchange, report, call="zs.load_pretrained()", error=error)
-
-    def zero_gradient(self, parameter: nn.Parameter | None) -> None:
-        """Called through a sealed gradient's ``zero_()``; None: of a group of which nothing
-        rests here.
-        """
-        self._backward.zeroed()
-        if parameter is None:
-            return
-        segment, index = self._whole.find(parameter)
-        assert segment.grad is not None
-        segment.grad.zero(index)
 
     # -------------------------------------------------- parameters and gradients, whole and at rest
 
@@ -547,11 +476,6 @@ class Engine:
     def refuse(self, why: str) -> None:
         """Raise StateError with `why` at every later use; see forked.py."""
         self._weights.refusal = why
-
-    def _check_forward(self) -> None:
-        self._faults.check()
-        if self._sharded is not None and self._sharded.is_interrupted:
-            raise StateError(INTERRUPTED)
 
 
 def _make_loop(

@@ -339,6 +339,10 @@ class Finalizer:
                 path.scale(factor)
         return total
 
+    def is_every(self, steps: int | None) -> bool:
+        """Whether the step under way is the last of so many `steps` (None: never)."""
+        return steps is not None and self._digest.step % steps == steps - 1
+
     def before_step(self) -> Finalized:
         """The optimizer is about to step: see `finalize`."""
         self._backward.tell("step")

@@ -28,18 +28,17 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zeroshard.core.launched import heartbeat
-from zeroshard.errors import ConfigError, StateError
-from zeroshard.runtime.backward import Backward, retains_graph
+from zeroshard.errors import StateError
 from zeroshard.runtime.casts import cast, casting_hooks, explain
 from zeroshard.runtime.guards import compiled_whole, guard, is_traced
-from zeroshard.runtime.recomputed import count_recomputations, is_checkpointed, is_recomputed
+from zeroshard.runtime.loop import Loop
+from zeroshard.runtime.recomputed import is_recomputed
 from zeroshard.runtime.released import release_class, restore_class
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.trees import tensors_in, tensors_within
 from zeroshard.runtime.unit import Unit, UnitState, Use
 from zeroshard.runtime.units import UnitPlan
-from zeroshard.runtime.weights import Phase, Until, Weights, in_transform
+from zeroshard.runtime.weights import in_transform
 
 __all__ = ["Hooks"]
 
@@ -66,18 +65,19 @@ class _Tie:
                 f"parameter {self.name!r} was sharded by an engine that is gone: keep the engine as"
                 " long as the model"
             )
-        hooks.use(unit, self.name, operation)
+        hooks.loop.use(unit, self.name, operation)
 
     def watch(self, result: Any) -> None:
         hooks, unit = self._hooks(), self._unit()
         if hooks is not None and unit is not None and torch.is_grad_enabled():
             hooks.watch_outputs([unit], result)
-            hooks.hold_parameters(result)  # p.float() is p itself, and what follows is not seen
+            # p.float() is p itself, and what follows is not seen
+            hooks.loop.hold_parameters(result)
 
     def hold(self) -> None:
         hooks, unit = self._hooks(), self._unit()
         if hooks is not None and unit is not None:
-            hooks.hold(unit)
+            hooks.loop.hold(unit)
 
     def remove(self) -> None:
         parameter = self._parameter()
@@ -132,42 +132,38 @@ class Hooks:
         self,
         model: nn.Module,
         plans: Sequence[UnitPlan],
-        weights: Weights,
-        backward: Backward,
+        loop: Loop,
         *,
         input_dtype: torch.dtype | None,
+        owner: object,
     ) -> None:
+        """`owner` lives as long as the model."""
         self.model = model
         self.may_save = False  # inside gathered(): state_dict() gives full tensors
         # set by the engine: store what load_state_dict wrote
         self.write_back: Callable[[Unit, list[torch.Tensor]], None] | None = None
-        self._check: Callable[[], None] = lambda: None
-        self._agree: Callable[[], None] | None = None
-        self._broadcast: Callable[[torch.Tensor], None] | None = None
-        self._weights = weights
-        self._backward = backward
+        self.loop = loop
+        self._owner = owner
         self._input_dtype = input_dtype
-        self._beat = heartbeat()
-        # while a forward is watched, after steps that were not finite
-        self._trace: torch.autograd.graph.saved_tensors_hooks | None = None
         self._handles: list[Any] = []
         # load_state_dict under way: per unit its context, its copies, modules still to load
         self._loads: dict[int, list[Any]] = {}
         # the hooks of outputs, by units, and the epoch that they belong to
         self._arrivals: dict[tuple[Unit, ...], tuple[int, Callable[[torch.Tensor], None]]] = {}
-        spans, needed = _needed(plans, weights.units)
+        units = loop.weights.units
+        spans, needed = _needed(plans, units)
         self._handles += guard(model)
-        for module, units in needed.values():
-            ends = [unit for unit in units if (id(module), unit.index) in spans]
+        for module, held in needed.values():
+            ends = [unit for unit in held if (id(module), unit.index) in spans]
             inside = [
                 unit
                 for part in module.modules()
                 if part is not module and id(part) in needed
                 for unit in needed[id(part)][1]
             ]
-            for unit in units:
+            for unit in held:
                 unit.holds_others = unit.holds_others or any(other is not unit for other in inside)
-            self._install_module(module, units, ends)
+            self._install_module(module, held, ends)
         layers = {} if input_dtype is None else casting_hooks(model, input_dtype)
         casts = {
             layer: layer.register_forward_pre_hook(hook, with_kwargs=True)
@@ -177,25 +173,12 @@ class Hooks:
         self._bare = _Bare([module for module, _ in needed.values() if module is not model], casts)
         # after the modules: its pre-hook then comes before theirs, its post-hook after
         self._install_root(model)
-        for module, units in needed.values():
-            self._install_state(module, units)
-        for unit in weights.units:
+        for module, held in needed.values():
+            self._install_state(module, held)
+        for unit in units:
             for segment in unit.segments:
                 self._tie_parameters(unit, segment)
         self._install_parameters()
-
-    def connect(
-        self,
-        *,
-        check: Callable[[], None],
-        agree: Callable[[], None] | None,
-        broadcast: Callable[[torch.Tensor], None] | None,
-    ) -> None:
-        """Take what a forward of the model calls: before it `check`, which refuses it after a tier
-        has failed, and `broadcast`, which gives a buffer of rank 0's to every rank; after it
-        `agree`, which raises on every rank what a tier has failed with on one.
-        """
-        self._check, self._agree, self._broadcast = check, agree, broadcast
 
     def remove(self) -> None:
         """Take every hook off."""
@@ -206,111 +189,39 @@ class Hooks:
     # ------------------------------------------------------------------ the model as a whole
 
     def _install_root(self, model: nn.Module) -> None:
+        loop, weights = self.loop, self.loop.weights
+
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if torch.compiler.is_compiling() or is_traced():
                 raise compiled_whole(f"torch.compile around {type(model).__name__}")
-            self._bare.enter(self._weights.nothing_to_do)
+            self._bare.enter(weights.nothing_to_do)
             if torch._C._current_graph_task_id() < 0:
-                if self._backward.running:
-                    raise StateError(
-                        "the last backward did not finish: call engine.reset() on every rank after"
-                        " an exception"
-                    )
-                self._check()
-                self._check_frozen()
-                self._backward.tell("forward")
-                self._beat()
-                self._weights.begin("forward")
-                self._weights.enter()
-                self._weights.evaluates = not (torch.is_grad_enabled() or is_checkpointed())
-                if self._backward.traced_steps and torch.is_grad_enabled():
-                    self._trace = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-                    self._trace.__enter__()
-                if self._broadcast is not None:
-                    for buffer in model.buffers():
-                        self._broadcast(buffer)
-            return (
-                None
-                if self._input_dtype is None
-                else (cast(args, self._input_dtype), cast(kwargs, self._input_dtype))
-            )
+                loop.begin_forward()
+            if self._input_dtype is None:
+                return None
+            return cast(args, self._input_dtype), cast(kwargs, self._input_dtype)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if self._input_dtype is not None:
                 explain(sys.exc_info()[1], model, self._input_dtype)
             if torch._C._current_graph_task_id() < 0:
-                if self._trace is not None:
-                    self._trace.__exit__()
-                    self._trace = None
-                if self._weights.running == 1 and not self._weights.nothing_to_do:
-                    self.hold_parameters(output)
-                self._weights.end_pass()
-                self._weights.leave()
-                self._weights.evaluates = False
+                loop.end_forward(output)
             self._bare.leave()
 
-        self._handles.append(
-            model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-        )
-
         def agree(module: nn.Module, args: Any, output: Any) -> None:
-            if (
-                self._agree is not None
-                and torch._C._current_graph_task_id() < 0
-                and not self._weights.nothing_to_do
-            ):
-                self._agree()
+            if torch._C._current_graph_task_id() < 0 and not weights.nothing_to_do:
+                loop.agree()
 
-        self._handles.append(model.register_forward_hook(after, always_call=True))
-        # not after an exception: the other ranks may not be here
-        self._handles.append(model.register_forward_hook(agree))
-
-    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Unit | None, str]:
-        """Note of which unit a tensor is that autograd saves, and of which parameter."""
-        for unit in self._weights.units:
-            if unit.state is UnitState.FULL and unit.cells.weight.is_sharded:
-                name = unit.parameter_at(tensor.data_ptr())
-                if name is not None:
-                    return tensor, unit, name
-        return tensor, None, ""
-
-    def _unpack(self, saved: tuple[torch.Tensor, Unit | None, str]) -> torch.Tensor:
-        tensor, unit, name = saved
-        if unit is None or unit.state is UnitState.FULL:
-            return tensor
-        self._backward.read_released = self._backward.read_released or name
-        return torch.full_like(tensor, float("nan"))
-
-    def shadow_forward(self) -> None:
-        """Take part in a forward of the other ranks, without one of our own: what their gathers
-        need of us.
-        """
-        for _ in self._weights.shadow("forward"):
-            pass
-        if self._broadcast is not None:
-            for buffer in self.model.buffers():
-                self._broadcast(buffer)
-        if self._agree is not None:
-            self._agree()
-
-    def _check_frozen(self) -> None:
-        for unit in self._weights.units:
-            if not unit.has_frozen:
-                continue
-            for segment in unit.segments:
-                if segment.grad is None:
-                    for name, parameter in zip(segment.names, segment.parameters, strict=True):
-                        if parameter.requires_grad:
-                            raise ConfigError(
-                                f"parameter {name!r} was frozen when the model was sharded and"
-                                " requires a gradient now: set requires_grad before shard(), or"
-                                " close() the engine and shard() again"
-                            )
+        self._handles += [
+            model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            model.register_forward_hook(after, always_call=True),
+            model.register_forward_hook(agree),  # not after an exception: others may not be here
+        ]
 
     # ------------------------------------------------------------------ one module
 
     def _install_module(self, module: nn.Module, units: list[Unit], ends: list[Unit]) -> None:
-        weights = self._weights
+        loop, weights = self.loop, self.loop.weights
         # a tile: recomputed one at a time, too
         apart = bool(getattr(type(module), "unit_of_its_own", False))
         # by code that is not torch's
@@ -325,13 +236,7 @@ class Hooks:
                 return  # or inside a compiled forward, around which the unit is gathered
             if reads_parameters:
                 begun.append(torch._C._autograd._get_sequence_nr())
-            in_backward = torch._C._current_graph_task_id() >= 0
-            weights.enter()
-            for unit in units:
-                unit.acquire(Use.FORWARD)
-                weights.unshard(unit, "backward" if in_backward else "forward")
-            if in_backward == torch.is_grad_enabled() and not weights.evaluates:
-                count_recomputations(units, ends_one=in_backward)
+            loop.begin_module(units)
             if ends and torch.is_grad_enabled() and not in_transform():
                 self._watch_inputs(ends, args, kwargs)
 
@@ -352,17 +257,7 @@ class Hooks:
                         ],
                     )
                     self.watch_outputs(units, elsewhere, since=first)
-            in_backward = torch._C._current_graph_task_id() >= 0
-            for unit in units:
-                unit.release(Use.FORWARD)
-                if not unit.is_held:
-                    if in_backward and (not apart or unit.in_backward):
-                        unit.acquire(Use.BACKWARD)  # recomputed: its own backward follows
-                    else:
-                        weights.after_forward(unit)
-            if weights.running == 1 and not in_backward:
-                self.hold_parameters(output)
-            weights.leave()
+            loop.end_module(units, output, apart=apart)
 
         self._handles.append(
             module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
@@ -390,14 +285,13 @@ class Hooks:
 
     def _arrival_at(self, units: tuple[Unit, ...]) -> Callable[[torch.Tensor], None]:
         """Return the hook of outputs of modules that need `units`, as they are in this forward."""
-        epoch, backward = self._weights.epoch, self._backward
+        epoch, loop = self.loop.weights.epoch, self.loop
         known = self._arrivals.get(units)
         if known is not None and known[0] == epoch:
             return known[1]
 
         def arrived(grad: torch.Tensor) -> None:
-            for unit in units:
-                backward.before_unit(unit, epoch)
+            loop.begin_backward(units, epoch)
 
         self._arrivals[units] = (epoch, arrived)
         return arrived
@@ -410,7 +304,7 @@ class Hooks:
         ]
         if not inputs:
             return
-        backward = self._backward
+        loop = self.loop
         # hooks that would stay for ever; autograd hands gradients of leaves over before it runs the
         # other nodes
         on_leaves: list[Any] = []
@@ -419,7 +313,7 @@ class Hooks:
         # else nothing comes here: the first forward's hooks run
         counts = torch._C._current_graph_task_id() < 0 or is_recomputed()
         for unit in units:
-            unit.forwards += counts
+            unit.begin_forwards(counts)
 
         def arrived(grad: torch.Tensor) -> None:
             if grad.grad_fn is not None:  # create_graph=True
@@ -428,11 +322,7 @@ class Hooks:
             waiting[task] = waiting.get(task, num_inputs) - 1
             if not waiting[task]:
                 del waiting[task]
-                # else this graph's backward may follow once more
-                done = counts and not retains_graph()
-                for unit in units:
-                    unit.forwards = max(0, unit.forwards - done)
-                    backward.after_inputs(unit, before_others=bool(on_leaves))
+                loop.end_backward(units, counted=counts, before_others=bool(on_leaves))
                 for hook in on_leaves:
                     hook.remove()
 
@@ -450,49 +340,9 @@ class Hooks:
             if unit.state is not UnitState.FULL:
                 release_class(parameter)
 
-    def use(self, unit: Unit, name: str, operation: str) -> None:
-        """A released parameter is about to be read outside the modules that hold it: bring its
-        unit here, or refuse.
-        """
-        in_backward = torch._C._current_graph_task_id() >= 0
-        phase: Phase = "backward" if in_backward else "forward"
-        if not unit.cells.weight.is_sharded:
-            self._weights.unshard(unit, phase)  # on its way to every rank already
-            return
-        # .data is how code looks, or writes
-        training = torch.is_grad_enabled() and operation != ".data"
-        if not (in_backward or self._weights.running or training):
-            late = (
-                ""
-                if self._backward.optimizer is not None
-                else "; an optimizer made after shard() needs engine.attach(optimizer)"
-            )
-            raise StateError(
-                f"parameter {name!r} rests sharded and cannot be read here ({operation}): read it"
-                f" inside engine.gathered(), on every rank{late}"
-            )
-        self._weights.hold(
-            unit,
-            phase,
-            Until.BACKWARD_ENDS if in_backward or torch.is_grad_enabled() else Until.FORWARD_ENDS,
-        )
-
-    def hold_parameters(self, output: Any) -> None:
-        """Keep the units of parameters in `output`, which has left the model, until the next
-        step: they may be used anywhere, on one rank alone.
-        """
-        for tensor in tensors_within(output):
-            if isinstance(tensor, nn.Parameter) and hasattr(tensor, "_zeroshard"):
-                tensor._zeroshard.hold()
-
-    def hold(self, unit: Unit) -> None:
-        """Keep `unit` gathered until the next step."""
-        if unit.cells.weight.is_sharded:
-            self._weights.hold(unit, "forward", Until.STEP)
-
     def _install_parameters(self) -> None:
         # [Note: weak hooks] what hangs on a tensor is invisible to the garbage collector
-        backward = weakref.ref(self._backward)
+        backward = weakref.ref(self.loop.backward)
         own: dict[int, int] = {}
 
         def hook_for(number: int) -> Callable[[torch.Tensor], None]:
@@ -505,7 +355,7 @@ class Hooks:
 
             return taken
 
-        for number, leaf in enumerate(self._backward.leaves):
+        for number, leaf in enumerate(self.loop.backward.leaves):
             hooked: Any = leaf.parameter  # the method is untyped in torch
             handle = hooked.register_post_accumulate_grad_hook(hook_for(number))
             self._handles.append(handle)
@@ -517,7 +367,7 @@ class Hooks:
         def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             for unit in units:
                 if not unit.cells.weight.is_sharded:
-                    self._weights.unshard(unit, "forward")  # its publish may be under way
+                    self.loop.weights.unshard(unit, "forward")  # its publish may be under way
                 elif not (self.may_save and unit.state is UnitState.FULL):
                     raise StateError(
                         f"state_dict() of {prefix or 'the model'!r}: unit {unit.name!r} rests"
@@ -536,7 +386,7 @@ class Hooks:
             for unit in units:
                 if unit.index not in self._loads:
                     unit.acquire(Use.USER)
-                    self._weights.unshard(unit, "forward")
+                    self.loop.weights.unshard(unit, "forward")
                     context = unit.writable()
                     self._loads[unit.index] = [context, context.__enter__(), 0]
                 self._loads[unit.index][2] += 1

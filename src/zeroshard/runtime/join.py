@@ -29,9 +29,8 @@ from zeroshard.comm.transport import Transport
 from zeroshard.core.digest import holders
 from zeroshard.errors import PlanMismatch
 from zeroshard.optim.sharded import ShardedOptimizer
-from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.finalize import Finalizer
-from zeroshard.runtime.hooks import Hooks
+from zeroshard.runtime.loop import Loop
 
 __all__ = ["Join"]
 
@@ -43,14 +42,13 @@ class Join:
 
     def __init__(
         self,
-        hooks: Hooks,
-        backward: Backward,
+        loop: Loop,
         finalizer: Finalizer,
         optimizer: ShardedOptimizer,
         transport: Transport,
     ) -> None:
-        self._hooks = hooks
-        self._backward = backward
+        self._loop = loop
+        self._backward = loop.backward
         self._finalizer = finalizer
         self._optimizer = optimizer
         self._transport = transport
@@ -102,7 +100,7 @@ class Join:
             for group, values in zip(optimizer.param_groups, options, strict=True):
                 _take_over(group, values)
         if what == "forward":
-            self._hooks.shadow_forward()
+            self._loop.shadow_forward()
         elif what == "backward":
             self._backward.shadow(sync=argument["sync"], scaled=argument["scaled"])
         elif what == "clip":

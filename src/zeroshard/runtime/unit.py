@@ -296,6 +296,14 @@ class Unit:
         self.arrived = {}
         self.reset_forwards()
 
+    def begin_forwards(self, count: int) -> None:
+        """Forwards have run that a backward follows."""
+        self.forwards += count
+
+    def end_forwards(self, count: int) -> None:
+        """The backward of so many of them is over."""
+        self.forwards = max(0, self.forwards - count)
+
     def reset_forwards(self) -> None:
         """No backward of an earlier forward can follow."""
         self.forwards = self.recomputations = 0

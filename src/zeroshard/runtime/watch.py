@@ -15,15 +15,16 @@ microseconds for 300 of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 from torch import nn
 
-from zeroshard.errors import StateError
+from zeroshard.errors import ConfigError, StateError
+from zeroshard.runtime.unit import Unit
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "check_frozen"]
 
 _REMEDY = (
     "change the model before shard(), or call engine.close(), change it, build the optimizer again"
@@ -74,3 +75,17 @@ class Watch:
         # so that no other object takes their ids
         self._held = [*chain.from_iterable(entries.values() for entries in self._tables)]
         self._ids = list(map(id, self._held))
+
+
+def check_frozen(units: Sequence[Unit]) -> None:
+    """Raise ConfigError where a parameter that was frozen at shard() requires a gradient now."""
+    for segment in (s for unit in units if unit.has_frozen for s in unit.segments):
+        if segment.grad is not None:
+            continue
+        for name, parameter in zip(segment.names, segment.parameters, strict=True):
+            if parameter.requires_grad:
+                raise ConfigError(
+                    f"parameter {name!r} was frozen when the model was sharded and requires a"
+                    " gradient now: set requires_grad before shard(), or close() the engine and"
+                    " shard() again"
+                )

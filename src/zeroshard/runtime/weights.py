@@ -95,14 +95,16 @@ class Weights:
         """Whether a forward needs nothing of us: every unit is held, and no backward can follow."""
         return self.pinned > 0 and not torch.is_grad_enabled()
 
-    def enter(self) -> None:
-        """A forward begins."""
+    def enter(self, *, evaluates: bool | None = None) -> None:
+        """A forward begins, of the model where it is known whether it `evaluates`."""
         if self.refusal is not None:
             raise StateError(self.refusal)
         self.running += 1
+        self.evaluates = self.evaluates if evaluates is None else evaluates
 
-    def leave(self) -> None:
+    def leave(self, *, evaluates: bool | None = None) -> None:
         """A forward ends."""
+        self.evaluates = self.evaluates if evaluates is None else evaluates
         self.running = max(0, self.running - 1)
         if not self.running:
             self._open += torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0

@@ -1,0 +1,277 @@
+"""The loop of the papers: what happens at every event of a training step, in one file.
+
+    event                          weights of a unit            its gradients
+    a module's forward begins      all-gather
+                       ends        release
+    a gradient at its outputs      all-gather
+    a parameter's gradient                                      into the bucket
+    the gradients of its inputs    release                      reduce-scatter, add
+    optimizer.step() begins                                     average, agree, clip
+    the user's optimizer           steps this rank's shards
+    optimizer.step() ends          publish
+
+(ZeRO, section 5; FSDP, arXiv 2304.11277, section 3.2.) runtime/hooks.py turns what torch does into
+these events. Which of them move anything, the cells say: `Weights` knows what is gathered and for
+whom, `Backward` whose gradients are complete, `Finalizer` what the ranks agree on.
+
+Invariant: every event is the same call on every rank that runs the same program, or is found out
+(finalize.py). Nothing here moves bytes or registers a hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.core.launched import heartbeat
+from zeroshard.errors import StateError, StorageError
+from zeroshard.optim.sharded import INTERRUPTED, ShardedOptimizer
+from zeroshard.runtime.backward import Backward, retains_graph
+from zeroshard.runtime.context import Context
+from zeroshard.runtime.finalize import Finalizer
+from zeroshard.runtime.recomputed import count_recomputations, is_checkpointed
+from zeroshard.runtime.recovery import Recovery
+from zeroshard.runtime.repartition import StepTiles
+from zeroshard.runtime.replicas import compare_replicas
+from zeroshard.runtime.rest import Rest
+from zeroshard.runtime.saved import SavedTensors
+from zeroshard.runtime.trees import tensors_within
+from zeroshard.runtime.unit import Unit, Use
+from zeroshard.runtime.watch import Watch, check_frozen
+from zeroshard.runtime.weights import Phase, Until, Weights
+
+__all__ = ["Loop"]
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() >= 0
+
+
+class Loop:
+    """The events of one engine's steps."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        context: Context,
+        weights: Weights,
+        backward: Backward,
+        finalizer: Finalizer,
+        rest: Rest,
+        recovery: Recovery,
+    ) -> None:
+        self.weights = weights
+        self.backward = backward
+        self._model = model
+        self._context = context
+        self._finalizer = finalizer
+        self._rest = rest
+        self._recovery = recovery
+        segments = [segment for unit in weights.units for segment in unit.segments]
+        self._watch = Watch(model, (p for segment in segments for p in segment.parameters))
+        self._optimizer: ShardedOptimizer | None = None
+        self._tiles: StepTiles | None = None
+        self._refuse_steps: str | None = None  # why, while they are refused
+        self._saved = SavedTensors(weights, backward)
+        self._saved = SavedTensors(weights, backward)
+        self._beat = heartbeat()
+        # elsewhere ranks may run forwards that the others do not
+        may_agree = context.policy.weights_leave_the_device or context.transport.size == 1
+        self._agrees = bool(context.tiering.stores) and may_agree
+
+    def attach(self, optimizer: ShardedOptimizer, tiles: StepTiles) -> None:
+        """Step `optimizer`, which holds this rank's `tiles`."""
+        self._optimizer, self._tiles = optimizer, tiles
+
+    # ------------------------------------------------------------------ the model's forward
+
+    def begin_forward(self) -> None:
+        """A forward of the model begins, outside a backward."""
+        if self.backward.running:
+            raise StateError(
+                "the last backward did not finish: call engine.reset() on every rank after an"
+                " exception"
+            )
+        self._context.faults.check()
+        if self._optimizer is not None and self._optimizer.is_interrupted:
+            raise StateError(INTERRUPTED)
+        check_frozen(self.weights.units)
+        self.backward.tell("forward")
+        self._beat()
+        self.weights.begin("forward")
+        self.weights.enter(evaluates=not (torch.is_grad_enabled() or is_checkpointed()))
+        self._saved.begin()
+        self._saved.begin()
+        self._broadcast_buffers()
+
+    def end_forward(self, output: Any) -> None:
+        """It has ended, perhaps by an exception (`output` None)."""
+        self._saved.end()
+        self._saved.end()
+        if self.weights.running == 1 and not self.weights.nothing_to_do:
+            self.hold_parameters(output)
+        self.weights.end_pass()
+        self.weights.leave(evaluates=False)
+
+    def agree(self) -> None:
+        """It has ended well: share failures between the ranks, including those of a step that
+        overlaps this forward.
+        """
+        if self._agrees:
+            optimizer = self._optimizer
+            failure = None if optimizer is None else optimizer.runner.failure()
+            self._context.faults.agree(failure, lost=True)
+
+    def shadow_forward(self) -> None:
+        """Take part in a forward of the other ranks, without one of our own: what their gathers
+        need of us.
+        """
+        for _ in self.weights.shadow("forward"):
+            pass
+        self._broadcast_buffers()
+        self.agree()
+
+    def _broadcast_buffers(self) -> None:
+        if self._context.broadcast_buffers:
+            for buffer in self._model.buffers():
+                self._context.transport.broadcast(buffer)
+
+    # ------------------------------------------------------------------ one module's forward
+
+    def begin_module(self, units: Sequence[Unit]) -> None:
+        """A module's forward begins, which needs `units`; in a backward it is a recomputation."""
+        in_backward = _in_backward()
+        self.weights.enter()
+        for unit in units:
+            unit.acquire(Use.FORWARD)
+            self.weights.unshard(unit, "backward" if in_backward else "forward")
+        if in_backward == torch.is_grad_enabled() and not self.weights.evaluates:
+            count_recomputations(units, ends_one=in_backward)
+
+    def end_module(self, units: Sequence[Unit], output: Any, *, apart: bool) -> None:
+        """It has ended; `apart`: the module is a tile, which is recomputed one at a time."""
+        in_backward = _in_backward()
+        for unit in units:
+            unit.release(Use.FORWARD)
+            if unit.is_held:
+                continue
+            if in_backward and (not apart or unit.in_backward):
+                unit.acquire(Use.BACKWARD)  # recomputed: its own backward follows
+            else:
+                self.weights.after_forward(unit)
+        if self.weights.running == 1 and not in_backward:
+            self.hold_parameters(output)
+        self.weights.leave()
+
+    # ------------------------------------------------------------------ its backward
+
+    def begin_backward(self, units: Sequence[Unit], epoch: int) -> None:
+        """A gradient has come to the outputs of a module that ran under `epoch`."""
+        for unit in units:
+            self.backward.before_unit(unit, epoch)
+
+    def end_backward(self, units: Sequence[Unit], *, counted: bool, before_others: bool) -> None:
+        """The gradients of its inputs have come. `counted`: its forward is one of those that a
+        backward follows; `before_others`: other nodes of the module may still have to run.
+        """
+        done = counted and not retains_graph()  # else this graph's backward may follow once more
+        for unit in units:
+            unit.end_forwards(done)
+            self.backward.after_inputs(unit, before_others=before_others)
+
+    # ------------------------------------------------------------------ parameters used elsewhere
+
+    def use(self, unit: Unit, name: str, operation: str) -> None:
+        """A released parameter is about to be read outside the modules that hold it: bring its
+        unit here, or refuse.
+        """
+        in_backward = _in_backward()
+        phase: Phase = "backward" if in_backward else "forward"
+        if not unit.cells.weight.is_sharded:
+            self.weights.unshard(unit, phase)  # on its way to every rank already
+            return
+        # .data is how code looks, or writes
+        training = torch.is_grad_enabled() and operation != ".data"
+        if not (in_backward or self.weights.running or training):
+            late = "; an optimizer made after shard() needs engine.attach(optimizer)"
+            raise StateError(
+                f"parameter {name!r} rests sharded and cannot be read here ({operation}): read it"
+                " inside engine.gathered(), on every rank"
+                f"{late if self.backward.optimizer is None else ''}"
+            )
+        may_follow = in_backward or torch.is_grad_enabled()
+        self.weights.hold(unit, phase, Until.BACKWARD_ENDS if may_follow else Until.FORWARD_ENDS)
+
+    def hold(self, unit: Unit) -> None:
+        """Keep `unit` gathered until the next step."""
+        if unit.cells.weight.is_sharded:
+            self.weights.hold(unit, "forward", Until.STEP)
+
+    def hold_parameters(self, output: Any) -> None:
+        """Keep the units of parameters in `output`, which has left the model, until the next
+        step: they may be used anywhere, on one rank alone.
+        """
+        for tensor in tensors_within(output):
+            if isinstance(tensor, nn.Parameter) and hasattr(tensor, "_zeroshard"):
+                tensor._zeroshard.hold()
+
+    # ------------------------------------------------------------------ optimizer.step()
+
+    def before_step(self) -> bool:
+        """``optimizer.step()`` begins: agree on the gradients, and wait until every rank is done
+        reading the weights. Return whether the step may be taken.
+        """
+        context = self._context
+        context.faults.check()
+        if self._refuse_steps is not None:
+            raise StateError(self._refuse_steps)
+        self.weights.check_awake()
+        self._watch.check()
+        if context.clip_norm is not None and not self._finalizer.clipped:
+            self._finalizer.clip(context.clip_norm)
+        result = self._finalizer.before_step()
+        if self._finalizer.is_every(context.verify_every):
+            compare_replicas(self.weights.units, self._optimizer, context.transport)
+        context.faults.agree()  # before anything is written
+        self._rest.before_writing()
+        self._recovery.begin_step()
+        return result.finite
+
+    def after_step(self, error: StorageError | None = None) -> None:
+        """The user's optimizer has stepped: publish what was written; an `error` on any rank is
+        raised on all.
+        """
+        optimizer, tiles, faults = self._optimizer, self._tiles, self._context.faults
+        if optimizer is not None and optimizer.runner.was_late:
+            self.weights.invalidate()
+        else:
+            self._rest.publish(everything=False)
+        faults.agree(error, lost=True)
+        self._finalizer.after_step()
+        with faults.noted(lost=True):
+            if tiles is not None and tiles.balance is not None and optimizer is not None:
+                tiles.rebalance(optimizer, tiles.balance)
+        self._recovery.end_step()
+
+    def publish_late(self) -> None:
+        """A step that was taken one step late goes into the weights."""
+        self._rest.publish(everything=True)
+
+    def zero_gradient(self, parameter: nn.Parameter | None) -> None:
+        """A sealed gradient's ``zero_()`` was called; None: of a param group of which nothing
+        rests here.
+        """
+        self.backward.zero(parameter)
+
+    @contextmanager
+    def refusing_steps(self, why: str) -> Iterator[None]:
+        """Raise StateError with `why` for an ``optimizer.step()`` inside."""
+        self._refuse_steps = why
+        try:
+            yield
+        finally:
+            self._refuse_steps = None
