@@ -29,7 +29,7 @@ from zeroshard.core.route import Axis, Hop, Kind, Route
 from zeroshard.errors import StorageError
 from zeroshard.memory import placeholder_value
 from zeroshard.runtime.context import Context, SegmentPlan
-from zeroshard.runtime.flight import Hops
+from zeroshard.runtime.flight import Hops, ended
 from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.full import FullBuffer
 from zeroshard.state.state import State
@@ -224,10 +224,7 @@ class FlatWeights:
                     streams.read(source)
                 streams.write(self.key)
                 whole, work = self._gather(hop, axes, here, source)
-                if streams.enqueues:
-                    work.wait()
-                else:
-                    yield hop, work
+                yield from ended(work, streams, hop)
             elif hop.kind is Kind.READ:
                 here, source = self.full[slice(*self.rest_span)], None
                 streams.write(self.key)

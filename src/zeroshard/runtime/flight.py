@@ -27,10 +27,18 @@ from zeroshard.core.work import Work
 from zeroshard.errors import StorageError
 from zeroshard.runtime.streams import Event, Lane, Streams
 
-__all__ = ["Flight", "Hops"]
+__all__ = ["Flight", "Hops", "ended"]
 
 # each operation that must end before the next hop, and the hop that it belongs to, if it is one
 Hops = Iterator[tuple[Hop | None, Work]]
+
+
+def ended(work: Work, streams: Streams, hop: Hop | None = None) -> Hops:
+    """Go on after a collective: the lane orders what follows, or else the run waits for it."""
+    if streams.enqueues:
+        work.wait()
+    else:
+        yield hop, work
 
 
 class _Run:

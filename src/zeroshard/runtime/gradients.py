@@ -33,7 +33,7 @@ from zeroshard.memory import Loan
 from zeroshard.runtime.bucket import GradBucket, PartialSum
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
-from zeroshard.runtime.flight import Flight, Hops
+from zeroshard.runtime.flight import Flight, Hops, ended
 from zeroshard.state.gradient import GradientAllocator, RestingGradient
 from zeroshard.state.reduction import Asked
 from zeroshard.state.state import State
@@ -206,11 +206,7 @@ class GradientPath:
         if self.bucket.is_open:
             self._streams.read(self.bucket.name)
         self._streams.write(f"{self.key}.{target}")
-        work = start()
-        if self._streams.enqueues:
-            work.wait()
-        else:
-            yield None, work
+        yield from ended(start(), self._streams)
 
     def _launch(self, hops: Hops, frees: list[str]) -> None:
         flight = Flight([hops], self._streams, "reduce")
@@ -317,11 +313,7 @@ class GradientPath:
             resting.exchange(self._own, whole, lambda mine: self._meet(mine, whole).wait())
             return
         self._streams.write(f"{self.key}.resting")
-        work = self._meet(resting.fetch(*self._own), resting.state.whole)
-        if self._streams.enqueues:
-            work.wait()
-        else:
-            yield None, work
+        yield from ended(self._meet(resting.fetch(*self._own), resting.state.whole), self._streams)
 
     def _meet(self, mine: torch.Tensor, whole: torch.Tensor) -> Work:
         """Start bringing together what every rank that steps the same has averaged."""

@@ -3,7 +3,7 @@
 Its parameters lie in one flat segment per (dtype, trainable); what they are while the unit rests is
 runtime/parameters.py's.
 
-    RESTING --start--> GATHERING --finish--> FULL --reshard--> RESTING
+    RESTING --unshard--> GATHERING --wait_for_unshard--> FULL --reshard--> RESTING
 
 Invariant: any other transition raises StateError naming the unit. Cost: a gather moves the weights
 once; pointing the parameters at their views costs no copy.

@@ -4,8 +4,8 @@ The policy's cells decide: sharded ``between`` releases a unit after its forward
 after its backward, and a step makes replicated weights stale (their gather is the publish, started
 at once and waited for by the next forward).
 
-    need(unit): make room . start (unless prefetched) . finish . record . prefetch what ran after it
-    last time
+    unshard(unit): make room . start (unless prefetched) . wait . record . prefetch what ran after
+    it last time
 
 Invariants: gathered weights beyond rest and gradient buffers never exceed ``budget_bytes`` = 2 x
 the largest unit + prefetch_bytes, unless one pass needs more at the same time; every decision
