@@ -18,8 +18,9 @@ import pytest
 import zeroshard as zs
 from tests.support.harness import run_ranks
 from tests.support.training import Run, batch, differences, make_model, train, two_groups
-from zeroshard.runtime import repartition, segment
+from zeroshard.runtime import segment
 from zeroshard.state import gradient as resting
+from zeroshard.state import state
 from zeroshard.tier import direct_io, disk
 
 TIERS = {
@@ -52,7 +53,7 @@ def _small_tiles(
         with (
             mock.patch.multiple(resting, _BLOCK=512, _CHUNK=128),
             mock.patch.object(segment, "_TILE", 320),
-            mock.patch.object(repartition, "_TILE", 320),
+            mock.patch.object(state, "_TILE", 320),
         ):
             run: Run = train(rank, row, offload=offload, **same)
         out[name] = run.differs_from(expected) + (
@@ -66,7 +67,8 @@ def _attached(rank: int, world: int) -> list[str]:
     runs = {}
     for name, offload in (("device", None), ("host", zs.Offload(optimizer="host"))):
         model = make_model(width=32, layers=1)
-        with mock.patch.object(segment, "_TILE", 320 if offload else 1 << 20):
+        tile = 320 if offload else 1 << 20
+        with mock.patch.object(segment, "_TILE", tile), mock.patch.object(state, "_TILE", tile):
             engine = zs.shard(
                 model,
                 precision="bf16",
@@ -99,7 +101,7 @@ def _slow_disk(rank: int, world: int, path: str) -> list[str]:
     expected = train(rank, "zero2", **same)
     with (
         mock.patch.object(segment, "_TILE", 320),
-        mock.patch.object(repartition, "_TILE", 320),
+        mock.patch.object(state, "_TILE", 320),
         mock.patch.object(disk, "write_blocks", late),
     ):
         run = train(

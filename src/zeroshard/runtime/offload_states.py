@@ -24,11 +24,10 @@ import torch
 from zeroshard.comm.transport import Transport
 from zeroshard.memory import placeholder
 from zeroshard.optim.sharded import ShardedOptimizer
-from zeroshard.runtime.repartition import move
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit, UnitState
 from zeroshard.runtime.weights import Weights
-from zeroshard.state.state import State
+from zeroshard.state.state import State, move
 from zeroshard.tier.host import HostStore
 
 __all__ = ["OffloadedStates"]

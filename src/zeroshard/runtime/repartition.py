@@ -1,5 +1,4 @@
-"""Move States from one cut to another: between the device and another tier while training, and to
-the host and back between phases.
+"""Move States from one cut to another: between the device and another tier while training.
 
     before   |  device          |  host         |        masters and moments between the two cuts
     after    |  device      |  host             |        cross over; shards are cut anew there
@@ -21,7 +20,7 @@ import torch
 
 from zeroshard.core.placement import Tier
 from zeroshard.core.repartition import overlaps
-from zeroshard.core.split import splits, tiles
+from zeroshard.core.split import splits
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import ParamShard, Taken, Tile
 from zeroshard.optim.tiles import TileStates
@@ -30,25 +29,9 @@ from zeroshard.runtime.build import Context, make_master
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.tiles import cut_tiles
 from zeroshard.runtime.unit import Unit
-from zeroshard.state.state import State
+from zeroshard.state.state import move
 
-__all__ = ["StepTiles", "move"]
-
-_TILE = 1 << 20  # elements that move at a time
-
-
-def move(source: State, target: State) -> None:
-    """Copy the elements of `source` into `target`, which has as many, a block at a time; each cast
-    to the target's dtype. Blocks until they are there.
-    """
-    assert source.numel == target.numel, (source.numel, target.numel)
-    with torch.no_grad():
-        for start, stop in tiles(0, source.numel, _TILE):
-            with (
-                source.borrowed(start, stop, write=False) as numbers,
-                target.borrowed(start, stop, write=True) as there,
-            ):
-                there.copy_(numbers)
+__all__ = ["StepTiles"]
 
 
 class StepTiles:

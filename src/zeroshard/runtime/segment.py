@@ -23,7 +23,7 @@ from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.parameters import Parameters
 from zeroshard.state.full import flatten
-from zeroshard.state.state import State
+from zeroshard.state.state import State, move
 from zeroshard.tier.link import Link
 from zeroshard.tier.store import Store
 
@@ -129,12 +129,7 @@ class Segment:
     def fill_master(self) -> None:
         """Take the master's numbers from the weights."""
         assert self.master is not None
-        for start, stop in tiles(self.aliased, self.master.numel, _TILE):
-            with (
-                self.weight.borrowed(start, stop, write=False) as weight,
-                self.master.borrowed(start, stop, write=True) as master,
-            ):
-                master.copy_(weight)
+        move(self.weight, self.master, self.aliased)
 
     def store(
         self, values: Sequence[torch.Tensor], *, masters: Sequence[bool] | None = None

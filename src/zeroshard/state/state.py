@@ -19,11 +19,14 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from zeroshard.core.placement import Tier
+from zeroshard.core.split import tiles
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.tier.link import Direct, Link
 from zeroshard.tier.store import Storage, Store
 
-__all__ = ["DeviceStorage", "State"]
+__all__ = ["DeviceStorage", "State", "move"]
+
+_TILE = 1 << 20  # elements that move at a time
 
 
 class DeviceStorage:
@@ -172,3 +175,17 @@ class State:
         """Give back memory of other tiers."""
         for part in self.parts:
             part.close()
+
+
+def move(source: State, target: State, start: int = 0) -> None:
+    """Copy the elements of `source` from `start` on into `target`, which has as many, a tile at a
+    time; each cast to the target's dtype. Blocks until they are there.
+    """
+    assert source.numel == target.numel, (source.numel, target.numel)
+    with torch.no_grad():
+        for low, high in tiles(start, source.numel, _TILE):
+            with (
+                source.borrowed(low, high, write=False) as numbers,
+                target.borrowed(low, high, write=True) as there,
+            ):
+                there.copy_(numbers)
