@@ -480,6 +480,16 @@ def test_the_third_bad_step_in_a_row_stops_and_names_the_parameter(precision: st
     run_ranks(2, _always_bad, precision)
 
 
+def test_forwards_watched_after_a_bad_step_leave_no_hooks_of_saved_tensors() -> None:
+    model, optimizer, engine = make_sharded("zero3")
+    for factor in (float("inf"), 1.0, 1.0):
+        (model(*batch(0, 0)) * factor).backward()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.close()
+
+
 def _skipped_like_never(rank: int, world: int) -> list[list[str]]:
     """A skipped step leaves nothing behind: the run goes on as if its batch had not been."""
     out = []

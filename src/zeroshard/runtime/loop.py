@@ -77,7 +77,6 @@ class Loop:
         self._tiles: StepTiles | None = None
         self._refuse_steps: str | None = None  # why, while they are refused
         self._saved = SavedTensors(weights, backward)
-        self._saved = SavedTensors(weights, backward)
         self._beat = heartbeat()
         # elsewhere ranks may run forwards that the others do not
         may_agree = context.policy.weights_leave_the_device or context.transport.size == 1
@@ -105,12 +104,10 @@ class Loop:
         self.weights.begin("forward")
         self.weights.enter(evaluates=not (torch.is_grad_enabled() or is_checkpointed()))
         self._saved.begin()
-        self._saved.begin()
         self._broadcast_buffers()
 
     def end_forward(self, output: Any) -> None:
         """It has ended, perhaps by an exception (`output` None)."""
-        self._saved.end()
         self._saved.end()
         if self.weights.running == 1 and not self.weights.nothing_to_do:
             self.hold_parameters(output)
