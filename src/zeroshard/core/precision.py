@@ -8,6 +8,7 @@ gradient. In fp32 the weight, or this rank's slice of it, *is* the master.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -26,6 +27,7 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     return _DTYPES[name]
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the short name of `dtype` ("fp32"), or torch's own."""
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
