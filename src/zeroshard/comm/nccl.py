@@ -20,6 +20,7 @@ temporary slice per reduce, N of them when ordered.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +39,18 @@ from zeroshard.errors import PeerLostError, StallError
 from zeroshard.memory import Pool, mark, order_after
 
 __all__ = ["NcclTransport"]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How the ranks share a buffer; worked out once, since with many ranks it takes longer than a
+    collective's start.
+    """
+
+    ranges: Sequence[Range]  # kept, so that no other cut takes its id
+    is_equal: bool  # equal shares in the order of ranks, as the backend's own collectives take them
+    numel: int  # of the other ranks' shares
+    numel_between: int  # of those on other nodes
 
 
 class NcclTransport:
@@ -66,6 +79,9 @@ class NcclTransport:
         self._pool = Pool(spec.pool_bytes)
         self._temporaries = Pool(spec.pool_bytes)
         self._under_way: list[NativeWork] = []
+        self._cuts: dict[int, _Cut] = {}  # by id of the ranges
+        self._others = [rank for rank in range(self.size) if rank != self.rank]
+        self._far = [rank for rank in self._others if not self._mesh.same_node(rank, self.rank)]
 
     @property
     def stall_timeout_s(self) -> float:
@@ -90,19 +106,30 @@ class NcclTransport:
 
     def register(self, key: str) -> None: ...
 
-    def _count(self, operation: str, by_rank: Callable[[int], int]) -> None:
-        """Count what came from each other rank."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        between = sum(by_rank(rank) for rank in others if not self._mesh.same_node(rank, self.rank))
-        self.traffic.add(operation, "nccl", sum(by_rank(rank) for rank in others), between=between)
+    def _cut(self, ranges: Sequence[Range]) -> _Cut:
+        known = self._cuts.get(id(ranges))
+        if known is not None:
+            return known
+        sizes = [stop - start for start, stop in ranges]
+        cut = _Cut(
+            ranges,
+            len(set(sizes)) == 1 and list(ranges) == sorted(ranges),
+            sum(sizes[rank] for rank in self._others),
+            sum(sizes[rank] for rank in self._far),
+        )
+        if isinstance(ranges, tuple):  # a segment's; others are made for one call
+            self._cuts[id(ranges)] = cut
+        return cut
 
     def all_gather(
         self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor
     ) -> Work:
-        itemsize = out.element_size()
-        self._count("all_gather", lambda rank: (ranges[rank][1] - ranges[rank][0]) * itemsize)
+        cut, itemsize = self._cut(ranges), out.element_size()
+        self.traffic.add(
+            "all_gather", "nccl", cut.numel * itemsize, between=cut.numel_between * itemsize
+        )
         group, works = self._group, []
-        if _are_equal(ranges):
+        if cut.is_equal:
             if out.numel():
                 works = [all_gather_single(out, local, group=group, async_op=True)]
         else:
@@ -157,14 +184,20 @@ class NcclTransport:
         arrived = loan
         if exchanges:
             works = [self._all_to_all(data, arrived.view(self.size, own), ranges)]
-        elif _are_equal(ranges):
+        elif self._cut(ranges).is_equal:
             works = []
             if numel:
                 works = [reduce_scatter_single(arrived, data, group=self._group, async_op=True)]
         else:
             works = self._reduce_one_by_one(data, ranges)
             arrived = data[start:stop]
-        self._count("reduce_scatter", lambda rank: own * wire_dtype.itemsize)
+        num_bytes = own * wire_dtype.itemsize
+        self.traffic.add(
+            "reduce_scatter",
+            "nccl",
+            num_bytes * len(self._others),
+            between=num_bytes * len(self._far),
+        )
 
         def finish() -> None:
             parts: list[torch.Tensor | None] = (
@@ -228,9 +261,9 @@ class NcclTransport:
         if flat.data_ptr() != data.data_ptr():
             data.copy_(flat)
         if self.rank != source:
-            self._count(
-                "broadcast",
-                lambda rank: flat.numel() * flat.element_size() if rank == source else 0,
+            num_bytes = flat.numel() * flat.element_size()
+            self.traffic.add(
+                "broadcast", "nccl", num_bytes, between=num_bytes * (source in self._far)
             )
 
     def progress(self) -> None: ...
@@ -251,13 +284,6 @@ class NcclTransport:
         self._under_way = []
         self._pool.clear()
         self._temporaries.clear()
-
-
-def _are_equal(ranges: Sequence[Range]) -> bool:
-    """Whether all shares are equal and lie in the order of ranks, as the backend's own
-    collectives take them.
-    """
-    return len({stop - start for start, stop in ranges}) == 1 and list(ranges) == sorted(ranges)
 
 
 class NativeWork:
