@@ -107,14 +107,14 @@ class Pool:
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._limit_bytes = limit_bytes
         self._largest_bytes = 0
-        self._idle: list[tuple[torch.Tensor, Any]] = []  # (uint8 buffer, event)
-        self._lent: dict[int, torch.Tensor] = {}  # by address
+        self._idle: list[tuple[int, torch.Tensor, Any]] = []  # (bytes, uint8 buffer, event)
+        self._lent: dict[int, tuple[int, torch.Tensor]] = {}  # (bytes, buffer), by address
+        self._lent_bytes = 0
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether `take` would stay within the limit."""
         self._largest_bytes = max(self._largest_bytes, num_bytes)
-        lent = sum(buffer.numel() for buffer in self._lent.values())
-        return not self._lent or lent + num_bytes <= self._limit
+        return not self._lent or self._lent_bytes + num_bytes <= self._limit
 
     @property
     def _limit(self) -> int:
@@ -124,43 +124,48 @@ class Pool:
         """Return an undefined tensor [numel], the caller's until `give`. Idle buffers that no
         longer fit the limit are freed.
         """
-        num_bytes = max(numel * dtype.itemsize, 64)
+        wanted = numel * dtype.itemsize
+        num_bytes = max(wanted, 64)
         self._largest_bytes = max(self._largest_bytes, num_bytes)
-        fits = [
-            entry
-            for entry in self._idle
-            if entry[0].numel() >= num_bytes and entry[0].device == device
-        ]
-        best = min(fits, key=lambda entry: entry[0].numel(), default=None)
-        if best is None:
+        best = -1  # the smallest that fits
+        for index, (size, idle, _) in enumerate(self._idle):
+            if (
+                size >= num_bytes
+                and idle.device == device
+                and (best < 0 or size < self._idle[best][0])
+            ):
+                best = index
+        if best < 0:
             self._trim(num_bytes)
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            size, buffer = num_bytes, torch.empty(num_bytes, dtype=torch.uint8, device=device)
         else:
-            self._idle = [entry for entry in self._idle if entry is not best]
-            buffer = best[0]
-            order_after(best[1])
-        self._lent[buffer.data_ptr()] = buffer
-        return buffer[: numel * dtype.itemsize].view(dtype)
+            size, buffer, event = self._idle.pop(best)
+            order_after(event)
+        self._lent[buffer.data_ptr()] = (size, buffer)
+        self._lent_bytes += size
+        return buffer[:wanted].view(dtype)
 
     def _trim(self, num_bytes: int) -> None:
-        held = [*self._lent.values(), *(buffer for buffer, _ in self._idle)]
-        excess = sum(buffer.numel() for buffer in held) + num_bytes - self._limit
+        idle_bytes = sum(size for size, _, _ in self._idle)
+        excess = self._lent_bytes + idle_bytes + num_bytes - self._limit
         while self._idle and excess > 0:
-            buffer, event = self._idle.pop(0)
+            size, _, event = self._idle.pop(0)
             order_after(event)  # the allocator frees in the order of the stream that is current
-            excess -= buffer.numel()
+            excess -= size
 
     def give(self, tensor: torch.Tensor) -> None:
         """Take back what `take` returned. What was lent before `clear` is ignored."""
         # an empty tensor has no address of its own
-        buffer = self._lent.pop(tensor.untyped_storage().data_ptr(), None)
+        size, buffer = self._lent.pop(tensor.untyped_storage().data_ptr(), (0, None))
         if buffer is not None:
-            self._idle.append((buffer, mark(tensor.device)))
+            self._lent_bytes -= size
+            self._idle.append((size, buffer, mark(tensor.device)))
 
     def clear(self) -> None:
         """Forget everything."""
         self._idle.clear()
         self._lent.clear()
+        self._lent_bytes = 0
 
 
 class Pages:
