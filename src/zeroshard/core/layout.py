@@ -176,6 +176,13 @@ class Layout:
         return self.ranges[members[0]][0], self.ranges[members[-1]][1]
 
     @cached_property
+    def gaps(self) -> tuple[Range, ...]:
+        """The ranges of the buffer between and after the parameters."""
+        ends = (0, *(slot.stop for slot in self.slots))
+        starts = (*(slot.offset for slot in self.slots), self.numel)
+        return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
+
+    @cached_property
     def padding(self) -> int:
         """Elements of the buffer that belong to no parameter."""
         return self.numel - sum(slot.numel for slot in self.slots)

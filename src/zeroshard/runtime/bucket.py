@@ -107,14 +107,13 @@ class GradBucket:
         """Set to zero what has no gradient."""
         if self.buffer is None:
             return
-        end, layout = 0, self._flat.layout
-        for slot, seen in zip(layout.slots, self.seen, strict=True):
-            if seen:
-                if slot.offset > end:
-                    self.buffer.data[end : slot.offset].zero_()
-                end = slot.stop
-        if end < layout.numel:
-            self.buffer.data[end:].zero_()
+        data, layout = self.buffer.data, self._flat.layout
+        for start, stop in layout.gaps:
+            data[start:stop].zero_()
+        if not all(self.seen):
+            for slot, seen in zip(layout.slots, self.seen, strict=True):
+                if not seen:
+                    data[slot.offset : slot.stop].zero_()
         self._streams.write(self.name)
 
     def outgoing(self, residual: Residual | None) -> GradBuffer | None:

@@ -195,6 +195,7 @@ def test_padding_is_at_most_the_alignment_per_parameter_and_rank(
 ) -> None:
     layout = Layout.build(named(shapes), Mesh(1, num_shards), align=align)
     assert 0 <= layout.padding <= align * (len(shapes) + num_shards)
+    assert sum(stop - start for start, stop in layout.gaps) == layout.padding
     for share in layout.shares:  # what one rank keeps at rest
         assert share <= sum(slot.numel for slot in layout.slots) / num_shards + align * (
             len(shapes) / num_shards + 1
