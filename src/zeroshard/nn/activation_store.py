@@ -34,7 +34,7 @@ import torch.distributed as dist
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work
 from zeroshard.errors import ConfigError, StateError, StorageError
-from zeroshard.runtime.flight import Flight, Hops
+from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.streams import Streams, make_streams
 from zeroshard.tier.host import HostStore
 from zeroshard.tier.store import Storage, Store
@@ -187,13 +187,13 @@ class ActivationStore:
     ) -> Flight:
         """Start `copy` on `lane`, after everything that compute has been given."""
 
-        def hops() -> Hops:
+        def works() -> Iterator[Work]:
             self.streams.read(reads)
             self.streams.write(writes)
-            yield None, copy()
+            yield copy()
 
         with self._lock:
-            return Flight([hops()], self.streams, lane)
+            return Flight(works(), self.streams, lane)
 
     def take(self, num_bytes: int) -> Storage:
         """Return a storage of at least `num_bytes`. Raises StorageError when the tier is full."""

@@ -29,15 +29,17 @@ from zeroshard.core.route import Axis, Hop, Kind, Route
 from zeroshard.errors import StorageError
 from zeroshard.memory import placeholder_value
 from zeroshard.runtime.context import Context, SegmentPlan
-from zeroshard.runtime.flight import Hops, ended
+from zeroshard.runtime.flight import Hops, Run, ended
 from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.full import FullBuffer
 from zeroshard.state.state import State
 
 __all__ = ["FlatWeights"]
 
+_Levels = Sequence[tuple[Hop | None, tuple[Axis, ...]]]
+
 # a route without hops: between two buffers of one memory, on a single rank
-_COPY: tuple[tuple[Hop | None, tuple[Axis, ...]], ...] = ((None, ()),)
+_COPY: _Levels = ((None, ()),)
 
 
 class _Reads:
@@ -208,23 +210,31 @@ class FlatWeights:
             self._context.meter.add(self.full_bytes)
             self._context.streams.alloc(self.key)
 
-    def unshard(self, *, raw: bool = False) -> Hops:
-        """Bring the weights together, in memory that has been taken; `raw`: as they rest, without
-        a codec.
-        """
+    def unshard(self) -> Work:
+        """Start bringing the weights together, in memory that has been taken."""
         if self.is_local:
             assert self.window is not None
-            yield None, self.window.gather()
-            return
-        route, here, source = self._start(raw)
+            return self.window.gather()
+        return self._take(*self._start(raw=False))
+
+    def unshard_raw(self) -> Work:
+        """Do the same as they rest, without a codec."""
+        return self.unshard() if self.is_local else self._take(*self._start(raw=True))
+
+    def _take(self, route: Route, here: torch.Tensor, source: str | None) -> Work:
+        """Start `route`: a single gather as it is, several hops as a Run."""
+        levels = route.levels or _COPY
+        hop, axes = levels[0]
+        if len(levels) == 1 and (hop is None or hop.kind is Kind.ALL_GATHER):
+            return self._gather(hop, axes, here, source)[1]
+        return Run(self._hops(levels, here, source))
+
+    def _hops(self, levels: _Levels, here: torch.Tensor, source: str | None) -> Hops:
         streams, whole = self._context.streams, here
-        for hop, axes in route.levels or _COPY:
+        for hop, axes in levels:
             if hop is None or hop.kind is Kind.ALL_GATHER:
-                if source is not None:
-                    streams.read(source)
-                streams.write(self.key)
                 whole, work = self._gather(hop, axes, here, source)
-                yield from ended(work, streams, hop)
+                yield hop, work
             elif hop.kind is Kind.READ:
                 here, source = self.full[slice(*self.rest_span)], None
                 streams.write(self.key)
@@ -253,17 +263,21 @@ class FlatWeights:
     def _gather(
         self, hop: Hop | None, axes: tuple[Axis, ...], here: torch.Tensor, source: str | None
     ) -> tuple[torch.Tensor, Work]:
-        """Start an all-gather of `here`; return what it fills."""
+        """Start an all-gather of `here`; return what it fills, and what is left to wait for."""
+        streams, out, ranges = self._context.streams, self.full, self.layout.ranges
+        if source is not None:
+            streams.read(source)
+        streams.write(self.key)
         if self.window is not None and source == self.rest_name:
-            return self.full, self.window.gather(self.full)
+            return out, ended(self.window.gather(out), streams)
         if hop is None:
-            self.full.copy_(here)
-            return self.full, DoneWork()
-        out, ranges = self.full, self.layout.ranges
+            out.copy_(here)
+            return out, DoneWork()
         if hop.wire.codec is not None:
             out, ranges = self._empty_encoding(self.layout.numel), self._encoded_ranges
         key = source if source == f"{self.key}.column" else f"{self.key}.weight"
-        return out, gather_over(self._context.transport, axes, key, here, ranges, out)
+        work = gather_over(self._context.transport, axes, key, here, ranges, out)
+        return out, ended(work, streams)
 
     def _lose(self, error: StorageError) -> None:
         """Our slice could not be read: go on without."""

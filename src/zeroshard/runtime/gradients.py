@@ -33,7 +33,7 @@ from zeroshard.memory import Loan
 from zeroshard.runtime.bucket import GradBucket, PartialSum
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
-from zeroshard.runtime.flight import Flight, Hops, ended
+from zeroshard.runtime.flight import Flight, Hops, Run, ended
 from zeroshard.state.gradient import GradientAllocator, RestingGradient
 from zeroshard.state.reduction import Asked
 from zeroshard.state.state import State
@@ -206,10 +206,10 @@ class GradientPath:
         if self.bucket.is_open:
             self._streams.read(self.bucket.name)
         self._streams.write(f"{self.key}.{target}")
-        yield from ended(start(), self._streams)
+        yield None, ended(start(), self._streams)
 
     def _launch(self, hops: Hops, frees: list[str]) -> None:
-        flight = Flight([hops], self._streams, "reduce")
+        flight = Flight(map(Run, [hops]), self._streams, "reduce")
         if self.bucket.is_open:
             frees.append(self.bucket.name)
         self.reduction = Reduction(flight, self.bucket.loan, frees)
@@ -313,7 +313,7 @@ class GradientPath:
             resting.exchange(self._own, whole, lambda mine: self._meet(mine, whole).wait())
             return
         self._streams.write(f"{self.key}.resting")
-        yield from ended(self._meet(resting.fetch(*self._own), resting.state.whole), self._streams)
+        yield None, ended(self._meet(resting.fetch(*self._own), resting.state.whole), self._streams)
 
     def _meet(self, mine: torch.Tensor, whole: torch.Tensor) -> Work:
         """Start bringing together what every rank that steps the same has averaged."""

@@ -14,7 +14,7 @@ from zeroshard.comm.transport import Transport
 from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
 from zeroshard.memory import MemoryCounter
-from zeroshard.runtime.flight import Flight
+from zeroshard.runtime.flight import Flight, Run
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import Streams
@@ -147,7 +147,8 @@ class Reductions:
         and one wait for all.
         """
         if paths:
-            Flight([path.gather_averages() for path in paths], self._streams, "reduce").wait()
+            hops = [path.gather_averages() for path in paths]
+            Flight(map(Run, hops), self._streams, "reduce").wait()
 
     def abandon(self) -> None:
         """After an exception: nothing is under way."""

@@ -21,6 +21,7 @@ from torch import nn
 
 from zeroshard.core.placement import Cells
 from zeroshard.errors import StateError
+from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.released import release_class, restore_class
@@ -195,7 +196,8 @@ class Unit:
         for flat in flats:
             flat.take_memory()
         lane: Lane | None = None if all(flat.is_local for flat in flats) else "gather"
-        self._flight = Flight([flat.unshard(raw=raw) for flat in flats], streams, lane, fork=fork)
+        start = FlatWeights.unshard_raw if raw else FlatWeights.unshard
+        self._flight = Flight(map(start, flats), streams, lane, fork=fork)
 
     def advance(self) -> None:
         """Go on with a gather that began with a read of another tier."""
