@@ -212,17 +212,18 @@ class FlatWeights:
 
     def unshard(self) -> Work:
         """Start bringing the weights together, in memory that has been taken."""
-        if self.is_local:
-            assert self.window is not None
-            return self.window.gather()
-        return self._take(*self._start(raw=False))
+        return self._unshard(raw=False)
 
     def unshard_raw(self) -> Work:
         """Do the same as they rest, without a codec."""
-        return self.unshard() if self.is_local else self._take(*self._start(raw=True))
+        return self._unshard(raw=True)
 
-    def _take(self, route: Route, here: torch.Tensor, source: str | None) -> Work:
-        """Start `route`: a single gather as it is, several hops as a Run."""
+    def _unshard(self, *, raw: bool) -> Work:
+        """Start a route: a single gather as it is, several hops as a Run."""
+        if self.is_local:
+            assert self.window is not None
+            return self.window.gather()
+        route, here, source = self._start(raw)
         levels = route.levels or _COPY
         hop, axes = levels[0]
         if len(levels) == 1 and (hop is None or hop.kind is Kind.ALL_GATHER):

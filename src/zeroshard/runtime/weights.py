@@ -7,32 +7,29 @@ at once and waited for by the next forward).
     unshard(unit): make room . start (unless prefetched) . wait . record . prefetch what ran after
     it last time
 
-Invariants: gathered weights beyond rest and gradient buffers never exceed ``budget_bytes`` = 2 x
-the largest unit + prefetch_bytes, unless one pass needs more at the same time; every decision
-depends on what the ranks share (order and sizes), never on timing, so that two-sided collectives
-meet. Cost: one dictionary look-up per unit that is there already.
+Invariants: gathered weights beyond rest and gradient buffers never exceed the budget
+(runtime/prefetch.py), unless one pass needs more at the same time; every decision depends on what
+the ranks share (order and sizes), never on timing, so that two-sided collectives meet. Cost: one
+dictionary look-up per unit that is there already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
-from typing import Literal
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zeroshard.core.digest import Digest
-from zeroshard.core.order import Order, to_evict
 from zeroshard.core.precision import dtype_name
 from zeroshard.errors import StateError
 from zeroshard.memory import MemoryCounter, Trimmer
+from zeroshard.runtime.prefetch import Phase, Prefetch
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.unit import Unit, UnitState, Use
 
 __all__ = ["Phase", "Until", "Weights", "in_transform"]
-
-Phase = Literal["forward", "backward"]
 
 
 class Until(IntEnum):
@@ -65,20 +62,14 @@ class Weights:
         # the gradient side waits for its reduces
         self.make_room: Callable[[int], None] = lambda num_bytes: None
         self.trimmer = Trimmer(None)  # set by the engine
-        largest = max((unit.nominal_bytes for unit in units), default=0)
-        self.prefetch_bytes = largest if prefetch_bytes is None else prefetch_bytes
-        self.budget_bytes = 2 * largest + self.prefetch_bytes
+        self._prefetch = Prefetch(self.units, prefetch_bytes, meter)
         self._streams = streams
-        self._meter = meter
         self._digest = digest
         # gathers need every rank: all gather the same units in the same order
         self.ordered = ordered or any(unit.is_coded for unit in units)
-        self._order: Order[int] = Order()
-        self._sizes = {unit.index: unit.full_bytes for unit in units}
         # units that do not rest, by index
         self._here = {unit.index for unit in units if unit.state is not UnitState.RESTING}
         self._idle: Unit | None = None  # forward over, kept until another unit is needed
-        self._prefetched: dict[int, Unit] = {}
         self.pinned = 0  # gathered() contexts that hold every unit
         self.raw = 0  # gathered() contexts, which show what rests
         self.offloaded = False  # between offload_states() and reload_states()
@@ -133,11 +124,16 @@ class Weights:
                 unit.release(Use.DIRECT)
                 self.release_unused(unit)
 
+    @property
+    def budget_bytes(self) -> int:
+        """The most that gathered weights and gradient buffers may take beyond what rests."""
+        return self._prefetch.budget_bytes
+
     def begin(self, phase: Phase) -> None:
         """Start a pass over the model."""
         if self.refusal is not None:
             raise StateError(self.refusal)
-        self._order.begin(phase)
+        self._prefetch.begin(phase)
 
     def unshard(self, unit: Unit, phase: Phase) -> None:
         """Return with `unit` gathered, and the units expected next on their way."""
@@ -157,9 +153,11 @@ class Weights:
         _refuse_transforms(unit)
         if unit.state is UnitState.RESTING:
             self.check_awake()
-            self._make_room(unit, phase)
+            for other in self._prefetch.giving_way(unit, phase):
+                self.release_prefetched(other)
+            self.make_room(unit.full_bytes)
             self.start(unit)
-        self._prefetched.pop(unit.index, None)
+        self._prefetch.discard(unit)
         if in_transform():
             with temporarily_clear_interpreter_stack():  # our copies are not its to follow
                 unit.wait_for_unshard()
@@ -169,8 +167,8 @@ class Weights:
             self._streams.read(segment.key)
         if self.trace is not None:
             self.trace("use", unit.name)
-        self._order.record(phase, unit.index)
-        for other in self._prefetched.values():
+        self._prefetch.ran(unit, phase)
+        for other in self._prefetch.units:
             other.advance()
         if unit.full_bytes:
             # prefetched in one order and run in another: the ranks' next gathers will differ
@@ -179,7 +177,9 @@ class Weights:
                 self._digest.fold(
                     phase, unit.name, dtype_name(first.dtype), first.layout.numel, ordered=True
                 )
-            self._prefetch(unit, phase)
+            for other in self._prefetch.following(unit, phase, self._here):
+                self._prefetch.add(other)
+                self.start(other)
 
     def start(self, unit: Unit, *, fork: bool = True) -> None:
         """Start gathering `unit`, a collective on two-sided transports."""
@@ -193,40 +193,6 @@ class Weights:
             self.trace("gather", unit.name)
         unit.unshard(self._streams, fork=fork, raw=self.raw > 0)
         self._here.add(unit.index)
-
-    def _make_room(self, unit: Unit, phase: Phase) -> None:
-        """Let go of what was prefetched for another order, then wait for reduces, until `unit`
-        fits the budget.
-        """
-        excess = self._meter.live + unit.full_bytes - self.budget_bytes
-        if self._prefetched and excess > 0:
-            evicted = to_evict(
-                self._prefetched,
-                self._order.upcoming(phase, unit.index),
-                sizes=self._sizes,
-                excess_bytes=excess,
-            )
-            for index in evicted:
-                self.release_prefetched(self.units[index])
-        self.make_room(unit.full_bytes)
-
-    def _prefetch(self, unit: Unit, phase: Phase) -> None:
-        under_way = sum(self._sizes[index] for index in self._prefetched)
-        allowed = min(self.budget_bytes - self._meter.live, self.prefetch_bytes - under_way)
-        if allowed <= 0:
-            return
-        for index in self._order.predict(
-            phase,
-            unit.index,
-            sizes=self._sizes,
-            live_bytes=0,
-            budget_bytes=allowed,
-            live=self._here,
-        ):
-            other = self.units[index]
-            if other.full_bytes:
-                self._prefetched[index] = other
-                self.start(other)
 
     def show_raw(self, units: Sequence[Unit]) -> None:
         """Until `raw` is counted down again, gather what rests; encoded weights of `units`
@@ -243,7 +209,7 @@ class Weights:
 
     def release_prefetched(self, unit: Unit) -> None:
         """Release a unit that was prefetched and not used."""
-        self._prefetched.pop(unit.index, None)
+        self._prefetch.discard(unit)
         unit.wait_for_unshard()
         self.release(unit, for_backward=None)
 
@@ -294,7 +260,7 @@ class Weights:
         or idle.
         """
         self.release_idle()
-        for unit in list(self._prefetched.values()):
+        for unit in self._prefetch.units:
             self.release_prefetched(unit)
 
     def after_backward(self, unit: Unit) -> None:
@@ -366,13 +332,8 @@ class Weights:
         """
         self.begin(phase)
         if self.ordered:
-            in_order = (
-                [unit.index for unit in self.units]
-                if phase == "forward"
-                else [unit.index for unit in reversed(self.units)]
-            )
-            for index in self._order.trace(phase) or in_order:
-                unit = self.units[index]
+            in_order = self.units if phase == "forward" else self.units[::-1]
+            for unit in self._prefetch.last_pass(phase) or in_order:
                 self.unshard(unit, phase)
                 yield unit
                 self.after_backward(unit) if phase == "backward" else self.after_forward(unit)
@@ -382,9 +343,8 @@ class Weights:
         """After an exception: every unit back at rest, and no expectation, since the ranks may
         have come to different places.
         """
-        self._order = Order()
+        self._prefetch.abandon()
         self._idle = None
-        self._prefetched.clear()
         self._here.clear()
         self._held.clear()
         self.running = self.pinned = self.raw = self._open = 0

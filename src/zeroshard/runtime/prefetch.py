@@ -1,0 +1,97 @@
+"""Which units are gathered ahead, and which of them give way, within a budget of bytes.
+
+The last pass says which unit comes next (core/order.py). Units are gathered ahead up to
+``prefetch_bytes``, and no more than the budget of gathered weights and gradient buffers leaves::
+
+    budget_bytes = 2 x the largest unit + prefetch_bytes
+
+Invariant: every decision depends on what the ranks share (order and sizes), never on timing, so
+that two-sided collectives meet. Nothing is moved here: runtime/weights.py gathers and releases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Literal
+
+from zeroshard.core.order import Order, to_evict
+from zeroshard.memory import MemoryCounter
+from zeroshard.runtime.unit import Unit
+
+__all__ = ["Phase", "Prefetch"]
+
+Phase = Literal["forward", "backward"]
+
+
+class Prefetch:
+    """The units of one engine that are gathered and not used yet."""
+
+    def __init__(
+        self, units: Sequence[Unit], prefetch_bytes: int | None, meter: MemoryCounter
+    ) -> None:
+        """`prefetch_bytes` None: as many as the largest unit has."""
+        largest = max((unit.nominal_bytes for unit in units), default=0)
+        self.prefetch_bytes = largest if prefetch_bytes is None else prefetch_bytes
+        self.budget_bytes = 2 * largest + self.prefetch_bytes
+        self._units = units
+        self._sizes = {unit.index: unit.full_bytes for unit in units}
+        self._meter = meter
+        self._order: Order[int] = Order()
+        self._ahead: dict[int, Unit] = {}
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units gathered ahead, oldest first."""
+        return list(self._ahead.values())
+
+    def begin(self, phase: Phase) -> None:
+        """Start a pass over the model."""
+        self._order.begin(phase)
+
+    def last_pass(self, phase: Phase) -> list[Unit]:
+        """Return the units of the last pass, in order; empty before the first."""
+        return [self._units[index] for index in self._order.trace(phase)]
+
+    def ran(self, unit: Unit, phase: Phase) -> None:
+        """Note that `unit` is used now."""
+        self._order.record(phase, unit.index)
+
+    def add(self, unit: Unit) -> None:
+        """Note that `unit` is gathered ahead."""
+        self._ahead[unit.index] = unit
+
+    def discard(self, unit: Unit) -> None:
+        """Note that `unit` is not ahead any more: it is used, or released."""
+        self._ahead.pop(unit.index, None)
+
+    def giving_way(self, unit: Unit, phase: Phase) -> list[Unit]:
+        """Return those units ahead, prefetched for another order, that have to go so that `unit`
+        fits the budget.
+        """
+        excess = self._meter.live + unit.full_bytes - self.budget_bytes
+        if not self._ahead or excess <= 0:
+            return []
+        upcoming = self._order.upcoming(phase, unit.index)
+        evicted = to_evict(self._ahead, upcoming, sizes=self._sizes, excess_bytes=excess)
+        return [self._units[index] for index in evicted]
+
+    def following(self, unit: Unit, phase: Phase, here: Container[int]) -> list[Unit]:
+        """Return the units to gather after `unit`, but for those `here` (by index)."""
+        under_way = sum(self._sizes[index] for index in self._ahead)
+        allowed = min(self.budget_bytes - self._meter.live, self.prefetch_bytes - under_way)
+        if allowed <= 0:
+            return []
+        predicted = self._order.predict(
+            phase,
+            unit.index,
+            sizes=self._sizes,
+            live_bytes=0,
+            budget_bytes=allowed,
+            live=here,
+        )
+        return [self._units[index] for index in predicted if self._sizes[index]]
+
+    def abandon(self) -> None:
+        """Forget the order, too: the ranks may have diverged."""
+        self._order = Order()
+        self._ahead.clear()
