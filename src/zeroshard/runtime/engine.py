@@ -194,8 +194,7 @@ class Engine:
         self._sharded, self._tiles = sharded, tiles
         self._loop.attach(sharded, tiles)
         self.states.attach(sharded)
-        self._backward.optimizer = sharded
-        self._backward.decisions.optimizer = optimizer
+        self._backward.attach(sharded)
 
     def optimizer_part(self) -> dict[str, Any]:
         """Return this rank's part of the optimizer's ``state_dict()``, for ``load_state_dict()``
@@ -232,22 +231,14 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward of `loss` (0-d); in fp16 of the scaled loss."""
         self.states.check_open()
-        self._backward.scaling = self._scaler is not None
-        try:
+        with self._backward.of_loss(scaled=self._scaler is not None):
             (loss.float() * self._scaler.scale if self._scaler is not None else loss).backward()  # type: ignore[no-untyped-call]
-        finally:
-            self._backward.scaling = False
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Say that more micro-batches follow before the step: gradients rest where the policy's
         cell says meanwhile.
         """
-        before, self._backward.sync = self._backward.sync, False
-        try:
-            yield
-        finally:
-            self._backward.sync = before
+        return self._backward.no_sync()
 
     @contextmanager
     def join(self) -> Iterator[None]:

@@ -38,7 +38,6 @@ from zeroshard.runtime.recovery import Recovery
 from zeroshard.runtime.repartition import StepTiles
 from zeroshard.runtime.replicas import compare_replicas
 from zeroshard.runtime.rest import Rest
-from zeroshard.runtime.saved import SavedTensors
 from zeroshard.runtime.trees import tensors_within
 from zeroshard.runtime.unit import Unit, Use
 from zeroshard.runtime.watch import Watch, check_frozen
@@ -76,7 +75,7 @@ class Loop:
         self._optimizer: ShardedOptimizer | None = None
         self._tiles: StepTiles | None = None
         self._refuse_steps: str | None = None  # why, while they are refused
-        self._saved = SavedTensors(weights, backward)
+        self._saved = backward.saved
         self._beat = heartbeat()
         # elsewhere ranks may run forwards that the others do not
         may_agree = context.policy.weights_leave_the_device or context.transport.size == 1
