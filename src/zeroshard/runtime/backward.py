@@ -219,7 +219,7 @@ class Backward:
         brings a gradient itself: nested ones cannot ask.
         """
         for unit in self._trainable:
-            if unit.recomputations > 0:
+            if unit.forwards.to_recompute:
                 self._pass.outer.update(
                     id(p)
                     for segment in unit.trainable
@@ -280,7 +280,7 @@ class Backward:
                 self._hand_over_complete(unit)
             # an earlier forward's output may be this one's input: its backward needs the weights
             # now
-            if before_others or unit.forwards:
+            if before_others or unit.forwards.open:
                 self._pass.finished[unit.index] = unit
                 return
             self._pass.finished.pop(unit.index, None)
@@ -343,7 +343,8 @@ class Backward:
 
     def _may_get_more(self, unit: Unit) -> bool:
         # see [Note: nested backwards]
-        if unit.recomputations > 0 or (len(self._pass.tasks) > 1 and unit.forwards > 0):
+        forwards = unit.forwards
+        if forwards.to_recompute or (len(self._pass.tasks) > 1 and forwards.open):
             return True
         if unit.pending <= 0 and not self._pass.nested:
             return False

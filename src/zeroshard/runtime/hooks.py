@@ -155,14 +155,6 @@ class Hooks:
         self._handles += guard(model)
         for module, held in needed.values():
             ends = [unit for unit in held if (id(module), unit.index) in spans]
-            inside = [
-                unit
-                for part in module.modules()
-                if part is not module and id(part) in needed
-                for unit in needed[id(part)][1]
-            ]
-            for unit in held:
-                unit.holds_others = unit.holds_others or any(other is not unit for other in inside)
             self._install_module(module, held, ends)
         layers = {} if input_dtype is None else casting_hooks(model, input_dtype)
         casts = {
@@ -313,7 +305,7 @@ class Hooks:
         # else nothing comes here: the first forward's hooks run
         counts = torch._C._current_graph_task_id() < 0 or is_recomputed()
         for unit in units:
-            unit.begin_forwards(counts)
+            unit.forwards.begin(counts)
 
         def arrived(grad: torch.Tensor) -> None:
             if grad.grad_fn is not None:  # create_graph=True

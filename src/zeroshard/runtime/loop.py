@@ -176,7 +176,7 @@ class Loop:
         """
         done = counted and not retains_graph()  # else this graph's backward may follow once more
         for unit in units:
-            unit.end_forwards(done)
+            unit.forwards.end(done)
             self.backward.after_inputs(unit, before_others=before_others)
 
     # ------------------------------------------------------------------ parameters used elsewhere

@@ -346,7 +346,7 @@ class Weights:
             if unit.cells.optim.is_sharded and not unit.cells.weight.is_sharded
         ]
         for unit in self.units:
-            unit.reset_forwards()
+            unit.forwards.reset()
             for segment in unit.segments:
                 segment.invalidate(frozen=frozen)
             if unit.state is UnitState.FULL and not unit.is_held and unit.cells.optim.is_sharded:
