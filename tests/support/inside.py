@@ -81,11 +81,14 @@ def traced(engine: zs.Engine, note: Callable[[str, str], None]) -> Iterator[None
     """Call `note` with each event of a unit inside ("gather", "use", "release", "reduce", ...)
     and the unit's name.
     """
-    engine._weights.trace = note
+    traced = (engine._weights, engine._backward.reductions)
+    for part in traced:
+        part.trace = note
     try:
         yield
     finally:
-        engine._weights.trace = None
+        for part in traced:
+            part.trace = None
 
 
 # --------------------------------------------------------------------------------- weights, memory

@@ -135,13 +135,14 @@ class Hooks:
         loop: Loop,
         *,
         input_dtype: torch.dtype | None,
+        write_back: Callable[[Unit, list[torch.Tensor]], None],
         owner: object,
     ) -> None:
-        """`owner` lives as long as the model."""
+        """`write_back` stores what ``load_state_dict()`` wrote; `owner` lives as long as the
+        model.
+        """
         self.model = model
-        self.may_save = False  # inside gathered(): state_dict() gives full tensors
-        # set by the engine: store what load_state_dict wrote
-        self.write_back: Callable[[Unit, list[torch.Tensor]], None] | None = None
+        self._write_back = write_back
         self.loop = loop
         self._owner = owner
         self._input_dtype = input_dtype
@@ -360,7 +361,7 @@ class Hooks:
             for unit in units:
                 if not unit.cells.weight.is_sharded:
                     self.loop.weights.unshard(unit, "forward")  # its publish may be under way
-                elif not (self.may_save and unit.state is UnitState.FULL):
+                elif not (self.loop.weights.raw and unit.state is UnitState.FULL):
                     raise StateError(
                         f"state_dict() of {prefix or 'the model'!r}: unit {unit.name!r} rests"
                         " sharded, its parameters are not here. Use engine.full_state_dict() on"
@@ -391,8 +392,7 @@ class Hooks:
                 context, copies, _ = self._loads.pop(unit.index)
                 context.__exit__(None, None, None)
                 unit.release(Use.USER)
-                assert self.write_back is not None
-                self.write_back(unit, copies)
+                self._write_back(unit, copies)
 
         hooked: Any = module  # these three are untyped in torch
         self._handles.append(hooked.register_state_dict_pre_hook(before_save))

@@ -7,15 +7,16 @@ at once and waited for by the next forward).
     unshard(unit): make room . start (unless prefetched) . wait . record . prefetch what ran after
     it last time
 
-Invariants: gathered weights beyond rest and gradient buffers never exceed ``budget_bytes`` = 2 x
-the largest unit + prefetch_bytes, unless one pass needs more at the same time; every decision
-depends on what the ranks share (order and sizes), never on timing, so that two-sided collectives
-meet. Cost: one dictionary look-up per unit that is there already.
+Invariants: gathered weights beyond rest and gradient buffers never exceed the budget (budget.py),
+unless one pass needs more at the same time; every decision depends on what the ranks share (order
+and sizes), never on timing, so that two-sided collectives meet. Cost: one dictionary look-up per
+unit that is there already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Literal
 
@@ -26,7 +27,8 @@ from zeroshard.core.digest import Digest
 from zeroshard.core.order import Order, to_evict
 from zeroshard.core.precision import dtype_name
 from zeroshard.errors import StateError
-from zeroshard.memory import MemoryCounter, Trimmer
+from zeroshard.memory import Trimmer
+from zeroshard.runtime.budget import Budget
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.unit import Unit, UnitState, Use
 
@@ -50,38 +52,37 @@ class Weights:
     def __init__(
         self,
         units: Sequence[Unit],
+        budget: Budget,
+        make_room: Callable[[int], None],
         *,
         streams: Streams,
-        meter: MemoryCounter,
         digest: Digest,
-        prefetch_bytes: int | None,
         ordered: bool,
+        trimmer: Trimmer,
     ) -> None:
+        """`make_room(num_bytes)` waits for reduces; `ordered`: gathers need every rank, so that all
+        gather the same units in the same order.
+        """
         self.units = tuple(units)
         # steps, writebacks and loads so far: what a forward's weights are valid under
         self.epoch = 0
         # tests look at the order of events through this
         self.trace: Callable[[str, str], None] | None = None
-        # the gradient side waits for its reduces
-        self.make_room: Callable[[int], None] = lambda num_bytes: None
-        self.trimmer = Trimmer(None)  # set by the engine
-        largest = max((unit.nominal_bytes for unit in units), default=0)
-        self.prefetch_bytes = largest if prefetch_bytes is None else prefetch_bytes
-        self.budget_bytes = 2 * largest + self.prefetch_bytes
+        self._budget = budget
+        self._wait_for_reduces = make_room
+        self._trimmer = trimmer
         self._streams = streams
-        self._meter = meter
         self._digest = digest
-        # gathers need every rank: all gather the same units in the same order
-        self.ordered = ordered or any(unit.is_coded for unit in units)
+        self._ordered = ordered
         self._order: Order[int] = Order()
         self._sizes = {unit.index: unit.full_bytes for unit in units}
         # units that do not rest, by index
         self._here = {unit.index for unit in units if unit.state is not UnitState.RESTING}
         self._idle: Unit | None = None  # forward over, kept until another unit is needed
         self._prefetched: dict[int, Unit] = {}
-        self.pinned = 0  # gathered() contexts that hold every unit
+        self._pinned = 0  # gathered() contexts that hold every unit
         self.raw = 0  # gathered() contexts, which show what rests
-        self.offloaded = False  # between offload_states() and reload_states()
+        self._gathers_refused: str | None = None  # why nothing may be gathered, for a while
         self.refusal: str | None = None  # why nothing may be used here: in a forked child
         self.evaluates = False  # the forward of the model under way runs without gradients
         self.running = 0  # forwards under way, of the model or of any module that needs a unit
@@ -93,7 +94,7 @@ class Weights:
     @property
     def nothing_to_do(self) -> bool:
         """Whether a forward needs nothing of us: every unit is held, and no backward can follow."""
-        return self.pinned > 0 and not torch.is_grad_enabled()
+        return self._pinned > 0 and not torch.is_grad_enabled()
 
     def enter(self, *, evaluates: bool | None = None) -> None:
         """A forward begins, of the model where it is known whether it `evaluates`."""
@@ -174,7 +175,7 @@ class Weights:
             other.advance()
         if unit.full_bytes:
             # prefetched in one order and run in another: the ranks' next gathers will differ
-            if self.ordered:
+            if self._ordered:
                 first = unit.segments[0].flat
                 self._digest.fold(
                     phase, unit.name, dtype_name(first.dtype), first.layout.numel, ordered=True
@@ -183,7 +184,7 @@ class Weights:
 
     def start(self, unit: Unit, *, fork: bool = True) -> None:
         """Start gathering `unit`, a collective on two-sided transports."""
-        for segment in unit.gathered_segments if self.ordered else ():
+        for segment in unit.gathered_segments if self._ordered else ():
             flat = segment.flat
             if not flat.is_local:
                 self._digest.fold(
@@ -198,7 +199,7 @@ class Weights:
         """Let go of what was prefetched for another order, then wait for reduces, until `unit`
         fits the budget.
         """
-        excess = self._meter.live + unit.full_bytes - self.budget_bytes
+        excess = unit.full_bytes - self._budget.left
         if self._prefetched and excess > 0:
             evicted = to_evict(
                 self._prefetched,
@@ -208,11 +209,11 @@ class Weights:
             )
             for index in evicted:
                 self.release_prefetched(self.units[index])
-        self.make_room(unit.full_bytes)
+        self._wait_for_reduces(unit.full_bytes)
 
     def _prefetch(self, unit: Unit, phase: Phase) -> None:
         under_way = sum(self._sizes[index] for index in self._prefetched)
-        allowed = min(self.budget_bytes - self._meter.live, self.prefetch_bytes - under_way)
+        allowed = min(self._budget.left, self._budget.prefetch_bytes - under_way)
         if allowed <= 0:
             return
         for index in self._order.predict(
@@ -228,10 +229,13 @@ class Weights:
                 self._prefetched[index] = other
                 self.start(other)
 
-    def show_raw(self, units: Sequence[Unit]) -> None:
-        """Until `raw` is counted down again, gather what rests; encoded weights of `units`
-        that are here go.
+    @contextmanager
+    def showing(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Let the user see `units` inside: gather what rests, without a codec. The caller holds
+        them.
         """
+        pins = len(units) == len(self.units)
+        self._pinned += pins
         self.raw += 1
         for unit in units:
             if unit.is_coded and not unit.in_use:
@@ -240,6 +244,11 @@ class Weights:
                 elif unit.state is UnitState.FULL:
                     self._idle = None if self._idle is unit else self._idle
                     self.release(unit, for_backward=None)
+        try:
+            yield
+        finally:
+            self._pinned = max(0, self._pinned - pins)
+            self.raw = max(0, self.raw - 1)
 
     def release_prefetched(self, unit: Unit) -> None:
         """Release a unit that was prefetched and not used."""
@@ -280,7 +289,7 @@ class Weights:
             self.trace("release", unit.name)
         self._here.discard(unit.index)
         unit.reshard(for_backward=for_backward)
-        self.trimmer.passed(unit.full_bytes)
+        self._trimmer.passed(unit.full_bytes)
 
     def release_unused(self, unit: Unit) -> None:
         """Release a unit that rests sharded, where neither a forward, a backward nor the user
@@ -302,14 +311,19 @@ class Weights:
         unit.release(Use.BACKWARD)
         self.release_unused(unit)
 
+    def refuse(self, why: str) -> None:
+        """Raise StateError with `why` at every later use."""
+        self.refusal = why
+
+    def refuse_gathers(self, why: str | None) -> None:
+        """Raise StateError with `why` where a unit would be gathered; None: no longer."""
+        self._gathers_refused = why
+
     def check_awake(self) -> None:
         """Raise StateError while the states are off the device, and in a forked child."""
-        if self.refusal is not None:
-            raise StateError(self.refusal)
-        if self.offloaded:
-            raise StateError(
-                "the states are off the device: call engine.reload_states() on every rank first"
-            )
+        why = self.refusal or self._gathers_refused
+        if why is not None:
+            raise StateError(why)
 
     def serves(self, unit: Unit, epoch: int) -> bool:
         """Whether `unit` is gathered for the backward of a forward under `epoch` already."""
@@ -332,6 +346,17 @@ class Weights:
                 " optimizer.step(), load or writeback: its weights have changed since; run the"
                 " forward again (or step after the backward)"
             )
+
+    def refresh(self, units: Sequence[Unit]) -> None:
+        """The user's numbers have been written into `units`: what is gathered now is gathered
+        anew, and older forwards cannot run backward.
+        """
+        self.epoch += 1
+        for unit in units:
+            if unit.state is UnitState.FULL and unit.cells.weight.is_sharded:
+                self.release(unit)
+                if unit.is_held:
+                    self.unshard(unit, "forward")
 
     def invalidate(self, *, frozen: bool = False) -> None:
         """A step, writeback or load has written the shards (the last two also of `frozen`
@@ -365,7 +390,7 @@ class Weights:
         nothing of us and yield nothing.
         """
         self.begin(phase)
-        if self.ordered:
+        if self._ordered:
             in_order = (
                 [unit.index for unit in self.units]
                 if phase == "forward"
@@ -387,7 +412,7 @@ class Weights:
         self._prefetched.clear()
         self._here.clear()
         self._held.clear()
-        self.running = self.pinned = self.raw = self._open = 0
+        self.running = self._pinned = self.raw = self._open = 0
         self.evaluates = False
         for unit in self.units:
             unit.abandon()
