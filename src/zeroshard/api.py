@@ -39,6 +39,7 @@ from zeroshard.optim.elementwise import check_elementwise
 from zeroshard.optim.sharded import check_parameters
 from zeroshard.runtime.balance import first_fraction
 from zeroshard.runtime.build import Context, Dtypes, compute_dtypes
+from zeroshard.runtime.context import Options
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.guards import OWNED
@@ -225,10 +226,12 @@ def _make_context(
         device=device,
         faults=Faults(transport, active=bool(tiering.stores)),
         trains=trains,
-        strict=settings.strict,
-        verify_every=settings.verify_every,
-        broadcast_buffers=settings.broadcast_buffers,
-        clip_norm=settings.gradient_clipping,
+        options=Options(
+            strict=settings.strict,
+            verify_every=settings.verify_every,
+            broadcast_buffers=settings.broadcast_buffers,
+            clip_norm=settings.gradient_clipping,
+        ),
         prepare=lambda tensors: _prepare(tensors, transport, sync_from),
         tiering=tiering,
     )

@@ -86,7 +86,7 @@ def build_units(plans: Sequence[UnitPlan], context: Context) -> list[Unit]:
             cells,
             spans_one_module=plan.spans_one_module,
             holds_others=index in around,
-            strict=context.strict,
+            strict=context.options.strict,
         )
         for segment in segments:
             segment.seen.detach() if cells.weight.is_sharded else segment.attach()

@@ -97,7 +97,7 @@ class Engine:
         self._offloaded: OffloadedStates | None = None
         faults.agree()  # that the weights have been written to where they rest
         if transport.size > 1:
-            refuse_in_children(self)
+            refuse_in_children(self, weights.refuse)
 
     # ------------------------------------------------------------------ what it is
 
@@ -161,9 +161,7 @@ class Engine:
                         segment.fill_master()
         self._context.faults.agree()
         tiles = StepTiles(self._weights.units, self._context)
-        settings = _step_settings(
-            self._context, self._weights.units, into_forward=self._may_step_into_forward
-        )
+        settings = _step_settings(self._context, self._weights.units)
         sharded = ShardedOptimizer(optimizer, self._loop, *settings)
         with self._context.faults.noted(lost=True):
             sharded.attach(tiles.all)
@@ -196,16 +194,6 @@ class Engine:
         """
         balance = None if self._tiles is None else self._tiles.balance
         return None if balance is None else balance.fraction
-
-    @property
-    def _may_step_into_forward(self) -> bool:
-        """Whether weights may still be on their way when a forward begins: not where a peer
-        reads this rank's memory as it is.
-        """
-        context = self._context
-        return context.tiering.link.overlaps and (
-            context.transport.size == 1 or context.device.type != "cpu"
-        )
 
     # ------------------------------------------------------------------ a step
 
@@ -273,8 +261,7 @@ class Engine:
         With `writeback`, edits inside are kept: those of rank 0, or the same on every rank; others
         raise StateError at the end. Edits without it are lost and raise where they are seen.
         """
-        self.states.check_open()
-        self._before_reading()
+        self.states.check_readable()
         if writeback:
             self.states.finish_step()
         return self._whole.gathered(params, writeback=writeback)
@@ -283,18 +270,8 @@ class Engine:
         """Return the model's whole ``state_dict()`` on CPU, streamed a unit at a time; empty on
         other ranks unless `rank0_only` is False.
         """
-        self.states.check_open()
-        self._before_reading()
+        self.states.check_readable()
         return self._whole.full_state_dict(rank0_only=rank0_only)
-
-    def _before_reading(self) -> None:
-        """Refuse to show what is lost. Raises StorageError where that is heard of only now, of a
-        step that went on by itself.
-        """
-        self._context.faults.check(passes=False)
-        if self._may_step_into_forward and self._context.tiering.stores:
-            self.states.join_step()
-            self._context.faults.agree()
 
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return the averaged gradient of `param` [its shape] on every rank, or None where no
@@ -443,12 +420,6 @@ class Engine:
         elif failure is not None:
             raise failure
 
-    # ------------------------------------------------------------------ helpers
-
-    def refuse(self, why: str) -> None:
-        """Raise StateError with `why` at every later use; see forked.py."""
-        self._weights.refuse(why)
-
 
 def _make_weights_and_gradients(
     plans: Sequence[UnitPlan], context: Context, digest: Digest, *, prefetch_bytes: int | None
@@ -482,16 +453,14 @@ def _make_weights_and_gradients(
     return weights, Backward(weights, reductions)
 
 
-def _step_settings(
-    context: Context, units: Sequence[Unit], *, into_forward: bool
-) -> tuple[PartialState, StepOptions]:
+def _step_settings(context: Context, units: Sequence[Unit]) -> tuple[PartialState, StepOptions]:
     """Return what the optimizer's step knows of the engine."""
     transport, tiering = context.transport, context.tiering
     is_part = transport.size > 1 and any(unit.cells.optim.is_sharded for unit in units)
     part = PartialState(transport.rank, transport.size, is_part=is_part)
     return part, StepOptions(
         context.device,
-        into_forward=into_forward,
+        into_forward=context.steps_into_forward,
         delayed_update=tiering.delayed_update,
         timed=tiering.automatic,
         trimmer=tiering.trimmer(),

@@ -132,7 +132,7 @@ class Loop:
         self.agree()
 
     def _broadcast_buffers(self) -> None:
-        if self._context.broadcast_buffers:
+        if self._context.options.broadcast_buffers:
             for buffer in self._model.buffers():
                 self._context.transport.broadcast(buffer)
 
@@ -227,10 +227,10 @@ class Loop:
             raise StateError(self._refuse_steps)
         self.weights.check_awake()
         self._watch.check()
-        if context.clip_norm is not None and not self._finalizer.clipped:
-            self._finalizer.clip(context.clip_norm)
+        if context.options.clip_norm is not None and not self._finalizer.clipped:
+            self._finalizer.clip(context.options.clip_norm)
         result = self._finalizer.before_step()
-        if self._finalizer.is_every(context.verify_every):
+        if self._finalizer.is_every(context.options.verify_every):
             compare_replicas(self.weights.units, self._optimizer, context.transport)
         context.faults.agree()  # before anything is written
         self._rest.before_writing()
