@@ -19,7 +19,6 @@ buffer and goes with the next reduce; the ranks agree about what is left before 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -70,18 +69,9 @@ class _Leaf:
 
     def seal(self, owner: Backward, holds: object) -> None:
         """Give it its sealed gradient, which keeps `holds` alive."""
-        sealed, index = self._sealed, self.index
+        sealed = self._sealed
         if sealed is None or sealed.dtype is not self.parameter.dtype:
-            # see [Note: weak hooks] in hooks.py
-            weak, backward = weakref.ref(self.path), weakref.ref(owner)
-
-            def zero() -> None:
-                alive, owner = weak(), backward()
-                if alive is not None and owner is not None:
-                    owner.zeroed()
-                    alive.zero(index)
-
-            sealed = self._sealed = SealedGrad(self.parameter, self.name, None, zero)
+            sealed = self._sealed = SealedGrad(self.parameter, self.name, owner, self.parameter)
         sealed.hold(holds)
         self.parameter.grad = sealed
 
@@ -465,19 +455,15 @@ class Backward:
             names = ", ".join(leaf.name for leaf in gone_leaves)
             self.decisions.note("gradients cleared by zero_grad()", names)
 
-    def zero(self, parameter: nn.Parameter | None) -> None:
-        """Set the gradient of `parameter` to zero, where one rests."""
-        self.zeroed()
-        leaf = None if parameter is None else self._leaf_of.get(id(parameter))
-        if leaf is not None:
-            leaf.path.zero(leaf.index)
-
-    def zeroed(self) -> None:
-        """Note that the user sets gradients to zero. Before the first step the ranks need not
-        have used the same parameters.
+    def zero_gradient(self, parameter: nn.Parameter | None) -> None:
+        """Set the gradient of `parameter` to zero, where one rests. Before the first step the
+        ranks need not have used the same parameters.
         """
         if not self.accumulation.changed:
             self.decisions.note_once("zero_grad(set_to_none=False)", "called")
+        leaf = None if parameter is None else self._leaf_of.get(id(parameter))
+        if leaf is not None:
+            leaf.path.zero(leaf.index)
 
     def reset(self, micro_batches: int = 0) -> None:
         """No gradient rests here any more; `micro_batches`: see Accumulation.clear."""

@@ -258,10 +258,8 @@ class Loop:
         self._rest.publish(everything=True)
 
     def zero_gradient(self, parameter: nn.Parameter | None) -> None:
-        """A sealed gradient's ``zero_()`` was called; None: of a param group of which nothing
-        rests here.
-        """
-        self.backward.zero(parameter)
+        """The ``zero_()`` of a sealed gradient on the optimizer's side was called."""
+        self.backward.zero_gradient(parameter)
 
     @contextmanager
     def refusing_steps(self, why: str) -> Iterator[None]:
