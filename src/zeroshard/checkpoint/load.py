@@ -189,12 +189,7 @@ class _Misfit(CheckpointError):
 class _Reading:
     """One checkpoint on its way into one engine."""
 
-    def __init__(
-        self,
-        saved: StepReader,
-        engine: Engine,
-        states: dict[str, Stateful],
-    ) -> None:
+    def __init__(self, saved: StepReader, engine: Engine, states: dict[str, Stateful]) -> None:
         self.misfits: list[str] = []  # an error where strict
         self.skipped: list[str] = []
         self.extra: Any = None
