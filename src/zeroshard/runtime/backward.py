@@ -124,11 +124,7 @@ class _Pass:
 class Backward:
     """One engine's gradients, from the first hook of a backward to the optimizer's step."""
 
-    def __init__(
-        self,
-        weights: Weights,
-        reductions: Reductions,
-    ) -> None:
+    def __init__(self, weights: Weights, reductions: Reductions) -> None:
         self.optimizer: ShardedOptimizer | None = None
         self.accumulation = Accumulation()
         self.decisions = Decisions()
