@@ -229,10 +229,10 @@ def measure() -> list[Row]:
         Row(f"lines over {COLUMNS} columns", sum(wide.values()), ", ".join(wide), limit=0),
         Row("lines of a function: 95th percentile", p95, limit=27),
         Row("lines of a function: maximum", *longest, limit=63),
-        Row("attributes of a class: maximum", *held, limit=24),
+        Row("attributes of a class: maximum", *held, limit=22),
         Row("methods of a class: maximum", *methods, limit=40),
         Row("parameters of a function: maximum", *parameters, limit=13),
-        Row("attributes stored from outside in runtime", len(stores), limit=28),
+        Row("attributes stored from outside in runtime", len(stores), limit=7),
         Row(
             "conditions on tier, codec, placement (runtime, optim)",
             sum(asking.values()),

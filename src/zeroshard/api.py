@@ -39,6 +39,7 @@ from zeroshard.optim.elementwise import check_elementwise
 from zeroshard.optim.sharded import check_parameters
 from zeroshard.runtime.balance import first_fraction
 from zeroshard.runtime.build import Context, Dtypes, compute_dtypes
+from zeroshard.runtime.context import Options
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.guards import OWNED
@@ -125,10 +126,8 @@ def shard(
     assert asked is not None  # else that has raised
     # of a deferred model: reported only if no file overwrites them
     differences = differing(through(group), asked.values, call="shard()") if asked.values else {}
-    context = _make_context(model, asked, group, sync_from, trains=optimizer is not None)
-    faults = context.faults
-    faults.in_shard = True
-    faults.differing = _told(model, differences)
+    told = _told(model, differences)
+    context = _make_context(model, asked, group, sync_from, trains=optimizer is not None, told=told)
     context.prepare(list(model.buffers()))
     try:
         engine = Engine(model, asked.plans, context, prefetch_bytes=asked.settings.prefetch_bytes)
@@ -142,7 +141,7 @@ def shard(
         except StorageError:
             engine.close()
             raise
-    faults.in_shard = False
+    context.faults.end_shard()
     return engine
 
 
@@ -194,8 +193,12 @@ def _make_context(
     sync_from: int | None,
     *,
     trains: bool,
+    told: Mapping[int, str],
 ) -> Context:
-    """Make the parts that the whole engine shares: transport, stores, ... Collective."""
+    """Make the parts that the whole engine shares: transport, stores, ... Collective.
+
+    `told`: the errors of values that differ between ranks, by id of the parameter.
+    """
     settings, policy = asked.settings, asked.settings.resolved_policy()
     precision = settings.resolved_precision()
     device = next(model.parameters()).device
@@ -223,12 +226,14 @@ def _make_context(
         meter=MemoryCounter(),
         pages=Pages(),
         device=device,
-        faults=Faults(transport, active=bool(tiering.stores)),
+        faults=Faults(transport, active=bool(tiering.stores), differing=told),
         trains=trains,
-        strict=settings.strict,
-        verify_every=settings.verify_every,
-        broadcast_buffers=settings.broadcast_buffers,
-        clip_norm=settings.gradient_clipping,
+        options=Options(
+            strict=settings.strict,
+            verify_every=settings.verify_every,
+            broadcast_buffers=settings.broadcast_buffers,
+            clip_norm=settings.gradient_clipping,
+        ),
         prepare=lambda tensors: _prepare(tensors, transport, sync_from),
         tiering=tiering,
     )

@@ -332,9 +332,8 @@ def test_options_are_encoded_again_only_where_one_has_changed(
     text = module._text
     monkeypatch.setattr(module, "_text", lambda value: encoded.append(value) or text(value))
     decisions = Decisions()
-    decisions.optimizer = optimizer = torch.optim.AdamW(
-        make_model().parameters(), lr=torch.tensor(1e-2), foreach=False
-    )
+    optimizer = torch.optim.AdamW(make_model().parameters(), lr=torch.tensor(1e-2), foreach=False)
+    decisions.attach(optimizer)
     first = decisions.digest()
     count = len(encoded)
     for _ in range(5):
@@ -351,7 +350,7 @@ def test_options_are_encoded_again_only_where_one_has_changed(
 def test_one_number_has_one_encoding() -> None:
     def digest(**options: Any) -> int:
         decisions = Decisions()
-        decisions.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], **options)
+        decisions.attach(torch.optim.SGD([nn.Parameter(torch.zeros(1))], **options))
         return decisions.digest()
 
     assert digest(lr=1) == digest(lr=1.0) == digest(lr=torch.tensor(1.0))

@@ -81,11 +81,14 @@ def traced(engine: zs.Engine, note: Callable[[str, str], None]) -> Iterator[None
     """Call `note` with each event of a unit inside ("gather", "use", "release", "reduce", ...)
     and the unit's name.
     """
-    engine._weights.trace = note
+    traced = (engine._weights, engine._backward.reductions)
+    for part in traced:
+        part.trace = note
     try:
         yield
     finally:
-        engine._weights.trace = None
+        for part in traced:
+            part.trace = None
 
 
 # --------------------------------------------------------------------------------- weights, memory
@@ -109,7 +112,7 @@ def drop_full_weights(engine: zs.Engine) -> None:
 
 def column_bytes(engine: zs.Engine) -> int:
     """Return the bytes of the columns that `hpz` keeps for the backward."""
-    return sum(segment.flat.column_bytes for segment in segments(engine))
+    return sum(segment.flat.column.num_bytes for segment in segments(engine))
 
 
 def alter_weights_at_rest(engine: zs.Engine) -> None:

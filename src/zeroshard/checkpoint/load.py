@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
-from zeroshard.checkpoint.manifest import BUFFER, STATE, VALUE, Manifest, TensorEntry, digest
+from zeroshard.checkpoint.manifest import BUFFER, STATE, VALUE
 from zeroshard.checkpoint.pieces import (
     EXTRA,
     RNG,
@@ -30,20 +30,13 @@ from zeroshard.checkpoint.pieces import (
     Stateful,
     check_arguments,
     generators,
-    in_memory_order,
     parameters_of,
     persistent_buffers,
     restore_generators,
 )
 from zeroshard.checkpoint.save import on_all_ranks, raise_on_all
-from zeroshard.checkpoint.shards import DTYPES, OpenShards
-from zeroshard.checkpoint.steps import (
-    MANIFEST,
-    check_files,
-    list_steps,
-    read_manifest,
-    remember_steps,
-)
+from zeroshard.checkpoint.step_reader import StepReader
+from zeroshard.checkpoint.steps import list_steps, remember_steps
 from zeroshard.checkpoint.values import decode
 from zeroshard.core.placement import Tier
 from zeroshard.errors import CheckpointError, ConfigError, StorageError
@@ -55,7 +48,6 @@ from zeroshard.runtime.engine import Engine, RestingPiece
 __all__ = ["Restored", "latest_step", "load"]
 
 _log = logging.getLogger("zeroshard")
-_T = TypeVar("_T")
 
 
 @dataclass
@@ -157,7 +149,8 @@ def _load_step(
                     f"{directory} holds no step {step} that this rank can see: is it on storage"
                     " that all ranks share?"
                 )
-            reading = _Reading(path, engine, states, stack, verify=verify)
+            saved = StepReader(path, stack, engine.states.trimmer(), verify=verify)
+            reading = _Reading(saved, engine, states)
             if strict and reading.misfits:
                 raise _Misfit(
                     f"{path} does not fit {type(engine.module).__name__}: {_some(reading.misfits)};"
@@ -169,7 +162,7 @@ def _load_step(
                     " since a tier failed: load all of it"
                 )
             reading.read()
-        mine = reading.text_hash.encode()
+        mine = saved.text_hash.encode()
         if len(set(engine.exchange(mine, "zs.load()"))) > 1:
             raise CheckpointError(
                 f"the ranks see different checkpoints under {directory}: is it on storage that all"
@@ -180,8 +173,7 @@ def _load_step(
             with suppress(CheckpointError):
                 remember_steps(directory)  # steps of other jobs are known from now on
         skipped = reading.misfits + reading.skipped
-        num_bytes = reading.bytes_read()
-        return Restored(step, reading.path, reading.extra, skipped, bytes_read=num_bytes)
+        return Restored(step, path, reading.extra, skipped, bytes_read=saved.bytes_read)
 
 
 class _NoSuchStep(CheckpointError):
@@ -197,28 +189,13 @@ class _Misfit(CheckpointError):
 class _Reading:
     """One checkpoint on its way into one engine."""
 
-    def __init__(
-        self,
-        path: Path,
-        engine: Engine,
-        states: dict[str, Stateful],
-        stack: ExitStack,
-        *,
-        verify: bool,
-    ) -> None:
-        self.path = path
-        self.manifest: Manifest = read_manifest(path)
-        self.text_hash = digest((path / MANIFEST).read_bytes())
-        check_files(path, self.manifest)
+    def __init__(self, saved: StepReader, engine: Engine, states: dict[str, Stateful]) -> None:
         self.misfits: list[str] = []  # an error where strict
         self.skipped: list[str] = []
         self.extra: Any = None
+        self._saved = saved
         self._engine = engine
         self._states = states
-        self._shards = OpenShards(path, self.manifest, stack, verify=verify)
-        self._trimmer, self._trimmed = engine.states.trimmer(), 0
-        self._pieces = self.manifest.pieces()
-        self._loose = self.manifest.loose()
         # (to, from): masters, weights, averages
         self._copies: list[tuple[torch.Tensor | RestingPiece, Callable[[], torch.Tensor]]] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -234,7 +211,7 @@ class _Reading:
 
     def _match(self) -> dict[int, str]:
         """Return each parameter's name in the checkpoint, by id, and collect what does not fit."""
-        saved = self.manifest.parameters
+        saved = self._saved.manifest.parameters
         by_any_name = {one: name for name, entry in saved.items() for one in (name, *entry.aliases)}
         left = dict.fromkeys(saved)
         found: dict[int, str] = {}
@@ -265,7 +242,7 @@ class _Reading:
 
     def _match_groups(self) -> list[dict[str, Any]] | None:
         """Return the saved options of each param group, or None if there are none to load."""
-        optimizer, saved = self._engine.optimizer, self.manifest.optimizer
+        optimizer, saved = self._engine.optimizer, self._saved.manifest.optimizer
         if optimizer is None or saved is None:
             if optimizer is not None:
                 self.misfits.append(
@@ -293,22 +270,22 @@ class _Reading:
                 )
             return None
         return [
-            {key: decode(value, self._fetch) for key, value in group["options"].items()}
+            {key: decode(value, self._saved.fetch) for key, value in group["options"].items()}
             for group in saved["groups"]
         ]
 
     def _check_states(self) -> None:
         for name in self._states:
-            if name not in self.manifest.states and not self._averages(name):
+            if name not in self._saved.manifest.states and not self._averages(name):
                 self.misfits.append(f"states[{name!r}] is not in the checkpoint")
-        kinds = {kind for _, kind in self._pieces if kind != VALUE}
+        kinds = {kind for _, kind in self._saved.pieces if kind != VALUE}
         averages = {kind for kind in kinds if not kind.startswith(STATE)}
-        for name in sorted(averages | self.manifest.states.keys()):
+        for name in sorted(averages | self._saved.manifest.states.keys()):
             if name not in self._states and name not in (RNG, EXTRA, SCALER):
                 self.skipped.append(f"states[{name!r}]: not asked for")
 
     def _averages(self, name: str) -> bool:
-        is_saved = any(kind == name for _, kind in self._pieces)
+        is_saved = any(kind == name for _, kind in self._saved.pieces)
         return is_saved and isinstance(self._states.get(name), EMA)
 
     # ------------------------------------------------------------- reading, before anything changes
@@ -320,18 +297,15 @@ class _Reading:
             self._check_options(self._groups)
             self._read_optimizer()
         self._read_buffers()
-        for name in self.manifest.states:
+        for name in self._saved.manifest.states:
             if name in self._states or name in (RNG, EXTRA, SCALER):
                 self._read_state(name)
         try:
             self._engine.states.check_restored(self._values.get(SCALER, {}))
         except (ConfigError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{self.path}: the loss scaler does not take what was saved: {error}"
+                f"{self._saved.path}: the loss scaler does not take what was saved: {error}"
             ) from error
-
-    def bytes_read(self) -> int:
-        return self._shards.bytes_read
 
     def _read_pieces(self) -> None:
         averages = {
@@ -345,28 +319,15 @@ class _Reading:
                 continue
             place = (piece.stride, piece.start, piece.stop)
             again = piece.state.away is not None and piece.state.away.tier is Tier.DISK
-            source = self._held(partial(self._range, name, VALUE, *place), again=again)
+            source = self._saved.held(partial(self._saved.range, name, VALUE, *place), again=again)
             self._copies.append((piece, source))
             for kind, ema in averages.items():
                 if piece.master is not None:
                     number, span = piece.master
-                    read = partial(self._range, name, kind, *place)
-                    self._copies.append((ema.averages[number][span], self._held(read, again=False)))
-
-    def _held(self, read: Callable[[], _T], *, again: bool) -> Callable[[], _T]:
-        """Read and verify now; return a function that returns the result, or rereads (`again`)."""
-        numbers = read()
-        if not again:
-            return partial(_itself, numbers)
-        del numbers
-        self._release_memory()
-        return read
-
-    def _release_memory(self) -> None:
-        """Release the memory that a piece was read into."""
-        self._shards.pages.clear()
-        self._trimmer.passed(self._shards.bytes_read - self._trimmed)
-        self._trimmed = self._shards.bytes_read
+                    read = partial(self._saved.range, name, kind, *place)
+                    self._copies.append(
+                        (ema.averages[number][span], self._saved.held(read, again=False))
+                    )
 
     def _check_options(self, groups: list[dict[str, Any]]) -> None:
         """Raise CheckpointError for saved options with which the optimizer cannot step."""
@@ -382,14 +343,14 @@ class _Reading:
                 trial = state_after_trial(optimizer, options, dtype, device)
             except Exception as error:
                 raise CheckpointError(
-                    f"{self.path}: {type(optimizer).__name__} cannot step with the options of param"
-                    f" group {index} there: {type(error).__name__}: {error}"
+                    f"{self._saved.path}: {type(optimizer).__name__} cannot step with the options"
+                    f" of param group {index} there: {type(error).__name__}: {error}"
                 ) from error
             self._trials.update({id(piece): trial for piece in mine["params"]})
 
     def _read_optimizer(self) -> None:
         kinds: dict[str, list[str]] = {}
-        for name, kind in self._pieces:
+        for name, kind in self._saved.pieces:
             if kind.startswith(STATE):
                 kinds.setdefault(name, []).append(kind)
         again = self._engine.policy.default.optim.tier is Tier.DISK
@@ -397,94 +358,58 @@ class _Reading:
             there = self._there.get(id(owned.parameter))
             if there is not None:
                 read = partial(self._state_of, there, owned, kinds.get(there, ()))
-                self._optimizer_states[id(owned)] = self._held(read, again=again)
+                self._optimizer_states[id(owned)] = self._saved.held(read, again=again)
 
     def _state_of(self, name: str, owned: ParamShard, kinds: Iterable[str]) -> dict[str, Any]:
         """Return the optimizer's state of one piece."""
-        assert self.manifest.optimizer is not None
+        assert self._saved.manifest.optimizer is not None
         state = {
-            key: decode(value, self._fetch)
-            for key, value in self.manifest.optimizer["scalars"].get(name, {}).items()
+            key: decode(value, self._saved.fetch)
+            for key, value in self._saved.manifest.optimizer["scalars"].get(name, {}).items()
         }
         for kind in kinds:
-            tensor = self._range(name, kind, owned.stride, owned.piece.start, owned.piece.stop)
+            tensor = self._saved.range(
+                name, kind, owned.stride, owned.piece.start, owned.piece.stop
+            )
             state[kind.removeprefix(STATE)] = tensor.to(owned.tensor.device)
         try:
             return fitted_state(state, self._trials.get(id(owned.tensor), {}))
         except ValueError as error:
             raise CheckpointError(
-                f"{self.path}: the optimizer cannot go on from the state of parameter {name!r}:"
-                f" {error}"
+                f"{self._saved.path}: the optimizer cannot go on from the state of parameter"
+                f" {name!r}: {error}"
             ) from error
 
     def _read_buffers(self) -> None:
-        rank = self._engine.rank if self._engine.world == self.manifest.world else 0
+        rank = self._engine.rank if self._engine.world == self._saved.manifest.world else 0
         for name, buffer in persistent_buffers(self._engine.module).items():
             key, shape = f"{BUFFER}{name}@", tuple(buffer.shape)
-            entry = self._loose.get(f"{key}{rank}") or self._loose.get(f"{key}0")
-            imported = self.manifest.parameters.get(name)
+            entry = self._saved.loose.get(f"{key}{rank}") or self._saved.loose.get(f"{key}0")
+            imported = self._saved.manifest.parameters.get(name)
             if entry is None and imported is not None and imported.shape == shape:
-                value = self._span(name, VALUE, 0, imported.numel).view(shape)
+                value = self._saved.span(name, VALUE, 0, imported.numel).view(shape)
                 self._buffers.append((buffer, value))
             elif entry is None:
                 self.skipped.append(f"buffer {name!r} is not in the checkpoint")
             elif entry.shape != shape:
                 self.skipped.append(f"buffer {name!r} has another shape there")
             else:
-                self._buffers.append((buffer, self._whole(entry)))
+                self._buffers.append((buffer, self._saved.whole(entry)))
 
     def _read_state(self, name: str) -> None:
-        saved = self.manifest.states[name]
+        saved = self._saved.manifest.states[name]
         rank = 0
         if "same" not in saved:
-            if self._engine.world == self.manifest.world:
+            if self._engine.world == self._saved.manifest.world:
                 rank = self._engine.rank
             elif name != EXTRA:
                 self.skipped.append(
-                    f"states[{name!r}]: it differed between the {self.manifest.world} ranks that"
-                    " saved it"
+                    f"states[{name!r}]: it differed between the {self._saved.manifest.world} ranks"
+                    " that saved it"
                 )
                 return
         value = saved["same"] if "same" in saved else saved["ranks"][rank]
-        self._values[name] = decode(value, lambda key: self._fetch(f"{key}@{rank}"))
-
-    def _fetch(self, key: str) -> torch.Tensor:
-        return self._whole(self._loose[key])
-
-    def _whole(self, entry: TensorEntry) -> torch.Tensor:
-        return self._shards.read(entry, 0, entry.numel).view(entry.shape)
-
-    def _range(
-        self, name: str, kind: str, stride: tuple[int, ...], start: int, stop: int
-    ) -> torch.Tensor:
-        """Return elements ``[start, stop)`` of a parameter's `kind`, in `stride`'s memory order."""
-        read = partial(self._span, name, kind)
-        return in_memory_order(read, self.manifest.parameters[name], stride, start, stop)
-
-    def _span(self, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
-        if start == stop:
-            return torch.empty(0)
-        known = self._pieces.get((name, kind), ())
-        pieces = [piece for piece in known if piece.start < stop and piece.stop > start]
-        if len(pieces) == 1 and pieces[0].start <= start and stop <= pieces[0].stop:
-            return self._shards.read(pieces[0], start - pieces[0].start, stop - pieces[0].start)
-        position = start
-        out: torch.Tensor | None = None
-        for piece in pieces:
-            first, last = max(piece.start, start), min(piece.stop, stop)
-            if first != position:
-                break
-            part = self._shards.read(piece, first - piece.start, last - piece.start)
-            if out is None:
-                dtype = DTYPES[piece.dtype]
-                out = self._shards.pages.empty(stop - start, dtype, torch.device("cpu"))
-            out[first - start : last - start] = part
-            position = last
-        if out is None or position != stop:
-            raise CheckpointError(
-                f"{self.path} lacks elements {position} to {stop} of {kind} of parameter {name!r}"
-            )
-        return out
+        self._values[name] = decode(value, lambda key: self._saved.fetch(f"{key}@{rank}"))
 
     # ------------------------------------------------------------------ writing
 
@@ -503,7 +428,7 @@ class _Reading:
                     else:
                         target.write(numbers)
                     del numbers
-                    self._release_memory()
+                    self._saved.release_memory()
             engine.states.overwritten(self._there)
             for buffer, value in self._buffers:
                 buffer.copy_(value)
@@ -557,7 +482,7 @@ class _Reading:
             optimizer.state.pop(owned.tensor, None)
             if state:
                 optimizer.state[owned.tensor] = state
-            self._release_memory()
+            self._saved.release_memory()
 
         self._engine.states.set_states(take_over)
         for group, options in zip(optimizer.param_groups, groups, strict=True):
@@ -590,10 +515,6 @@ def _put_back(state: Stateful, before: Any) -> bool:
     except Exception:
         return False
     return True
-
-
-def _itself(value: _T) -> _T:
-    return value
 
 
 def _some(items: list[str]) -> str:

@@ -35,6 +35,7 @@ from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import GradBuffer, Work
 from zeroshard.core.layout import Range, end_of
+from zeroshard.core.placement import Mesh
 from zeroshard.errors import PeerLostError, StallError
 from zeroshard.memory import Pool, mark, order_after
 
@@ -51,6 +52,31 @@ class _Cut:
     is_equal: bool  # equal shares in the order of ranks, as the backend's own collectives take them
     numel: int  # of the other ranks' shares
     numel_between: int  # of those on other nodes
+
+
+class _Cuts:
+    """The cuts that one rank has met."""
+
+    def __init__(self, rank: int, mesh: Mesh) -> None:
+        self.others = [other for other in range(mesh.size) if other != rank]
+        self.far = [other for other in self.others if not mesh.same_node(other, rank)]
+        self._known: dict[int, _Cut] = {}  # by id of the ranges
+
+    def of(self, ranges: Sequence[Range]) -> _Cut:
+        """Return the cut into `ranges`."""
+        known = self._known.get(id(ranges))
+        if known is not None:
+            return known
+        sizes = [stop - start for start, stop in ranges]
+        cut = _Cut(
+            ranges,
+            len(set(sizes)) == 1 and list(ranges) == sorted(ranges),
+            sum(sizes[rank] for rank in self.others),
+            sum(sizes[rank] for rank in self.far),
+        )
+        if isinstance(ranges, tuple):  # a segment's; others are made for one call
+            self._known[id(ranges)] = cut
+        return cut
 
 
 class NcclTransport:
@@ -79,9 +105,7 @@ class NcclTransport:
         self._pool = Pool(spec.pool_bytes)
         self._temporaries = Pool(spec.pool_bytes)
         self._under_way: list[NativeWork] = []
-        self._cuts: dict[int, _Cut] = {}  # by id of the ranges
-        self._others = [rank for rank in range(self.size) if rank != self.rank]
-        self._far = [rank for rank in self._others if not self._mesh.same_node(rank, self.rank)]
+        self._cuts = _Cuts(self.rank, spec.mesh)
 
     @property
     def stall_timeout_s(self) -> float:
@@ -106,25 +130,10 @@ class NcclTransport:
 
     def register(self, key: str) -> None: ...
 
-    def _cut(self, ranges: Sequence[Range]) -> _Cut:
-        known = self._cuts.get(id(ranges))
-        if known is not None:
-            return known
-        sizes = [stop - start for start, stop in ranges]
-        cut = _Cut(
-            ranges,
-            len(set(sizes)) == 1 and list(ranges) == sorted(ranges),
-            sum(sizes[rank] for rank in self._others),
-            sum(sizes[rank] for rank in self._far),
-        )
-        if isinstance(ranges, tuple):  # a segment's; others are made for one call
-            self._cuts[id(ranges)] = cut
-        return cut
-
     def all_gather(
         self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor
     ) -> Work:
-        cut, itemsize = self._cut(ranges), out.element_size()
+        cut, itemsize = self._cuts.of(ranges), out.element_size()
         self.traffic.add(
             "all_gather", "nccl", cut.numel * itemsize, between=cut.numel_between * itemsize
         )
@@ -184,7 +193,7 @@ class NcclTransport:
         arrived = loan
         if exchanges:
             works = [self._all_to_all(data, arrived.view(self.size, own), ranges)]
-        elif self._cut(ranges).is_equal:
+        elif self._cuts.of(ranges).is_equal:
             works = []
             if numel:
                 works = [reduce_scatter_single(arrived, data, group=self._group, async_op=True)]
@@ -195,8 +204,8 @@ class NcclTransport:
         self.traffic.add(
             "reduce_scatter",
             "nccl",
-            num_bytes * len(self._others),
-            between=num_bytes * len(self._far),
+            num_bytes * len(self._cuts.others),
+            between=num_bytes * len(self._cuts.far),
         )
 
         def finish() -> None:
@@ -263,7 +272,7 @@ class NcclTransport:
         if self.rank != source:
             num_bytes = flat.numel() * flat.element_size()
             self.traffic.add(
-                "broadcast", "nccl", num_bytes, between=num_bytes * (source in self._far)
+                "broadcast", "nccl", num_bytes, between=num_bytes * (source in self._cuts.far)
             )
 
     def progress(self) -> None: ...

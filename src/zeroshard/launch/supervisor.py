@@ -147,6 +147,58 @@ class _Watched:
         return self.ended_at is None
 
 
+class _Stall:
+    """Tells, once, that no rank has shown a heartbeat for too long."""
+
+    def __init__(
+        self, limit_s: float | None, tell: Callable[[float, dict[int, str], bool], None]
+    ) -> None:
+        self.ends = limit_s is not None  # and else is only told
+        self.limit_s = STALL_S if limit_s is None else limit_s  # 0: never look
+        self._tell = tell
+        self._told_of: float | None = None  # the last heartbeat before it
+
+    def is_new(self, ranks: list[_Watched]) -> bool:
+        """Whether the `ranks`, all alive, have stalled since it was told last."""
+        beats = [watched.pulse.last_beat() for watched in ranks]
+        last = max(beat or watched.begun_at for beat, watched in zip(beats, ranks, strict=True))
+        if time.monotonic() - last <= self.limit_s or last == self._told_of:
+            return False
+        if not (all(beats) or self.ends):
+            return False
+        self._told_of = last
+        return True
+
+    def tell(self, stacks: dict[int, str]) -> None:
+        """Tell it, with each rank's stacks."""
+        assert self._told_of is not None
+        self._tell(time.monotonic() - self._told_of, stacks, self.ends)
+
+
+class _Interrupts:
+    """Counts the Ctrl-C of the main thread; `fd` is readable when one has come."""
+
+    def __init__(self) -> None:
+        self.fd, self._fd_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._before = -1
+        self._count = 0
+
+    def start(self) -> None:
+        """Begin to count. Called in the main thread."""
+        self._before = signal.set_wakeup_fd(self._fd_in, warn_on_full_buffer=False)
+
+    def count(self) -> int:
+        """Return how many have come so far."""
+        self._count += os.read(self.fd, 1 << 10).count(signal.SIGINT)
+        return self._count
+
+    def stop(self) -> None:
+        """Count no more."""
+        signal.set_wakeup_fd(self._before)
+        os.close(self.fd)
+        os.close(self._fd_in)
+
+
 class Supervisor:
     """Watches the ranks of ``directory``; after a failure the rest have ``grace_s`` seconds.
 
@@ -172,29 +224,24 @@ class Supervisor:
         self.grace_s = grace_s
         self.stalled = False  # and ended for it
         self._on_restart = on_restart
-        self._ends_a_stall = stall_s is not None
-        self._stall_s = STALL_S if stall_s is None else stall_s  # 0: never look
-        self._on_stall = on_stall
-        self._stall_told: float | None = None  # the last heartbeat before it
+        self._stall = _Stall(stall_s, on_stall)
+        self._interrupts = _Interrupts()
         self._watched: dict[int, _Watched] = {}  # by process id
         self._generation = 0
         self._restart_count = 0
         self._unread = b""
         self._stopping = False
-        self._interrupts = 0
-        self._wakeup_before = -1
         os.mkfifo(self.directory / "events", 0o600)
         self._fifo = os.open(self.directory / "events", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._fifo, selectors.EVENT_READ)
-        self._signals, self._signals_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._selector.register(self._signals, selectors.EVENT_READ)
+        self._selector.register(self._interrupts.fd, selectors.EVENT_READ)
         name = "zeroshard-supervisor"
         self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
 
     def start(self) -> None:
         """Begin to watch. Called in the main thread, whose signals are counted."""
-        self._wakeup_before = signal.set_wakeup_fd(self._signals_in, warn_on_full_buffer=False)
+        self._interrupts.start()
         self._thread.start()
 
     def stop(self, grace_s: float = 0.5) -> None:
@@ -210,9 +257,8 @@ class Supervisor:
             os.close(watched.pidfd)
         self._end_children(self._generation)
         self._selector.close()
-        signal.set_wakeup_fd(self._wakeup_before)
-        for fd in (self._fifo, self._signals, self._signals_in):
-            os.close(fd)
+        self._interrupts.stop()
+        os.close(self._fifo)
 
     def failures(self, statuses: dict[int, int]) -> list[Failure]:
         """The failures of the last generation, the one to blame first; call after :meth:`stop`.
@@ -287,8 +333,8 @@ class Supervisor:
             for key, _ in self._selector.select(self._patience()):
                 if key.fd == self._fifo:
                     self._read_events()
-                elif key.fd == self._signals:
-                    self._read_signals()
+                elif key.fd == self._interrupts.fd:
+                    self._read_interrupts()
                 else:
                     self._record_end(key.data)
             for watched in self._watched.values():
@@ -300,28 +346,21 @@ class Supervisor:
         alive = [one.end_by for one in self._watched.values() if one.alive]
         ends = [end_by for end_by in alive if end_by is not None]
         patience = [max(min(ends) - time.monotonic(), 0.01)] if ends else []
-        if self._stall_s:
-            patience.append(min(self._stall_s / 4, 5.0))
+        if self._stall.limit_s:
+            patience.append(min(self._stall.limit_s / 4, 5.0))
         return min(patience, default=None)
 
     def _look_for_a_stall(self) -> None:
-        """Report, once, that no rank has shown a heartbeat for too long."""
+        """Report a stall, and end the ranks for it where that was asked for."""
+        stall = self._stall
         ranks = [watched for watched in self._ranks_of(self._generation) if watched.alive]
-        if not self._stall_s or self.stalled or not ranks:
+        if not stall.limit_s or self.stalled or not ranks:
             return
-        if any(watched.end_by is not None for watched in ranks):
+        if any(watched.end_by is not None for watched in ranks) or not stall.is_new(ranks):
             return
-        beats = [watched.pulse.last_beat() for watched in ranks]
-        last = max(beat or watched.begun_at for beat, watched in zip(beats, ranks, strict=True))
-        if time.monotonic() - last <= self._stall_s or last == self._stall_told:
-            return
-        if not (all(beats) or self._ends_a_stall):
-            return
-        self._stall_told = last
         self._ask_for_stacks(ranks)
-        stacks = {watched.rank: watched.stacks for watched in ranks}
-        self._on_stall(time.monotonic() - last, stacks, self._ends_a_stall)
-        self.stalled = self._ends_a_stall
+        stall.tell({watched.rank: watched.stacks for watched in ranks})
+        self.stalled = stall.ends
         if self.stalled:
             for watched in ranks:
                 watched.end_by = time.monotonic()
@@ -353,9 +392,8 @@ class Supervisor:
         if report.get("exit_code") != EXIT_PREEMPTED:
             self._start_grace(failed.generation)
 
-    def _read_signals(self) -> None:
-        self._interrupts += os.read(self._signals, 1 << 10).count(signal.SIGINT)
-        if self._interrupts > 1:
+    def _read_interrupts(self) -> None:
+        if self._interrupts.count() > 1:
             for watched in self._watched.values():
                 watched.end_by = time.monotonic()
 

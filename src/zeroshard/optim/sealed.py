@@ -15,14 +15,16 @@ gradient: the sealed object of a piece holds the resting memory alive. And what 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from zeroshard.errors import StateError
 
-__all__ = ["ANSWERED", "SET_DATA", "SealedGrad", "name_of"]
+__all__ = ["ANSWERED", "SET_DATA", "GradientOwner", "SealedGrad", "name_of"]
 
 _METADATA = frozenset(
     getattr(torch.Tensor, name).__get__
@@ -112,24 +114,35 @@ def name_of(func: Callable[..., Any]) -> str:
     )
 
 
+class GradientOwner(Protocol):
+    """Who has the resting gradient."""
+
+    def zero_gradient(self, parameter: nn.Parameter | None) -> None:
+        """Set the resting gradient of `parameter` to zero; None: of a param group of which
+        nothing rests here.
+        """
+
+
 class SealedGrad(torch.Tensor):
     """A gradient of the right shape, dtype and device, whose numbers are not to be read."""
 
     _name: str
-    _holds: object  # keeps the resting gradient alive
-    _on_zero: Callable[[], None]
+    _owner: weakref.ref[GradientOwner]  # a gradient must not keep the engine alive
+    _parameter: weakref.ref[nn.Parameter] | None
+    _holds: object = None  # keeps the resting gradient alive
     _accumulated: torch.Tensor | None = None
 
     @staticmethod
     def __new__(
-        cls, like: torch.Tensor, name: str, holds: object, on_zero: Callable[[], None]
+        cls, like: torch.Tensor, name: str, owner: GradientOwner, parameter: nn.Parameter | None
     ) -> SealedGrad:
+        """`parameter`: the model's own, of which `like` is a shard or which it is."""
         sealed = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=like.device
         )
         sealed._name = name
-        sealed._holds = holds
-        sealed._on_zero = on_zero
+        sealed._owner = weakref.ref(owner)
+        sealed._parameter = None if parameter is None else weakref.ref(parameter)
         return sealed
 
     def hold(self, what: object) -> None:
@@ -140,6 +153,13 @@ class SealedGrad(torch.Tensor):
         """Return the gradient that autograd has just added to this one, once."""
         grad, self._accumulated = self._accumulated, None
         return grad
+
+    def _zero(self) -> None:
+        """Do what ``zero_()`` of a plain gradient does, where the resting one is still there."""
+        owner = self._owner()
+        parameter = None if self._parameter is None else self._parameter()
+        if owner is not None and (parameter is None) == (self._parameter is None):
+            owner.zero_gradient(parameter)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SealedGrad({self._name})"
@@ -160,7 +180,7 @@ class SealedGrad(torch.Tensor):
         if func is torch.Tensor.__repr__:
             return args[0].__repr__()
         if func is torch.Tensor.zero_:
-            args[0]._on_zero()
+            args[0]._zero()
             return args[0]
         if func is torch._foreach_zero_:
             for grad in args[0]:

@@ -16,9 +16,9 @@ are summed: the engine hands them over through ``StepHooks``.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +28,7 @@ from zeroshard.core.placement import Tier
 from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.optim.elementwise import check_elementwise, shard_state
 from zeroshard.optim.runner import StepOptions, TileRunner
-from zeroshard.optim.sealed import SealedGrad
+from zeroshard.optim.sealed import GradientOwner, SealedGrad
 from zeroshard.optim.shards import ParamShard, Taken, Tile
 from zeroshard.optim.state_dicts import PartialState, fill_in
 from zeroshard.optim.tiles import TileStates
@@ -40,7 +40,7 @@ INTERRUPTED = (
 )
 
 
-class StepHooks(Protocol):
+class StepHooks(GradientOwner, Protocol):
     """What the engine does around a step."""
 
     def before_step(self) -> bool:
@@ -55,11 +55,6 @@ class StepHooks(Protocol):
 
     def publish_late(self) -> None:
         """Publish a step that was taken one step late."""
-
-    def zero_gradient(self, parameter: nn.Parameter | None) -> None:
-        """Set one parameter's resting gradient to zero; None: of a group of which nothing rests
-        here.
-        """
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
@@ -90,6 +85,35 @@ def check_parameters(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.
         )
 
 
+@dataclass(eq=False)
+class _Step:
+    """One ``optimizer.step()``: how far it has come."""
+
+    has_begun: bool = False  # real gradients stand in the place of sealed ones
+    is_broken: bool = False  # the tiles' part of it has raised
+    in_closure: bool = False
+    # the sealed gradients, which hold the resting ones, by shard
+    sealed: list[SealedGrad | None] = field(default_factory=list)
+    error: StorageError | None = None  # of the tiles' part, raised when all ranks can be told
+
+    def begin(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """The step is agreed; it is broken until the tiles have started."""
+        self.has_begun = self.is_broken = True
+        self.sealed = [grad if isinstance(grad, SealedGrad) else None for grad in grads]
+
+    def tiles_started(self, error: StorageError | None) -> None:
+        """The tiles' part has begun, or has failed with an `error` that can be told."""
+        self.error, self.is_broken = error, False
+
+    def call(self, closure: Callable[[], Any]) -> Any:
+        """Return what the user's closure does."""
+        self.in_closure = True
+        try:
+            return closure()
+        finally:
+            self.in_closure = False
+
+
 class ShardedOptimizer:
     """The tie between one optimizer and this rank's tiles of one engine."""
 
@@ -113,13 +137,7 @@ class ShardedOptimizer:
         self._part = part
         self._device = options.device
         self._handles: list[Any] = []
-        self._prepared = False
-        self._broken = False  # the tiles' part of the step has raised
-        self._in_closure = False
-        # in a step: the sealed gradients, which hold the resting ones, and real ones in their place
-        self._sealed: list[SealedGrad | None] = []
-        self._zeroers: dict[int, Callable[[], None]] = {}  # by id of the model's parameter
-        self._error: StorageError | None = None
+        self._step = _Step()
 
     def attach(self, tiles: Sequence[Tile]) -> None:
         """Replace every group's parameters by this rank's shards of them, which `tiles` hold.
@@ -274,13 +292,14 @@ class ShardedOptimizer:
             for shard in tile.shards:
                 sealed = shard.tensor.grad
                 if not isinstance(sealed, SealedGrad):
-                    zero = self._zeroing(shard.parameter)
-                    sealed = shard.tensor.grad = SealedGrad(shard.tensor, shard.name, None, zero)
+                    sealed = shard.tensor.grad = SealedGrad(
+                        shard.tensor, shard.name, self._hooks, shard.parameter
+                    )
                 sealed.hold(held)
         for empty in self._empty:
             if empty is not None and empty.grad is None:
                 empty.grad = SealedGrad(
-                    empty, "(no piece of this group on this rank)", None, self._zeroing(None)
+                    empty, "(no piece of this group on this rank)", self._hooks, None
                 )
         self.sealed = True
 
@@ -290,21 +309,6 @@ class ShardedOptimizer:
             for entry in entries:
                 entry.grad = None
         self.sealed = False
-
-    def _zeroing(self, parameter: nn.Parameter | None) -> Callable[[], None]:
-        known = self._zeroers.get(id(parameter))
-        if known is not None:
-            return known
-        hooks = weakref.ref(self._hooks)  # a gradient must not keep the engine alive
-        target = None if parameter is None else weakref.ref(parameter)
-
-        def zero() -> None:
-            engine, alive = hooks(), None if target is None else target()
-            if engine is not None and (target is None or alive is not None):
-                engine.zero_gradient(alive)
-
-        self._zeroers[id(parameter)] = zero
-        return zero
 
     def dropped(self) -> list[nn.Parameter]:
         """Return the model's parameters whose gradient the user has cleared on the optimizer's
@@ -329,7 +333,7 @@ class ShardedOptimizer:
         """Whether a step has begun and not ended: an exception has ended it, or it is under way
         now.
         """
-        return self._prepared and not self._in_closure
+        return self._step.has_begun and not self._step.in_closure
 
     def abandon(self, *, taken: int) -> None:
         """After an exception in a step: no step is under way, and the shards have no gradient.
@@ -338,15 +342,14 @@ class ShardedOptimizer:
         self.taken = taken
         with suppress(Exception):  # whoever has waited for it before was told
             self.join()
-        self._prepared = self._broken = self._in_closure = False
-        self._sealed, self._error = [], None
+        self._step = _Step()
         self.clear()
 
     def _before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self._check_entries()
-        if self._broken:
+        if self._step.is_broken:
             raise StateError(INTERRUPTED)
         # args[0] is the optimizer itself
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -355,11 +358,7 @@ class ShardedOptimizer:
             return None
 
         def closed() -> Any:
-            self._in_closure = True
-            try:
-                loss = closure()
-            finally:
-                self._in_closure = False
+            loss = self._step.call(closure)
             self._prepare()
             return loss
 
@@ -392,15 +391,12 @@ class ShardedOptimizer:
 
         Once per step: a subclass whose ``step`` calls its parent's runs torch's hooks for both.
         """
-        if self._prepared:
+        if self._step.has_begun:
             return
         take = self._hooks.before_step()
-        self._prepared = self._broken = True  # until the tiles' part has begun
         shards = list(self.pieces())
-        grads = [shard.tensor.grad for shard in shards]
-        self._sealed = [grad if isinstance(grad, SealedGrad) else None for grad in grads]
-        self._start_tiles(take)
-        self._broken = False
+        self._step.begin([shard.tensor.grad for shard in shards])
+        self._step.tiles_started(self._start_tiles(take))
         for shard in shards:
             takes = take and shard.taken is Taken.BY_USER
             grad = shard.grad() if takes else None
@@ -412,37 +408,37 @@ class ShardedOptimizer:
                 empty.grad = None
         self.runner.begin_own()
 
-    def _start_tiles(self, take: bool) -> None:
-        """Start the tiles' part of the step; the one before ends first. Failures are raised after
-        the step, when all ranks can be told.
+    def _start_tiles(self, take: bool) -> StorageError | None:
+        """Start the tiles' part of the step; the one before ends first. Return a failure of
+        either, which is raised after the step.
         """
+        failure: StorageError | None = None
         try:
             self.join()
         except StorageError as error:
-            self._error = error
+            failure = error
         if self.runner.take_late():
             self._hooks.publish_late()
-        if not take:
-            return
-        try:
-            self.runner.start(self.tiles, failed=self._error is not None)
-        except StorageError as error:
-            self._error = error
+        if take:
+            try:
+                self.runner.start(self.tiles, failed=failure is not None)
+            except StorageError as error:
+                failure = error
+        return failure
 
     def _after(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if not self._prepared:  # the closure was never called: nothing was stepped
+        if not self._step.has_begun:  # the closure was never called: nothing was stepped
             return
-        self._prepared = False
+        step, self._step = self._step, _Step()
         self.taken += 1
-        error, self._error = self._error, None
+        error = step.error
         try:
             self.runner.end_own()
         except StorageError as failed:
             error = failed
-        sealed, self._sealed = self._sealed, []
-        for piece, grad in zip(self.pieces(), sealed, strict=True):
+        for piece, grad in zip(self.pieces(), step.sealed, strict=True):
             piece.tensor.grad = grad
         self.seal()
         self._hooks.after_step(error)

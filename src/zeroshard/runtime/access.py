@@ -257,6 +257,16 @@ class StateAccess:
             if self._sharded is not None:
                 self._sharded.join()
 
+    def check_readable(self) -> None:
+        """Refuse to show what is lost. Raises StorageError where that is heard of only now, of a
+        step that went on by itself. Collective.
+        """
+        self.check_open()
+        self._faults.check(passes=False)
+        if self._context.steps_into_forward and self._context.tiering.stores:
+            self.join_step()
+            self._faults.agree()
+
     def check_open(self) -> None:
         """Raise StateError where the engine is closed, or refuses to be used."""
         if self._weights.refusal is not None:

@@ -19,8 +19,8 @@ buffer and goes with the next reduce; the ranks agree about what is left before 
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,12 +30,15 @@ from torch import nn
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.optim.sealed import SealedGrad
 from zeroshard.optim.sharded import ShardedOptimizer
-from zeroshard.runtime.decisions import UNKNOWN, Decisions
+from zeroshard.runtime.accumulation import UNKNOWN, Accumulation
+from zeroshard.runtime.decisions import Decisions
 from zeroshard.runtime.gradients import GradientPath
+from zeroshard.runtime.passes import Until
 from zeroshard.runtime.reductions import Reductions
+from zeroshard.runtime.saved import SavedTensors
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit, Use
-from zeroshard.runtime.weights import Until, Weights
+from zeroshard.runtime.weights import Weights
 
 __all__ = ["Backward", "retains_graph"]
 
@@ -67,18 +70,9 @@ class _Leaf:
 
     def seal(self, owner: Backward, holds: object) -> None:
         """Give it its sealed gradient, which keeps `holds` alive."""
-        sealed, index = self._sealed, self.index
+        sealed = self._sealed
         if sealed is None or sealed.dtype is not self.parameter.dtype:
-            # see [Note: weak hooks] in hooks.py
-            weak, backward = weakref.ref(self.path), weakref.ref(owner)
-
-            def zero() -> None:
-                alive, owner = weak(), backward()
-                if alive is not None and owner is not None:
-                    owner.zeroed()
-                    alive.zero(index)
-
-            sealed = self._sealed = SealedGrad(self.parameter, self.name, None, zero)
+            sealed = self._sealed = SealedGrad(self.parameter, self.name, owner, self.parameter)
         sealed.hold(holds)
         self.parameter.grad = sealed
 
@@ -131,26 +125,16 @@ class _Pass:
 class Backward:
     """One engine's gradients, from the first hook of a backward to the optimizer's step."""
 
-    def __init__(
-        self,
-        weights: Weights,
-        reductions: Reductions,
-    ) -> None:
-        self.sync = True  # False inside no_sync()
-        self.has_gradient = False  # since the last drop of everything
-        self.changed = False  # since the last finalize
-        # whether the loss of these gradients was scaled; None: no backward yet
-        self.scaled: bool | None = None
-        self.scaling = False  # inside engine.backward()
+    def __init__(self, weights: Weights, reductions: Reductions) -> None:
         self.optimizer: ShardedOptimizer | None = None
+        self.accumulation = Accumulation()
         self.decisions = Decisions()
-        self.announce: Callable[[str, Any], None] | None = None  # set by join()
-        self._weights = weights
         self.reductions = reductions
-        # steps still to come whose forwards are watched for weights that their backward reads while
-        # they are released
-        self.traced_steps = 0
-        self.read_released: str | None = None  # the first parameter that was
+        self.saved = SavedTensors(weights)
+        self._weights = weights
+        self._sync = True  # False inside no_sync()
+        self._scaling = False  # inside engine.backward()
+        self._announce: Callable[[str, Any], None] | None = None  # inside join()
         self._pass = _Pass()
         self._trainable = [unit for unit in weights.units if unit.trainable]
         self._paths = [path for unit in self._trainable for path in unit.paths]
@@ -161,6 +145,45 @@ class Backward:
             for index, parameter in enumerate(segment.parameters)
         ]
         self._leaf_of = {id(leaf.parameter): leaf for leaf in self.leaves}
+
+    def attach(self, optimizer: ShardedOptimizer) -> None:
+        """Let the gradients rest for `optimizer` alone, which seals its shards of them."""
+        self.optimizer = optimizer
+        self.decisions.attach(optimizer.optimizer)
+
+    # ------------------------------------------------------------------ how a backward is run
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Sum up the gradients of backwards inside where the policy's cell says: more follow."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    @contextmanager
+    def of_loss(self, *, scaled: bool) -> Iterator[None]:
+        """Say whether the loss of the backward inside is scaled."""
+        self._scaling = scaled
+        try:
+            yield
+        finally:
+            self._scaling = False
+
+    @contextmanager
+    def announced(self, announce: Callable[[str, Any], None]) -> Iterator[None]:
+        """Call `announce` with what comes inside: a forward, a backward, a clip or a step."""
+        self._announce = announce
+        try:
+            yield
+        finally:
+            self._announce = None
+
+    def tell(self, what: str, argument: Any = None) -> None:
+        """Inside `announced`, tell the other ranks what comes."""
+        if self._announce is not None:
+            self._announce(what, argument)
 
     # ------------------------------------------------------------------ hooks
 
@@ -183,20 +206,13 @@ class Backward:
         brings a gradient itself: nested ones cannot ask.
         """
         for unit in self._trainable:
-            if unit.recomputations > 0:
+            if unit.forwards.to_recompute:
                 self._pass.outer.update(
                     id(p)
                     for segment in unit.trainable
                     for p in segment.parameters
                     if _gets_gradient(p)
                 )
-
-    def tell(self, what: str, argument: Any = None) -> None:
-        """Inside join(): tell the other ranks what comes, a forward, a backward, a clip or a
-        step.
-        """
-        if self.announce is not None:
-            self.announce(what, argument)
 
     @property
     def running(self) -> bool:
@@ -251,7 +267,7 @@ class Backward:
                 self._hand_over_complete(unit)
             # an earlier forward's output may be this one's input: its backward needs the weights
             # now
-            if before_others or unit.forwards:
+            if before_others or unit.forwards.open:
                 self._pass.finished[unit.index] = unit
                 return
             self._pass.finished.pop(unit.index, None)
@@ -278,7 +294,7 @@ class Backward:
             )
         # create_graph=True: what is summed has no graph
         grad = grad.detach() if grad.requires_grad else grad
-        leaf.path.add(leaf.index, grad, sync=self.sync, make_room=self.reductions.make_room)
+        leaf.path.add(leaf.index, grad, sync=self._sync, make_room=self.reductions.make_room)
         del grad
         self._pass.took(unit, parameter)
         if unit.pending <= 0:
@@ -294,16 +310,9 @@ class Backward:
 
     def _begin(self, *, retains: bool = False, brings: bool = False) -> _Pass:
         self.collect_dropped()
-        if self.scaled is not None and self.has_gradient and self.scaled != self.scaling:
-            raise StateError(
-                "fp16: this backward's loss is scaled otherwise than an earlier one's: call"
-                " engine.backward(loss) for all"
-            )
-        self.tell("backward", {"sync": self.sync, "scaled": self.scaling})
-        self.scaled = self.scaling
-        self.decisions.micro_batches += self.decisions.micro_batches != UNKNOWN
-        self.changed = True
-        self.has_gradient = True
+        self.accumulation.check(scaled=self._scaling)
+        self.tell("backward", {"sync": self._sync, "scaled": self._scaling})
+        self.accumulation.add(scaled=self._scaling)
         self._pass = _Pass(retains=retains, brings=brings)
         self._weights.begin("backward")
         # released parameters are asked for what they answer anyway
@@ -321,7 +330,8 @@ class Backward:
 
     def _may_get_more(self, unit: Unit) -> bool:
         # see [Note: nested backwards]
-        if unit.recomputations > 0 or (len(self._pass.tasks) > 1 and unit.forwards > 0):
+        forwards = unit.forwards
+        if forwards.to_recompute or (len(self._pass.tasks) > 1 and forwards.open):
             return True
         if unit.pending <= 0 and not self._pass.nested:
             return False
@@ -335,8 +345,10 @@ class Backward:
     def _hand_over(self, unit: Unit) -> None:
         unit.expect_no_more()
         for segment, path in zip(unit.trainable, unit.paths, strict=True):
-            if self.sync or not path.sums_micro_batches:
-                self.reductions.start(unit, segment, sync=self.sync, with_earlier=self._pass.brings)
+            if self._sync or not path.sums_micro_batches:
+                self.reductions.start(
+                    unit, segment, sync=self._sync, with_earlier=self._pass.brings
+                )
                 self._pass.reduced.add(unit.index)
         self.reductions.advance()
 
@@ -344,13 +356,13 @@ class Backward:
         """Take part in a backward of the other ranks, without one of our own: gather what they
         gather, contribute zeros.
         """
-        before, self.sync, self.scaling = (self.sync, self.scaling), sync, scaled
+        before, self._sync, self._scaling = (self._sync, self._scaling), sync, scaled
         self._begin(brings=True)
         for unit in self._weights.shadow("backward"):
             # at once, as they do: they may wait for our part before they gather on
             self._hand_over(unit)
         self._end()
-        self.sync, self.scaling = before
+        self._sync, self._scaling = before
 
     def _leave(self, task: int) -> None:
         entered = self._pass.pop(task)
@@ -407,8 +419,9 @@ class Backward:
         """Forget the gradients that the user has cleared, on the model's side or the
         optimizer's.
         """
-        if not self.has_gradient or self.running:
+        if not self.accumulation.has_gradient or self.running:
             return
+        changed = self.accumulation.changed
         cleared = {id(p) for p in self.optimizer.dropped()} if self.optimizer is not None else set()
         everything = all(all(path.used) for path in self.paths())
         with torch._C.DisableTorchFunctionSubclass():
@@ -426,45 +439,33 @@ class Backward:
             path.clear(indices)
         # gradients of parameters unused here; a step agrees about what is used
         anything = any(
-            any(path.used) or (self.changed and path.resting() is not None) for path in self.paths()
+            any(path.used) or (changed and path.resting() is not None) for path in self.paths()
         )
         if not anything:
             all_cleared = len(cleared) >= len(self.leaves) and all(
                 id(leaf.parameter) in cleared for leaf in self.leaves
             )
-            same_on_all = everything or not self.changed or all_cleared
-            self.reset()
-            self.decisions.micro_batches = 0 if same_on_all else UNKNOWN
-        elif gone_leaves and not self.changed:
+            same_on_all = everything or not changed or all_cleared
+            self.reset(0 if same_on_all else UNKNOWN)
+        elif gone_leaves and not changed:
             # before a step the ranks need not have used the same parameters
             names = ", ".join(leaf.name for leaf in gone_leaves)
             self.decisions.note("gradients cleared by zero_grad()", names)
 
-    def note_read_released(self, name: str) -> None:
-        """Note that this backward has read the weights of parameter `name` while released."""
-        self.read_released = self.read_released or name
-
-    def zero(self, parameter: nn.Parameter | None) -> None:
-        """Set the gradient of `parameter` to zero, where one rests."""
-        self.zeroed()
+    def zero_gradient(self, parameter: nn.Parameter | None) -> None:
+        """Set the gradient of `parameter` to zero, where one rests. Before the first step the
+        ranks need not have used the same parameters.
+        """
+        if not self.accumulation.changed:
+            self.decisions.note_once("zero_grad(set_to_none=False)", "called")
         leaf = None if parameter is None else self._leaf_of.get(id(parameter))
         if leaf is not None:
             leaf.path.zero(leaf.index)
 
-    def zeroed(self) -> None:
-        """Note that the user sets gradients to zero. Before the first step the ranks need not
-        have used the same parameters.
-        """
-        if not self.changed:
-            self.decisions.note_once("zero_grad(set_to_none=False)", "called")
-
-    def reset(self) -> None:
-        """No gradient rests here any more."""
-        self.has_gradient = False
-        self.changed = True
-        self.scaled = None
-        self.read_released = None
-        self.decisions.micro_batches = 0
+    def reset(self, micro_batches: int = 0) -> None:
+        """No gradient rests here any more; `micro_batches`: see Accumulation.clear."""
+        self.accumulation.clear(micro_batches)
+        self.saved.clear()
         if self.optimizer is not None:
             self.optimizer.clear()
 

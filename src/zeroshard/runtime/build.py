@@ -24,8 +24,8 @@ from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.tiering import Tiering
-from zeroshard.runtime.unit import Unit, UnitState
-from zeroshard.runtime.units import UnitPlan
+from zeroshard.runtime.unit import Unit
+from zeroshard.runtime.units import UnitPlan, holding_others
 from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.gradient import GradientAllocator
 from zeroshard.state.state import State
@@ -72,25 +72,22 @@ def build_units(plans: Sequence[UnitPlan], context: Context) -> list[Unit]:
         )
     )
     reserved = _reserve([p for group in planned for p in group], splits, context)
+    around = holding_others(plans)
     units = []
     for index, (plan, group) in enumerate(zip(plans, planned, strict=True)):
         cells = context.policy.cells(plan.name)
         segments = [
             _build_segment(segment, splits[segment.key], reserved, context) for segment in group
         ]
-        modules = {id(module) for _, module in plan.roots} or {
-            id(module) for _, module in plan.owners
-        }
         unit = Unit(
             index,
             plan.name,
             segments,
             cells,
-            spans_one_module=len(modules) == 1,
-            strict=context.strict,
+            spans_one_module=plan.spans_one_module,
+            holds_others=index in around,
+            strict=context.options.strict,
         )
-        if cells.weight.is_sharded:
-            unit.state = UnitState.RESTING
         for segment in segments:
             segment.seen.detach() if cells.weight.is_sharded else segment.attach()
             segment.flat.publish()
@@ -219,12 +216,10 @@ def _build_segment(
     cells = plan.cells
     parameters = list(plan.members.values())
     flat = FlatWeights(plan, context, _rest_of_weights(plan, splits, reserved, context))
-    segment = Segment(list(plan.members), parameters, flat, context.transport.rank)
-    if plan.trainable:
-        segment.split = splits.optim
-        if context.trains:
-            make_master(segment, cells, context, reserved)
-        segment.grad = _gradient_path(plan, splits, flat, context)
+    grad = _gradient_path(plan, splits, flat, context) if plan.trainable else None
+    segment = Segment(list(plan.members), parameters, flat, grad, split=splits.optim)
+    if plan.trainable and context.trains:
+        make_master(segment, cells, context, reserved)
     context.prepare(parameters)
     with context.faults.noted(lost=True):
         segment.store([p.data for p in parameters])

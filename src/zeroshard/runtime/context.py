@@ -34,7 +34,7 @@ from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.full import memory_stride
 from zeroshard.state.state import State
 
-__all__ = ["Context", "Dtypes", "SegmentPlan"]
+__all__ = ["Context", "Dtypes", "Options", "SegmentPlan"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,16 @@ class Dtypes:
 
 
 @dataclass(frozen=True)
+class Options:
+    """What the user wants done at every forward or step beside what the policy says."""
+
+    strict: bool  # compare what was written to released parameters by value
+    verify_every: int | None  # steps between comparisons of replicated state
+    broadcast_buffers: bool  # every forward takes rank 0's buffers
+    clip_norm: float | None  # what a step clips to where the user has not clipped
+
+
+@dataclass(frozen=True)
 class Context:
     """What every part of one engine shares."""
 
@@ -71,14 +81,19 @@ class Context:
     device: torch.device
     faults: Faults
     trains: bool  # an optimizer is there, or will be: masters are kept
-    strict: bool = False
-    verify_every: int | None = None  # steps between comparisons of replicated state
-    broadcast_buffers: bool = False
-    clip_norm: float | None = None  # what a step clips to where the user has not clipped
+    options: Options
     codecs: Codecs = field(default_factory=Codecs)
     # gives a segment's parameters their initial values
     prepare: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None
     tiering: Tiering = field(default_factory=Tiering)
+
+    @property
+    def steps_into_forward(self) -> bool:
+        """Whether weights may still be on their way when a forward begins: not where a peer
+        reads this rank's memory as it is.
+        """
+        alone = self.transport.size == 1 or self.device.type != "cpu"
+        return self.tiering.link.overlaps and alone
 
 
 @dataclass(frozen=True)

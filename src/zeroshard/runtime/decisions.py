@@ -1,5 +1,5 @@
 """Decisions that every rank makes by itself and that must be the same: options of param groups,
-the clip value, zero_grad(), micro-batches.
+the clip value, zero_grad().
 
 No collective depends on them, so a rank that decides otherwise disturbs nobody: it steps its part
 of one model with a learning rate of its own (a scheduler fed with each rank's own loss does so).
@@ -22,10 +22,8 @@ import torch
 
 from zeroshard.core.digest import holders
 
-__all__ = ["UNKNOWN", "Decisions", "first_disagreement"]
+__all__ = ["Decisions", "first_disagreement"]
 
-# micro-batches of a rank that cannot tell whether all gradients were cleared
-UNKNOWN = (1 << 32) - 1
 _NOT_OURS = ("params", "param_names")
 
 
@@ -33,13 +31,16 @@ class Decisions:
     """What one rank has decided since the last comparison."""
 
     def __init__(self) -> None:
-        self.optimizer: torch.optim.Optimizer | None = None  # set when one is attached
-        self.micro_batches = 0  # backwards since all gradients were cleared
+        self._optimizer: torch.optim.Optimizer | None = None
         self._noted: dict[str, str] = {}
         self._seen: list[list[Any]] = []  # the options as they were when they were encoded
         self._options: dict[str, str] = {}
         self._digest = 0
         self._compared: dict[str, str] = {}
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the options of `optimizer` among the decisions."""
+        self._optimizer = optimizer
 
     def note(self, name: str, value: str) -> None:
         """Add a decision; several of one name stand in order."""
@@ -60,7 +61,7 @@ class Decisions:
                     ] = value
 
     def digest(self) -> int:
-        """Return 64 bits that stand for all decisions but the number of micro-batches."""
+        """Return 64 bits that stand for all decisions."""
         options = self._options_digest()
         if not self._noted:
             return options
@@ -82,9 +83,9 @@ class Decisions:
         self._noted.clear()
 
     def _options_digest(self) -> int:
-        if self.optimizer is None:
+        if self._optimizer is None:
             return 0
-        groups = self.optimizer.param_groups
+        groups = self._optimizer.param_groups
         seen = [
             [_look(value) for key, value in group.items() if key not in _NOT_OURS]
             for group in groups

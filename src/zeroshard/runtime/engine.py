@@ -23,12 +23,14 @@ from zeroshard.core.digest import Digest
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
 from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardError
+from zeroshard.memory import Trimmer
 from zeroshard.optim.runner import StepOptions
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import ShardedOptimizer, check_parameters
 from zeroshard.optim.state_dicts import PartialState
 from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.backward import Backward
+from zeroshard.runtime.budget import Budget
 from zeroshard.runtime.build import Context, build_units, make_master
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.forked import refuse_in_children
@@ -43,7 +45,7 @@ from zeroshard.runtime.reports import MemoryReport, TrafficReport, memory_report
 from zeroshard.runtime.rest import Rest, RestingPiece
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, named_parameters_once
-from zeroshard.runtime.weights import Until, Weights
+from zeroshard.runtime.weights import Weights
 from zeroshard.runtime.whole import Whole
 
 __all__ = ["Engine", "RestingPiece"]
@@ -66,57 +68,36 @@ class Engine:
     ) -> None:
         self.module = module
         self._context = context
-        self._digest = Digest()
-        self._weights, self._backward = _make_loop(
-            plans, context, self._digest, prefetch_bytes=prefetch_bytes
+        transport, faults, digest = context.transport, context.faults, Digest()
+        weights, backward = _make_weights_and_gradients(
+            plans, context, digest, prefetch_bytes=prefetch_bytes
         )
+        self._weights, self._backward = weights, backward
         self._scaler = LossScaler() if context.precision.needs_loss_scaling else None
-        self._faults = context.faults
-        self._finalizer = Finalizer(
-            self._backward, context.transport, self._digest, self._scaler, self._faults
-        )
-        self._rest = Rest(
-            self._weights, transport=context.transport, streams=context.streams, faults=self._faults
-        )
-        self._recovery = Recovery(
-            self._weights, self._rest, self._faults, self._digest, context.transport
-        )
-        self._loop = Loop(
-            module,
-            context,
-            self._weights,
-            self._backward,
-            self._finalizer,
-            self._rest,
-            self._recovery,
-        )
-        self._hooks = Hooks(
-            module, plans, self._loop, input_dtype=_input_dtype(context), owner=self
-        )
+        self._finalizer = Finalizer(backward, transport, digest, self._scaler, faults)
+        rest = Rest(weights, transport=transport, streams=context.streams, faults=faults)
+        self._recovery = Recovery(weights, rest, faults, digest, transport)
+        self._loop = Loop(module, context, weights, backward, self._finalizer, rest, self._recovery)
         self.states = StateAccess(
-            context,
-            self._weights,
-            self._rest,
-            self._backward,
-            self._finalizer,
-            self._recovery,
-            self._scaler,
+            context, weights, rest, backward, self._finalizer, self._recovery, self._scaler
         )
         self._whole = Whole(
+            module, weights, self._finalizer, transport, faults, self.states.join_step
+        )
+        self._hooks = Hooks(
             module,
-            self._weights,
-            self._hooks,
-            self._finalizer,
-            context.transport,
-            self._faults,
-            self.states.join_step,
+            plans,
+            self._loop,
+            input_dtype=_input_dtype(context),
+            write_back=self._whole.store_unit,
+            owner=self,
         )
         self._sharded: ShardedOptimizer | None = None
         self._tiles: StepTiles | None = None
         self._offloaded: OffloadedStates | None = None
-        self._faults.agree()  # that the weights have been written to where they rest
-        if context.transport.size > 1:
-            refuse_in_children(self)
+        faults.agree()  # that the weights have been written to where they rest
+        if transport.size > 1:
+            refuse_in_children(self, weights.refuse)
 
     # ------------------------------------------------------------------ what it is
 
@@ -172,30 +153,27 @@ class Engine:
                 " or shard a second model"
             )
         check_parameters(optimizer, named_parameters_once(self.module))
-        with self._faults.noted(lost=True):
+        with self._context.faults.noted(lost=True):
             for unit in self._weights.units:
                 for segment in unit.trainable:
                     if segment.master is None:
                         make_master(segment, unit.cells, self._context)
                         segment.fill_master()
-        self._faults.agree()
+        self._context.faults.agree()
         tiles = StepTiles(self._weights.units, self._context)
-        settings = _step_settings(
-            self._context, self._weights.units, into_forward=self._may_step_into_forward
-        )
+        settings = _step_settings(self._context, self._weights.units)
         sharded = ShardedOptimizer(optimizer, self._loop, *settings)
-        with self._faults.noted(lost=True):
+        with self._context.faults.noted(lost=True):
             sharded.attach(tiles.all)
         try:
-            self._faults.agree()
+            self._context.faults.agree()
         except StorageError:
             sharded.detach()
             raise
         self._sharded, self._tiles = sharded, tiles
         self._loop.attach(sharded, tiles)
         self.states.attach(sharded)
-        self._backward.optimizer = sharded
-        self._backward.decisions.optimizer = optimizer
+        self._backward.attach(sharded)
 
     def optimizer_part(self) -> dict[str, Any]:
         """Return this rank's part of the optimizer's ``state_dict()``, for ``load_state_dict()``
@@ -217,37 +195,19 @@ class Engine:
         balance = None if self._tiles is None else self._tiles.balance
         return None if balance is None else balance.fraction
 
-    @property
-    def _may_step_into_forward(self) -> bool:
-        """Whether weights may still be on their way when a forward begins: not where a peer
-        reads this rank's memory as it is.
-        """
-        context = self._context
-        return context.tiering.link.overlaps and (
-            context.transport.size == 1 or context.device.type != "cpu"
-        )
-
     # ------------------------------------------------------------------ a step
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward of `loss` (0-d); in fp16 of the scaled loss."""
         self.states.check_open()
-        self._backward.scaling = self._scaler is not None
-        try:
+        with self._backward.of_loss(scaled=self._scaler is not None):
             (loss.float() * self._scaler.scale if self._scaler is not None else loss).backward()  # type: ignore[no-untyped-call]
-        finally:
-            self._backward.scaling = False
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Say that more micro-batches follow before the step: gradients rest where the policy's
         cell says meanwhile.
         """
-        before, self._backward.sync = self._backward.sync, False
-        try:
-            yield
-        finally:
-            self._backward.sync = before
+        return self._backward.no_sync()
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -301,8 +261,7 @@ class Engine:
         With `writeback`, edits inside are kept: those of rank 0, or the same on every rank; others
         raise StateError at the end. Edits without it are lost and raise where they are seen.
         """
-        self.states.check_open()
-        self._before_reading()
+        self.states.check_readable()
         if writeback:
             self.states.finish_step()
         return self._whole.gathered(params, writeback=writeback)
@@ -311,18 +270,8 @@ class Engine:
         """Return the model's whole ``state_dict()`` on CPU, streamed a unit at a time; empty on
         other ranks unless `rank0_only` is False.
         """
-        self.states.check_open()
-        self._before_reading()
+        self.states.check_readable()
         return self._whole.full_state_dict(rank0_only=rank0_only)
-
-    def _before_reading(self) -> None:
-        """Refuse to show what is lost. Raises StorageError where that is heard of only now, of a
-        step that went on by itself.
-        """
-        self._faults.check(passes=False)
-        if self._may_step_into_forward and self._context.tiering.stores:
-            self.states.join_step()
-            self._faults.agree()
 
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return the averaged gradient of `param` [its shape] on every rank, or None where no
@@ -393,7 +342,7 @@ class Engine:
             return self._offloaded.num_bytes
         if (
             self._backward.running
-            or self._weights.running
+            or self._weights.passes.running
             or any(unit.is_held for unit in self._weights.units)
         ):
             raise StateError(
@@ -407,7 +356,7 @@ class Engine:
         )
         offloaded.begin()
         self._context.pages.clear()
-        self._offloaded, self._weights.offloaded = offloaded, True
+        self._offloaded = offloaded
         return offloaded.num_bytes
 
     def reload_states(self) -> None:
@@ -415,7 +364,7 @@ class Engine:
         self.states.check_open()
         if self._offloaded is not None:
             self._offloaded.end()
-            self._offloaded, self._weights.offloaded = None, False
+            self._offloaded = None
 
     # ------------------------------------------------------------------ recovery and the end
 
@@ -433,7 +382,7 @@ class Engine:
         self._weights.abandon()
         self._backward.abandon()
         self._finalizer.abandon()
-        self._faults.reset()
+        self._context.faults.reset()
         self._recovery.meet(self._sharded, "engine.reset()")
 
     def close(self) -> None:
@@ -447,18 +396,18 @@ class Engine:
         if self.states.is_closed:
             return
         self.states.check_open()
-        told = self._faults.refusal if self._faults.is_lost else None
+        told = self._context.faults.refusal if self._context.faults.is_lost else None
         self.reload_states()
         self._backward.abandon()
         self.states.join_step()
-        self._weights.release_held(Until.STEP)
+        self._weights.end_step()
         self._whole.restore_plain()
         self._hooks.remove()
         if self._sharded is not None:
             self._sharded.detach()
         failure: StorageError | None = None
         try:
-            self._faults.agree()
+            self._context.faults.agree()
         except StorageError as error:
             failure = error
         self._context.transport.begin_write()
@@ -471,47 +420,47 @@ class Engine:
         elif failure is not None:
             raise failure
 
-    # ------------------------------------------------------------------ helpers
 
-    def refuse(self, why: str) -> None:
-        """Raise StateError with `why` at every later use; see forked.py."""
-        self._weights.refusal = why
-
-
-def _make_loop(
+def _make_weights_and_gradients(
     plans: Sequence[UnitPlan], context: Context, digest: Digest, *, prefetch_bytes: int | None
 ) -> tuple[Weights, Backward]:
     """Bring the model to rest, and make what gathers it and what takes its gradients."""
-    weights = Weights(
-        build_units(plans, context),
-        streams=context.streams,
-        meter=context.meter,
-        digest=digest,
-        prefetch_bytes=prefetch_bytes,
-        ordered=not context.transport.one_sided or context.policy.weights_leave_the_device,
+    units = build_units(plans, context)
+    budget = Budget(units, context.meter, prefetch_bytes)
+    # gathers need every rank: all gather the same units in the same order
+    ordered = (
+        not context.transport.one_sided
+        or context.policy.weights_leave_the_device
+        or any(unit.is_coded for unit in units)
     )
-    if context.device.type == "cpu":
-        weights.trimmer = context.tiering.trimmer()
     reductions = Reductions(
-        weights,
+        units,
+        budget,
         streams=context.streams,
-        meter=context.meter,
         digest=digest,
         transport=context.transport,
+        ordered=ordered,
+    )
+    weights = Weights(
+        units,
+        budget,
+        reductions.make_room,
+        streams=context.streams,
+        digest=digest,
+        ordered=ordered,
+        trimmer=context.tiering.trimmer() if context.device.type == "cpu" else Trimmer(None),
     )
     return weights, Backward(weights, reductions)
 
 
-def _step_settings(
-    context: Context, units: Sequence[Unit], *, into_forward: bool
-) -> tuple[PartialState, StepOptions]:
+def _step_settings(context: Context, units: Sequence[Unit]) -> tuple[PartialState, StepOptions]:
     """Return what the optimizer's step knows of the engine."""
     transport, tiering = context.transport, context.tiering
     is_part = transport.size > 1 and any(unit.cells.optim.is_sharded for unit in units)
     part = PartialState(transport.rank, transport.size, is_part=is_part)
     return part, StepOptions(
         context.device,
-        into_forward=into_forward,
+        into_forward=context.steps_into_forward,
         delayed_update=tiering.delayed_update,
         timed=tiering.automatic,
         trimmer=tiering.trimmer(),

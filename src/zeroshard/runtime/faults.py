@@ -22,7 +22,7 @@ What it does not do: retry, or look after errors that are no StorageError.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from zeroshard.comm.agree import failures
@@ -44,12 +44,13 @@ class Faults:
     ranks were told.
     """
 
-    def __init__(self, transport: Transport, *, active: bool = True) -> None:
+    def __init__(self, transport: Transport, *, active: bool, differing: Mapping[int, str]) -> None:
+        """Made inside shard(); `differing`: by id of each parameter whose values differ between
+        ranks, how; the same keys on every rank.
+        """
         self.refusal: str | None = None  # why forwards and steps are refused, on every rank
-        # by id of each parameter whose values differ between ranks: how; the same keys on every
-        # rank
-        self.differing: dict[int, str] = {}
-        self.in_shard = False  # there is no engine yet
+        self._differing = dict(differing)
+        self._in_shard = True  # there is no engine yet
         # on some rank what rests is not whole: told, and so known on every rank
         self.is_lost = False
         self.is_suspect = False  # something has failed since the last repair: files may be damaged
@@ -58,6 +59,10 @@ class Faults:
         self._active = active  # some state rests on another tier
         self._error: StorageError | None = None  # the first, not yet told
         self._loses = False  # whether what rests is lost with one not yet told
+
+    def end_shard(self) -> None:
+        """There is an engine."""
+        self._in_shard = False
 
     def note(self, error: StorageError, *, lost: bool = False) -> None:
         """Keep the first error until the ranks meet; `lost`: what rests is no longer whole."""
@@ -101,7 +106,7 @@ class Faults:
         self.is_suspect = True
         self.is_lost = self.is_lost or any(reason.startswith("!") for reason in told.values())
         first = next(iter(told))
-        if self.in_shard:
+        if self._in_shard:
             remedy = _ANEW if self.is_lost else _UNTOUCHED
         else:
             remedy = _LOAD if self.is_lost else _RESET
@@ -115,8 +120,8 @@ class Faults:
         Raises PlanMismatch where the ranks have built different values and nothing has overwritten
         them.
         """
-        if self.differing:
-            raise PlanMismatch(next(iter(self.differing.values())))
+        if self._differing:
+            raise PlanMismatch(next(iter(self._differing.values())))
         if self.refusal is not None and (passes or self.is_lost):
             raise StateError(f"refused since {self._since}: {self.refusal}")
 
@@ -130,7 +135,7 @@ class Faults:
     def overwritten(self, parameters: Iterable[int]) -> None:
         """Every rank has read the same values for these parameters, given by id."""
         for key in parameters:
-            self.differing.pop(key, None)
+            self._differing.pop(key, None)
 
     def reset(self) -> None:
         """The pass in which something failed is given up; what is lost stays lost."""
@@ -147,5 +152,5 @@ class Faults:
             False,
             "a tier failed",
         )
-        self.differing.clear()
+        self._differing.clear()
         self._error, self._loses = None, False

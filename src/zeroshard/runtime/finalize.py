@@ -31,8 +31,9 @@ from zeroshard.core.digest import Digest, first_difference, holders
 from zeroshard.core.launched import heartbeat
 from zeroshard.errors import PlanMismatch, StateError
 from zeroshard.optim.scaler import LossScaler
+from zeroshard.runtime.accumulation import UNKNOWN
 from zeroshard.runtime.backward import Backward
-from zeroshard.runtime.decisions import UNKNOWN, first_disagreement
+from zeroshard.runtime.decisions import first_disagreement
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.state.reduction import read_squares
@@ -41,9 +42,6 @@ __all__ = ["Finalized", "Finalizer"]
 
 _log = logging.getLogger("zeroshard")
 _HEAD = struct.Struct("<QQI?")  # digest, digest of the decisions, micro-batches, unreduced
-# after one that had to be skipped: what is computed rarely (a penalty every 16 steps) is to come
-# again
-_TRACED_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,8 @@ class Finalizer:
     @property
     def pending(self) -> bool:
         """Whether gradients rest here that no step has taken yet."""
-        return self._backward.has_gradient and (self._backward.changed or self._result is not None)
+        here = self._backward.accumulation
+        return here.has_gradient and (here.changed or self._result is not None)
 
     def finalize(self) -> Finalized:
         """Return with every resting gradient averaged and agreed upon.
@@ -118,14 +117,14 @@ class Finalizer:
         """
         backward = self._backward
         backward.collect_dropped()
-        if self._result is not None and not backward.changed:
+        if self._result is not None and not backward.accumulation.changed:
             return self._result
         answers = self._average_and_compare()
         if any(answer.unreduced for answer in answers):
             backward.flush()
             answers = self._average_and_compare()
         finite = self._unite(answers)
-        backward.changed = False
+        backward.accumulation.finalized()
         self._result = Finalized(finite)
         return self._result
 
@@ -146,7 +145,7 @@ class Finalizer:
             [path for path in backward.paths() if path.gathers_averages]
         )
         bad += self._read(paths, scale)
-        bad.append(backward.read_released or "")
+        bad.append(backward.saved.read_released or "")
         self._faults.agree()  # a gradient that could not be read is NaN: that is no bad step
         return self._compare(unreduced, bad[0])
 
@@ -164,10 +163,8 @@ class Finalizer:
         """Exchange answers, of whose digests and decisions none may differ."""
         used = [flag for path in self._backward.paths() for flag in path.used]
         bits = sum(1 << index for index, flag in enumerate(used) if flag)
-        decisions = self._backward.decisions
-        mine = _Answer(
-            self._digest.value(), decisions.digest(), decisions.micro_batches, bits, unreduced, bad
-        )
+        decisions, count = self._backward.decisions, self._backward.accumulation.micro_batches
+        mine = _Answer(self._digest.value(), decisions.digest(), count, bits, unreduced, bad)
         width = (len(used) + 7) // 8
         payloads = self._transport.control.exchange(
             mine.pack(width), "optimizer.step() or clip_grad_norm_()"
@@ -180,9 +177,9 @@ class Finalizer:
         return answers
 
     def _loss_scale(self) -> float:
-        if self._scaler is None or not self._backward.has_gradient:
+        if self._scaler is None or not self._backward.accumulation.has_gradient:
             return 1.0
-        if not self._backward.scaled:
+        if not self._backward.accumulation.scaled:
             raise StateError(
                 "precision 'fp16' needs a scaled loss: call engine.backward(loss) instead of"
                 " loss.backward()"
@@ -217,8 +214,8 @@ class Finalizer:
         """Send what the digests stand for, and raise PlanMismatch about the first difference.
         Collective.
         """
-        step, decisions = self._digest.step, self._backward.decisions
-        mine = [step, decisions.micro_batches, decisions.items(), self._digest.log()]
+        step, count = self._digest.step, self._backward.accumulation.micro_batches
+        mine = [step, count, self._backward.decisions.items(), self._digest.log()]
         answers = [
             json.loads(answer)
             for answer in self._transport.control.exchange(
@@ -263,7 +260,7 @@ class Finalizer:
         self._bad_in_a_row += 1
         bad, released = self._name_bad()
         name = bad or culprits[0]
-        self._backward.traced_steps = _TRACED_STEPS
+        self._backward.saved.watch_steps()
         scale_may_fall = self._scaler is not None and not self._scaler.at_floor
         if scale_may_fall:
             return
@@ -292,7 +289,7 @@ class Finalizer:
         Either may be empty. Collective; only after a bad step.
         """
         bad = next(filter(None, (path.first_bad() for path in self._backward.paths())), "")
-        own = f"{bad}\n{self._backward.read_released or ''}".encode()
+        own = f"{bad}\n{self._backward.saved.read_released or ''}".encode()
         answers = [
             answer.decode().split("\n")
             for answer in self._transport.control.exchange(
@@ -361,8 +358,8 @@ class Finalizer:
         self._digest.advance()
         self._result = None
         self.clipped = False
-        self._backward.changed = False
-        self._backward.traced_steps = max(0, self._backward.traced_steps - 1)
+        self._backward.accumulation.finalized()
+        self._backward.saved.end_step()
         self._beat()
 
     def abandon(self) -> None:

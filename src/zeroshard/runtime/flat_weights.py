@@ -28,6 +28,7 @@ from zeroshard.core.placement import Scope
 from zeroshard.core.route import Axis, Hop, Kind, Route
 from zeroshard.errors import StorageError
 from zeroshard.memory import placeholder_value
+from zeroshard.runtime.column import KeptColumn
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flight import Hops, Run, ended
 from zeroshard.state.encoded import EncodedStorage
@@ -87,7 +88,6 @@ class FlatWeights:
         # the range of the buffer that this rank's optimizer steps, and that which is its alone
         self.stepped = layout.span(rank, layout.scope(cells.optim))
         self.own_span = layout.ranges[rank]
-        self.note = context.faults.note  # takes the StorageErrors of what rests on another tier
         self.window: Window | None = None
         if rest is None and self.codec is not None:
             assert self.scope is Scope.SHARD, (self.key, self.scope)
@@ -109,16 +109,14 @@ class FlatWeights:
             None if self.window is None else self.window.full,
         )
         self.routes = plan.routes(context, rest)
-        # whole weights are gathered again where they rest, after a step
-        self._regather = Route(
-            "publish", tuple(hop for hop in self.routes.publish if hop.axis is not None)
+        # between forward and backward
+        self.column = KeptColumn(
+            plan.key,
+            layout.span(rank, Scope.NODE_SHARD),
+            self.codec,
+            context.streams,
+            is_wanted=any(hop.kind is Kind.KEEP for hop in self.routes.unshard_forward),
         )
-        self._column_span = layout.span(rank, Scope.NODE_SHARD)
-        self._keeps_column = any(hop.kind is Kind.KEEP for hop in self.routes.unshard_forward)
-        # between forward and backward (ZeRO++'s secondary shard); encoded where weights travel so
-        self._column: torch.Tensor | None = None
-        # the encoded column of what is gathered now, if it may be kept
-        self._arrived: torch.Tensor | None = None
         self._context = context
 
     def _make_window(self, context: Context, written: Scope) -> tuple[Window, torch.Tensor]:
@@ -196,10 +194,9 @@ class FlatWeights:
         """The weights at rest, if they rest encoded."""
         return self.rest.away if isinstance(self.rest.away, EncodedStorage) else None
 
-    @property
-    def column_bytes(self) -> int:
-        """Bytes of the column that is kept between forward and backward, now."""
-        return 0 if self._column is None else self._column.nbytes
+    def note(self, error: StorageError, *, lost: bool = False) -> None:
+        """Note that what rests on another tier could not be read, or (`lost`) written."""
+        self._context.faults.note(error, lost=lost)
 
     # ------------------------------------------------------------------------------ gathering
 
@@ -242,19 +239,19 @@ class FlatWeights:
                 yield hop, _Reads(self.rest, here, self._lose)
             elif hop.kind is Kind.ENCODE:
                 here = whole = self._encode(here)
-            elif hop.kind is Kind.KEEP and self.codec is not None:
-                self._arrived = whole[slice(*self.codec.bytes_of(self._column_span))].clone()
+            elif hop.kind is Kind.KEEP:
+                self.column.arrive(whole)
             elif hop.kind is Kind.DECODE:
                 assert self.codec is not None
                 self.codec.decode(whole, self.full)
 
     def _start(self, raw: bool) -> tuple[Route, torch.Tensor, str | None]:
         """Return the route to take, what it starts with, and what streams call that."""
-        if self._column is not None and not raw:
-            return self.routes.unshard_backward, self._column, f"{self.key}.column"
+        if self.column.tensor is not None and not raw:
+            return self.routes.unshard_backward, self.column.tensor, self.column.name
         route = self.routes.raw if raw else self.routes.unshard_forward
         if self.replicated:
-            route = self._regather
+            route = self.routes.regather
         if self.coded_rest is not None:
             return route, self.coded_rest.encoded, self.rest_name
         if self.rests_elsewhere:
@@ -276,7 +273,7 @@ class FlatWeights:
             return out, DoneWork()
         if hop.wire.codec is not None:
             out, ranges = self._empty_encoding(self.layout.numel), self._encoded_ranges
-        key = source if source == f"{self.key}.column" else f"{self.key}.weight"
+        key = source if source == self.column.name else f"{self.key}.weight"
         work = gather_over(self._context.transport, axes, key, here, ranges, out)
         return out, ended(work, streams)
 
@@ -310,32 +307,14 @@ class FlatWeights:
         column stays (None: a column that is here stays).
         """
         if for_backward is False:
-            self.release_column()
-        elif for_backward and self._keeps_column and self._column is None:
-            self._keep_column()
-        self._arrived = None
+            self.column.release()
+        elif for_backward:
+            self.column.keep(self.full)
+        self.column.end_gather()
         if self.buffer.is_ours:
             self._context.streams.free(self.key)
             self._context.meter.remove(self.full_bytes)
             self.buffer.release()
-
-    def _keep_column(self) -> None:
-        """Run the hop `keep` of a gather without a codec; one with a codec has run it."""
-        if self.codec is not None and self._arrived is None:
-            return
-        streams = self._context.streams
-        streams.alloc(f"{self.key}.column")
-        streams.read(self.key)
-        self._column = (
-            self.full[slice(*self._column_span)].clone() if self._arrived is None else self._arrived
-        )
-        streams.write(f"{self.key}.column")
-
-    def release_column(self) -> None:
-        """Let go of the column that was kept for a backward."""
-        if self._column is not None:
-            self._context.streams.free(f"{self.key}.column")
-            self._column = None
 
     def wait_published(self) -> None:
         """Return when what rests here is up to date with what other nodes have published."""

@@ -16,31 +16,28 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Protocol
+from collections.abc import Callable
 
 __all__ = ["refuse_in_children"]
 
 
-class _Parent(Protocol):
-    """An engine, as a fork sees it."""
-
-    def refuse(self, why: str) -> None:
-        """Make every later use raise StateError with `why`."""
+# what makes every later use of an engine raise StateError, by engine
+_REFUSALS: weakref.WeakKeyDictionary[object, Callable[[str], None]] = weakref.WeakKeyDictionary()
+_KEPT: list[object] = []  # in a forked child only
 
 
-_ENGINES: weakref.WeakSet[_Parent] = weakref.WeakSet()
-_KEPT: list[_Parent] = []  # in a forked child only
+def refuse_in_children(engine: object, refuse: Callable[[str], None]) -> None:
+    """From now on call `refuse` with the reason in processes that are forked off this one.
 
-
-def refuse_in_children(engine: _Parent) -> None:
-    """From now on refuse every use of `engine` in processes that are forked off this one."""
-    _ENGINES.add(engine)
+    It must not hold `engine`, which would live for ever.
+    """
+    _REFUSALS[engine] = refuse
 
 
 def _in_child() -> None:
-    for engine in list(_ENGINES):
+    for engine, refuse in list(_REFUSALS.items()):
         _KEPT.append(engine)
-        engine.refuse(
+        refuse(
             f"process {os.getpid()} was forked off a rank and cannot use its sharded module,"
             f" optimizer or engine: use them in process {os.getppid()}, and give a child numbers"
             " instead (engine.full_state_dict())"

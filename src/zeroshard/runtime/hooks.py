@@ -135,13 +135,14 @@ class Hooks:
         loop: Loop,
         *,
         input_dtype: torch.dtype | None,
+        write_back: Callable[[Unit, list[torch.Tensor]], None],
         owner: object,
     ) -> None:
-        """`owner` lives as long as the model."""
+        """`write_back` stores what ``load_state_dict()`` wrote; `owner` lives as long as the
+        model.
+        """
         self.model = model
-        self.may_save = False  # inside gathered(): state_dict() gives full tensors
-        # set by the engine: store what load_state_dict wrote
-        self.write_back: Callable[[Unit, list[torch.Tensor]], None] | None = None
+        self._write_back = write_back
         self.loop = loop
         self._owner = owner
         self._input_dtype = input_dtype
@@ -155,14 +156,6 @@ class Hooks:
         self._handles += guard(model)
         for module, held in needed.values():
             ends = [unit for unit in held if (id(module), unit.index) in spans]
-            inside = [
-                unit
-                for part in module.modules()
-                if part is not module and id(part) in needed
-                for unit in needed[id(part)][1]
-            ]
-            for unit in held:
-                unit.holds_others = unit.holds_others or any(other is not unit for other in inside)
             self._install_module(module, held, ends)
         layers = {} if input_dtype is None else casting_hooks(model, input_dtype)
         casts = {
@@ -313,7 +306,7 @@ class Hooks:
         # else nothing comes here: the first forward's hooks run
         counts = torch._C._current_graph_task_id() < 0 or is_recomputed()
         for unit in units:
-            unit.begin_forwards(counts)
+            unit.forwards.begin(counts)
 
         def arrived(grad: torch.Tensor) -> None:
             if grad.grad_fn is not None:  # create_graph=True
@@ -368,7 +361,7 @@ class Hooks:
             for unit in units:
                 if not unit.cells.weight.is_sharded:
                     self.loop.weights.unshard(unit, "forward")  # its publish may be under way
-                elif not (self.may_save and unit.state is UnitState.FULL):
+                elif not (self.loop.weights.shows_rest and unit.state is UnitState.FULL):
                     raise StateError(
                         f"state_dict() of {prefix or 'the model'!r}: unit {unit.name!r} rests"
                         " sharded, its parameters are not here. Use engine.full_state_dict() on"
@@ -399,8 +392,7 @@ class Hooks:
                 context, copies, _ = self._loads.pop(unit.index)
                 context.__exit__(None, None, None)
                 unit.release(Use.USER)
-                assert self.write_back is not None
-                self.write_back(unit, copies)
+                self._write_back(unit, copies)
 
         hooked: Any = module  # these three are untyped in torch
         self._handles.append(hooked.register_state_dict_pre_hook(before_save))

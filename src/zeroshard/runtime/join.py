@@ -56,14 +56,10 @@ class Join:
     @contextmanager
     def joined(self) -> Iterator[None]:
         """Announce what this rank does in the body; afterwards shadow the ranks that go on."""
-        self._backward.announce = self._announce
-        try:
+        with self._backward.announced(self._announce):
             yield
-            self._backward.announce = None
-            while (event := self._meet([_ENDED])) is not None:
-                self._shadow(*event)
-        finally:
-            self._backward.announce = None
+        while (event := self._meet([_ENDED])) is not None:
+            self._shadow(*event)
 
     def _announce(self, what: str, argument: Any = None) -> None:
         options = None

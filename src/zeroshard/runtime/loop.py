@@ -33,16 +33,17 @@ from zeroshard.optim.sharded import INTERRUPTED, ShardedOptimizer
 from zeroshard.runtime.backward import Backward, retains_graph
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.finalize import Finalizer
+from zeroshard.runtime.passes import Until
+from zeroshard.runtime.prefetch import Phase
 from zeroshard.runtime.recomputed import count_recomputations, is_checkpointed
 from zeroshard.runtime.recovery import Recovery
 from zeroshard.runtime.repartition import StepTiles
 from zeroshard.runtime.replicas import compare_replicas
 from zeroshard.runtime.rest import Rest
-from zeroshard.runtime.saved import SavedTensors
 from zeroshard.runtime.trees import tensors_within
 from zeroshard.runtime.unit import Unit, Use
 from zeroshard.runtime.watch import Watch, check_frozen
-from zeroshard.runtime.weights import Phase, Until, Weights
+from zeroshard.runtime.weights import Weights
 
 __all__ = ["Loop"]
 
@@ -76,7 +77,7 @@ class Loop:
         self._optimizer: ShardedOptimizer | None = None
         self._tiles: StepTiles | None = None
         self._refuse_steps: str | None = None  # why, while they are refused
-        self._saved = SavedTensors(weights, backward)
+        self._saved = backward.saved
         self._beat = heartbeat()
         # elsewhere ranks may run forwards that the others do not
         may_agree = context.policy.weights_leave_the_device or context.transport.size == 1
@@ -109,7 +110,7 @@ class Loop:
     def end_forward(self, output: Any) -> None:
         """It has ended, perhaps by an exception (`output` None)."""
         self._saved.end()
-        if self.weights.running == 1 and not self.weights.nothing_to_do:
+        if self.weights.passes.running == 1 and not self.weights.nothing_to_do:
             self.hold_parameters(output)
         self.weights.end_pass()
         self.weights.leave(evaluates=False)
@@ -133,7 +134,7 @@ class Loop:
         self.agree()
 
     def _broadcast_buffers(self) -> None:
-        if self._context.broadcast_buffers:
+        if self._context.options.broadcast_buffers:
             for buffer in self._model.buffers():
                 self._context.transport.broadcast(buffer)
 
@@ -146,7 +147,7 @@ class Loop:
         for unit in units:
             unit.acquire(Use.FORWARD)
             self.weights.unshard(unit, "backward" if in_backward else "forward")
-        if in_backward == torch.is_grad_enabled() and not self.weights.evaluates:
+        if in_backward == torch.is_grad_enabled() and not self.weights.passes.evaluates:
             count_recomputations(units, ends_one=in_backward)
 
     def end_module(self, units: Sequence[Unit], output: Any, *, apart: bool) -> None:
@@ -160,7 +161,7 @@ class Loop:
                 unit.acquire(Use.BACKWARD)  # recomputed: its own backward follows
             else:
                 self.weights.after_forward(unit)
-        if self.weights.running == 1 and not in_backward:
+        if self.weights.passes.running == 1 and not in_backward:
             self.hold_parameters(output)
         self.weights.leave()
 
@@ -177,7 +178,7 @@ class Loop:
         """
         done = counted and not retains_graph()  # else this graph's backward may follow once more
         for unit in units:
-            unit.end_forwards(done)
+            unit.forwards.end(done)
             self.backward.after_inputs(unit, before_others=before_others)
 
     # ------------------------------------------------------------------ parameters used elsewhere
@@ -193,7 +194,7 @@ class Loop:
             return
         # .data is how code looks, or writes
         training = torch.is_grad_enabled() and operation != ".data"
-        if not (in_backward or self.weights.running or training):
+        if not (in_backward or self.weights.passes.running or training):
             late = "; an optimizer made after shard() needs engine.attach(optimizer)"
             raise StateError(
                 f"parameter {name!r} rests sharded and cannot be read here ({operation}): read it"
@@ -228,10 +229,10 @@ class Loop:
             raise StateError(self._refuse_steps)
         self.weights.check_awake()
         self._watch.check()
-        if context.clip_norm is not None and not self._finalizer.clipped:
-            self._finalizer.clip(context.clip_norm)
+        if context.options.clip_norm is not None and not self._finalizer.clipped:
+            self._finalizer.clip(context.options.clip_norm)
         result = self._finalizer.before_step()
-        if self._finalizer.is_every(context.verify_every):
+        if self._finalizer.is_every(context.options.verify_every):
             compare_replicas(self.weights.units, self._optimizer, context.transport)
         context.faults.agree()  # before anything is written
         self._rest.before_writing()
@@ -259,10 +260,8 @@ class Loop:
         self._rest.publish(everything=True)
 
     def zero_gradient(self, parameter: nn.Parameter | None) -> None:
-        """A sealed gradient's ``zero_()`` was called; None: of a param group of which nothing
-        rests here.
-        """
-        self.backward.zero(parameter)
+        """The ``zero_()`` of a sealed gradient on the optimizer's side was called."""
+        self.backward.zero_gradient(parameter)
 
     @contextmanager
     def refusing_steps(self, why: str) -> Iterator[None]:

@@ -33,6 +33,7 @@ from zeroshard.tier.host import HostStore
 __all__ = ["OffloadedStates"]
 
 _PAGE = mmap.PAGESIZE
+_OFFLOADED = "the states are off the device: call engine.reload_states() on every rank first"
 
 
 class OffloadedStates:
@@ -75,6 +76,7 @@ class OffloadedStates:
             for tensor in _own_memory(segment):
                 if tensor.numel():
                     self._put_memory(segment.key, tensor)
+        self._weights.refuse_gathers(_OFFLOADED)
 
     def end(self) -> None:
         """Bring everything back. Collective."""
@@ -86,6 +88,7 @@ class OffloadedStates:
         for segment in self._segments():
             segment.flat.publish()
         self._store.close()
+        self._weights.refuse_gathers(None)
 
     def _segments(self) -> Iterator[Segment]:
         return (segment for unit in self._weights.units for segment in unit.segments)
@@ -143,7 +146,7 @@ def _flush(unit: Unit, weights: Weights) -> None:
     elif unit.state is UnitState.FULL:
         weights.release(unit)
     for segment in unit.segments:
-        segment.flat.release_column()
+        segment.flat.column.release()
         segment.wait_uploads()
 
 

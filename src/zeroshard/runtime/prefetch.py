@@ -1,9 +1,7 @@
 """Which units are gathered ahead, and which of them give way, within a budget of bytes.
 
 The last pass says which unit comes next (core/order.py). Units are gathered ahead up to
-``prefetch_bytes``, and no more than the budget of gathered weights and gradient buffers leaves::
-
-    budget_bytes = 2 x the largest unit + prefetch_bytes
+``prefetch_bytes``, and no more than the budget of gathered weights and gradient buffers leaves.
 
 Invariant: every decision depends on what the ranks share (order and sizes), never on timing, so
 that two-sided collectives meet. Nothing is moved here: runtime/weights.py gathers and releases.
@@ -15,7 +13,7 @@ from collections.abc import Container, Sequence
 from typing import Literal
 
 from zeroshard.core.order import Order, to_evict
-from zeroshard.memory import MemoryCounter
+from zeroshard.runtime.budget import Budget
 from zeroshard.runtime.unit import Unit
 
 __all__ = ["Phase", "Prefetch"]
@@ -26,16 +24,10 @@ Phase = Literal["forward", "backward"]
 class Prefetch:
     """The units of one engine that are gathered and not used yet."""
 
-    def __init__(
-        self, units: Sequence[Unit], prefetch_bytes: int | None, meter: MemoryCounter
-    ) -> None:
-        """`prefetch_bytes` None: as many as the largest unit has."""
-        largest = max((unit.nominal_bytes for unit in units), default=0)
-        self.prefetch_bytes = largest if prefetch_bytes is None else prefetch_bytes
-        self.budget_bytes = 2 * largest + self.prefetch_bytes
+    def __init__(self, units: Sequence[Unit], budget: Budget) -> None:
         self._units = units
         self._sizes = {unit.index: unit.full_bytes for unit in units}
-        self._meter = meter
+        self._budget = budget
         self._order: Order[int] = Order()
         self._ahead: dict[int, Unit] = {}
 
@@ -68,7 +60,7 @@ class Prefetch:
         """Return those units ahead, prefetched for another order, that have to go so that `unit`
         fits the budget.
         """
-        excess = self._meter.live + unit.full_bytes - self.budget_bytes
+        excess = unit.full_bytes - self._budget.left
         if not self._ahead or excess <= 0:
             return []
         upcoming = self._order.upcoming(phase, unit.index)
@@ -78,7 +70,7 @@ class Prefetch:
     def following(self, unit: Unit, phase: Phase, here: Container[int]) -> list[Unit]:
         """Return the units to gather after `unit`, but for those `here` (by index)."""
         under_way = sum(self._sizes[index] for index in self._ahead)
-        allowed = min(self.budget_bytes - self._meter.live, self.prefetch_bytes - under_way)
+        allowed = min(self._budget.left, self._budget.prefetch_bytes - under_way)
         if allowed <= 0:
             return []
         predicted = self._order.predict(

@@ -7,9 +7,9 @@ checkpoints gets several gradients in one backward, and only the last one comple
 of a module inside ``CheckpointFunction.forward`` counts one up, each forward with gradients inside
 a backward one down.
 
-Invariant: the count is never below zero; a step resets it. Cost: nothing where gradients are on.
-What it does not do: know the reentrant checkpoints of other libraries; a gradient that comes late
-for that reason is reduced before the step (backward.py).
+The counts are in forwards.py. Cost: nothing where gradients are on. What it does not do: know the
+reentrant checkpoints of other libraries; a gradient that comes late for that reason is reduced
+before the step (backward.py).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def count_recomputations(units: Sequence[Unit], *, ends_one: bool) -> None:
     backward (`ends_one`), or without outside of it.
     """
     if ends_one:
-        if any(unit.recomputations for unit in units) and is_recomputed():
+        if any(unit.forwards.to_recompute for unit in units) and is_recomputed():
             for unit in units:
-                unit.recomputations = max(0, unit.recomputations - 1)
+                unit.forwards.recompute()
     elif is_checkpointed():
         for unit in units:
-            unit.recomputations += 1
+            unit.forwards.expect_recomputation()
 
 
 def is_checkpointed() -> bool:

@@ -10,16 +10,17 @@ gathers must meet. It does not know when a unit is complete (runtime/backward.py
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from zeroshard.comm.transport import Transport
 from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
-from zeroshard.memory import MemoryCounter
+from zeroshard.runtime.budget import Budget
 from zeroshard.runtime.flight import Flight, Run
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.unit import Unit
-from zeroshard.runtime.weights import Weights
 
 __all__ = ["Reductions"]
 
@@ -31,24 +32,27 @@ class Reductions:
 
     def __init__(
         self,
-        weights: Weights,
+        units: Sequence[Unit],
+        budget: Budget,
         *,
         streams: Streams,
-        meter: MemoryCounter,
         digest: Digest,
         transport: Transport,
+        ordered: bool,
     ) -> None:
-        self._weights = weights
+        """`ordered`: all ranks gather the same units in the same order."""
+        # tests look at the order of events through this
+        self.trace: Callable[[str, str], None] | None = None
+        self._budget = budget
         self._streams = streams
-        self._meter = meter
         self._digest = digest
+        self._ordered = ordered
         self._transport = transport
         self._flights: dict[str, GradientPath] = {}  # reduces under way, oldest first
         self._flushing: list[GradientPath] = []  # whose sums go to another tier, oldest first
-        sharded = any(unit.cells.weight.is_sharded for unit in weights.units)
+        sharded = any(unit.cells.weight.is_sharded for unit in units)
         # the ranks run units in the same order
-        self._waits_for_room = weights.ordered and (sharded or not transport.keyed)
-        weights.make_room = self.make_room
+        self._waits_for_room = ordered and (sharded or not transport.keyed)
 
     def start(self, unit: Unit, segment: Segment, *, sync: bool, with_earlier: bool) -> None:
         """Start the reduce of `segment`; see GradientPath.reduce."""
@@ -61,8 +65,8 @@ class Reductions:
             segment.flat.layout.numel,
             ordered=False,
         )
-        if self._weights.trace is not None:
-            self._weights.trace("reduce", unit.name)
+        if self.trace is not None:
+            self.trace("reduce", unit.name)
         if path.sums_nodes and not sync:
             path.reduce_inside()
         else:
@@ -78,7 +82,7 @@ class Reductions:
         another tier.
         """
         self._transport.progress()
-        if self._weights.ordered:
+        if self._ordered:
             self._flush_oldest()
         else:
             for path in list(self._flights.values()):
@@ -118,15 +122,15 @@ class Reductions:
         buffers by its own pool: to wait for a sum could be to wait for ever, each rank with the
         part that the other lacks still to come.
         """
-        budget = self._weights.budget_bytes
-        if not self._waits_for_room or not self._flights or not budget:
+        budget = self._budget
+        if not self._waits_for_room or not self._flights or not budget.num_bytes:
             return
-        if self._meter.live + num_bytes <= budget:
+        if num_bytes <= budget.left:
             return
         for key, path in list(self._flights.items()):
             path.wait()
             del self._flights[key]
-            if self._meter.live + num_bytes <= budget:
+            if num_bytes <= budget.left:
                 return
 
     def wait(self) -> None:

@@ -69,7 +69,7 @@ def memory_report(
         for segment in unit.segments:
             flat, master = segment.flat, segment.master
             add("weight", flat.rest.bytes_by_tier())
-            add("weight", {Tier.DEVICE: flat.column_bytes})
+            add("weight", {Tier.DEVICE: flat.column.num_bytes})
             if master is not None and not segment.master_is_weight:
                 add("master", master.bytes_by_tier())
                 add("master", {Tier.DEVICE: -segment.aliased * master.dtype.itemsize})

@@ -3,30 +3,49 @@ forward, for some steps after one that was not finite.
 
 A saved tensor that lies in the gathered memory of a unit is noted with the parameter's name; where
 it is read while that unit is released, NaN is what it gives, and the name is kept for the error.
+
+Cost: nothing, but for the steps that are watched.
 """
 
 from __future__ import annotations
 
 import torch
 
-from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.unit import Unit, UnitState
 from zeroshard.runtime.weights import Weights
 
 __all__ = ["SavedTensors"]
 
+# after one that had to be skipped: what is computed rarely (a penalty every 16 steps) is to come
+# again
+_WATCHED_STEPS = 20
+
 
 class SavedTensors:
     """The tensors that autograd saves in forwards of the model."""
 
-    def __init__(self, weights: Weights, backward: Backward) -> None:
+    def __init__(self, weights: Weights) -> None:
+        # the first parameter that the gradients here have read while it was released
+        self.read_released: str | None = None
         self._weights = weights
-        self._backward = backward
+        self._steps_to_watch = 0
         self._watched: torch.autograd.graph.saved_tensors_hooks | None = None
+
+    def watch_steps(self) -> None:
+        """A step had to be skipped: watch those that follow."""
+        self._steps_to_watch = _WATCHED_STEPS
+
+    def end_step(self) -> None:
+        """A step is taken or skipped."""
+        self._steps_to_watch = max(0, self._steps_to_watch - 1)
+
+    def clear(self) -> None:
+        """No gradient rests here any more."""
+        self.read_released = None
 
     def begin(self) -> None:
         """A forward begins: watch it, if a step asks for it."""
-        if self._backward.traced_steps and torch.is_grad_enabled():
+        if self._steps_to_watch and torch.is_grad_enabled():
             self._watched = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self._watched.__enter__()
 
@@ -49,5 +68,5 @@ class SavedTensors:
         tensor, unit, name = saved
         if unit is None or unit.state is UnitState.FULL:
             return tensor
-        self._backward.note_read_released(name)
+        self.read_released = self.read_released or name
         return torch.full_like(tensor, float("nan"))

@@ -37,18 +37,24 @@ class Segment:
     """The parameters of one unit that share dtype and trainability."""
 
     def __init__(
-        self, names: Sequence[str], parameters: Sequence[nn.Parameter], flat: FlatWeights, rank: int
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        flat: FlatWeights,
+        grad: GradientPath | None,
+        *,
+        split: int,
     ) -> None:
+        """`grad`: of trainable segments only."""
         self.names = tuple(names)
         self.parameters = tuple(parameters)
         self.given = tuple(parameter.dtype for parameter in parameters)  # before shard()
         self.key = flat.key  # in collectives
         self.flat = flat
-        self.rank = rank
-        self.grad: GradientPath | None = None  # trainable segments only
+        self.grad = grad
         self.master: State | None = None  # what the optimizer steps
         self.weight = flat.weight  # the weights that follow from it
-        self.split = 0  # how many elements of the master rest on the device
+        self.split = split  # how many elements of the master rest on the device
         # how many elements of the master, from its start, are those weights themselves
         self.aliased = 0
         self.lags = False  # whether the weights may be a step behind the master
@@ -260,7 +266,7 @@ class Segment:
 
     def invalidate(self, *, frozen: bool) -> None:
         """Trained weights have been rewritten, and `frozen` ones."""
-        self.flat.release_column()
+        self.flat.column.release()
         self.rewritten |= frozen
 
     def attach(self) -> None:

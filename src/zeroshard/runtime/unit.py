@@ -23,6 +23,7 @@ from zeroshard.core.placement import Cells
 from zeroshard.errors import StateError
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
+from zeroshard.runtime.forwards import Forwards
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.released import release_class, restore_class
 from zeroshard.runtime.segment import Segment
@@ -59,25 +60,24 @@ class Unit:
         cells: Cells,
         *,
         spans_one_module: bool,
+        holds_others: bool,
         strict: bool = False,
     ) -> None:
         self.index = index
         self.name = name
         self.segments = tuple(segments)
         self.cells = cells
-        self.state = UnitState.FULL
+        self.state = UnitState.RESTING if cells.weight.is_sharded else UnitState.FULL
         self._uses = [0] * len(Use)
         self.spans_one_module = spans_one_module  # one module's forward is all that needs it
         # other units' modules lie inside its own, so that its backward goes on around theirs
-        self.holds_others = False
+        self.holds_others = holds_others
         self.dozing = False
         # parameters whose gradient has come in this backward, by id, and the last graph task that
         # brought it
         self.arrived: dict[int, int] = {}
         self.pending = 0  # trainable parameters whose gradient has not come in this backward
-        self.forwards = 0  # of its module, whose backward is not over
-        # forwards of its modules to come in a backward: they ran inside reentrant checkpoints
-        self.recomputations = 0
+        self.forwards = Forwards()
         self._flight: Flight | None = None
         self._strict = strict
 
@@ -290,25 +290,13 @@ class Unit:
         for segment in self.segments:
             segment.heal()
             segment.seen.detach()
-            segment.flat.release_column()
+            segment.flat.column.release()
             if not rests:
                 segment.flat.release()
         self._uses = [0] * len(Use)
         self.pending = 0
         self.arrived = {}
-        self.reset_forwards()
-
-    def begin_forwards(self, count: int) -> None:
-        """Forwards have run that a backward follows."""
-        self.forwards += count
-
-    def end_forwards(self, count: int) -> None:
-        """The backward of so many of them is over."""
-        self.forwards = max(0, self.forwards - count)
-
-    def reset_forwards(self) -> None:
-        """No backward of an earlier forward can follow."""
-        self.forwards = self.recomputations = 0
+        self.forwards.reset()
 
     @contextmanager
     def writable(self) -> Iterator[list[torch.Tensor]]:

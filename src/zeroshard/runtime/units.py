@@ -29,6 +29,7 @@ __all__ = [
     "UnitSpec",
     "describe_units",
     "find_blocks",
+    "holding_others",
     "named_parameters_once",
     "partition_units",
 ]
@@ -52,6 +53,12 @@ class UnitPlan:
     def numel(self) -> int:
         """The number of elements of all parameters."""
         return sum(parameter.numel() for parameter in self.parameters.values())
+
+    @property
+    def spans_one_module(self) -> bool:
+        """Whether one module's forward is all that needs the unit."""
+        modules = {id(module) for _, module in self.roots or self.owners}
+        return len(modules) == 1
 
 
 def named_parameters_once(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -278,6 +285,20 @@ def _innermost_first(modules: list[tuple[str, nn.Module]]) -> list[tuple[str, nn
     ones around them.
     """
     return sorted(modules, key=lambda item: -item[0].count(".") if item[0] else 1)
+
+
+def holding_others(plans: Sequence[UnitPlan]) -> set[int]:
+    """Return the numbers of the units inside whose modules lie modules of other units."""
+    needed: dict[int, tuple[nn.Module, set[int]]] = {}
+    for index, plan in enumerate(plans):
+        for _, module in (*plan.roots, *plan.owners):
+            needed.setdefault(id(module), (module, set()))[1].add(index)
+    found = set()
+    for module, held in needed.values():
+        parts = [id(part) for part in module.modules() if part is not module]
+        inside = {index for part in parts if part in needed for index in needed[part][1]}
+        found |= {index for index in held if inside - {index}}
+    return found
 
 
 def _find_owners(model: nn.Module, plans: list[UnitPlan]) -> None:

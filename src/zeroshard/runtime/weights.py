@@ -7,16 +7,16 @@ at once and waited for by the next forward).
     unshard(unit): make room . start (unless prefetched) . wait . record . prefetch what ran after
     it last time
 
-Invariants: gathered weights beyond rest and gradient buffers never exceed the budget
-(runtime/prefetch.py), unless one pass needs more at the same time; every decision depends on what
-the ranks share (order and sizes), never on timing, so that two-sided collectives meet. Cost: one
-dictionary look-up per unit that is there already.
+Invariants: gathered weights beyond rest and gradient buffers never exceed the budget (budget.py),
+unless one pass needs more at the same time; every decision depends on what the ranks share (order
+and sizes), never on timing, so that two-sided collectives meet. Cost: one dictionary look-up per
+unit that is there already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from enum import IntEnum
+from contextlib import contextmanager
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -24,21 +24,14 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
 from zeroshard.errors import StateError
-from zeroshard.memory import MemoryCounter, Trimmer
+from zeroshard.memory import Trimmer
+from zeroshard.runtime.budget import Budget
+from zeroshard.runtime.passes import Passes, Until
 from zeroshard.runtime.prefetch import Phase, Prefetch
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.unit import Unit, UnitState, Use
 
-__all__ = ["Phase", "Until", "Weights", "in_transform"]
-
-
-class Until(IntEnum):
-    """How long a unit is held that is used outside its modules."""
-
-    FORWARD_ENDS = 0
-    BACKWARD_ENDS = 1  # as many of them as forwards
-    # or a load, a writeback, reset(): a graph may refer to the weights that no hook announces
-    STEP = 2
+__all__ = ["Weights", "in_transform"]
 
 
 class Weights:
@@ -47,87 +40,72 @@ class Weights:
     def __init__(
         self,
         units: Sequence[Unit],
+        budget: Budget,
+        make_room: Callable[[int], None],
         *,
         streams: Streams,
-        meter: MemoryCounter,
         digest: Digest,
-        prefetch_bytes: int | None,
         ordered: bool,
+        trimmer: Trimmer,
     ) -> None:
+        """`make_room(num_bytes)` waits for reduces; `ordered`: gathers need every rank, so that all
+        gather the same units in the same order.
+        """
         self.units = tuple(units)
         # steps, writebacks and loads so far: what a forward's weights are valid under
         self.epoch = 0
         # tests look at the order of events through this
         self.trace: Callable[[str, str], None] | None = None
-        # the gradient side waits for its reduces
-        self.make_room: Callable[[int], None] = lambda num_bytes: None
-        self.trimmer = Trimmer(None)  # set by the engine
-        self._prefetch = Prefetch(self.units, prefetch_bytes, meter)
+        self._prefetch = Prefetch(self.units, budget)
+        self._wait_for_reduces = make_room
+        self._trimmer = trimmer
         self._streams = streams
         self._digest = digest
-        # gathers need every rank: all gather the same units in the same order
-        self.ordered = ordered or any(unit.is_coded for unit in units)
+        self._ordered = ordered
         # units that do not rest, by index
         self._here = {unit.index for unit in units if unit.state is not UnitState.RESTING}
         self._idle: Unit | None = None  # forward over, kept until another unit is needed
-        self.pinned = 0  # gathered() contexts that hold every unit
-        self.raw = 0  # gathered() contexts, which show what rests
-        self.offloaded = False  # between offload_states() and reload_states()
+        # whether each gathered() context, which shows what rests, holds every unit
+        self._shown: list[bool] = []
+        self._gathers_refused: str | None = None  # why nothing may be gathered, for a while
         self.refusal: str | None = None  # why nothing may be used here: in a forked child
-        self.evaluates = False  # the forward of the model under way runs without gradients
-        self.running = 0  # forwards under way, of the model or of any module that needs a unit
-        self._held: dict[int, tuple[Unit, Until]] = {}  # used outside their modules
-        # forwards with gradients since the last step, less backwards: graphs that may still need
-        # what is held
-        self._open = 0
+        self.passes = Passes()
 
     @property
     def nothing_to_do(self) -> bool:
         """Whether a forward needs nothing of us: every unit is held, and no backward can follow."""
-        return self.pinned > 0 and not torch.is_grad_enabled()
+        return any(self._shown) and not torch.is_grad_enabled()
+
+    @property
+    def shows_rest(self) -> bool:
+        """Whether the user sees what rests: inside gathered()."""
+        return bool(self._shown)
 
     def enter(self, *, evaluates: bool | None = None) -> None:
         """A forward begins, of the model where it is known whether it `evaluates`."""
         if self.refusal is not None:
             raise StateError(self.refusal)
-        self.running += 1
-        self.evaluates = self.evaluates if evaluates is None else evaluates
+        self.passes.enter(evaluates)
 
     def leave(self, *, evaluates: bool | None = None) -> None:
         """A forward ends."""
-        self.evaluates = self.evaluates if evaluates is None else evaluates
-        self.running = max(0, self.running - 1)
-        if not self.running:
-            self._open += torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0
-            if self._held:
-                self.release_held(Until.FORWARD_ENDS)
+        for unit in self.passes.leave(evaluates):
+            self.release_unused(unit)
 
     def end_backward(self) -> None:
         """A backward is over, and its graph is gone."""
-        self._open = max(0, self._open - 1)
-        if not self._open:
-            self.release_held(Until.BACKWARD_ENDS)
+        for unit in self.passes.end_backward():
+            self.release_unused(unit)
+
+    def end_step(self) -> None:
+        """The weights have changed: no unit is held for a graph any more."""
+        for unit in self.passes.end_step():
+            self.release_unused(unit)
 
     def hold(self, unit: Unit, phase: Phase, until: Until) -> None:
         """Gather a unit that is used outside its modules, and keep it at least `until` then."""
-        if unit.index not in self._held:
-            unit.acquire(Use.DIRECT)
-            self._held[unit.index] = (unit, until)
-        self._held[unit.index] = (unit, max(until, self._held[unit.index][1]))
+        self.passes.hold(unit, until)
         self.unshard(unit, phase)
-
-    def release_held(self, event: Until) -> None:
-        """Stop holding the units that were held until `event`, or less."""
-        for unit, until in list(self._held.values()):
-            if until <= event:
-                del self._held[unit.index]
-                unit.release(Use.DIRECT)
-                self.release_unused(unit)
-
-    @property
-    def budget_bytes(self) -> int:
-        """The most that gathered weights and gradient buffers may take beyond what rests."""
-        return self._prefetch.budget_bytes
 
     def begin(self, phase: Phase) -> None:
         """Start a pass over the model."""
@@ -155,7 +133,7 @@ class Weights:
             self.check_awake()
             for other in self._prefetch.giving_way(unit, phase):
                 self.release_prefetched(other)
-            self.make_room(unit.full_bytes)
+            self._wait_for_reduces(unit.full_bytes)
             self.start(unit)
         self._prefetch.discard(unit)
         if in_transform():
@@ -172,7 +150,7 @@ class Weights:
             other.advance()
         if unit.full_bytes:
             # prefetched in one order and run in another: the ranks' next gathers will differ
-            if self.ordered:
+            if self._ordered:
                 first = unit.segments[0].flat
                 self._digest.fold(
                     phase, unit.name, dtype_name(first.dtype), first.layout.numel, ordered=True
@@ -183,7 +161,7 @@ class Weights:
 
     def start(self, unit: Unit, *, fork: bool = True) -> None:
         """Start gathering `unit`, a collective on two-sided transports."""
-        for segment in unit.gathered_segments if self.ordered else ():
+        for segment in unit.gathered_segments if self._ordered else ():
             flat = segment.flat
             if not flat.is_local:
                 self._digest.fold(
@@ -191,14 +169,16 @@ class Weights:
                 )
         if self.trace is not None:
             self.trace("gather", unit.name)
-        unit.unshard(self._streams, fork=fork, raw=self.raw > 0)
+        unit.unshard(self._streams, fork=fork, raw=self.shows_rest)
         self._here.add(unit.index)
 
-    def show_raw(self, units: Sequence[Unit]) -> None:
-        """Until `raw` is counted down again, gather what rests; encoded weights of `units`
-        that are here go.
+    @contextmanager
+    def showing(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Let the user see `units` inside: gather what rests, without a codec. The caller holds
+        them.
         """
-        self.raw += 1
+        everything = len(units) == len(self.units)
+        self._shown.append(everything)
         for unit in units:
             if unit.is_coded and not unit.in_use:
                 if unit.state is UnitState.GATHERING:
@@ -206,6 +186,11 @@ class Weights:
                 elif unit.state is UnitState.FULL:
                     self._idle = None if self._idle is unit else self._idle
                     self.release(unit, for_backward=None)
+        try:
+            yield
+        finally:
+            if everything in self._shown:  # else an exception has ended it
+                self._shown.remove(everything)
 
     def release_prefetched(self, unit: Unit) -> None:
         """Release a unit that was prefetched and not used."""
@@ -246,7 +231,7 @@ class Weights:
             self.trace("release", unit.name)
         self._here.discard(unit.index)
         unit.reshard(for_backward=for_backward)
-        self.trimmer.passed(unit.full_bytes)
+        self._trimmer.passed(unit.full_bytes)
 
     def release_unused(self, unit: Unit) -> None:
         """Release a unit that rests sharded, where neither a forward, a backward nor the user
@@ -268,14 +253,19 @@ class Weights:
         unit.release(Use.BACKWARD)
         self.release_unused(unit)
 
+    def refuse(self, why: str) -> None:
+        """Raise StateError with `why` at every later use."""
+        self.refusal = why
+
+    def refuse_gathers(self, why: str | None) -> None:
+        """Raise StateError with `why` where a unit would be gathered; None: no longer."""
+        self._gathers_refused = why
+
     def check_awake(self) -> None:
         """Raise StateError while the states are off the device, and in a forked child."""
-        if self.refusal is not None:
-            raise StateError(self.refusal)
-        if self.offloaded:
-            raise StateError(
-                "the states are off the device: call engine.reload_states() on every rank first"
-            )
+        why = self.refusal or self._gathers_refused
+        if why is not None:
+            raise StateError(why)
 
     def serves(self, unit: Unit, epoch: int) -> bool:
         """Whether `unit` is gathered for the backward of a forward under `epoch` already."""
@@ -299,20 +289,30 @@ class Weights:
                 " forward again (or step after the backward)"
             )
 
+    def refresh(self, units: Sequence[Unit]) -> None:
+        """The user's numbers have been written into `units`: what is gathered now is gathered
+        anew, and older forwards cannot run backward.
+        """
+        self.epoch += 1
+        for unit in units:
+            if unit.state is UnitState.FULL and unit.cells.weight.is_sharded:
+                self.release(unit)
+                if unit.is_held:
+                    self.unshard(unit, "forward")
+
     def invalidate(self, *, frozen: bool = False) -> None:
         """A step, writeback or load has written the shards (the last two also of `frozen`
         weights): replicated copies are stale, and their publish starts.
         """
         self.epoch += 1
-        self._open = 0
-        self.release_held(Until.STEP)
+        self.end_step()
         stale = [
             unit
             for unit in self.units
             if unit.cells.optim.is_sharded and not unit.cells.weight.is_sharded
         ]
         for unit in self.units:
-            unit.reset_forwards()
+            unit.forwards.reset()
             for segment in unit.segments:
                 segment.invalidate(frozen=frozen)
             if unit.state is UnitState.FULL and not unit.is_held and unit.cells.optim.is_sharded:
@@ -331,7 +331,7 @@ class Weights:
         nothing of us and yield nothing.
         """
         self.begin(phase)
-        if self.ordered:
+        if self._ordered:
             in_order = self.units if phase == "forward" else self.units[::-1]
             for unit in self._prefetch.last_pass(phase) or in_order:
                 self.unshard(unit, phase)
@@ -346,9 +346,8 @@ class Weights:
         self._prefetch.abandon()
         self._idle = None
         self._here.clear()
-        self._held.clear()
-        self.running = self.pinned = self.raw = self._open = 0
-        self.evaluates = False
+        self._shown.clear()
+        self.passes = Passes()
         for unit in self.units:
             unit.abandon()
 

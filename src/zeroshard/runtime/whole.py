@@ -16,14 +16,12 @@ import torch
 from torch import nn
 
 from zeroshard.comm.transport import Transport
-from zeroshard.core.placement import Cells
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.finalize import Finalizer
-from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.replicas import digest_of
 from zeroshard.runtime.segment import Segment
-from zeroshard.runtime.unit import Unit, UnitState, Use
+from zeroshard.runtime.unit import Unit, Use
 from zeroshard.runtime.weights import Weights
 
 __all__ = ["Whole"]
@@ -38,7 +36,6 @@ class Whole:
         self,
         module: nn.Module,
         weights: Weights,
-        hooks: Hooks,
         finalizer: Finalizer,
         transport: Transport,
         faults: Faults,
@@ -46,12 +43,10 @@ class Whole:
     ) -> None:
         self._module = module
         self._weights = weights
-        self._hooks = hooks
         self._finalizer = finalizer
         self._transport = transport
         self._faults = faults
         self._join_step = join_step  # returns when no step is under way
-        hooks.write_back = self.store_unit
 
     @contextmanager
     def gathered(
@@ -66,16 +61,7 @@ class Whole:
         raise StateError at the end. Edits without it are lost and raise where they are seen.
         """
         units = self._units_of(params)
-        saved, self._hooks.may_save = self._hooks.may_save, True
-        pins = len(units) == len(self._weights.units)
-        self._weights.pinned += pins
-        self._weights.show_raw(units)
-        try:
-            for unit in units:
-                unit.acquire(Use.USER)
-                self._weights.unshard(unit, "forward")
-            if any(segment.flat.rests_elsewhere for unit in units for segment in unit.segments):
-                self._faults.agree()
+        with self._held(units):
             if not writeback:
                 yield
                 return
@@ -87,14 +73,23 @@ class Whole:
                 edited = self._keep_edits(values, before)
             for unit, tensors in zip(units, copies, strict=True):
                 self.store_unit(unit, tensors, edited, refresh=False)
-            self._refresh(units)
-        finally:
-            self._hooks.may_save = saved
-            self._weights.pinned = max(0, self._weights.pinned - pins)
-            self._weights.raw = max(0, self._weights.raw - 1)
-            for unit in units:
-                unit.release(Use.USER)
-                self._weights.release_unused(unit)
+            self._weights.refresh(units)
+
+    @contextmanager
+    def _held(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Gather `units`, as they rest, and hold them inside."""
+        with self._weights.showing(units):
+            try:
+                for unit in units:
+                    unit.acquire(Use.USER)
+                    self._weights.unshard(unit, "forward")
+                if any(segment.flat.rests_elsewhere for unit in units for segment in unit.segments):
+                    self._faults.agree()
+                yield
+            finally:
+                for unit in units:
+                    unit.release(Use.USER)
+                    self._weights.release_unused(unit)
 
     def _keep_edits(self, values: dict[str, torch.Tensor], before: list[str]) -> set[str]:
         """Bring rank 0's edits of `values` to every rank, and return the names; raise when
@@ -152,18 +147,7 @@ class Whole:
             segment.flat.publish()
         self._faults.agree()
         if refresh:
-            self._refresh([unit])
-
-    def _refresh(self, units: Sequence[Unit]) -> None:
-        """Weights have been written: what is gathered now is gathered anew, and older forwards
-        cannot run backward.
-        """
-        self._weights.epoch += 1
-        for unit in units:
-            if unit.state is UnitState.FULL and unit.cells.weight.is_sharded:
-                self._weights.release(unit)
-                if unit.is_held:
-                    self._weights.unshard(unit, "forward")
+            self._weights.refresh([unit])
 
     def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, torch.Tensor]:
         """Return the model's whole ``state_dict()`` on CPU, streamed a unit at a time; empty on
@@ -218,22 +202,22 @@ class Whole:
         """Give every parameter whole memory of its own, in the dtype it came in. Collective; no
         unit can be gathered afterwards.
         """
-        self._weights.show_raw(self._weights.units)
-        for unit in self._weights.units:
-            self._weights.unshard(unit, "forward")
-            for segment in unit.segments:
-                values = self._whole_masters(segment, unit.cells) or [
-                    parameter.data for parameter in segment.parameters
-                ]
-                for parameter, value, dtype in zip(
-                    segment.parameters, values, segment.given, strict=True
-                ):
-                    parameter.data = torch.empty_like(value, dtype=dtype).copy_(value)
-                    parameter.grad = None
-                del values
-                segment.flat.release()
+        with self._weights.showing(self._weights.units):
+            for unit in self._weights.units:
+                self._weights.unshard(unit, "forward")
+                for segment in unit.segments:
+                    self._restore_plain(segment)
+                    segment.flat.release()
 
-    def _whole_masters(self, segment: Segment, cells: Cells) -> list[torch.Tensor]:
+    def _restore_plain(self, segment: Segment) -> None:
+        values = self._whole_masters(segment) or [
+            parameter.data for parameter in segment.parameters
+        ]
+        for parameter, value, dtype in zip(segment.parameters, values, segment.given, strict=True):
+            parameter.data = torch.empty_like(value, dtype=dtype).copy_(value)
+            parameter.grad = None
+
+    def _whole_masters(self, segment: Segment) -> list[torch.Tensor]:
         """Return the masters of a segment [each parameter's shape], or nothing where its weights
         are the masters.
         """

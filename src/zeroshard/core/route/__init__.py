@@ -103,6 +103,11 @@ class Routes:
     publish: Route  # after it, from where the masters were stepped
     holds: bool  # whether sums over ranks wait, inside no_sync, for the last micro-batch
 
+    @cached_property
+    def regather(self) -> Route:
+        """The gathers of `publish`: whole weights that rest stale come together where they rest."""
+        return Route("publish", tuple(hop for hop in self.publish if hop.axis is not None))
+
     def __iter__(self) -> Iterator[Route]:
         values = (getattr(self, field.name) for field in fields(self))
         return (value for value in values if isinstance(value, Route))

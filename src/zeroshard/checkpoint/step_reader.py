@@ -1,0 +1,106 @@
+"""One step on disk, opened to be read: any range of a parameter, in any memory order, and every
+other tensor by its key.
+
+Invariant: what is returned has been verified. Cost: the bytes that are asked for, plus at most a
+chunk at either end of each range. It does not know an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from zeroshard.checkpoint.manifest import Manifest, TensorEntry, digest
+from zeroshard.checkpoint.pieces import in_memory_order
+from zeroshard.checkpoint.shards import DTYPES, OpenShards
+from zeroshard.checkpoint.steps import MANIFEST, check_files, read_manifest
+from zeroshard.errors import CheckpointError
+from zeroshard.memory import Trimmer
+
+__all__ = ["StepReader"]
+
+_T = TypeVar("_T")
+
+
+class StepReader:
+    """The tensors of the step in `path`; `stack` closes its files. Raises CheckpointError."""
+
+    def __init__(self, path: Path, stack: ExitStack, trimmer: Trimmer, *, verify: bool) -> None:
+        self.path = path
+        self.manifest: Manifest = read_manifest(path)
+        self.text_hash = digest((path / MANIFEST).read_bytes())
+        check_files(path, self.manifest)
+        self.pieces = self.manifest.pieces()  # by parameter and kind
+        self.loose = self.manifest.loose()
+        self._shards = OpenShards(path, self.manifest, stack, verify=verify)
+        self._trimmer, self._trimmed = trimmer, 0
+
+    @property
+    def bytes_read(self) -> int:
+        """The bytes read so far."""
+        return self._shards.bytes_read
+
+    def fetch(self, key: str) -> torch.Tensor:
+        """Return the tensor called `key`, which is no piece of a parameter."""
+        return self.whole(self.loose[key])
+
+    def whole(self, entry: TensorEntry) -> torch.Tensor:
+        """Return all of the tensor of `entry` [its shape]."""
+        return self._shards.read(entry, 0, entry.numel).view(entry.shape)
+
+    def range(
+        self, name: str, kind: str, stride: tuple[int, ...], start: int, stop: int
+    ) -> torch.Tensor:
+        """Return elements ``[start, stop)`` of a parameter's `kind`, in `stride`'s memory order."""
+        read = partial(self.span, name, kind)
+        return in_memory_order(read, self.manifest.parameters[name], stride, start, stop)
+
+    def span(self, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
+        """Return elements ``[start, stop)`` of a parameter's `kind`, in the order of the file."""
+        if start == stop:
+            return torch.empty(0)
+        known = self.pieces.get((name, kind), ())
+        pieces = [piece for piece in known if piece.start < stop and piece.stop > start]
+        if len(pieces) == 1 and pieces[0].start <= start and stop <= pieces[0].stop:
+            return self._shards.read(pieces[0], start - pieces[0].start, stop - pieces[0].start)
+        position = start
+        out: torch.Tensor | None = None
+        for piece in pieces:
+            first, last = max(piece.start, start), min(piece.stop, stop)
+            if first != position:
+                break
+            part = self._shards.read(piece, first - piece.start, last - piece.start)
+            if out is None:
+                dtype = DTYPES[piece.dtype]
+                out = self._shards.pages.empty(stop - start, dtype, torch.device("cpu"))
+            out[first - start : last - start] = part
+            position = last
+        if out is None or position != stop:
+            raise CheckpointError(
+                f"{self.path} lacks elements {position} to {stop} of {kind} of parameter {name!r}"
+            )
+        return out
+
+    def held(self, read: Callable[[], _T], *, again: bool) -> Callable[[], _T]:
+        """Read and verify now; return a function that returns the result, or rereads (`again`)."""
+        result = read()
+        if not again:
+            return partial(_itself, result)
+        del result
+        self.release_memory()
+        return read
+
+    def release_memory(self) -> None:
+        """Release the memory that a piece was read into."""
+        self._shards.pages.clear()
+        self._trimmer.passed(self.bytes_read - self._trimmed)
+        self._trimmed = self.bytes_read
+
+
+def _itself(value: _T) -> _T:
+    return value

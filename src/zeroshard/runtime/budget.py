@@ -1,0 +1,33 @@
+"""How many bytes of gathered weights and of gradient buffers one engine may have in use at a time.
+
+    2 x the largest unit + prefetch_bytes     (default: the largest unit once more)
+
+That is the unit in use, the next one, and either what is gathered ahead or the buffer of a reduce.
+Weights make room in it by releasing, reductions by waiting; what they hold is counted in one meter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeroshard.memory import MemoryCounter
+from zeroshard.runtime.unit import Unit
+
+__all__ = ["Budget"]
+
+
+class Budget:
+    """The bytes that weights and gradients in use share."""
+
+    def __init__(
+        self, units: Sequence[Unit], meter: MemoryCounter, prefetch_bytes: int | None
+    ) -> None:
+        largest = max((unit.nominal_bytes for unit in units), default=0)
+        self.prefetch_bytes = largest if prefetch_bytes is None else prefetch_bytes
+        self.num_bytes = 2 * largest + self.prefetch_bytes
+        self._meter = meter
+
+    @property
+    def left(self) -> int:
+        """The bytes that are not in use; below zero where one pass needs more at the same time."""
+        return self.num_bytes - self._meter.live
