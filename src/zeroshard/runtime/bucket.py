@@ -16,9 +16,8 @@ from contextlib import contextmanager
 
 import torch
 
-from zeroshard.comm.codec import Codec
 from zeroshard.comm.quantized import Residual
-from zeroshard.comm.transport import GradBuffer
+from zeroshard.comm.transport import GradBuffer, ReduceRequest
 from zeroshard.core.placement import Tier
 from zeroshard.errors import StorageError
 from zeroshard.memory import Loan
@@ -35,24 +34,22 @@ class GradBucket:
     def __init__(
         self,
         flat: FlatWeights,
-        wire: torch.dtype,
+        request: ReduceRequest,
         context: Context,
         *,
         scratch: Callable[[int, torch.dtype], torch.Tensor],
-        codec: Codec | None,
     ) -> None:
         self.buffer: GradBuffer | None = None
         self.views: list[torch.Tensor] = []
         self.seen = [False] * len(flat.layout.slots)
         self.loan: Loan | None = None  # None where the gradient is summed where it rests
         self._flat = flat
-        self._wire = wire
+        self._request = request
         self._transport = context.transport
         self._streams = context.streams
         self._meter = context.meter
         # with a codec the buffer is scratch memory, and encoded into one of the transport's
         self._scratch = scratch
-        self._codec = codec
         self._round = 0  # buffers opened so far: names them apart
 
     @property
@@ -68,7 +65,7 @@ class GradBucket:
     @property
     def num_bytes(self) -> int:
         """The bytes of a buffer."""
-        return self._flat.layout.numel * self._wire.itemsize
+        return self._flat.layout.numel * self._request.dtype.itemsize
 
     @property
     def rests(self) -> bool:
@@ -83,12 +80,12 @@ class GradBucket:
     def open(self, make_room: Callable[[int], None]) -> None:
         """Borrow a buffer; `make_room(num_bytes)` is called before."""
         make_room(self.num_bytes)
-        numel = self._flat.layout.numel
-        if self._codec is None:
+        numel, dtype = self._flat.layout.numel, self._request.dtype
+        if self._request.codec is None:
             device = self._flat.full.device
-            self.buffer = self._transport.grad_buffer(self._flat.key, numel, self._wire, device)
+            self.buffer = self._transport.grad_buffer(self._flat.key, numel, dtype, device)
         else:
-            self.buffer = GradBuffer(self._scratch(numel, self._wire))
+            self.buffer = GradBuffer(self._scratch(numel, dtype))
         self.loan = self._meter.lend(self.buffer.data, self.num_bytes)
         self._round += 1
         self._streams.alloc(self.name)
@@ -121,7 +118,7 @@ class GradBucket:
         """Return the transport's buffer with what is to be sent, encoded where gradients travel
         so; `residual` is added to it first.
         """
-        codec, buffer = self._codec, self.buffer
+        codec, buffer = self._request.codec, self.buffer
         if codec is None or buffer is None:
             return buffer
         numel = codec.encoded_bytes(buffer.data.numel())
@@ -139,7 +136,7 @@ class GradBucket:
 
     def abandon(self) -> None:
         """After an exception: give back what was borrowed."""
-        if self.buffer is not None and self.loan is not None and self._codec is None:
+        if self.buffer is not None and self.loan is not None and self._request.codec is None:
             self._transport.return_buffer(self.buffer)
         self._meter.end_loan(self.loan)
         self.close()

@@ -20,12 +20,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from zeroshard.comm.quantized import Residual
-from zeroshard.comm.transport import Work
+from zeroshard.comm.transport import ReduceRequest, Work
 from zeroshard.comm.two_level import gather_over, mesh_of
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Scope, Tier
@@ -72,12 +71,10 @@ class GradientPath:
         self._streams = context.streams
         self._meter = context.meter
         self._place = place
-        self._codec = plan.grad_codec(context)
-        feedback = context.codecs.feedback
-        self.residual = None if self._codec is None or feedback is None else Residual(feedback)
-        self.bucket = GradBucket(
-            flat, precision.wire, context, scratch=place.scratch, codec=self._codec
-        )
+        codec, feedback = plan.grad_codec(context), context.codecs.feedback
+        self._request = ReduceRequest(flat.key, flat.layout.ranges, precision.wire, codec)
+        self.residual = None if codec is None or feedback is None else Residual(feedback)
+        self.bucket = GradBucket(flat, self._request, context, scratch=place.scratch)
         self.partial = PartialSum(flat, partial, context.faults.note)
         self.reduction: Reduction | None = None
         self._held: RestingGradient | None = None
@@ -218,21 +215,17 @@ class GradientPath:
     def _start_reduce(
         self, out: torch.Tensor, frees: list[str], *, accumulate: bool, with_earlier: bool
     ) -> Work:
-        buffer, options = self.bucket.outgoing(self.residual), self._wire(accumulate)
+        buffer = self.bucket.outgoing(self.residual)
         if not self.sums_nodes:
-            return self._transport.reduce(self.key, buffer, self.flat.layout.ranges, out, **options)
+            return self._transport.reduce(self._request, buffer, out, accumulate=accumulate)
         held = None
         if with_earlier and self.partial.state is not None:
             held = self.partial.take()
             self._streams.read(f"{self.key}.partial")
             frees.append(f"{self.key}.partial")
         return mesh_of(self._transport).reduce(
-            self.key, buffer, self.flat.layout.ranges, out, partial=held, **options
+            self._request, buffer, out, accumulate=accumulate, partial=held
         )
-
-    def _wire(self, accumulate: bool) -> dict[str, Any]:
-        dtype = self.precision.wire if self._codec is None else torch.uint8
-        return {"wire_dtype": dtype, "accumulate": accumulate, "codec": self._codec}
 
     def reduce_inside(self) -> None:
         """Hand what is here to the other ranks of this node; their sum waits here for the reduce
@@ -247,12 +240,9 @@ class GradientPath:
         whole = state.whole
 
         def start() -> Work:
+            buffer = self.bucket.outgoing(self.residual)
             return mesh_of(self._transport).reduce_inside(
-                self.key,
-                self.bucket.outgoing(self.residual),
-                self.flat.layout.ranges,
-                whole,
-                **self._wire(accumulate),
+                self._request, buffer, whole, accumulate=accumulate
             )
 
         self._launch(self._collective("partial", start), [])
