@@ -149,17 +149,11 @@ class Collectives(Plane):
             for peer in (far if own_bytes else ())
         }
         if far:
-            zeros = (
-                None
-                if buffer is not None
-                else torch.zeros(max(b - a for a, b in ranges), dtype=dtype)
-            )
-            sends = {peer: _slice(buffer, zeros, ranges[peer]) for peer in far}
             readers.add(FAR)
             self._post(
                 what,
                 self._control.messages.tag(key, REDUCE_SCATTER),
-                sends,
+                _slices(buffer, {peer: ranges[peer] for peer in far}, dtype),
                 loans,
                 lambda: self._far_parts_came(name, sequence, loans, buffer),
             )
@@ -402,8 +396,11 @@ class PartsWork(Operation):
         return self._missing()
 
 
-def _slice(buffer: GradBuffer | None, zeros: torch.Tensor | None, share: Range) -> torch.Tensor:
+def _slices(
+    buffer: GradBuffer | None, shares: dict[int, Range], dtype: torch.dtype
+) -> dict[int, torch.Tensor]:
+    """Return each peer's share of `buffer`; None stands for zeros."""
     if buffer is not None:
-        return buffer.data[slice(*share)]
-    assert zeros is not None
-    return zeros[: share[1] - share[0]]
+        return {peer: buffer.data[slice(*share)] for peer, share in shares.items()}
+    zeros = torch.zeros(max(stop - start for start, stop in shares.values()), dtype=dtype)
+    return {peer: zeros[: stop - start] for peer, (start, stop) in shares.items()}

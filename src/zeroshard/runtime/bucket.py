@@ -16,7 +16,6 @@ from contextlib import contextmanager
 
 import torch
 
-from zeroshard.comm.quantized import Residual
 from zeroshard.comm.transport import GradBuffer, ReduceRequest
 from zeroshard.core.placement import Tier
 from zeroshard.errors import StorageError
@@ -31,25 +30,20 @@ __all__ = ["GradBucket", "PartialSum"]
 class GradBucket:
     """The buffer [numel] of one segment, in the dtype of the wire; at most one is open."""
 
-    def __init__(
-        self,
-        flat: FlatWeights,
-        request: ReduceRequest,
-        context: Context,
-        *,
-        scratch: Callable[[int, torch.dtype], torch.Tensor],
-    ) -> None:
+    def __init__(self, flat: FlatWeights, request: ReduceRequest, context: Context) -> None:
         self.buffer: GradBuffer | None = None
         self.views: list[torch.Tensor] = []
         self.seen = [False] * len(flat.layout.slots)
         self.loan: Loan | None = None  # None where the gradient is summed where it rests
         self._flat = flat
-        self._request = request
+        self._dtype = request.dtype
+        self._codec = request.codec
+        self._residual = context.codecs.residual(request.codec)
         self._transport = context.transport
         self._streams = context.streams
         self._meter = context.meter
-        # with a codec the buffer is scratch memory, and encoded into one of the transport's
-        self._scratch = scratch
+        # with a codec the buffer is memory of ours, and encoded into one of the transport's
+        self._memory = context.memory
         self._round = 0  # buffers opened so far: names them apart
 
     @property
@@ -65,7 +59,7 @@ class GradBucket:
     @property
     def num_bytes(self) -> int:
         """The bytes of a buffer."""
-        return self._flat.layout.numel * self._request.dtype.itemsize
+        return self._flat.layout.numel * self._dtype.itemsize
 
     @property
     def rests(self) -> bool:
@@ -80,12 +74,11 @@ class GradBucket:
     def open(self, make_room: Callable[[int], None]) -> None:
         """Borrow a buffer; `make_room(num_bytes)` is called before."""
         make_room(self.num_bytes)
-        numel, dtype = self._flat.layout.numel, self._request.dtype
-        if self._request.codec is None:
-            device = self._flat.full.device
-            self.buffer = self._transport.grad_buffer(self._flat.key, numel, dtype, device)
+        numel, device = self._flat.layout.numel, self._flat.full.device
+        if self._codec is None:
+            self.buffer = self._transport.grad_buffer(self._flat.key, numel, self._dtype, device)
         else:
-            self.buffer = GradBuffer(self._scratch(numel, dtype))
+            self.buffer = GradBuffer(self._memory.empty(numel, self._dtype))
         self.loan = self._meter.lend(self.buffer.data, self.num_bytes)
         self._round += 1
         self._streams.alloc(self.name)
@@ -114,19 +107,19 @@ class GradBucket:
             self.buffer.data[end:].zero_()
         self._streams.write(self.name)
 
-    def outgoing(self, residual: Residual | None) -> GradBuffer | None:
+    def outgoing(self) -> GradBuffer | None:
         """Return the transport's buffer with what is to be sent, encoded where gradients travel
-        so; `residual` is added to it first.
+        so, with the residual added first.
         """
-        codec, buffer = self._request.codec, self.buffer
+        codec, buffer = self._codec, self.buffer
         if codec is None or buffer is None:
             return buffer
         numel = codec.encoded_bytes(buffer.data.numel())
         coded = self._transport.grad_buffer(self._flat.key, numel, torch.uint8, buffer.data.device)
-        if residual is None:
+        if self._residual is None:
             codec.encode(buffer.data, coded.data)
         else:
-            residual.encode(codec, buffer.data, coded.data)
+            self._residual.encode(codec, buffer.data, coded.data)
         return coded
 
     def close(self) -> None:
@@ -134,9 +127,20 @@ class GradBucket:
         self.buffer, self.loan, self.views = None, None, []
         self.seen = [False] * len(self.seen)
 
+    @property
+    def residual_bytes(self) -> int:
+        """The bytes in which the error of encoded gradients is kept."""
+        return 0 if self._residual is None else self._residual.num_bytes
+
+    def reset_residual(self) -> None:
+        """Forget what encoding has lost so far."""
+        if self._residual is not None:
+            self._residual.reset()
+
     def abandon(self) -> None:
-        """After an exception: give back what was borrowed."""
-        if self.buffer is not None and self.loan is not None and self._request.codec is None:
+        """After an exception: give back what was borrowed, and forget the residual."""
+        self.reset_residual()
+        if self.buffer is not None and self.loan is not None and self._codec is None:
             self._transport.return_buffer(self.buffer)
         self._meter.end_loan(self.loan)
         self.close()

@@ -357,7 +357,7 @@ class Finalizer:
             self._scaler.update(not self._result.finite)
             if self._scaler.scale != before:
                 for path in self._backward.paths():
-                    path.reset_residual()  # it was of gradients in another scale
+                    path.bucket.reset_residual()  # it was of gradients in another scale
         self._digest.advance()
         self._result = None
         self.clipped = False

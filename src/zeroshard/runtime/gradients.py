@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroshard.comm.quantized import Residual
 from zeroshard.comm.transport import ReduceRequest, Work
 from zeroshard.comm.two_level import gather_over, mesh_of
 from zeroshard.core.layout import Range
@@ -33,7 +32,8 @@ from zeroshard.runtime.bucket import GradBucket, PartialSum
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight, Hops, ended
-from zeroshard.state.gradient import GradientAllocator, RestingGradient
+from zeroshard.state.allocator import GradientAllocator
+from zeroshard.state.gradient import RestingGradient
 from zeroshard.state.reduction import Asked
 from zeroshard.state.state import State
 
@@ -71,10 +71,10 @@ class GradientPath:
         self._streams = context.streams
         self._meter = context.meter
         self._place = place
-        codec, feedback = plan.grad_codec(context), context.codecs.feedback
+        self._memory = context.memory
+        codec = plan.grad_codec(context)
         self._request = ReduceRequest(flat.key, flat.layout.ranges, precision.wire, codec)
-        self.residual = None if codec is None or feedback is None else Residual(feedback)
-        self.bucket = GradBucket(flat, self._request, context, scratch=place.scratch)
+        self.bucket = GradBucket(flat, self._request, context)
         self.partial = PartialSum(flat, partial, context.faults.note)
         self.reduction: Reduction | None = None
         self._held: RestingGradient | None = None
@@ -215,7 +215,7 @@ class GradientPath:
     def _start_reduce(
         self, out: torch.Tensor, frees: list[str], *, accumulate: bool, with_earlier: bool
     ) -> Work:
-        buffer = self.bucket.outgoing(self.residual)
+        buffer = self.bucket.outgoing()
         if not self.sums_nodes:
             return self._transport.reduce(self._request, buffer, out, accumulate=accumulate)
         held = None
@@ -240,7 +240,7 @@ class GradientPath:
         whole = state.whole
 
         def start() -> Work:
-            buffer = self.bucket.outgoing(self.residual)
+            buffer = self.bucket.outgoing()
             return mesh_of(self._transport).reduce_inside(
                 self._request, buffer, whole, accumulate=accumulate
             )
@@ -254,7 +254,7 @@ class GradientPath:
         if resting.on_device:
             return None, []
         self._streams.alloc(f"{self.key}.sum")
-        return self._place.scratch(self._own[1] - self._own[0]), [f"{self.key}.sum"]
+        return self._memory.empty(self._own[1] - self._own[0]), [f"{self.key}.sum"]
 
     def _store_sum(self, total: torch.Tensor, fresh: bool) -> None:
         """Hand a finished sum over to the tier where the gradient rests."""
@@ -299,7 +299,7 @@ class GradientPath:
         assert resting is not None and self.reduction is None, self.key
         if not resting.on_device:  # through the device, a segment at a time
             start, stop = self.flat.stepped
-            whole = self._place.scratch(stop - start).to(self.precision.accumulate)
+            whole = self._memory.empty(stop - start).to(self.precision.accumulate)
             resting.exchange(self._own, whole, lambda mine: self._meet(mine, whole).wait())
             return
         self._streams.write(f"{self.key}.resting")
@@ -424,11 +424,6 @@ class GradientPath:
             self._streams.write(f"{self.key}.resting")
             resting.scale(factor)
 
-    def reset_residual(self) -> None:
-        """Forget what encoding has lost so far."""
-        if self.residual is not None:
-            self.residual.reset()
-
     def release_idle(self) -> None:
         """Close memory on other tiers that is kept for the next gradient."""
         self._place.release_idle()
@@ -437,7 +432,6 @@ class GradientPath:
         """After an exception: no gradient at all. The transport has forgotten what was under
         way.
         """
-        self.reset_residual()
         self.bucket.abandon()
         if self.reduction is not None:
             self._meter.end_loan(self.reduction.loan)

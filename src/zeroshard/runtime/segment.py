@@ -18,13 +18,11 @@ from zeroshard.core.placement import Tier
 from zeroshard.core.split import tiles
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StorageError
-from zeroshard.memory import Pages
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.parameters import Parameters
 from zeroshard.state.full import flatten
-from zeroshard.state.state import State, move
-from zeroshard.tier.link import Link
+from zeroshard.state.state import DeviceMemory, State, move
 from zeroshard.tier.store import Store
 
 __all__ = ["Segment"]
@@ -87,11 +85,10 @@ class Segment:
 
     def make_master(
         self,
+        memory: DeviceMemory,
         *,
         dtype: torch.dtype,
-        pages: Pages,
         store: Store | None,
-        link: Link,
         apart: bool = False,
     ) -> None:
         """Take the weights as master where they have its dtype and lie where it rests; else
@@ -123,8 +120,8 @@ class Segment:
             near, self.aliased = weight.tensor[:split], split
         else:
             # padding is published, too
-            near, self.aliased = pages.empty(split, dtype, flat.full.device).zero_(), 0
-        self.master = State.of(near, storage, link=link)
+            near, self.aliased = memory.empty(split, dtype).zero_(), 0
+        self.master = State.of(near, storage, link=memory.link)
 
     def fill_master(self) -> None:
         """Take the master's numbers from the weights."""
