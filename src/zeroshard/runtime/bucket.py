@@ -11,16 +11,16 @@ one copy of each gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from zeroshard.comm.transport import GradBuffer, ReduceRequest
-from zeroshard.core.placement import Tier
+from zeroshard.core.placement import Scope, Tier
 from zeroshard.errors import StorageError
 from zeroshard.memory import Loan
-from zeroshard.runtime.context import Context
+from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.state.state import State
 
@@ -155,15 +155,23 @@ class PartialSum:
 
     def __init__(
         self,
+        plan: SegmentPlan,
         flat: FlatWeights,
+        context: Context,
         make: Callable[[], State],
-        note: Callable[[StorageError], None],
     ) -> None:
+        """`make` makes the state."""
+        cell, layout = plan.cells.grad, flat.layout
+        # SHARD: one node's sum is the sum of all ranks
+        scope = layout.scope(cell) if cell.is_partial else None
+        self.of_micro_batches = scope is Scope.FULL
+        self.of_nodes = scope is Scope.NODE_SHARD
         self.state: State | None = None
         self.seen = [False] * len(flat.layout.slots)  # which parameters it has a gradient of
         self._flat = flat
+        self._span = layout.span(plan.rank, layout.scope(cell))
         self._make = make
-        self._note = note
+        self._note = context.faults.note
         self._lost = False
 
     @property
@@ -216,12 +224,15 @@ class PartialSum:
             bucket.seen[index] = True
         self.close()
 
-    def zero(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Set ranges of the sum to zero."""
-        for start, stop in spans if self.state is not None else ():
-            assert self.state is not None
-            with self._losing(), self.state.borrowed(start, stop, write=True) as part:
-                part.zero_()
+    def zero(self, indices: Container[int]) -> None:
+        """Set the sums of parameters `indices` to zero."""
+        if self.state is None:
+            return
+        for piece in self._flat.layout.pieces_in(self._span):
+            if piece.index in indices and (self.of_nodes or self.seen[piece.index]):
+                start, stop = piece.shard_start, piece.shard_stop
+                with self._losing(), self.state.borrowed(start, stop, write=True) as part:
+                    part.zero_()
 
     def bytes_by_tier(self) -> dict[Tier, int]:
         """Return the bytes at rest."""

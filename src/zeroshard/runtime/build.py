@@ -23,6 +23,7 @@ from zeroshard.runtime.context import Context, Dtypes, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.segment import Segment
+from zeroshard.runtime.summed import SummedGradient
 from zeroshard.runtime.tiering import Tiering
 from zeroshard.runtime.unit import Unit, UnitState
 from zeroshard.runtime.units import UnitPlan
@@ -300,4 +301,5 @@ def _gradient_path(
             return State.of(context.memory.empty(numel, precision.accumulate))
         return State(store.allocate(f"{plan.key} partial gradient", numel, precision.accumulate))
 
-    return GradientPath(plan, flat, context, place=place, partial=partial)
+    summed = SummedGradient(plan, flat, context, place)
+    return GradientPath(plan, flat, context, summed=summed, partial=partial)

@@ -81,7 +81,7 @@ class Segment:
         """
         self.split = split
         if with_gradient and self.grad is not None:
-            self.grad.move_rest(split)
+            self.grad.summed.move(split)
 
     def make_master(
         self,
@@ -156,7 +156,7 @@ class Segment:
         """
         master = self.master
         if master is not None and not self.master_is_weight:
-            in_tiles = self.grad is not None and self.grad.tiered
+            in_tiles = self.grad is not None and self.grad.summed.tiered
             spans = [] if in_tiles and not everything else [(self.aliased, master.split)]
             if everything:
                 spans += tiles(master.split, master.numel, _TILE)
