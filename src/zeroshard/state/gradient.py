@@ -30,7 +30,14 @@ from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work, wait_on_host
 from zeroshard.errors import StorageError
 from zeroshard.state.deferred_scale import DeferredScale
-from zeroshard.state.reduction import Asked, chunks, is_finite, reads_wait, sum_of_squares
+from zeroshard.state.reduction import (
+    Asked,
+    RunningSum,
+    chunks,
+    is_finite,
+    reads_wait,
+    sum_of_squares,
+)
 from zeroshard.state.state import DeviceMemory, State
 from zeroshard.tier.link import Direct
 from zeroshard.tier.store import Storage
@@ -65,8 +72,7 @@ class RestingGradient:
         self._keep = keep
         self._tell = note
         self._wait: Callable[[], None] | None = None  # for a step that may be reading it
-        # sums of all numbers, by the device that formed them: not finite when one of them is not
-        self._sums: dict[torch.device, torch.Tensor] = {}
+        self._passed = RunningSum()  # of a rest on another tier: all that has arrived
         # of slices on an accelerator: sums of squares that the host has read
         self._squares: dict[Range, float] = {}
         self._flushing: list[tuple[Work, torch.Tensor]] = []  # copies under way, and what they read
@@ -123,7 +129,7 @@ class RestingGradient:
 
     def _take(self, own: Range, total: torch.Tensor, fresh: bool) -> None:
         if fresh:
-            self._note(total)
+            self._passed.add(total)
             source = total.to(self.state.dtype)
             self._flushing += [(work, source) for work in self.state.write(*own, source)]
         else:
@@ -133,13 +139,6 @@ class RestingGradient:
             else:
                 host = torch.empty_like(total, device="cpu")
                 self._to_add.append((own, host, self._memory.link.copy(host, total, "to_host")))
-
-    def _note(self, total: torch.Tensor) -> None:
-        """Take note of numbers that are not finite."""
-        for chunk in chunks(total):
-            more = chunk.sum(dtype=torch.float32)
-            held = self._sums.get(more.device)
-            self._sums[more.device] = more if held is None else held + more
 
     def _add(self, own: Range, total: torch.Tensor) -> None:
         for start in range(0, total.numel(), _BLOCK):
@@ -154,7 +153,7 @@ class RestingGradient:
                         target.add_(more)
                     else:  # rounded once
                         target.copy_(more.float().add_(target))
-                self._note(there)
+                self._passed.add(there)
 
     def wait_writes(self) -> None:
         """Return when everything that has arrived rests."""
@@ -229,10 +228,8 @@ class RestingGradient:
             self.wait_writes()
         if self.lost is not None:
             return False
-        known = [total for total in self._sums.values() if not reads_wait(total)]
-        if all(bool(torch.isfinite(total)) for total in known):
-            return True
-        return self.is_finite(*own)  # the sum of all numbers may have overflowed by itself
+        # the sum of all numbers may have overflowed by itself
+        return self._passed.is_finite() or self.is_finite(*own)
 
     def _apply_here(self, mine: torch.Tensor) -> bool:
         """Apply what is pending to `mine`, a chunk at a time, and return whether it is finite."""
@@ -254,11 +251,7 @@ class RestingGradient:
         squares of these ranges of the average, and whether they are finite; nothing of the CPU.
         """
         if not self.on_device:
-            return [
-                Asked(total.reshape(1), partial(self._learn_sum, device))
-                for device, total in self._sums.items()
-                if reads_wait(total)
-            ]
+            return self._passed.asked()
         if not reads_wait(self.state.whole):
             return []
         return [
@@ -266,12 +259,6 @@ class RestingGradient:
             for span in spans
             if span not in self._squares
         ]
-
-    def _learn_sum(self, device: torch.device, squares: float) -> None:
-        """Keep on the host, squared, what the numbers that came by way of `device` add up to."""
-        del self._sums[device]
-        host, total = torch.device("cpu"), torch.tensor(squares, dtype=torch.float64)
-        self._sums[host] = self._sums[host] + total if host in self._sums else total
 
     def scale(self, factor: float) -> None:
         """Multiply the average by `factor`."""

@@ -14,11 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 __all__ = [
-    "Asked", "chunks", "is_finite", "read_squares", "reads_wait", "squares_of", "sum_of_squares",
+    "Asked", "RunningSum", "chunks", "is_finite", "read_squares", "reads_wait", "squares_of",
+    "sum_of_squares",
 ]  # fmt: skip
 
 _CHUNK = 1 << 17  # elements: a chunk of fp32 stays in a core's own cache
@@ -76,3 +78,39 @@ def sum_of_squares(tensor: torch.Tensor, total: float = 0.0) -> float:
         wide.copy_(chunk)
         total += float(torch.dot(wide, wide))
     return total
+
+
+class RunningSum:
+    """The sum of all numbers that have passed by, on each device that they passed: it is not finite
+    where one of them is not.
+    """
+
+    def __init__(self) -> None:
+        self._by_device: dict[torch.device, torch.Tensor] = {}
+
+    def add(self, numbers: torch.Tensor) -> None:
+        """Add all of `numbers`, on their device."""
+        for chunk in chunks(numbers):
+            self._hold(chunk.sum(dtype=torch.float32))
+
+    def _hold(self, more: torch.Tensor) -> None:
+        held = self._by_device.get(more.device)
+        self._by_device[more.device] = more if held is None else held + more
+
+    def is_finite(self) -> bool:
+        """Whether it is finite, as far as the host knows: what is `asked` is not known yet."""
+        known = [total for total in self._by_device.values() if not reads_wait(total)]
+        return all(bool(torch.isfinite(total)) for total in known)
+
+    def asked(self) -> list[Asked]:
+        """Return what the host has yet to read of an accelerator to know whether it is finite."""
+        return [
+            Asked(total.reshape(1), partial(self._learn, device))
+            for device, total in self._by_device.items()
+            if reads_wait(total)
+        ]
+
+    def _learn(self, device: torch.device, squares: float) -> None:
+        """Keep on the host, squared, what the numbers that passed `device` add up to."""
+        del self._by_device[device]
+        self._hold(torch.tensor(squares, dtype=torch.float64))
