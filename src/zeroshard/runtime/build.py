@@ -19,6 +19,7 @@ from zeroshard.core.layout import Layout
 from zeroshard.core.placement import Cells, Scope, Tier
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.memory import return_freed_memory
+from zeroshard.runtime.bucket import PartialSum
 from zeroshard.runtime.context import Context, Dtypes, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.gradients import GradientPath
@@ -289,7 +290,7 @@ def _gradient_path(
         note=context.faults.note,
     )
 
-    def partial() -> State:
+    def make_partial() -> State:
         """Return memory for a sum that no reduce between nodes has taken yet: of the whole
         segment, or (of one node's ranks) of a column.
         """
@@ -302,4 +303,5 @@ def _gradient_path(
         return State(store.allocate(f"{plan.key} partial gradient", numel, precision.accumulate))
 
     summed = SummedGradient(plan, flat, context, place)
+    partial = PartialSum(plan, flat, context, make_partial)
     return GradientPath(plan, flat, context, summed=summed, partial=partial)

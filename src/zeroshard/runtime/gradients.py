@@ -30,7 +30,6 @@ from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight, Hops, ended
 from zeroshard.runtime.summed import SummedGradient
-from zeroshard.state.state import State
 
 __all__ = ["GradientPath"]
 
@@ -54,12 +53,12 @@ class GradientPath:
         context: Context,
         *,
         summed: SummedGradient,
-        partial: Callable[[], State],
+        partial: PartialSum,
     ) -> None:
-        """`partial` makes memory for a partial sum."""
         transport = context.transport
         self.flat = flat
         self.summed = summed
+        self.partial = partial
         self.precision = precision = plan.precision(context)
         self.used = [False] * len(flat.layout.slots)  # has a gradient since the last drop
         self._transport = transport
@@ -68,12 +67,11 @@ class GradientPath:
         codec = plan.grad_codec(context)
         self._request = ReduceRequest(flat.key, flat.layout.ranges, precision.wire, codec)
         self.bucket = GradBucket(flat, self._request, context)
-        self.partial = PartialSum(plan, flat, context, partial)
         self.reduction: Reduction | None = None
         # nothing to sum: the buffer is the resting gradient
         self._direct = transport.size == 1 and precision.wire is precision.accumulate
         # inside no_sync they are added here, before the ranks
-        self.sums_micro_batches = self.partial.of_micro_batches
+        self.sums_micro_batches = partial.of_micro_batches
 
     @property
     def key(self) -> str:
