@@ -147,8 +147,8 @@ class SummedGradient:
         resting = self.resting()
         assert resting is not None, self.key
         if not resting.on_device:  # through the device, a segment at a time
-            state = resting.state
-            whole = self._memory.empty(state.numel, state.dtype)
+            start, stop = self._flat.stepped  # a lost gradient has fewer elements
+            whole = self._memory.empty(stop - start, resting.state.dtype)
             resting.exchange(self.own, whole, lambda mine: self._meet(mine, whole).wait())
             return
         self._streams.write(f"{self.key}.resting")
