@@ -45,6 +45,7 @@ from benchmarks.raw_disk import NUM_GROUPS, NUM_STATES, REQUEST_BYTES, Options, 
 from benchmarks.results import machine_facts
 from zeroshard.core.work import Work
 from zeroshard.tier.disk import DiskStore
+from zeroshard.tier.swapdir import SwapDirectory
 
 __all__ = ["Options", "Row", "run"]
 
@@ -227,10 +228,8 @@ def run(options: Options, *, out: Path | None, as_json: bool) -> int:
     path = Path(tempfile.gettempdir()) if options.path is None else options.path
     cpu = torch.device("cpu")
     store = DiskStore(
-        path,
+        SwapDirectory(path, rank=0, run="bench"),
         cpu,
-        rank=0,
-        run="bench",
         verify=options.verify,
         queue_depth=options.queue_depth,
         staging_bytes=options.ring_bytes,

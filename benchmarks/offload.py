@@ -41,6 +41,7 @@ from benchmarks.raw_disk import Raw
 from benchmarks.results import ComparisonResult, ContenderResult, Largest, Run
 from zeroshard.core.placement import Tier
 from zeroshard.tier.disk import DiskStore
+from zeroshard.tier.swapdir import SwapDirectory
 
 __all__ = [
     "DISK_TARGET",
@@ -119,7 +120,7 @@ class _Plain:
     """
 
     def __init__(self, numel: int, path: Path, *, with_gradient: bool) -> None:
-        self._store = DiskStore(path, torch.device("cpu"), rank=0, run="plain")
+        self._store = DiskStore(SwapDirectory(path, rank=0, run="plain"), torch.device("cpu"))
         self.direct = self._store.direct
         self._states = self._raw(12 * numel)
         self._gradient = self._raw(4 * numel) if with_gradient else None

@@ -52,6 +52,7 @@ from zeroshard.tier.disk import DiskStore
 from zeroshard.tier.host import HostStore
 from zeroshard.tier.link import link_of
 from zeroshard.tier.store import Store
+from zeroshard.tier.swapdir import SwapDirectory
 
 __all__ = ["deferred_init", "init_distributed", "materialize", "shard"]
 
@@ -253,8 +254,8 @@ def _make_tiering(
             stores[Tier.HOST] = HostStore(device, link=link)
         if Tier.DISK in offload.away.values():
             assert offload.disk_path is not None
-            path, verify = offload.disk_path, offload.verify
-            stores[Tier.DISK] = DiskStore(path, device, rank=rank, verify=verify, link=link)
+            directory = SwapDirectory(offload.disk_path, rank=rank)
+            stores[Tier.DISK] = DiskStore(directory, device, verify=offload.verify, link=link)
     except StorageError as failed:
         error = failed
     if offload.away:

@@ -20,7 +20,7 @@ from tests.support.harness import run_ranks
 from tests.support.training import Run, batch, differences, make_model, train, two_groups
 from zeroshard.runtime import segment
 from zeroshard.state import gradient as resting
-from zeroshard.state import state
+from zeroshard.state import reduction, state
 from zeroshard.tier import direct_io, disk
 
 TIERS = {
@@ -51,7 +51,8 @@ def _small_tiles(
         disk = {"disk_path": path} if "disk" in tiers.values() else {}
         offload = zs.Offload(**tiers, **disk, staging_bytes=1 << 16)  # type: ignore[arg-type]
         with (
-            mock.patch.multiple(resting, _BLOCK=512, _CHUNK=128),
+            mock.patch.object(resting, "_BLOCK", 512),
+            mock.patch.object(reduction, "_CHUNK", 128),
             mock.patch.object(segment, "_TILE", 320),
             mock.patch.object(state, "_TILE", 320),
         ):

@@ -15,7 +15,7 @@ import torch
 from tests.support.transports import CPU, Spec, length, made, opened, values
 from tests.unit.comm.test_ordered import bits, naive_sum
 from zeroshard.comm.agree import agree
-from zeroshard.comm.transport import GradBuffer, Transport
+from zeroshard.comm.transport import GradBuffer, ReduceRequest, Transport
 from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import PlanMismatch, StateError
@@ -130,11 +130,9 @@ def reduce_is_the_canonical_sum(rank: int, world_size: int, spec: Spec) -> None:
                     before = values(5, length(ranges[rank]))
                     out = before.clone()
                     work = transport.reduce(
-                        f"unit {number}",
+                        ReduceRequest(f"unit {number}", ranges, dtype),
                         buffer,
-                        ranges,
                         out,
-                        wire_dtype=dtype,
                         accumulate=accumulate,
                     )
                     work.wait()
@@ -153,7 +151,7 @@ def node_size_shapes_the_sum(rank: int, world_size: int, spec: Spec) -> None:
             buffer = fill(transport, "unit", 1, numel, torch.float32)
             out = torch.empty(64)
             transport.reduce(
-                "unit", buffer, ranges, out, wire_dtype=torch.float32, accumulate=False
+                ReduceRequest("unit", ranges, torch.float32), buffer, out, accumulate=False
             ).wait()
             parts: list[torch.Tensor | None] = [
                 values(1000 + r, numel)[slice(*ranges[rank])] for r in range(world_size)
@@ -177,7 +175,7 @@ def none_contributes_zeros(rank: int, world_size: int, spec: Spec) -> None:
                 )
                 out = torch.full((length(ranges[rank]),), 3.0)
                 transport.reduce(
-                    "unit", buffer, ranges, out, wire_dtype=torch.bfloat16, accumulate=False
+                    ReduceRequest("unit", ranges, torch.bfloat16), buffer, out, accumulate=False
                 ).wait()
                 check_sum(
                     spec,
@@ -204,7 +202,10 @@ def keys_interleave_and_the_nth_meets_the_nth(rank: int, world_size: int, spec: 
                 buffer = fill(transport, f"w{index}", 10 * turn + index, numel, torch.float32)
                 works.append(
                     transport.reduce(
-                        f"w{index}", buffer, ranges, out, wire_dtype=torch.float32, accumulate=False
+                        ReduceRequest(f"w{index}", ranges, torch.float32),
+                        buffer,
+                        out,
+                        accumulate=False,
                     )
                 )
                 works.append(window.gather(full))
@@ -276,7 +277,7 @@ def traffic_is_what_came_from_others(rank: int, world_size: int, spec: Spec) -> 
         out = torch.zeros(length(ranges[rank]))
         buffer = fill(transport, "w", 0, numel, torch.bfloat16)
         transport.reduce(
-            "w", buffer, ranges, out, wire_dtype=torch.bfloat16, accumulate=False
+            ReduceRequest("w", ranges, torch.bfloat16), buffer, out, accumulate=False
         ).wait()
         transport.control.exchange(b"four")
         transport.broadcast(torch.zeros(10), 0)
@@ -338,7 +339,7 @@ def works_finish_without_being_waited_for(rank: int, world_size: int, spec: Spec
         buffer = fill(transport, "unit", 0, 64 * world_size, torch.float32)
         out = torch.zeros(64)
         work = transport.reduce(
-            "unit", buffer, ranges, out, wire_dtype=torch.float32, accumulate=False
+            ReduceRequest("unit", ranges, torch.float32), buffer, out, accumulate=False
         )
         deadline = time.monotonic() + 10
         # gloo's native works only say so once they are waited for
@@ -361,7 +362,7 @@ def buffers_return_to_the_pool(rank: int, world_size: int, spec: Spec) -> None:
             addresses.add(buffer.data.data_ptr())
             out = torch.empty(1024)
             transport.reduce(
-                "unit", buffer, ranges, out, wire_dtype=torch.float32, accumulate=False
+                ReduceRequest("unit", ranges, torch.float32), buffer, out, accumulate=False
             ).wait()
     assert len(addresses) <= 3, len(addresses)
 
@@ -375,11 +376,9 @@ def abandon_forgets_what_was_under_way(rank: int, world_size: int, spec: Spec) -
                 for key in ("a", "b")[: 1 + rank % 2]:
                     buffer = fill(transport, key, 77, numel, torch.float32)
                     transport.reduce(
-                        key,
+                        ReduceRequest(key, ranges, torch.float32),
                         buffer,
-                        ranges,
                         torch.zeros(64),
-                        wire_dtype=torch.float32,
                         accumulate=False,
                     )
                 if rank == 0:
@@ -400,7 +399,7 @@ def abandon_forgets_what_was_under_way(rank: int, world_size: int, spec: Spec) -
                 out = torch.empty(64)
                 buffer = fill(transport, key, turn, numel, torch.float32)
                 transport.reduce(
-                    key, buffer, ranges, out, wire_dtype=torch.float32, accumulate=False
+                    ReduceRequest(key, ranges, torch.float32), buffer, out, accumulate=False
                 ).wait()
                 check_sum(
                     spec, out, expected_sum(spec, turn, ranges, rank, torch.float32), torch.float32
@@ -447,7 +446,7 @@ def dropping_it_leaves_no_thread(rank: int, world_size: int, spec: Spec) -> None
         out = torch.empty(64)
         buffer = fill(transport, key, 0, 64 * world_size, torch.float32)
         transport.reduce(
-            key, buffer, ranges, out, wire_dtype=torch.float32, accumulate=False
+            ReduceRequest(key, ranges, torch.float32), buffer, out, accumulate=False
         ).wait()
     transport.control.exchange(b"")
     del transport  # nobody closes it

@@ -17,7 +17,7 @@ from tests.support.transports import CPU, Spec, opened, values
 from zeroshard.comm.links import Kind
 from zeroshard.comm.matching import Part
 from zeroshard.comm.spec import CommSpec
-from zeroshard.comm.transport import Transport, Window
+from zeroshard.comm.transport import ReduceRequest, Transport, Window
 from zeroshard.core.layout import end_of
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError, PeerLostError, PlanMismatch, StallError, StateError
@@ -38,7 +38,10 @@ def opposite_order_needs_one_buffer(rank: int, world_size: int, spec: Spec) -> i
                 buffer = fill(transport, key, seed, numel, torch.float32)
                 works.append(
                     transport.reduce(
-                        key, buffer, ranges, outs[key], wire_dtype=torch.float32, accumulate=True
+                        ReduceRequest(key, ranges, torch.float32),
+                        buffer,
+                        outs[key],
+                        accumulate=True,
                     )
                 )
                 expected[key] = expected[key] + expected_sum(
@@ -73,7 +76,7 @@ def a_slow_rank_costs_no_copies(rank: int, world_size: int, spec: Spec) -> tuple
                     time.sleep(0.02)
                 out = torch.zeros(640)
                 work = transport.reduce(
-                    "unit", buffer, ranges, out, wire_dtype=torch.float32, accumulate=False
+                    ReduceRequest("unit", ranges, torch.float32), buffer, out, accumulate=False
                 )
                 if step % 2:
                     work.wait()
@@ -118,7 +121,10 @@ def _waiting_operations(
     def reduce() -> None:
         buffer = fill(transport, "layer.7", 0, numel, torch.float32)
         transport.reduce(
-            "layer.7", buffer, ranges, torch.zeros(64), wire_dtype=torch.float32, accumulate=False
+            ReduceRequest("layer.7", ranges, torch.float32),
+            buffer,
+            torch.zeros(64),
+            accumulate=False,
         ).wait()
 
     def gather() -> None:
@@ -260,7 +266,7 @@ def _use(spec: Spec, rank: int, ranges: tuple[tuple[int, int], ...]) -> None:
         buffer = fill(transport, "w", 0, end_of(ranges), torch.float32)
         out = torch.zeros(ranges[rank][1] - ranges[rank][0])
         transport.reduce(
-            "w", buffer, ranges, out, wire_dtype=torch.float32, accumulate=False
+            ReduceRequest("w", ranges, torch.float32), buffer, out, accumulate=False
         ).wait()
         del buffer  # a loan keeps the slot's memory mapped
         window.close()

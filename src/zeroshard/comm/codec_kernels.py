@@ -9,8 +9,9 @@ operations, so that it needs no hardware for it, and so are casts to and from bf
 interpreter truncates. Maxima are taken over the bits of the magnitudes: as integers they have the
 same order, and NaN is the largest.
 
-A program takes `rows` blocks. Under ``TRITON_INTERPRET=1`` the kernels run on the CPU:
-tests/unit/comm/test_codec_kernels.py. Importing this file needs Triton; comm/codec.py does without.
+A program takes a `tile`: so many blocks, and the power of 2 that their bytes span. Under
+``TRITON_INTERPRET=1`` the kernels run on the CPU: tests/unit/comm/test_codec_kernels.py. Importing
+this file needs Triton; comm/codec.py does without.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["OPTIONS", "Coded", "decode", "encode"]
+__all__ = ["OPTIONS", "Coded", "decode", "encode", "tile_of"]
 
 OPTIONS = {"enable_fp_fusion": False}  # of every launch
 _ELEMENTS = 4096  # per program, about
@@ -38,10 +39,6 @@ class Coded(Protocol):
     @property
     def block(self) -> int:
         """Elements of a block."""
-
-    @property
-    def stride(self) -> int:
-        """Encoded bytes of a block."""
 
     @property
     def smallest_scale(self) -> float:
@@ -98,15 +95,29 @@ def _load(source, at, numel, inside):
 
 
 @triton.jit
+def _scales(data, row, run):
+    """Return where the scales of blocks `row` lie, of `run` packed bytes each."""
+    return data.to(tl.pointer_type(tl.int32), bitcast=True) + row * (run // 4 + 1)
+
+
+@triton.jit
+def _codes(data, row, column, run):
+    """Return where the packed bytes of these blocks lie."""
+    return data + row[:, None] * (run + 4) + 4 + column
+
+
+@triton.jit
 def _encode(
-    source, data, scales, numel, num_blocks, largest, smallest_scale, largest_scale,
-    block: tl.constexpr, stride: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
-    kind: tl.constexpr,
-):  # fmt: skip
+    source, data, numel, limits, block: tl.constexpr, tile: tl.constexpr, kind: tl.constexpr
+):
+    largest, smallest_scale, largest_scale = limits
+    rows: tl.constexpr = tile[0]
+    width: tl.constexpr = tile[1]
+    run: tl.constexpr = block // 2 if kind == "int4" else block  # packed bytes
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, width)[None, :]
-    run: tl.constexpr = block // 2 if kind == "int4" else block  # packed bytes
-    inside = (row < num_blocks)[:, None] & (column < run)
+    there = row * block < numel
+    inside = there[:, None] & (column < run)
     at = row[:, None] * block + column
     low = _load(source, at, numel, inside)
     amax = _highest(low)
@@ -117,9 +128,9 @@ def _encode(
     scale = tl.div_rn(amax.to(tl.float32, bitcast=True), tl.full([rows], largest, tl.float32))
     scale = tl.minimum(tl.maximum(scale, smallest_scale), largest_scale)
     tl.store(
-        scales + row * (stride // 4),
+        _scales(data, row, run),
         tl.where(finite, scale.to(tl.int32, bitcast=True), 0x7FC00000),
-        mask=row < num_blocks,
+        mask=there,
     )
     divisor = tl.broadcast_to(scale[:, None], [rows, width])
     if kind == "fp8":
@@ -129,7 +140,7 @@ def _encode(
     if kind == "int4":
         code += 16 * _round(tl.div_rn(high, divisor))
     code = tl.where(finite[:, None], code, 0)
-    tl.store(data + row[:, None] * stride + 4 + column, code.to(tl.uint8), mask=inside)
+    tl.store(_codes(data, row, column, run), code.to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -147,19 +158,20 @@ def _store(out, at, numel, inside, value, add: tl.constexpr):
 
 @triton.jit
 def _decode(
-    data, scales, out, numel, num_blocks,
-    block: tl.constexpr, stride: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
-    kind: tl.constexpr, add: tl.constexpr,
+    data, out, numel,
+    block: tl.constexpr, tile: tl.constexpr, kind: tl.constexpr, add: tl.constexpr,
 ):  # fmt: skip
+    rows: tl.constexpr = tile[0]
+    width: tl.constexpr = tile[1]
+    run: tl.constexpr = block // 2 if kind == "int4" else block
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, width)[None, :]
-    run: tl.constexpr = block // 2 if kind == "int4" else block
-    inside = (row < num_blocks)[:, None] & (column < run)
+    there = row * block < numel
+    inside = there[:, None] & (column < run)
     at = row[:, None] * block + column
-    scale = tl.load(scales + row * (stride // 4), mask=row < num_blocks, other=0).to(
-        tl.float32, bitcast=True
-    )[:, None]
-    code = tl.load(data + row[:, None] * stride + 4 + column, mask=inside, other=0).to(tl.int32)
+    scale = tl.load(_scales(data, row, run), mask=there, other=0)
+    scale = scale.to(tl.float32, bitcast=True)[:, None]
+    code = tl.load(_codes(data, row, column, run), mask=inside, other=0).to(tl.int32)
     if kind == "fp8":
         _store(out, at, numel, inside, _fp8_value(code) * scale, add)
     else:
@@ -177,13 +189,12 @@ def encode(codec: Coded, source: torch.Tensor, out: torch.Tensor) -> None:
     """
     if source.numel() == 0:
         return
-    num_blocks, rows, width = _sizes(codec, source.numel())
+    numel, tile = source.numel(), tile_of(codec)
+    limits = float(codec.largest), codec.smallest_scale, codec.largest_scale
     with _current(source):
-        _encode[(triton.cdiv(num_blocks, rows),)](
-            _bits_of_bf16(source), out, out.view(torch.int32), source.numel(), num_blocks,
-            float(codec.largest), codec.smallest_scale, codec.largest_scale,
-            block=codec.block, stride=codec.stride, rows=rows, width=width, kind=codec.name,
-            **OPTIONS,
+        _encode[(triton.cdiv(codec.num_blocks(numel), tile[0]),)](
+            _bits_of_bf16(source), out, numel, limits,
+            block=codec.block, tile=tile, kind=codec.name, **OPTIONS,
         )  # fmt: skip
 
 
@@ -193,21 +204,20 @@ def decode(codec: Coded, data: torch.Tensor, out: torch.Tensor, *, add: bool) ->
     """
     if out.numel() == 0:
         return
-    num_blocks, rows, width = _sizes(codec, out.numel())
+    numel, tile = out.numel(), tile_of(codec)
     with _current(out):
-        _decode[(triton.cdiv(num_blocks, rows),)](
-            data, data.view(torch.int32), _bits_of_bf16(out), out.numel(), num_blocks,
-            block=codec.block, stride=codec.stride, rows=rows, width=width, kind=codec.name,
-            add=add, **OPTIONS,
+        _decode[(triton.cdiv(codec.num_blocks(numel), tile[0]),)](
+            data, _bits_of_bf16(out), numel,
+            block=codec.block, tile=tile, kind=codec.name, add=add, **OPTIONS,
         )  # fmt: skip
 
 
-def _sizes(codec: Coded, numel: int) -> tuple[int, int, int]:
-    """Return (blocks, blocks per program, columns that a program spans); Triton's spans are
-    powers of 2.
+def tile_of(codec: Coded) -> tuple[int, int]:
+    """Return (blocks per program, columns that a program spans); Triton's spans are powers of
+    2.
     """
     width = triton.next_power_of_2(codec.block * codec.bits // 8)
-    return codec.num_blocks(numel), max(_ELEMENTS // width, 1), width
+    return max(_ELEMENTS // width, 1), width
 
 
 def _bits_of_bf16(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,13 +24,12 @@ from functools import partial
 import torch
 
 from zeroshard.comm import memfd
-from zeroshard.comm.codec import Codec
 from zeroshard.comm.control import Operation, PeerControl, Plane
 from zeroshard.comm.gloo_peers import LOOSE_GATHER, REDUCE_SCATTER, Transfer
 from zeroshard.comm.links import Kind, Message
 from zeroshard.comm.matching import Matching, Part, Pending, checked_parts, sum_parts
 from zeroshard.comm.slots import FAR, SlotPool
-from zeroshard.comm.transport import GradBuffer, Work
+from zeroshard.comm.transport import GradBuffer, ReduceRequest, Work
 from zeroshard.core.layout import Range
 from zeroshard.memory import Pool
 
@@ -125,46 +124,36 @@ class Collectives(Plane):
 
     def reduce(
         self,
-        key: str,
+        request: ReduceRequest,
         buffer: GradBuffer | None,
-        ranges: Sequence[Range],
         out: torch.Tensor,
         *,
-        wire_dtype: torch.dtype,
         accumulate: bool,
-        codec: Codec | None = None,
     ) -> Work:
-        assert buffer is None or buffer.data.dtype == wire_dtype, (key, wire_dtype)
+        key, dtype, ranges = request.key, request.wire_dtype, request.wire_ranges
+        assert buffer is None or buffer.data.dtype == dtype, (request, buffer.data.dtype)
+        start, stop = request.ranges[self._rank]
+        assert out.numel() == stop - start, (request, out.numel())
         start, stop = ranges[self._rank]
-        assert out.numel() == stop - start, (key, out.numel(), ranges[self._rank])
-        if codec is not None:
-            ranges = [codec.bytes_of(span) for span in ranges]
-            start, stop = ranges[self._rank]
         what, name, far = f"reduce of {key}", f"reduce {key}", self._control.far
         sequence = self.matching.next_sequence(name)
         shares = {peer: ranges[peer] for peer in self._control.near}
-        readers = self._send_near(name, sequence, buffer, shares, wire_dtype)
-        own_bytes = (stop - start) * wire_dtype.itemsize
+        readers = self._send_near(name, sequence, buffer, shares, dtype)
+        own_bytes = (stop - start) * dtype.itemsize
         if own_bytes:
             own = Part(None) if buffer is None else self._own_part(buffer, start, stop)
             self.matching.contribute(name, sequence, self._rank, own)
             readers.add(self._rank)
         loans = {
-            peer: self._far_pool.take(stop - start, wire_dtype, out.device)
+            peer: self._far_pool.take(stop - start, dtype, out.device)
             for peer in (far if own_bytes else ())
         }
         if far:
-            zeros = (
-                None
-                if buffer is not None
-                else torch.zeros(max(b - a for a, b in ranges), dtype=wire_dtype)
-            )
-            sends = {peer: _slice(buffer, zeros, ranges[peer]) for peer in far}
             readers.add(FAR)
             self._post(
                 what,
                 self._control.messages.tag(key, REDUCE_SCATTER),
-                sends,
+                _slices(buffer, {peer: ranges[peer] for peer in far}, dtype),
                 loans,
                 lambda: self._far_parts_came(name, sequence, loans, buffer),
             )
@@ -174,8 +163,14 @@ class Collectives(Plane):
         def consume(parts: dict[int, Part]) -> None:
             if own_bytes:
                 data = checked_parts(parts, what, self._control.members, num_bytes=own_bytes)
-                typed = [None if d is None else d.view(wire_dtype) for d in data]
-                sum_parts(typed, out, codec=codec, node_size=self._node_size, accumulate=accumulate)
+                typed = [None if d is None else d.view(dtype) for d in data]
+                sum_parts(
+                    typed,
+                    out,
+                    codec=request.codec,
+                    node_size=self._node_size,
+                    accumulate=accumulate,
+                )
             for tensor in loans.values():
                 self._far_pool.give(tensor)
             came = [
@@ -401,8 +396,11 @@ class PartsWork(Operation):
         return self._missing()
 
 
-def _slice(buffer: GradBuffer | None, zeros: torch.Tensor | None, share: Range) -> torch.Tensor:
+def _slices(
+    buffer: GradBuffer | None, shares: dict[int, Range], dtype: torch.dtype
+) -> dict[int, torch.Tensor]:
+    """Return each peer's share of `buffer`; None stands for zeros."""
     if buffer is not None:
-        return buffer.data[slice(*share)]
-    assert zeros is not None
-    return zeros[: share[1] - share[0]]
+        return {peer: buffer.data[slice(*share)] for peer, share in shares.items()}
+    zeros = torch.zeros(max(stop - start for start, stop in shares.values()), dtype=dtype)
+    return {peer: zeros[: stop - start] for peer, (start, stop) in shares.items()}

@@ -47,16 +47,14 @@ class Dispatcher:
     def send(
         self,
         kind: Kind,
-        a: int = 0,
-        b: int = 0,
-        *,
+        *numbers: int,
         to: Sequence[int] | None = None,
         tail: bytes = b"",
         fd: int | None = None,
     ) -> None:
         """Send one record to `to` (default: all peers)."""
         for peer in self.peers if to is None else to:
-            self.links.send(peer, kind, a, b, tail=tail, fd=fd)
+            self.links.send(peer, kind, *numbers, tail=tail, fd=fd)
 
     def collect(self, timeout_s: float) -> bool:
         """Take note of what has arrived, waiting up to `timeout_s` for a first record; return

@@ -35,6 +35,7 @@ __all__ = ["MAX_TAIL", "Kind", "Links", "Message"]
 
 MAX_TAIL = 32 * 1024
 _HEADER = struct.Struct("<BIQQQQ")  # kind, generation, a, b, c, d
+_ZEROS = (0, 0, 0, 0)
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _RECORD_BYTES = _HEADER.size + MAX_TAIL
 
@@ -103,22 +104,13 @@ class Links:
                 self._poll.register(process, select.POLLIN)
 
     def send(
-        self,
-        peer: int,
-        kind: Kind,
-        a: int = 0,
-        b: int = 0,
-        c: int = 0,
-        d: int = 0,
-        *,
-        tail: bytes = b"",
-        fd: int | None = None,
+        self, peer: int, kind: Kind, *numbers: int, tail: bytes = b"", fd: int | None = None
     ) -> None:
-        """Send one record. Does nothing for a peer that has ended: whoever waits for it finds
-        out.
+        """Send one record of up to four `numbers`. Does nothing for a peer that has ended: whoever
+        waits for it finds out.
         """
         assert len(tail) <= MAX_TAIL, len(tail)
-        record = _HEADER.pack(kind, self.generation, a, b, c, d) + tail
+        record = _HEADER.pack(kind, self.generation, *numbers, *_ZEROS[len(numbers) :]) + tail
         deadline = 0.0
         while peer not in self.lost:
             try:

@@ -27,13 +27,12 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from zeroshard.comm.codec import Codec
 from zeroshard.comm.compat import all_gather_single, reduce_scatter_single
 from zeroshard.comm.control import PeerControl
 from zeroshard.comm.matching import sum_parts
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.spec import CommSpec
-from zeroshard.comm.transport import GradBuffer, Work
+from zeroshard.comm.transport import GradBuffer, ReduceRequest, Work
 from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import PeerLostError, StallError
@@ -168,28 +167,20 @@ class NcclTransport:
 
     def reduce(
         self,
-        key: str,
+        request: ReduceRequest,
         buffer: GradBuffer | None,
-        ranges: Sequence[Range],
         out: torch.Tensor,
         *,
-        wire_dtype: torch.dtype,
         accumulate: bool,
-        codec: Codec | None = None,
     ) -> Work:
-        if codec is not None:
-            ranges = [codec.bytes_of(span) for span in ranges]
+        codec, dtype, ranges = request.codec, request.wire_dtype, request.wire_ranges
         exchanges = self.ordered or codec is not None  # codes cannot be summed by the backend
         numel = end_of(ranges)
         start, stop = ranges[self.rank]
-        data = (
-            self._pool.take(numel, wire_dtype, out.device).zero_()
-            if buffer is None
-            else buffer.data
-        )
-        assert data.dtype == wire_dtype and data.numel() == numel, (key, data.dtype, data.numel())
+        data = self._pool.take(numel, dtype, out.device).zero_() if buffer is None else buffer.data
+        assert data.dtype == dtype and data.numel() == numel, (request, data.dtype, data.numel())
         own = stop - start
-        loan = self._temporaries.take(own * (self.size if exchanges else 1), wire_dtype, out.device)
+        loan = self._temporaries.take(own * (self.size if exchanges else 1), dtype, out.device)
         arrived = loan
         if exchanges:
             works = [self._all_to_all(data, arrived.view(self.size, own), ranges)]
@@ -200,7 +191,7 @@ class NcclTransport:
         else:
             works = self._reduce_one_by_one(data, ranges)
             arrived = data[start:stop]
-        num_bytes = own * wire_dtype.itemsize
+        num_bytes = own * dtype.itemsize
         self.traffic.add(
             "reduce_scatter",
             "nccl",
@@ -222,11 +213,8 @@ class NcclTransport:
             self._temporaries.give(loan)
             self._pool.give(data)
 
-        return self._started(
-            NativeWork(
-                self, f"reduce of {key}", works, finish, [data, arrived, out], is_gather=False
-            )
-        )
+        alive, what = [data, arrived, out], f"reduce of {request.key}"
+        return self._started(NativeWork(self, what, works, finish, alive, is_gather=False))
 
     def _all_to_all(
         self, data: torch.Tensor, arrived: torch.Tensor, ranges: Sequence[Range]

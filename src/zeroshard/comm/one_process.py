@@ -10,11 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from zeroshard.comm.codec import Codec
 from zeroshard.comm.matching import sum_parts
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.spec import CommSpec
-from zeroshard.comm.transport import DoneWork, GradBuffer, Traffic, Work
+from zeroshard.comm.transport import DoneWork, GradBuffer, ReduceRequest, Traffic, Work
 from zeroshard.core.layout import Range
 from zeroshard.memory import Pool
 
@@ -71,17 +70,14 @@ class OneProcess:
 
     def reduce(
         self,
-        key: str,
+        request: ReduceRequest,
         buffer: GradBuffer | None,
-        ranges: Sequence[Range],
         out: torch.Tensor,
         *,
-        wire_dtype: torch.dtype,
         accumulate: bool,
-        codec: Codec | None = None,
     ) -> Work:
         own = None if buffer is None else buffer.data
-        sum_parts([own], out, codec=codec, node_size=None, accumulate=accumulate)
+        sum_parts([own], out, codec=request.codec, node_size=None, accumulate=accumulate)
         self.traffic.add("reduce_scatter", "local", 0)
         if buffer is not None:
             self._pool.give(buffer.data)

@@ -23,11 +23,10 @@ from collections.abc import Sequence
 
 import torch
 
-from zeroshard.comm.codec import Codec
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.control import PeerControl
 from zeroshard.comm.spec import CommSpec
-from zeroshard.comm.transport import GradBuffer, Work
+from zeroshard.comm.transport import GradBuffer, ReduceRequest, Work
 from zeroshard.comm.windows import PairedWindow, Windows
 from zeroshard.core.layout import Range
 
@@ -85,18 +84,13 @@ class PairedTransport:
 
     def reduce(
         self,
-        key: str,
+        request: ReduceRequest,
         buffer: GradBuffer | None,
-        ranges: Sequence[Range],
         out: torch.Tensor,
         *,
-        wire_dtype: torch.dtype,
         accumulate: bool,
-        codec: Codec | None = None,
     ) -> Work:
-        return self.collectives.reduce(
-            key, buffer, ranges, out, wire_dtype=wire_dtype, accumulate=accumulate, codec=codec
-        )
+        return self.collectives.reduce(request, buffer, out, accumulate=accumulate)
 
     def all_gather(
         self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor

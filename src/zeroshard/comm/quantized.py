@@ -62,6 +62,10 @@ class Codecs:
             ]
         )
 
+    def residual(self, codec: Codec | None) -> Residual | None:
+        """Return what keeps the error of gradients that `codec` encodes, where errors are kept."""
+        return None if codec is None or self.feedback is None else Residual(self.feedback)
+
 
 class Residual:
     """The error of one segment's encoded gradients on this rank. See [Note: error feedback]."""

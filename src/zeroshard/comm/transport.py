@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -35,7 +36,9 @@ from zeroshard.comm.codec import Codec
 from zeroshard.core.layout import Range
 from zeroshard.core.work import DoneWork, Work
 
-__all__ = ["Control", "DoneWork", "GradBuffer", "Traffic", "Transport", "Window", "Work"]
+__all__ = [
+    "Control", "DoneWork", "GradBuffer", "ReduceRequest", "Traffic", "Transport", "Window", "Work",
+]  # fmt: skip
 
 
 class Window(Protocol):
@@ -75,6 +78,31 @@ class GradBuffer:
 
     data: torch.Tensor  # [numel]; contents undefined when handed out
     slot: int = 0  # the transport's own bookkeeping
+
+
+@dataclass(frozen=True)
+class ReduceRequest:
+    """The sum that a reduce forms, the same on every rank: of buffers in `dtype`, of which rank r
+    takes the elements ``ranges[r]``.
+
+    With `codec` the buffers are encodings of those elements; the edges of `ranges` lie on blocks.
+    """
+
+    key: str
+    ranges: Sequence[Range]
+    dtype: torch.dtype
+    codec: Codec | None = None
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """The dtype of the buffers: uint8 for encodings."""
+        return self.dtype if self.codec is None else torch.uint8
+
+    @cached_property
+    def wire_ranges(self) -> Sequence[Range]:
+        """The ranges, counted in elements of the buffers."""
+        codec = self.codec
+        return self.ranges if codec is None else [codec.bytes_of(span) for span in self.ranges]
 
 
 @dataclass
@@ -179,27 +207,22 @@ class Transport(Protocol):
 
     def reduce(
         self,
-        key: str,
+        request: ReduceRequest,
         buffer: GradBuffer | None,
-        ranges: Sequence[Range],
         out: torch.Tensor,
         *,
-        wire_dtype: torch.dtype,
         accumulate: bool,
-        codec: Codec | None = None,
     ) -> Work:
         """Sum every rank's buffer over ranks in the canonical order, and store (or add) our
         slice of it in `out`.
 
-        With `codec` the buffers are encodings (`wire_dtype` uint8) of what `ranges` counts, whose
-        edges lie on blocks; parts are decoded and added in fp32, in the same order but for the
-        nodes of a flat exchange.
+        Encoded parts are decoded and added in fp32, in the same order but for the nodes of a flat
+        exchange.
 
-        The n-th reduce of one `key` on this rank meets the n-th of the same key on every other
-        rank. `buffer` None contributes zeros. `wire_dtype` is the buffers' dtype, the same on every
-        rank. `out` [ranges[rank] length]
-        is fp32 (or the dtype in which gradients rest); it must not be touched before the Work is
-        waited for. Sums are formed in fp32.
+        The n-th reduce of one key on this rank meets the n-th of the same key on every other
+        rank. `buffer` None contributes zeros. `out` [ranges[rank] length] is fp32 (or the dtype in
+        which gradients rest); it must not be touched before the Work is waited for. Sums are formed
+        in fp32.
         """
 
     def all_gather(

@@ -22,17 +22,15 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from zeroshard.comm import serving
 from zeroshard.comm.agree import agree
-from zeroshard.comm.codec import Codec
 from zeroshard.comm.private_window import PrivateWindow
-from zeroshard.comm.transport import GradBuffer, Traffic, Transport, Window, Work
+from zeroshard.comm.transport import GradBuffer, ReduceRequest, Traffic, Transport, Window, Work
 from zeroshard.core.cost import all_gather, cheapest, reduce_scatter
 from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh, Scope
@@ -255,38 +253,32 @@ class TwoLevelTransport:
 
     def reduce(
         self,
-        key: str,
+        request: ReduceRequest,
         buffer: GradBuffer | None,
-        ranges: Sequence[Range],
         out: torch.Tensor,
         *,
-        wire_dtype: torch.dtype,
         accumulate: bool,
-        codec: Codec | None = None,
         partial: torch.Tensor | None = None,
     ) -> Work:
         """As the protocol says; `partial`, where reduces go in two levels, is an earlier sum of
         this node (our column), added to this one.
         """
-        if self._reducer(wire_dtype) is self._flat:
-            assert partial is None, key
-            return self._flat.reduce(
-                key, buffer, ranges, out, wire_dtype=wire_dtype, accumulate=accumulate, codec=codec
-            )
-        columns, own = self._columns(ranges)
-        numel = end_of(own)
-        hop_dtype, hop_numel = (
-            (self.lowering.hop_dtype, numel)
-            if codec is None
-            else (torch.uint8, codec.encoded_bytes(numel))
+        if self._reducer(request.wire_dtype) is self._flat:
+            assert partial is None, request
+            return self._flat.reduce(request, buffer, out, accumulate=accumulate)
+        key, codec = request.key, request.codec
+        columns, own = self._columns(request.ranges)
+        of_columns = replace(request, ranges=columns)
+        of_shards = ReduceRequest(key, own, self.lowering.hop_dtype, codec)
+        hop = self._between.grad_buffer(
+            key, end_of(of_shards.wire_ranges), of_shards.wire_dtype, out.device
         )
-        hop = self._between.grad_buffer(key, hop_numel, hop_dtype, out.device)
-        column = hop.data if codec is None else self._sums.take(numel, torch.float32, out.device)
+        column = (
+            hop.data if codec is None else self._sums.take(end_of(own), torch.float32, out.device)
+        )
 
         def inside() -> Work:
-            return self._inside.reduce(
-                key, buffer, columns, column, wire_dtype=wire_dtype, accumulate=False, codec=codec
-            )
+            return self._inside.reduce(of_columns, buffer, column, accumulate=False)
 
         def between() -> Work:
             if partial is not None:
@@ -294,9 +286,7 @@ class TwoLevelTransport:
             if codec is not None:
                 codec.encode(column, hop.data)
                 self._sums.give(column)
-            return self._between.reduce(
-                key, hop, own, out, wire_dtype=hop_dtype, accumulate=accumulate, codec=codec
-            )
+            return self._between.reduce(of_shards, hop, out, accumulate=accumulate)
 
         return self._begin(
             f"reduce {key}", inside, between, unused=lambda: self._between.return_buffer(hop)
@@ -304,26 +294,20 @@ class TwoLevelTransport:
 
     def reduce_inside(
         self,
-        key: str,
+        request: ReduceRequest,
         buffer: GradBuffer | None,
-        ranges: Sequence[Range],
         out: torch.Tensor,
         *,
-        wire_dtype: torch.dtype,
         accumulate: bool,
-        codec: Codec | None = None,
     ) -> Work:
         """Sum the buffers of this node's ranks, and store (or add) our column of it in `out`; as
         `reduce` otherwise.
         """
-        columns, _ = self._columns(ranges)
-        options: dict[str, Any] = {
-            "wire_dtype": wire_dtype,
-            "accumulate": accumulate,
-            "codec": codec,
-        }
+        columns, _ = self._columns(request.ranges)
+        of_columns = replace(request, ranges=columns)
         return self._begin(
-            f"reduce {key}", lambda: self._inside.reduce(key, buffer, columns, out, **options)
+            f"reduce {request.key}",
+            lambda: self._inside.reduce(of_columns, buffer, out, accumulate=accumulate),
         )
 
     # --------------------------------------------------------------------------------- small things

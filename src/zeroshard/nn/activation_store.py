@@ -265,10 +265,11 @@ def _make_store(tier: Tier, device: torch.device, disk_path: str | None) -> Stor
     if tier is Tier.HOST:
         return HostStore(device)
     from zeroshard.tier.disk import DiskStore  # lazily: it is rarely used
+    from zeroshard.tier.swapdir import SwapDirectory
 
     assert tier is Tier.DISK and disk_path is not None, (tier, disk_path)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return DiskStore(disk_path, device, run="activations", rank=rank)
+    return DiskStore(SwapDirectory(disk_path, run="activations", rank=rank), device)
 
 
 def _make_room() -> None:

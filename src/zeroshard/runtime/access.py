@@ -240,7 +240,7 @@ class StateAccess:
             for segment in unit.segments:
                 segment.renew(self._context.tiering.store)
                 if segment.grad is not None:
-                    segment.grad.release_idle()
+                    segment.grad.summed.release_idle()
         if self._sharded is not None:
             self._sharded.close_moments()
 

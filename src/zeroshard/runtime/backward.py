@@ -408,12 +408,12 @@ class Backward:
         with torch._C.DisableTorchFunctionSubclass():
             for leaf in self.leaves:
                 if leaf.is_used:
-                    leaf.seal(self, leaf.path.resting() if holds else None)
+                    leaf.seal(self, leaf.path.summed.resting() if holds else None)
         if self.optimizer is not None:
             self.optimizer.seal()
             for path in self.paths():
                 if path.flat.stepped[0] < path.flat.stepped[1]:
-                    path.release_resting()
+                    path.summed.release()
 
     def collect_dropped(self) -> None:
         """Forget the gradients that the user has cleared, on the model's side or the
@@ -439,7 +439,8 @@ class Backward:
             path.clear(indices)
         # gradients of parameters unused here; a step agrees about what is used
         anything = any(
-            any(path.used) or (changed and path.resting() is not None) for path in self.paths()
+            any(path.used) or (changed and path.summed.resting() is not None)
+            for path in self.paths()
         )
         if not anything:
             all_cleared = len(cleared) >= len(self.leaves) and all(

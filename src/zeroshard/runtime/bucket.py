@@ -11,18 +11,16 @@ one copy of each gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from zeroshard.comm.codec import Codec
-from zeroshard.comm.quantized import Residual
-from zeroshard.comm.transport import GradBuffer
-from zeroshard.core.placement import Tier
+from zeroshard.comm.transport import GradBuffer, ReduceRequest
+from zeroshard.core.placement import Scope, Tier
 from zeroshard.errors import StorageError
 from zeroshard.memory import Loan
-from zeroshard.runtime.context import Context
+from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.state.state import State
 
@@ -32,27 +30,20 @@ __all__ = ["GradBucket", "PartialSum"]
 class GradBucket:
     """The buffer [numel] of one segment, in the dtype of the wire; at most one is open."""
 
-    def __init__(
-        self,
-        flat: FlatWeights,
-        wire: torch.dtype,
-        context: Context,
-        *,
-        scratch: Callable[[int, torch.dtype], torch.Tensor],
-        codec: Codec | None,
-    ) -> None:
+    def __init__(self, flat: FlatWeights, request: ReduceRequest, context: Context) -> None:
         self.buffer: GradBuffer | None = None
         self.views: list[torch.Tensor] = []
         self.seen = [False] * len(flat.layout.slots)
         self.loan: Loan | None = None  # None where the gradient is summed where it rests
         self._flat = flat
-        self._wire = wire
+        self._dtype = request.dtype
+        self._codec = request.codec
+        self._residual = context.codecs.residual(request.codec)
         self._transport = context.transport
         self._streams = context.streams
         self._meter = context.meter
-        # with a codec the buffer is scratch memory, and encoded into one of the transport's
-        self._scratch = scratch
-        self._codec = codec
+        # with a codec the buffer is memory of ours, and encoded into one of the transport's
+        self._memory = context.memory
         self._round = 0  # buffers opened so far: names them apart
 
     @property
@@ -68,7 +59,7 @@ class GradBucket:
     @property
     def num_bytes(self) -> int:
         """The bytes of a buffer."""
-        return self._flat.layout.numel * self._wire.itemsize
+        return self._flat.layout.numel * self._dtype.itemsize
 
     @property
     def rests(self) -> bool:
@@ -83,12 +74,11 @@ class GradBucket:
     def open(self, make_room: Callable[[int], None]) -> None:
         """Borrow a buffer; `make_room(num_bytes)` is called before."""
         make_room(self.num_bytes)
-        numel = self._flat.layout.numel
+        numel, device = self._flat.layout.numel, self._flat.full.device
         if self._codec is None:
-            device = self._flat.full.device
-            self.buffer = self._transport.grad_buffer(self._flat.key, numel, self._wire, device)
+            self.buffer = self._transport.grad_buffer(self._flat.key, numel, self._dtype, device)
         else:
-            self.buffer = GradBuffer(self._scratch(numel, self._wire))
+            self.buffer = GradBuffer(self._memory.empty(numel, self._dtype))
         self.loan = self._meter.lend(self.buffer.data, self.num_bytes)
         self._round += 1
         self._streams.alloc(self.name)
@@ -116,19 +106,19 @@ class GradBucket:
                     data[slot.offset : slot.stop].zero_()
         self._streams.write(self.name)
 
-    def outgoing(self, residual: Residual | None) -> GradBuffer | None:
+    def outgoing(self) -> GradBuffer | None:
         """Return the transport's buffer with what is to be sent, encoded where gradients travel
-        so; `residual` is added to it first.
+        so, with the residual added first.
         """
         codec, buffer = self._codec, self.buffer
         if codec is None or buffer is None:
             return buffer
         numel = codec.encoded_bytes(buffer.data.numel())
         coded = self._transport.grad_buffer(self._flat.key, numel, torch.uint8, buffer.data.device)
-        if residual is None:
+        if self._residual is None:
             codec.encode(buffer.data, coded.data)
         else:
-            residual.encode(codec, buffer.data, coded.data)
+            self._residual.encode(codec, buffer.data, coded.data)
         return coded
 
     def close(self) -> None:
@@ -136,8 +126,19 @@ class GradBucket:
         self.buffer, self.loan, self.views = None, None, []
         self.seen = [False] * len(self.seen)
 
+    @property
+    def residual_bytes(self) -> int:
+        """The bytes in which the error of encoded gradients is kept."""
+        return 0 if self._residual is None else self._residual.num_bytes
+
+    def reset_residual(self) -> None:
+        """Forget what encoding has lost so far."""
+        if self._residual is not None:
+            self._residual.reset()
+
     def abandon(self) -> None:
-        """After an exception: give back what was borrowed."""
+        """After an exception: give back what was borrowed, and forget the residual."""
+        self.reset_residual()
         if self.buffer is not None and self.loan is not None and self._codec is None:
             self._transport.return_buffer(self.buffer)
         self._meter.end_loan(self.loan)
@@ -153,15 +154,23 @@ class PartialSum:
 
     def __init__(
         self,
+        plan: SegmentPlan,
         flat: FlatWeights,
+        context: Context,
         make: Callable[[], State],
-        note: Callable[[StorageError], None],
     ) -> None:
+        """`make` makes the state."""
+        cell, layout = plan.cells.grad, flat.layout
+        # SHARD: one node's sum is the sum of all ranks
+        scope = layout.scope(cell) if cell.is_partial else None
+        self.of_micro_batches = scope is Scope.FULL
+        self.of_nodes = scope is Scope.NODE_SHARD
         self.state: State | None = None
         self.seen = [False] * len(flat.layout.slots)  # which parameters it has a gradient of
         self._flat = flat
+        self._span = layout.span(plan.rank, layout.scope(cell))
         self._make = make
-        self._note = note
+        self._note = context.faults.note
         self._lost = False
 
     @property
@@ -214,12 +223,15 @@ class PartialSum:
             bucket.seen[index] = True
         self.close()
 
-    def zero(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Set ranges of the sum to zero."""
-        for start, stop in spans if self.state is not None else ():
-            assert self.state is not None
-            with self._losing(), self.state.borrowed(start, stop, write=True) as part:
-                part.zero_()
+    def zero(self, indices: Container[int]) -> None:
+        """Set the sums of parameters `indices` to zero."""
+        if self.state is None:
+            return
+        for piece in self._flat.layout.pieces_in(self._span):
+            if piece.index in indices and (self.of_nodes or self.seen[piece.index]):
+                start, stop = piece.shard_start, piece.shard_stop
+                with self._losing(), self.state.borrowed(start, stop, write=True) as part:
+                    part.zero_()
 
     def bytes_by_tier(self) -> dict[Tier, int]:
         """Return the bytes at rest."""

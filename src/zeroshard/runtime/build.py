@@ -19,15 +19,17 @@ from zeroshard.core.layout import Layout
 from zeroshard.core.placement import Cells, Scope, Tier
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.memory import return_freed_memory
+from zeroshard.runtime.bucket import PartialSum
 from zeroshard.runtime.context import Context, Dtypes, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.segment import Segment
+from zeroshard.runtime.summed import SummedGradient
 from zeroshard.runtime.tiering import Tiering
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, holding_others
+from zeroshard.state.allocator import GradientAllocator
 from zeroshard.state.encoded import EncodedStorage
-from zeroshard.state.gradient import GradientAllocator
 from zeroshard.state.state import State
 from zeroshard.tier.store import Storage, Store
 
@@ -233,10 +235,9 @@ def make_master(
     themselves. `stores`: those of the context.
     """
     segment.make_master(
+        context.memory,
         dtype=context.precision.master,
-        pages=context.pages,
         store=(context.tiering.stores if stores is None else stores).get(cells.optim.tier),
-        link=context.tiering.link,
         apart=context.tiering.delayed_update is not None,
     )
 
@@ -272,21 +273,19 @@ def _rest_of_weights(
 def _gradient_path(
     plan: SegmentPlan, splits: Splits, flat: FlatWeights, context: Context
 ) -> GradientPath:
-    precision, tiering, cell = context.precision.at(plan.dtype), context.tiering, plan.cells.grad
-    store = tiering.store(cell.tier)
+    precision, cell = context.precision.at(plan.dtype), plan.cells.grad
+    store = context.tiering.store(cell.tier)
     place = GradientAllocator(
         plan.key,
         plan.num_stepped,
         precision.accumulate,
+        context.memory,
         split=splits.grad,
         store=store,
-        link=tiering.link,
-        pages=context.pages,
-        device=context.device,
         note=context.faults.note,
     )
 
-    def partial() -> State:
+    def make_partial() -> State:
         """Return memory for a sum that no reduce between nodes has taken yet: of the whole
         segment, or (of one node's ranks) of a column.
         """
@@ -295,7 +294,9 @@ def _gradient_path(
         numel = stop - start
         # a sum of a node's ranks: the transport adds to it
         if store is None or scope is Scope.NODE_SHARD:
-            return State.of(context.pages.empty(numel, precision.accumulate, context.device))
+            return State.of(context.memory.empty(numel, precision.accumulate))
         return State(store.allocate(f"{plan.key} partial gradient", numel, precision.accumulate))
 
-    return GradientPath(plan, flat, context, place=place, partial=partial)
+    summed = SummedGradient(plan, flat, context, place)
+    partial = PartialSum(plan, flat, context, make_partial)
+    return GradientPath(plan, flat, context, summed=summed, partial=partial)

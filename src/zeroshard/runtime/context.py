@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.tiering import Tiering
 from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.full import memory_stride
-from zeroshard.state.state import State
+from zeroshard.state.state import DeviceMemory, State
 
 __all__ = ["Context", "Dtypes", "Options", "SegmentPlan"]
 
@@ -94,6 +95,11 @@ class Context:
         """
         alone = self.transport.size == 1 or self.device.type != "cpu"
         return self.tiering.link.overlaps and alone
+
+    @cached_property
+    def memory(self) -> DeviceMemory:
+        """Memory on the device."""
+        return DeviceMemory(self.device, self.pages, self.tiering.link)
 
 
 @dataclass(frozen=True)

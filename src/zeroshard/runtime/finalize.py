@@ -35,7 +35,7 @@ from zeroshard.runtime.accumulation import UNKNOWN
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.decisions import first_disagreement
 from zeroshard.runtime.faults import Faults
-from zeroshard.runtime.gradients import GradientPath
+from zeroshard.runtime.summed import SummedGradient
 from zeroshard.state.reduction import read_squares
 
 __all__ = ["Finalized", "Finalizer"]
@@ -139,25 +139,24 @@ class Finalizer:
         unreduced = backward.has_unreduced
         scale = self._loss_scale()
         backward.reductions.wait()
-        paths = [] if unreduced else backward.paths()
-        bad = [path.key for path in paths if not path.average(scale)]
-        backward.reductions.gather_averages(
-            [path for path in backward.paths() if path.gathers_averages]
-        )
-        bad += self._read(paths, scale)
+        sums = [path.summed for path in backward.paths()]
+        averaged = [] if unreduced else sums
+        bad = [summed.key for summed in averaged if not summed.average(scale)]
+        backward.reductions.gather_averages([summed for summed in sums if summed.gathers_averages])
+        bad += self._read(averaged, scale)
         bad.append(backward.saved.read_released or "")
         self._faults.agree()  # a gradient that could not be read is NaN: that is no bad step
         return self._compare(unreduced, bad[0])
 
-    def _read(self, paths: Sequence[GradientPath], scale: float) -> list[str]:
+    def _read(self, averaged: Sequence[SummedGradient], scale: float) -> list[str]:
         """Read once what is to be known of averages on an accelerator; return the keys of those
         that are not finite.
         """
-        asked = {path: path.asked() for path in paths}
-        waiting = [path for path, each in asked.items() if each]
+        asked = {summed: summed.asked() for summed in averaged}
+        waiting = [summed for summed, each in asked.items() if each]
         if waiting:
             read_squares([one for each in asked.values() for one in each])
-        return [path.key for path in waiting if not path.average(scale)]
+        return [summed.key for summed in waiting if not summed.average(scale)]
 
     def _compare(self, unreduced: bool, bad: str) -> list[_Answer]:
         """Exchange answers, of whose digests and decisions none may differ."""
@@ -288,7 +287,7 @@ class Finalizer:
 
         Either may be empty. Collective; only after a bad step.
         """
-        bad = next(filter(None, (path.first_bad() for path in self._backward.paths())), "")
+        bad = next(filter(None, (path.summed.first_bad() for path in self._backward.paths())), "")
         own = f"{bad}\n{self._backward.saved.read_released or ''}".encode()
         answers = [
             answer.decode().split("\n")
@@ -305,7 +304,7 @@ class Finalizer:
         number on every rank.
         """
         self.finalize()
-        local = [path.squares() for path in self._backward.paths()]
+        local = [path.summed.squares(path.used) for path in self._backward.paths()]
         self._faults.agree()
         rank, size = self._transport.rank, self._transport.size
         if local and len(local[0]) == size and size > 1:
@@ -333,7 +332,7 @@ class Finalizer:
         factor = float(coefficient)
         if factor < 1.0:
             for path in self._backward.paths():
-                path.scale(factor)
+                path.summed.scale(factor)
         return total
 
     def is_every(self, steps: int | None) -> bool:
@@ -354,7 +353,7 @@ class Finalizer:
             self._scaler.update(not self._result.finite)
             if self._scaler.scale != before:
                 for path in self._backward.paths():
-                    path.reset_residual()  # it was of gradients in another scale
+                    path.bucket.reset_residual()  # it was of gradients in another scale
         self._digest.advance()
         self._result = None
         self.clipped = False

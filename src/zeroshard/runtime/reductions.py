@@ -16,10 +16,11 @@ from zeroshard.comm.transport import Transport
 from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
 from zeroshard.runtime.budget import Budget
-from zeroshard.runtime.flight import Flight, Run
+from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import Streams
+from zeroshard.runtime.summed import SummedGradient
 from zeroshard.runtime.unit import Unit
 
 __all__ = ["Reductions"]
@@ -67,14 +68,14 @@ class Reductions:
         )
         if self.trace is not None:
             self.trace("reduce", unit.name)
-        if path.sums_nodes and not sync:
+        if path.partial.of_nodes and not sync:
             path.reduce_inside()
         else:
             path.reduce(make_room=self.make_room, with_earlier=with_earlier)
         self._flights.pop(path.key, None)
         if path.in_flight:
             self._flights[path.key] = path
-        if path.tiered:
+        if path.summed.tiered:
             self._flushing.append(path)
 
     def advance(self) -> None:
@@ -99,7 +100,11 @@ class Reductions:
         Where ranks may run their units in different order (see `make_room`), those stay whose other
         parts have not come.
         """
-        waiting = [path for path in self._flights.values() if path.tiered] if self._flushing else []
+        waiting = (
+            [path for path in self._flights.values() if path.summed.tiered]
+            if self._flushing
+            else []
+        )
         for path in waiting[:-_IN_FLIGHT]:
             path.wait(block=self._waits_for_room)
             if path.in_flight:
@@ -110,10 +115,12 @@ class Reductions:
         """Of sums on their way to another tier, leave two: each is held on the device until it
         is there. A matter of this rank alone.
         """
-        self._flushing = [path for path in self._flushing if path.in_flight or path.is_flushing]
+        self._flushing = [
+            path for path in self._flushing if path.in_flight or path.summed.is_flushing
+        ]
         landing = [path for path in self._flushing if not path.in_flight]
         for path in landing[:-_IN_FLIGHT]:
-            path.flush()
+            path.summed.flush()
 
     def make_room(self, num_bytes: int) -> None:
         """Wait for reduces under way, oldest first, until `num_bytes` fit the budget.
@@ -144,15 +151,15 @@ class Reductions:
     def flush(self) -> None:
         """Return when no sum is on its way to another tier."""
         for path in self._flushing:
-            path.flush()
+            path.summed.flush()
 
-    def gather_averages(self, paths: list[GradientPath]) -> None:
+    def gather_averages(self, sums: Sequence[SummedGradient]) -> None:
         """Bring whole averages together where every rank steps everything: all at once, one fork
         and one wait for all.
         """
-        if paths:
-            hops = [path.gather_averages() for path in paths]
-            Flight(map(Run, hops), self._streams, "reduce").wait()
+        if sums:
+            works = (summed.gather_averages() for summed in sums)
+            Flight(works, self._streams, "reduce").wait()
 
     def abandon(self) -> None:
         """After an exception: nothing is under way."""

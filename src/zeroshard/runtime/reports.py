@@ -75,14 +75,7 @@ def memory_report(
                 add("master", {Tier.DEVICE: -segment.aliased * master.dtype.itemsize})
             if segment.grad is not None:
                 add("grad", segment.grad.bytes_by_tier())
-                add(
-                    "residual",
-                    {
-                        Tier.DEVICE: 0
-                        if segment.grad.residual is None
-                        else segment.grad.residual.num_bytes
-                    },
-                )
+                add("residual", {Tier.DEVICE: segment.grad.bucket.residual_bytes})
     if optimizer is not None:
         add("optimizer", optimizer.state_bytes())
     tiers = {

@@ -118,7 +118,7 @@ class Rest:
         for unit in self._weights.units:
             for segment in unit.trainable:
                 if segment.grad is not None:
-                    segment.grad.reset_residual()  # of gradients of other weights
+                    segment.grad.bucket.reset_residual()  # of gradients of other weights
         self.publish(frozen=True)
         self._faults.agree()
 

@@ -18,13 +18,11 @@ from zeroshard.core.placement import Tier
 from zeroshard.core.split import tiles
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StorageError
-from zeroshard.memory import Pages
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.parameters import Parameters
 from zeroshard.state.full import flatten
-from zeroshard.state.state import State, move
-from zeroshard.tier.link import Link
+from zeroshard.state.state import DeviceMemory, State, move
 from zeroshard.tier.store import Store
 
 __all__ = ["Segment"]
@@ -89,15 +87,14 @@ class Segment:
         """
         self.split = split
         if with_gradient and self.grad is not None:
-            self.grad.move_rest(split)
+            self.grad.summed.move(split)
 
     def make_master(
         self,
+        memory: DeviceMemory,
         *,
         dtype: torch.dtype,
-        pages: Pages,
         store: Store | None,
-        link: Link,
         apart: bool = False,
     ) -> None:
         """Take the weights as master where they have its dtype and lie where it rests; else
@@ -129,8 +126,8 @@ class Segment:
             near, self.aliased = weight.tensor[:split], split
         else:
             # padding is published, too
-            near, self.aliased = pages.empty(split, dtype, flat.full.device).zero_(), 0
-        self.master = State.of(near, storage, link=link)
+            near, self.aliased = memory.empty(split, dtype).zero_(), 0
+        self.master = State.of(near, storage, link=memory.link)
 
     def fill_master(self) -> None:
         """Take the master's numbers from the weights."""
@@ -165,7 +162,7 @@ class Segment:
         """
         master = self.master
         if master is not None and not self.master_is_weight:
-            in_tiles = self.grad is not None and self.grad.tiered
+            in_tiles = self.grad is not None and self.grad.summed.tiered
             spans = [] if in_tiles and not everything else [(self.aliased, master.split)]
             if everything:
                 spans += tiles(master.split, master.numel, _TILE)

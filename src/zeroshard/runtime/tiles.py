@@ -40,7 +40,7 @@ def cut_tiles(segment: Segment, cells: Cells, context: Context) -> list[Tile]:
         split,
         master,
         context.tiering.store(tier),
-        gradient=path.resting,
+        gradient=path.summed.resting,
         used=lambda index: path.used[index],
         bring=segment.bring,
         can_bring_from_rest=segment.can_bring_from_rest,
@@ -49,7 +49,7 @@ def cut_tiles(segment: Segment, cells: Cells, context: Context) -> list[Tile]:
     )
     share = max(context.tiering.staging_bytes // (_TENSORS[tier] * 4) // _ALIGN, 1) * _ALIGN
     cuts: list[tuple[Range, Taken]] = []
-    if path.tiered:
+    if path.summed.tiered:
         cuts += [(span, Taken.ON_DEVICE) for span in tiles(0, split, share)]
     elif split:
         cuts.append(((0, split), Taken.BY_USER))

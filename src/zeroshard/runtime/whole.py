@@ -186,7 +186,7 @@ class Whole:
         if not path.used[index]:
             return None
         flat = segment.flat
-        resting = path.resting()
+        resting = path.summed.resting()
         numel = flat.stepped[1] - flat.stepped[0]
         local: torch.Tensor | None = None
         if resting is not None:

@@ -29,17 +29,22 @@ from zeroshard.core.layout import Range
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work, wait_on_host
 from zeroshard.errors import StorageError
-from zeroshard.memory import Pages
 from zeroshard.state.deferred_scale import DeferredScale
-from zeroshard.state.reduction import Asked, reads_wait, squares_of
-from zeroshard.state.state import State
-from zeroshard.tier.link import Direct, Link
-from zeroshard.tier.store import Storage, Store
+from zeroshard.state.reduction import (
+    Asked,
+    RunningSum,
+    chunks,
+    is_finite,
+    reads_wait,
+    sum_of_squares,
+)
+from zeroshard.state.state import DeviceMemory, State
+from zeroshard.tier.link import Direct
+from zeroshard.tier.store import Storage
 
-__all__ = ["GradientAllocator", "RestingGradient"]
+__all__ = ["RestingGradient"]
 
-_CHUNK = 1 << 17  # elements: a chunk of fp32 stays in a core's own cache
-_BLOCK = 1 << 20  # elements read from another tier at a time; a multiple of _CHUNK
+_BLOCK = 1 << 20  # elements read from another tier at a time; a multiple of a chunk (reduction.py)
 
 
 class RestingGradient:
@@ -50,26 +55,24 @@ class RestingGradient:
     def __init__(
         self,
         state: State,
+        memory: DeviceMemory,
         *,
         keep: Callable[[Storage], None],
-        pages: Pages,
-        link: Link,
-        device: torch.device,
         note: Callable[[StorageError], None],
         lost: StorageError | None = None,
     ) -> None:
+        """`keep` takes its memory of another tier in the end; `note` is told of a loss. One that is
+        `lost` from the beginning could not be made.
+        """
         self.state = state
         self.on_device = state.on_device and lost is None
         self.lost: StorageError | None = None
         self.scaling = DeferredScale()
+        self._memory = memory
         self._keep = keep
         self._tell = note
-        self._pages = pages
-        self._link = link
-        self._device = device
         self._wait: Callable[[], None] | None = None  # for a step that may be reading it
-        # sums of all numbers, by the device that formed them: not finite when one of them is not
-        self._sums: dict[torch.device, torch.Tensor] = {}
+        self._passed = RunningSum()  # of a rest on another tier: all that has arrived
         # of slices on an accelerator: sums of squares that the host has read
         self._squares: dict[Range, float] = {}
         self._flushing: list[tuple[Work, torch.Tensor]] = []  # copies under way, and what they read
@@ -126,23 +129,16 @@ class RestingGradient:
 
     def _take(self, own: Range, total: torch.Tensor, fresh: bool) -> None:
         if fresh:
-            self._note(total)
+            self._passed.add(total)
             source = total.to(self.state.dtype)
             self._flushing += [(work, source) for work in self.state.write(*own, source)]
         else:
             self.wait_writes()
-            if isinstance(self._link, Direct):
+            if isinstance(self._memory.link, Direct):
                 self._add(own, total)
             else:
                 host = torch.empty_like(total, device="cpu")
-                self._to_add.append((own, host, self._link.copy(host, total, "to_host")))
-
-    def _note(self, total: torch.Tensor) -> None:
-        """Take note of numbers that are not finite."""
-        for chunk in chunks(total):
-            more = chunk.sum(dtype=torch.float32)
-            held = self._sums.get(more.device)
-            self._sums[more.device] = more if held is None else held + more
+                self._to_add.append((own, host, self._memory.link.copy(host, total, "to_host")))
 
     def _add(self, own: Range, total: torch.Tensor) -> None:
         for start in range(0, total.numel(), _BLOCK):
@@ -157,7 +153,7 @@ class RestingGradient:
                         target.add_(more)
                     else:  # rounded once
                         target.copy_(more.float().add_(target))
-                self._note(there)
+                self._passed.add(there)
 
     def wait_writes(self) -> None:
         """Return when everything that has arrived rests."""
@@ -232,10 +228,8 @@ class RestingGradient:
             self.wait_writes()
         if self.lost is not None:
             return False
-        known = [total for total in self._sums.values() if not reads_wait(total)]
-        if all(bool(torch.isfinite(total)) for total in known):
-            return True
-        return self.is_finite(*own)  # the sum of all numbers may have overflowed by itself
+        # the sum of all numbers may have overflowed by itself
+        return self._passed.is_finite() or self.is_finite(*own)
 
     def _apply_here(self, mine: torch.Tensor) -> bool:
         """Apply what is pending to `mine`, a chunk at a time, and return whether it is finite."""
@@ -244,24 +238,20 @@ class RestingGradient:
             self.scaling.applied()
             return all(map(math.isfinite, self._squares.values()))
         if not self.scaling.is_pending:
-            return _finite(mine, mine.sum(dtype=torch.float32))
+            return is_finite(mine, mine.sum(dtype=torch.float32))
         total = torch.zeros((), dtype=torch.float32, device=mine.device)
         for chunk in chunks(mine):
             self.scaling.apply_to(chunk)
             total += chunk.sum(dtype=torch.float32)
         self.scaling.applied()
-        return _finite(mine, total)
+        return is_finite(mine, total)
 
     def asked(self, spans: Iterable[Range]) -> list[Asked]:
         """Return what the host has yet to read of an accelerator (state/reduction.py) to know the
         squares of these ranges of the average, and whether they are finite; nothing of the CPU.
         """
         if not self.on_device:
-            return [
-                Asked(total.reshape(1), partial(self._learn_sum, device))
-                for device, total in self._sums.items()
-                if reads_wait(total)
-            ]
+            return self._passed.asked()
         if not reads_wait(self.state.whole):
             return []
         return [
@@ -269,12 +259,6 @@ class RestingGradient:
             for span in spans
             if span not in self._squares
         ]
-
-    def _learn_sum(self, device: torch.device, squares: float) -> None:
-        """Keep on the host, squared, what the numbers that came by way of `device` add up to."""
-        del self._sums[device]
-        host, total = torch.device("cpu"), torch.tensor(squares, dtype=torch.float64)
-        self._sums[host] = self._sums[host] + total if host in self._sums else total
 
     def scale(self, factor: float) -> None:
         """Multiply the average by `factor`."""
@@ -315,12 +299,12 @@ class RestingGradient:
         if (start, stop) in self._squares:
             return self._squares[start, stop]
         if self.on_device:
-            return _squares(self.state.whole[start:stop])
+            return sum_of_squares(self.state.whole[start:stop])
         total = 0.0
         with self._losing():
             for low, high in self._blocks(start, stop):
                 with self.block(low, high) as block:
-                    total = _squares(block, total)
+                    total = sum_of_squares(block, total)
         return total if self.lost is None else float("nan")
 
     def is_finite(self, start: int, stop: int) -> bool:
@@ -348,7 +332,7 @@ class RestingGradient:
         """Return a range as it would be on the device: there a view, else a copy."""
         if self.on_device:
             return self.state.whole[start:stop]
-        out = self._pages.empty(stop - start, self.state.dtype, self._device)
+        out = self._memory.empty(stop - start, self.state.dtype)
         for low, high in self._blocks(start, stop):
             with self.block(low, high) as block:
                 out[low - start : high - start].copy_(block)
@@ -363,113 +347,3 @@ class RestingGradient:
         if away is not None:
             # of one that was lost, the next gradient gets another
             self._keep(away) if self.lost is None else away.close()
-
-
-class GradientAllocator:
-    """Makes the resting gradients of one segment, and keeps the memory of another tier from one
-    step to the next.
-    """
-
-    def __init__(
-        self,
-        key: str,
-        numel: int,
-        dtype: torch.dtype,
-        *,
-        split: int,
-        store: Store | None,
-        link: Link,
-        pages: Pages,
-        device: torch.device,
-        note: Callable[[StorageError], None],
-    ) -> None:
-        self.tiered = split < numel
-        assert not self.tiered or store is not None, key
-        self._key = key
-        self._numel = numel
-        self._dtype = dtype
-        self._split = split
-        self._store = store
-        self._link = link
-        self._pages = pages
-        self._device = device
-        self._note = note
-        self._idle: list[Storage] = []
-
-    def open(self) -> RestingGradient:
-        """Return memory for a gradient, its contents undefined."""
-        near, away, lost = None, None, None
-        if self.tiered:
-            try:
-                away = self._take_storage()
-            except StorageError as error:
-                lost = error
-        if self._split or away is None:
-            near = self._pages.empty(self._split, self._dtype, self._device)
-        return RestingGradient(
-            State.of(near, away, link=self._link),
-            keep=self._take_back,
-            pages=self._pages,
-            link=self._link,
-            device=self._device,
-            note=self._note,
-            lost=lost,
-        )
-
-    def _take_storage(self) -> Storage:
-        assert self._store is not None
-        return (
-            self._idle.pop()
-            if self._idle
-            else self._store.allocate(
-                f"{self._key} gradient", self._numel - self._split, self._dtype
-            )
-        )
-
-    def release_idle(self) -> None:
-        """Close what is kept for the next gradient: something may be wrong with it."""
-        while self._idle:
-            self._idle.pop().close()
-
-    def _take_back(self, storage: Storage) -> None:
-        self._idle.append(
-            storage
-        ) if storage.numel == self._numel - self._split else storage.close()
-
-    def move(self, split: int) -> None:
-        """Let the gradients to come rest on the device up to `split`."""
-        idle, self._idle, self._split = self._idle, [], split
-        self.tiered = split < self._numel
-        for storage in idle:
-            storage.close()
-
-    def scratch(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return undefined memory [numel] on the device, for what is only passing through."""
-        return self._pages.empty(numel, dtype, self._device)
-
-
-def chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cut `tensor` for cache-sized passes on CPU; other devices take it whole."""
-    return torch.split(tensor, _CHUNK) if tensor.device.type == "cpu" else (tensor,)
-
-
-def _finite(tensor: torch.Tensor, total: torch.Tensor) -> bool:
-    """Whether all of `tensor` is finite, given the sum of its elements."""
-    if math.isfinite(total.item()):
-        return True
-    # the sum itself may have overflowed
-    return all(bool(torch.isfinite(chunk).all()) for chunk in chunks(tensor))
-
-
-def _squares(tensor: torch.Tensor, total: float = 0.0) -> float:
-    """Return `total` plus the sum of squares in fp64, a chunk at a time (the conversion stays in
-    cache).
-    """
-    if reads_wait(tensor):
-        return total + float(squares_of([tensor]))
-    scratch = torch.empty(min(_CHUNK, tensor.numel()), dtype=torch.float64)
-    for chunk in chunks(tensor):
-        wide = scratch[: chunk.numel()]
-        wide.copy_(chunk)
-        total += float(torch.dot(wide, wide))
-    return total

@@ -5,19 +5,25 @@
 
 A sum of squares in fp64 of numbers that are finite in fp32 does not overflow, so the same vector
 says whether all of them are finite and what the norm is. A read waits for all work that is queued
-on the device, which is why there is one per step. The host reads its own memory for nothing: on the
-CPU nothing is collected, and sums keep the order and the bits that they have in
-state/gradient.py.
+on the device, which is why there is one per step. The host reads its own memory for nothing, so
+that nothing is collected on the CPU: there a sum of squares is a chain of fp64 dots over chunks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-__all__ = ["Asked", "read_squares", "reads_wait", "squares_of"]
+__all__ = [
+    "Asked", "RunningSum", "chunks", "is_finite", "read_squares", "reads_wait", "squares_of",
+    "sum_of_squares",
+]  # fmt: skip
+
+_CHUNK = 1 << 17  # elements: a chunk of fp32 stays in a core's own cache
 
 
 @dataclass(frozen=True)
@@ -45,3 +51,66 @@ def read_squares(asked: Sequence[Asked]) -> None:
     squares = squares_of([one.numbers for one in asked]).tolist()
     for one, value in zip(asked, squares, strict=True):
         one.learn(value)
+
+
+def chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cut `tensor` for cache-sized passes on CPU; other devices take it whole."""
+    return torch.split(tensor, _CHUNK) if tensor.device.type == "cpu" else (tensor,)
+
+
+def is_finite(tensor: torch.Tensor, total: torch.Tensor) -> bool:
+    """Whether all of `tensor` is finite, given the sum of its elements."""
+    if math.isfinite(total.item()):
+        return True
+    # the sum itself may have overflowed
+    return all(bool(torch.isfinite(chunk).all()) for chunk in chunks(tensor))
+
+
+def sum_of_squares(tensor: torch.Tensor, total: float = 0.0) -> float:
+    """Return `total` plus the sum of squares in fp64, a chunk at a time (the conversion stays in
+    cache).
+    """
+    if reads_wait(tensor):
+        return total + float(squares_of([tensor]))
+    scratch = torch.empty(min(_CHUNK, tensor.numel()), dtype=torch.float64)
+    for chunk in chunks(tensor):
+        wide = scratch[: chunk.numel()]
+        wide.copy_(chunk)
+        total += float(torch.dot(wide, wide))
+    return total
+
+
+class RunningSum:
+    """The sum of all numbers that have passed by, on each device that they passed: it is not finite
+    where one of them is not.
+    """
+
+    def __init__(self) -> None:
+        self._by_device: dict[torch.device, torch.Tensor] = {}
+
+    def add(self, numbers: torch.Tensor) -> None:
+        """Add all of `numbers`, on their device."""
+        for chunk in chunks(numbers):
+            self._hold(chunk.sum(dtype=torch.float32))
+
+    def _hold(self, more: torch.Tensor) -> None:
+        held = self._by_device.get(more.device)
+        self._by_device[more.device] = more if held is None else held + more
+
+    def is_finite(self) -> bool:
+        """Whether it is finite, as far as the host knows: what is `asked` is not known yet."""
+        known = [total for total in self._by_device.values() if not reads_wait(total)]
+        return all(bool(torch.isfinite(total)) for total in known)
+
+    def asked(self) -> list[Asked]:
+        """Return what the host has yet to read of an accelerator to know whether it is finite."""
+        return [
+            Asked(total.reshape(1), partial(self._learn, device))
+            for device, total in self._by_device.items()
+            if reads_wait(total)
+        ]
+
+    def _learn(self, device: torch.device, squares: float) -> None:
+        """Keep on the host, squared, what the numbers that passed `device` add up to."""
+        del self._by_device[device]
+        self._hold(torch.tensor(squares, dtype=torch.float64))

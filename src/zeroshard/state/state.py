@@ -15,18 +15,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from zeroshard.core.placement import Tier
 from zeroshard.core.split import tiles
 from zeroshard.core.work import DoneWork, Work
+from zeroshard.memory import Pages
 from zeroshard.tier.link import Direct, Link
 from zeroshard.tier.store import Storage, Store
 
-__all__ = ["DeviceStorage", "State", "move"]
+__all__ = ["DeviceMemory", "DeviceStorage", "State", "move"]
 
 _TILE = 1 << 20  # elements that move at a time
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The device of one engine: where its tensors come from, and the link to the host."""
+
+    device: torch.device
+    pages: Pages
+    link: Link
+
+    def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return undefined memory [numel] on the device."""
+        return self.pages.empty(numel, dtype, self.device)
 
 
 class DeviceStorage:

@@ -6,7 +6,7 @@ arXiv 2104.07857, section 6.3: asynchronous bulk requests and a small pool of pi
     tensor     aligned host memory: the disk's own; else through a buffer   bounce.py, staging.py
     verify     a checksum per MiB, in memory: stale bytes are found too     checksums.py
 
-    store = DiskStore("/mnt/nvme", device, rank=0)
+    store = DiskStore(SwapDirectory("/mnt/nvme", rank=0), device)
     storage = store.allocate("blocks.3:fp32 exp_avg", numel, torch.float32)
     # aligned: no copy where start is a multiple of a block
     buffer = store.staging.tensor(stop - start, torch.float32)
@@ -58,20 +58,18 @@ _REMEDY = "name another disk_path if it happens again"
 
 
 class DiskStore:
-    """Files in this rank's own directory below `directory`, for a model on `device`.
+    """Files in `directory`, for a model on `device`.
 
     `direct` says whether the page cache is out of the way; where the file system refuses, rank 0
-    says so once. `staging` is the pool from which callers take buffers. Raises StorageError when
-    `directory` cannot be used.
+    says so once. `staging` is the pool from which callers take buffers. `close` removes the
+    directory. Raises StorageError when it cannot be used.
     """
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: SwapDirectory,
         device: torch.device,
         *,
-        rank: int,
-        run: str = "run",
         verify: bool = False,
         staging_bytes: int | None = None,
         queue_depth: int = _QUEUE_DEPTH,
@@ -85,8 +83,8 @@ class DiskStore:
         self.staging = Staging(staging_bytes or _STAGING_BYTES, pinned=pinned)
         self.storages: list[_DiskStorage] = []
         self.bounce_buffers = BounceBuffers(device, self.link, self.staging)
-        self.files = SwapDirectory(Path(directory), run=run, rank=rank)
-        self.direct = _probe(self.files, rank)
+        self.files = directory
+        self.direct = _probe(directory)
         self.workers = Workers(queue_depth, max(_CHUNK, UNIT), pinned=pinned)
         self._end = weakref.finalize(self, _end, self.workers, self.files)  # also at exit
 
@@ -121,13 +119,13 @@ def _end(workers: Workers, files: SwapDirectory) -> None:
     files.remove()
 
 
-def _probe(files: SwapDirectory, rank: int) -> bool:
+def _probe(files: SwapDirectory) -> bool:
     try:
         direct = accepts_direct(files.fd, Memory(BLOCK, pinned=False).view)
     except OSError as error:
         files.remove()
         raise StorageError(f"disk_path {files.path.parent}: {error.strerror}") from error
-    if not direct and rank == 0:
+    if not direct and files.rank == 0:
         effect = "what rests there goes through the page cache"
         _log.warning("%s: its file system refuses O_DIRECT; %s", files.path.parent, effect)
     return direct

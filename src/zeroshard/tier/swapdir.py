@@ -57,9 +57,13 @@ def free_bytes(path: Path) -> int:
 
 
 class SwapDirectory:
-    """A new directory of this rank below `parent`; abandoned ones there are removed."""
+    """A new directory of this rank below `parent`; abandoned ones there are removed. Raises
+    StorageError when none can be made there.
+    """
 
-    def __init__(self, parent: Path, *, run: str, rank: int) -> None:
+    def __init__(self, parent: str | Path, *, rank: int, run: str = "run") -> None:
+        parent = Path(parent)
+        self.rank = rank
         self._pid = os.getpid()
         self._parent_fd = _open_parent(parent)
         self._name = f"zeroshard-swap-{safe_name(run)}-{rank}-{self._pid}-{secrets.token_hex(4)}"

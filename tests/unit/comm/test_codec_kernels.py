@@ -98,26 +98,11 @@ def compile_for_a_gpu() -> None:
     from zeroshard.comm import codec_kernels
 
     for coder in (codec(name) for name in CODECS):
-        _, rows, width = codec_kernels._sizes(coder, 1 << 20)
-        constants = {
-            "block": coder.block,
-            "stride": coder.stride,
-            "rows": rows,
-            "width": width,
-            "kind": coder.name,
-        }
-        common = {"data": "*u8", "scales": "*i32", "numel": "i32", "num_blocks": "i32"}
-        encoding = {
-            "source": "*fp32",
-            **common,
-            "largest": "fp32",
-            "smallest_scale": "fp32",
-            "largest_scale": "fp32",
-        }
-        for kernel, kinds, more in (
-            (codec_kernels._encode, encoding, {}),
-            (codec_kernels._decode, {"out": "*fp32", **common}, {"add": True}),
-        ):
+        tile = codec_kernels.tile_of(coder)
+        constants = {"block": coder.block, "tile": tile, "kind": coder.name}
+        kinds = {"source": "*fp32", "data": "*u8", "out": "*fp32", "numel": "i32"}
+        kinds["limits"] = ("fp32", "fp32", "fp32")
+        for kernel, more in ((codec_kernels._encode, {}), (codec_kernels._decode, {"add": True})):
             constexprs = constants | more
             signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
             source = ASTSource(kernel, signature, constexprs=constexprs)

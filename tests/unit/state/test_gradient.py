@@ -12,7 +12,10 @@ import torch
 from tests.support.endless_link import Endless
 from zeroshard.memory import Pages
 from zeroshard.state import gradient as module
-from zeroshard.state.gradient import GradientAllocator, RestingGradient
+from zeroshard.state import reduction
+from zeroshard.state.allocator import GradientAllocator
+from zeroshard.state.gradient import RestingGradient
+from zeroshard.state.state import DeviceMemory
 from zeroshard.tier.host import HostStore
 from zeroshard.tier.link import Direct
 
@@ -32,7 +35,7 @@ everywhere = pytest.mark.parametrize("place", PLACES)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BLOCK", 16)
-    monkeypatch.setattr(module, "_CHUNK", 4)
+    monkeypatch.setattr(reduction, "_CHUNK", 4)
 
 
 @pytest.fixture
@@ -47,11 +50,9 @@ def resting(place: str) -> Iterator[RestingGradient]:
         "unit",
         NUMEL,
         torch.float32,
+        DeviceMemory(CPU, Pages(), link),
         split=split,
         store=store,
-        link=link,
-        pages=Pages(),
-        device=CPU,
         note=lost.append,
     ).open()
     assert made.on_device is (split == NUMEL)

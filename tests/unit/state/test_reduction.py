@@ -22,7 +22,9 @@ from tests.support.harness import run_ranks
 from tests.support.training import batch, make_model
 from zeroshard.memory import Pages
 from zeroshard.state import gradient, reduction
-from zeroshard.state.gradient import GradientAllocator, RestingGradient
+from zeroshard.state.allocator import GradientAllocator
+from zeroshard.state.gradient import RestingGradient
+from zeroshard.state.state import DeviceMemory
 from zeroshard.tier.link import Direct
 
 CPU = torch.device("cpu")
@@ -57,7 +59,7 @@ def on_an_accelerator() -> Iterator[Reads]:
     waits = mock.Mock(return_value=True)
     with (
         mock.patch.object(reduction, "squares_of", reads.squares_of),
-        mock.patch.object(gradient, "squares_of", reads.squares_of),
+        mock.patch.object(reduction, "reads_wait", waits),
         mock.patch.object(gradient, "reads_wait", waits),
         reads,
     ):
@@ -69,11 +71,9 @@ def resting(numbers: torch.Tensor) -> RestingGradient:
         "unit",
         numbers.numel(),
         numbers.dtype,
+        DeviceMemory(CPU, Pages(), Direct()),
         split=numbers.numel(),
         store=None,
-        link=Direct(),
-        pages=Pages(),
-        device=CPU,
         note=lambda error: None,
     ).open()
     made.fetch(0, numbers.numel()).copy_(numbers)

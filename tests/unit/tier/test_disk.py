@@ -51,7 +51,7 @@ MAX_SECONDS = 10.0
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[DiskStore]:
-    store = DiskStore(tmp_path, CPU, rank=0)
+    store = DiskStore(SwapDirectory(tmp_path, rank=0), CPU)
     yield store
     store.close()
 
@@ -59,7 +59,7 @@ def store(tmp_path: Path) -> Iterator[DiskStore]:
 @pytest.fixture
 def checked(tmp_path: Path) -> Iterator[DiskStore]:
     """A store that verifies."""
-    store = DiskStore(tmp_path, CPU, rank=0, verify=True)
+    store = DiskStore(SwapDirectory(tmp_path, rank=0), CPU, verify=True)
     yield store
     store.close()
 
@@ -136,7 +136,7 @@ def test_where_o_direct_is_refused_rank_0_says_so_once_and_all_works(
         refusing_open if refuses == "open" else refusing_write,
     )
     with caplog.at_level(logging.WARNING, "zeroshard"):
-        store = DiskStore(tmp_path, CPU, rank=rank)
+        store = DiskStore(SwapDirectory(tmp_path, rank=rank), CPU)
         storages = [filled(store, value=index) for index in range(2)]
     assert not store.direct and [read(storage, 5, 9).tolist() for storage in storages] == [
         [0] * 4,
@@ -295,14 +295,15 @@ import torch
 from tests.unit.tier.test_disk import check_full
 from zeroshard.errors import StorageError
 from zeroshard.tier.disk import DiskStore
+from zeroshard.tier.swapdir import SwapDirectory
 folder, other, may_mount = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "yes"
-left = DiskStore(other, torch.device("cpu"), rank=0)  # closed by nobody
+left = DiskStore(SwapDirectory(other, rank=0), torch.device("cpu"))  # closed by nobody
 storage = left.allocate("state", 100_000, torch.float32)
 storage.write(0, 100_000, torch.ones(100_000))
 if not may_mount:
     sys.exit()
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], check=True)
-store = DiskStore(folder, torch.device("cpu"), rank=0)
+store = DiskStore(SwapDirectory(folder, rank=0), torch.device("cpu"))
 check_full(store, 1 << 20)
 rest = [store.allocate(str(i), 4096, torch.float32) for i in range(8)]
 try:
@@ -315,7 +316,7 @@ for storage in rest:
 store.close()
 subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
 try:
-    DiskStore(folder, torch.device("cpu"), rank=0)
+    DiskStore(SwapDirectory(folder, rank=0), torch.device("cpu"))
 except StorageError as error:
     print("read-only:", error)
 """
@@ -347,7 +348,7 @@ def test_a_directory_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path
     (tmp_path / "file").write_text("")
     for name, reason in (("nothing", "does not exist"), ("file", "is not a directory")):
         with pytest.raises(StorageError, match=reason) as error:
-            DiskStore(tmp_path / name, CPU, rank=0)
+            DiskStore(SwapDirectory(tmp_path / name, rank=0), CPU)
         assert str(tmp_path / name) in str(error.value)
 
 
@@ -359,7 +360,7 @@ def test_a_directory_that_others_own_is_refused() -> None:
             os.seteuid(65534)
         try:
             with pytest.raises(StorageError, match="cannot be written to"):
-                DiskStore(folder, CPU, rank=0)
+                DiskStore(SwapDirectory(folder, rank=0), CPU)
         finally:
             if os.getuid() == 0:
                 os.seteuid(0)
@@ -671,7 +672,8 @@ def test_without_verify_nothing_is_hashed(
 WRITE_AND_WAIT = """
 import sys, torch
 from zeroshard.tier.disk import DiskStore
-store = DiskStore(sys.argv[1], torch.device("cpu"), rank=0)
+from zeroshard.tier.swapdir import SwapDirectory
+store = DiskStore(SwapDirectory(sys.argv[1], rank=0), torch.device("cpu"))
 storage = store.allocate("state", 100_000, torch.float32)
 work = storage.write(0, 100_000, torch.ones(100_000))
 print(store.path, flush=True)
@@ -682,21 +684,21 @@ sys.stdin.read()
 def test_what_a_killed_process_leaves_the_next_one_removes_and_the_living_keep_theirs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = DiskStore(tmp_path, CPU, rank=1)
+    first = DiskStore(SwapDirectory(tmp_path, rank=1), CPU)
     arguments = [sys.executable, "-c", WRITE_AND_WAIT, str(tmp_path)]
     with subprocess.Popen(
         arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
     ) as process:
         assert process.stdout is not None
         dead = Path(process.stdout.readline().strip())
-        second = DiskStore(tmp_path, CPU, rank=2)
+        second = DiskStore(SwapDirectory(tmp_path, rank=2), CPU)
         assert {dead, first.path, second.path} == set(tmp_path.iterdir()), (
             "it lives, in another process"
         )
         process.kill()
     assert (dead / "0000-state.storage").exists()
     with caplog.at_level(logging.INFO, "zeroshard"):
-        third = DiskStore(tmp_path, CPU, rank=3)
+        third = DiskStore(SwapDirectory(tmp_path, rank=3), CPU)
     assert {first.path, second.path, third.path} == set(tmp_path.iterdir())
     assert [record.message for record in caplog.records] == [
         f"removed {dead}, left by a process that was killed"
@@ -708,7 +710,7 @@ def test_what_a_killed_process_leaves_the_next_one_removes_and_the_living_keep_t
 def test_a_store_that_is_forgotten_leaves_nothing(tmp_path: Path) -> None:
     before = threading.active_count()
     descriptors = len(os.listdir("/proc/self/fd"))
-    store = DiskStore(tmp_path, CPU, rank=0)
+    store = DiskStore(SwapDirectory(tmp_path, rank=0), CPU)
     filled(store)
     path = store.path
     assert path.exists() and threading.active_count() == before + 8
@@ -728,7 +730,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def test_threads_are_named_daemons_and_end_with_the_store(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    store = DiskStore(tmp_path, CPU, rank=0, queue_depth=3)
+    store = DiskStore(SwapDirectory(tmp_path, rank=0), CPU, queue_depth=3)
     threads = set(threading.enumerate()) - before
     assert sorted(thread.name for thread in threads) == [
         f"zeroshard-disk-{index}" for index in range(3)
@@ -758,7 +760,7 @@ def test_what_is_under_way_when_the_process_ends_still_ends(
 
 
 def test_two_stores_in_one_directory_do_not_meet(tmp_path: Path) -> None:
-    stores = [DiskStore(tmp_path, CPU, rank=0, run="same run") for _ in range(2)]
+    stores = [DiskStore(SwapDirectory(tmp_path, rank=0, run="same run"), CPU) for _ in range(2)]
     storages = [filled(store, value=index) for index, store in enumerate(stores)]
     assert [read(storage, 0, 1).item() for storage in storages] == [0, 1]
     assert all("zeroshard-swap-same_run-0-" in store.path.name for store in stores)
@@ -1001,7 +1003,7 @@ def test_many_threads_share_a_small_pool() -> None:
 
 
 def test_transfers_go_on_while_the_callers_hold_the_whole_pool(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, CPU, rank=0, staging_bytes=BLOCK)
+    store = DiskStore(SwapDirectory(tmp_path, rank=0), CPU, staging_bytes=BLOCK)
     storage = filled(store)
     held = store.staging.take(BLOCK)
     assert (read(storage, 1, NUMEL - 1) == 1).all()  # not aligned: through the workers' own buffers
@@ -1015,7 +1017,7 @@ def test_transfers_go_on_while_the_callers_hold_the_whole_pool(tmp_path: Path) -
 
 def test_a_pretended_device_is_reached_over_its_link_and_staging_is_not(tmp_path: Path) -> None:
     link = Paced(1e12)
-    store = DiskStore(tmp_path, CPU, rank=0, link=link)
+    store = DiskStore(SwapDirectory(tmp_path, rank=0), CPU, link=link)
     storage = filled(store, numel=1000)
     assert link.busy_s == pytest.approx(4000 / 1e12)
     buffer = store.staging.tensor(1000, torch.float32)

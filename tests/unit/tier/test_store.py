@@ -26,6 +26,7 @@ from zeroshard.tier import checksums, disk
 from zeroshard.tier.disk import DiskStore
 from zeroshard.tier.host import HostStore
 from zeroshard.tier.store import Storage, Store
+from zeroshard.tier.swapdir import SwapDirectory
 
 CPU = torch.device("cpu")
 NUMEL = 20_000
@@ -53,7 +54,11 @@ def _make(kind: str, folder: Path) -> Store:
     if kind.startswith("host"):
         return HostStore(CPU, link=link)
     return DiskStore(
-        folder, CPU, rank=0, verify=kind.endswith("verify"), staging_bytes=4 << 20, link=link
+        SwapDirectory(folder, rank=0),
+        CPU,
+        verify=kind.endswith("verify"),
+        staging_bytes=4 << 20,
+        link=link,
     )
 
 
