@@ -17,6 +17,7 @@ from torch import nn
 
 from zeroshard.comm.codec import DTYPES as CODED
 from zeroshard.comm.codec import Codec
+from zeroshard.comm.other_axes import OtherAxes
 from zeroshard.comm.quantized import Codecs
 from zeroshard.comm.transport import Transport
 from zeroshard.comm.two_level import TwoLevelTransport
@@ -65,6 +66,7 @@ class Context:
     dtypes: Dtypes
     transport: Transport
     mesh: Mesh
+    axes: OtherAxes
     streams: Streams
     meter: MemoryCounter
     pages: Pages

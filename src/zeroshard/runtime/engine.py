@@ -72,15 +72,11 @@ class Engine:
         )
         self._scaler = LossScaler() if context.precision.needs_loss_scaling else None
         self._faults = context.faults
-        self._finalizer = Finalizer(
-            self._backward, context.transport, self._digest, self._scaler, self._faults
-        )
+        self._finalizer = Finalizer(self._backward, context, self._digest, self._scaler)
         self._rest = Rest(
             self._weights, transport=context.transport, streams=context.streams, faults=self._faults
         )
-        self._recovery = Recovery(
-            self._weights, self._rest, self._faults, self._digest, context.transport
-        )
+        self._recovery = Recovery(self._weights, self._rest, self._digest, context)
         self._loop = Loop(
             module,
             context,
@@ -115,7 +111,7 @@ class Engine:
         self._tiles: StepTiles | None = None
         self._offloaded: OffloadedStates | None = None
         self._faults.agree()  # that the weights have been written to where they rest
-        if context.transport.size > 1:
+        if context.transport.size > 1 or context.axes.size > 1:
             refuse_in_children(self)
 
     # ------------------------------------------------------------------ what it is
@@ -153,7 +149,7 @@ class Engine:
         return (
             f"Engine({type(self.module).__name__}, policy={self.policy.name},"
             f" {self._context.precision.describe()}, units={len(self.units)}, rank {transport.rank}"
-            f" of {transport.size} over {transport.name})"
+            f" of {transport.size} over {self._context.axes.name(transport.name)})"
         )
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
@@ -264,6 +260,11 @@ class Engine:
         self.states.check_open()
         if self._sharded is None:
             raise ConfigError("join() needs an optimizer: give it to shard() or engine.attach()")
+        if self._context.mesh.others:
+            raise ConfigError(
+                "join() shadows data parallel ranks alone, and this mesh has other axes: run as"
+                " many batches on every rank"
+            )
         with Join(self._loop, self._finalizer, self._sharded, self._context.transport).joined():
             yield
 
@@ -425,11 +426,13 @@ class Engine:
 
         A step that ended by an exception goes no further: parameters may have taken part of it.
         Where ranks have finished different numbers of steps, forwards and steps are refused until
-        zs.load(). Collective.
+        zs.load(). Collective, over the whole mesh where it has other axes.
         """
         self.states.check_open()
         self.states.end_step()
+        self._context.axes.give_up()
         self._context.transport.abandon()
+        self._context.axes.abandon()
         self._weights.abandon()
         self._backward.abandon()
         self._finalizer.abandon()
@@ -463,6 +466,7 @@ class Engine:
             failure = error
         self._context.transport.begin_write()
         self._context.transport.close()
+        self._context.axes.close()
         self._context.tiering.close()
         self._context.pages.clear()
         self.states.close()
