@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_module
 
 import zeroshard as zs
-from tests.support.harness import RankError, run_ranks
+from tests.support.broken_storage import Broken
+from tests.support.harness import RankError, run_ranks, spawn_ranks
 from tests.support.training import Net, State, batch, two_groups
-from zeroshard import ConfigError, PlanMismatch, StateError
+from zeroshard import ConfigError, PlanMismatch, StateError, StorageError
 
 ROWS = ("ddp", "zero1", "zero2", "zero3")
 SMALL = 0.05  # what clips every step
@@ -307,6 +310,43 @@ def test_after_an_exception_in_one_stage_reset_brings_all_together() -> None:
     assert all("gave up this step" in message for message in told[2:]), told
 
 
+def _disk_fails(rank: int, world: int, directory: str) -> str:
+    """One stage cannot write a gradient; it is told at the step."""
+    model = _stage(rank)
+    mesh, offload = _mesh("pp", "dp", sizes=(2, 1)), zs.Offload(grad="disk", disk_path=directory)
+    optimizer, engine = _sharded(mesh, model, offload=offload)
+    broken = Broken("write", "blocks.1_fp32_gradient")
+    with broken.installed(), pytest.raises((StorageError, PlanMismatch)) as refused:
+        broken.armed = rank == 1
+        _step(model, optimizer, engine, 0)
+    engine.reset()
+    _step(model, optimizer, engine, 1, clip=SMALL)
+    engine.close()
+    return f"{type(refused.value).__name__}: {refused.value}"
+
+
+def test_a_failed_disk_of_one_stage_is_told_to_the_others(tmp_path: Path) -> None:
+    other, own = run_ranks(2, _disk_fails, str(tmp_path))
+    assert own.startswith("StorageError: ") and "Input/output error" in own
+    assert other == own.replace("StorageError: ", "PlanMismatch: at pp=1 of the mesh: ")
+
+
+def _stage_dies(rank: int, world: int) -> None:
+    model = _stage(rank)
+    optimizer, engine = _sharded(_mesh("pp", "dp", sizes=(2, 1)), model)
+    _step(model, optimizer, engine, 0)
+    if rank == 1:
+        os._exit(9)
+    _step(model, optimizer, engine, 1)
+
+
+def test_a_stage_that_dies_ends_the_others_at_once() -> None:
+    alive, dead = spawn_ranks(2, _stage_dies)
+    assert dead.exitcode == 9
+    assert alive.error is not None and alive.error.type_name == "PeerLostError"
+    assert "rank(s) [1]" in alive.error.message and alive.seconds < 15
+
+
 # ----------------------------------------------------------------------------------------- replicas
 
 
@@ -530,6 +570,6 @@ def _refuses_others(rank: int, world: int, directory: str) -> None:
     engine.close()
 
 
-def test_checkpoints_and_join_refuse_other_axes(tmp_path: Any) -> None:
+def test_checkpoints_and_join_refuse_other_axes(tmp_path: Path) -> None:
     run_ranks(2, _refuses_others, str(tmp_path))
     assert not list(tmp_path.iterdir())
