@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, distribute_module
 import zeroshard as zs
 from tests.support.broken_storage import Broken
 from tests.support.harness import RankError, run_ranks, spawn_ranks
-from tests.support.training import Net, State, batch, two_groups
+from tests.support.training import TRANSPORTS, Net, State, batch, two_groups
 from zeroshard import ConfigError, PlanMismatch, StateError, StorageError
 
 ROWS = ("ddp", "zero1", "zero2", "zero3")
@@ -286,10 +286,11 @@ def test_an_error_of_one_group_ends_the_step_of_all(deed: str) -> None:
             )
 
 
-def _forward_fails(rank: int, world: int) -> str:
+def _forward_fails(rank: int, world: int, transport: str) -> str:
     mesh = _mesh("pp", "dp")
     model = _stage(mesh.get_local_rank("pp"))
-    optimizer, engine = _sharded(mesh, model)
+    comm = zs.Comm.model_validate({"transport": transport})
+    optimizer, engine = _sharded(mesh, model, comm=comm)
     _step(model, optimizer, engine, 0)
     told = "nothing"
     try:
@@ -304,8 +305,9 @@ def _forward_fails(rank: int, world: int) -> str:
     return told
 
 
-def test_after_an_exception_in_one_stage_reset_brings_all_together() -> None:
-    told = run_ranks(4, _forward_fails)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_after_an_exception_in_one_stage_reset_brings_all_together(transport: str) -> None:
+    told = run_ranks(4, _forward_fails, transport)
     assert told[:2] == ["a bad batch"] * 2
     assert all("gave up this step" in message for message in told[2:]), told
 
