@@ -19,10 +19,12 @@ from torch import nn
 
 from zeroshard.comm.agree import REMEDY, agree, differing, through
 from zeroshard.comm.codec import DTYPES as CODED
+from zeroshard.comm.device_mesh import Seat, seat_of
 from zeroshard.comm.select import make_transport
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Transport
 from zeroshard.config import Config, build_config
+from zeroshard.core.dims import Dims
 from zeroshard.core.launched import meeting_file
 from zeroshard.core.placement import Mesh, Tier
 from zeroshard.core.precision import Precision, dtype_name
@@ -48,6 +50,7 @@ from zeroshard.runtime.replicas import digest_of
 from zeroshard.runtime.streams import make_streams
 from zeroshard.runtime.tiering import Tiering
 from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_units
+from zeroshard.state.state import DeviceMemory
 from zeroshard.tier.disk import DiskStore
 from zeroshard.tier.host import HostStore
 from zeroshard.tier.link import link_of
@@ -103,9 +106,13 @@ def shard(
     Both stay the objects they were. `stage` 0 to 3 or `policy` (a row's name, or a Policy) says
     where each state rests (default: stage 3); `config` is a Config, a dict or a path to JSON, and
     keywords go before it; `units` are module classes, qualified names or a callable(name, module)
-    -> bool (default: found automatically); `mesh` a one-dimensional DeviceMesh of the data parallel
-    ranks (default: all ranks); `sync_from` a rank whose weights and buffers all others take
-    (default: the ranks' weights are compared). Further keywords are those of Config: precision,
+    -> bool (default: found automatically); `mesh` a DeviceMesh whose data parallel dimensions are
+    sharded over: the only one, or the one named "dp", or "dp_replicate" x "dp_shard", the nodes and
+    local ranks of hpz, mics and hfsdp (default: all ranks). Beside them "pp" (ranks have other
+    parameters) and "tp" (plain parameters are the same) may be there: norm and clip, skipped steps
+    and the order of steps are those of the whole mesh, and nothing is reduced along them.
+    `sync_from` is a data parallel rank whose weights and buffers all others take (default: the
+    ranks' weights are compared). Further keywords are those of Config: precision,
     comm, offload, prefetch_bytes, stall_timeout_s, strict (compare what was written to released
     parameters by value), verify_every (compare replicated state every that many steps),
     broadcast_buffers (every forward takes rank 0's buffers, as DDP does), gradient_clipping (what a
@@ -115,25 +122,22 @@ def shard(
     Raises ConfigError for what cannot be done, and PlanMismatch where the ranks disagree, on every
     rank, before anything is changed.
     """
-    group = _group_of(mesh)
-    asked, error = None, None
+    seat, asked, error = seat_of(mesh), None, None
     try:
         settings = build_config(config, stage=stage, policy=policy, units=units, **overrides)
-        asked = _checked(model, optimizer, settings, group, sync_from)
+        asked = _checked(model, optimizer, settings, seat, sync_from)
     except ZeroshardError as refused:
         error = refused
-    report = {} if asked is None else asked.report
-    agree(through(group), report, call="shard()", error=error, remedy=REMEDY)
+    differences = _compared(asked, error, seat)
     assert asked is not None  # else that has raised
-    # of a deferred model: reported only if no file overwrites them
-    differences = differing(through(group), asked.values, call="shard()") if asked.values else {}
     told = _told(model, differences)
-    context = _make_context(model, asked, group, sync_from, trains=optimizer is not None, told=told)
+    context = _make_context(model, asked, seat, sync_from, trains=optimizer is not None, told=told)
     context.prepare(list(model.buffers()))
     try:
         engine = Engine(model, asked.plans, context, prefetch_bytes=asked.settings.prefetch_bytes)
     except StorageError:
         context.transport.close()
+        context.axes.close()
         context.tiering.close()
         raise
     if optimizer is not None:
@@ -154,25 +158,52 @@ class _Asked:
     mesh: Mesh
     dtypes: Dtypes
     plans: list[UnitPlan]
-    report: dict[str, str]  # must be the same on every rank
+    settings_report: dict[str, str]  # must be the same on every rank of the mesh
+    report: dict[str, str]  # must be the same on every data parallel rank, and on replicas
     values: dict[str, str]  # of a deferred model: should be
+
+
+def _compared(asked: _Asked | None, error: ZeroshardError | None, seat: Seat) -> dict[str, str]:
+    """Return which initial values of a deferred model differ between the data parallel ranks;
+    they are reported only if no file overwrites them. Collective.
+
+    Raises this rank's `error`, another's, or PlanMismatch where they ask for something else.
+    """
+    exchange = through(seat.group)
+    with seat.axes.telling("shard()"):
+        report = {} if asked is None else asked.settings_report | asked.report
+        agree(exchange, report, call="shard()", error=error, remedy=REMEDY)
+    assert asked is not None  # else that has raised
+    values, differences = asked.values, {}
+    if values:
+        differences = differing(exchange, values, call="shard()")
+    alike = {name: text for name, text in values.items() if name not in differences}
+    alike |= asked.report
+    seat.axes.share(None, "shard()", common=asked.settings_report, alike=alike)
+    return differences
 
 
 def _checked(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     settings: Config,
-    group: dist.ProcessGroup | None,
+    seat: Seat,
     sync_from: int | None,
 ) -> _Asked:
     """Check everything on this rank. Nothing is changed or sent. Raises ConfigError."""
-    world = 1 if group is None else group.size()
+    world = 1 if seat.group is None else seat.group.size()
     settings.refuse_unsupported()
     settings.check_batch(world)
-    mesh = Mesh.of(world, _node_size(settings))
+    node_size = _node_size(settings, seat.dims)
+    mesh = Mesh.of(world, node_size, seat.dims.others)
     _check_nodes(mesh, settings)
     if sync_from is not None and not 0 <= sync_from < world:
         raise ConfigError(f"sync_from={sync_from} is not a rank of this group of {world}")
+    if sync_from is not None and any(axis.alike for axis in mesh.others):
+        raise ConfigError(
+            f"sync_from={sync_from} would copy inside each data parallel group, and the replicas"
+            " along 'tp' must begin alike: build the same model on every rank (same seed)"
+        )
     refuse_inside("shard()")
     _check_model(model, optimizer)
     precision = settings.resolved_precision()
@@ -180,17 +211,19 @@ def _checked(
     dtypes = compute_dtypes(model, precision)
     _check_codecs(model, dtypes, settings)
     plans = partition_units(model, settings.units)
-    report = {"sync_from": str(sync_from), **_report(model, optimizer, settings, dtypes, plans)}
+    common = {"sync_from": str(sync_from), **_settings_report(settings, node_size)}
+    report = _report(model, optimizer, dtypes, plans)
     values = _initial_values(model) if sync_from is None else {}
     if values and any(fingerprint_of(parameter) is not None for parameter in model.parameters()):
-        return _Asked(settings, mesh, dtypes, plans, report | {"a deferred model": "yes"}, values)
-    return _Asked(settings, mesh, dtypes, plans, report | values, {})
+        deferred = report | {"a deferred model": "yes"}
+        return _Asked(settings, mesh, dtypes, plans, common, deferred, values)
+    return _Asked(settings, mesh, dtypes, plans, common, report | values, {})
 
 
 def _make_context(
     model: nn.Module,
     asked: _Asked,
-    group: dist.ProcessGroup | None,
+    seat: Seat,
     sync_from: int | None,
     *,
     trains: bool,
@@ -203,7 +236,6 @@ def _make_context(
     settings, policy = asked.settings, asked.settings.resolved_policy()
     precision = settings.resolved_precision()
     device = next(model.parameters()).device
-    tiering = _make_tiering(settings, model, group, device)
     spec = CommSpec(
         asked.mesh,
         name=settings.comm.transport,
@@ -215,18 +247,20 @@ def _make_context(
         stall_timeout_s=settings.stall_timeout_s,
         pool_bytes=2 * max(plan.numel for plan in asked.plans) * asked.dtypes.widest(precision),
     )
-    transport = make_transport(group, device, spec)
+    with seat.axes.telling("shard()"):
+        tiering = _make_tiering(settings, model, seat.group, device)
+        transport = make_transport(seat.group, device, spec)
     return Context(
         policy=policy,
         precision=precision,
         dtypes=asked.dtypes,
         transport=transport,
         mesh=asked.mesh,
+        axes=seat.axes.connected(spec, transport.traffic),
         codecs=settings.comm.codecs(),
         streams=make_streams(device),
         meter=MemoryCounter(),
-        pages=Pages(),
-        device=device,
+        memory=DeviceMemory(device, Pages(), tiering.link),
         faults=Faults(transport, active=bool(tiering.stores), differing=told),
         trains=trains,
         options=Options(
@@ -289,25 +323,6 @@ def _no_room_for(model: nn.Module, device: torch.device, world: int) -> float:
     return max(0.0, 1.0 - 0.5 * float(free) / (12 * numel / world))
 
 
-def _group_of(mesh: Any) -> dist.ProcessGroup | None:
-    if mesh is not None:
-        if getattr(mesh, "ndim", None) != 1:
-            raise ConfigError(
-                "mesh must be a one-dimensional DeviceMesh of the data parallel ranks: slice yours"
-                " by its axis name"
-            )
-        group: dist.ProcessGroup = mesh.get_group()
-        return group
-    if dist.is_available() and dist.is_initialized():
-        return dist.group.WORLD
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ConfigError(
-            "WORLD_SIZE is set but there is no process group: call zeroshard.init_distributed()"
-            " before shard()"
-        )
-    return None
-
-
 def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -344,6 +359,11 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> N
 def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
     devices: dict[torch.device, str] = {}
     for name, parameter in parameters.items():
+        if type(parameter).__module__.startswith("torch.distributed.tensor"):
+            raise ConfigError(
+                f"parameter {name!r} is a DTensor, cut over a mesh already, and cannot be sharded:"
+                " use plain parameters"
+            )
         if nn.parameter.is_lazy(parameter):
             raise ConfigError(
                 f"parameter {name!r} belongs to a lazy module and has no shape yet: run the model"
@@ -452,37 +472,59 @@ def _check_nodes(mesh: Mesh, settings: Config) -> None:
         )
 
 
-def _node_size(settings: Config) -> int | None:
-    """Return ranks per node; rows that keep columns default to the launcher's variable."""
-    if settings.comm.node_size is not None or not settings.resolved_policy().keeps_columns:
-        return settings.comm.node_size
+def _node_size(settings: Config, dims: Dims) -> int | None:
+    """Return ranks per node: what the mesh's names say, or the settings; rows that keep columns
+    default to the launcher's variable.
+    """
+    asked, policy = settings.comm.node_size, settings.resolved_policy()
+    if dims.node_size is not None:
+        if not policy.keeps_columns:
+            raise ConfigError(
+                f"policy={policy.name!r} does not shard over 'dp_shard' alone: take 'mics' (FSDP2's"
+                " HSDP), 'hpz' or 'hfsdp', or a mesh with one data parallel dimension 'dp'"
+            )
+        if asked not in (None, dims.node_size):
+            raise ConfigError(
+                f"comm.node_size={asked} is not the mesh's 'dp_shard' of {dims.node_size} ranks:"
+                " leave it out"
+            )
+        return dims.node_size
+    if asked is not None or not policy.keeps_columns:
+        return asked
+    if dims.others:
+        raise ConfigError(
+            f"policy={policy.name!r} needs to know the nodes: name the data parallel dimensions"
+            " 'dp_replicate' and 'dp_shard', or set comm.node_size in data parallel ranks"
+        )
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not text.isdecimal():
-        name = settings.resolved_policy().name
         raise ConfigError(
-            f"policy={name!r} needs to know the nodes: set comm.node_size (no launcher has set"
-            " LOCAL_WORLD_SIZE)"
+            f"policy={policy.name!r} needs to know the nodes: set comm.node_size (no launcher has"
+            " set LOCAL_WORLD_SIZE)"
         )
     return int(text)
 
 
-def _report(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    settings: Config,
-    dtypes: Dtypes,
-    plans: list[UnitPlan],
-) -> dict[str, str]:
+def _settings_report(settings: Config, node_size: int | None) -> dict[str, str]:
     """Return the settings that must be equal on all ranks, in order of importance."""
     report = {
         "policy": settings.resolved_policy().name,
         "precision": settings.resolved_precision().describe(),
         "comm": settings.comm.model_dump_json(),
-        "comm.node_size": str(_node_size(settings)),
+        "comm.node_size": str(node_size),
         "offload": settings.offload.model_dump_json(exclude={"disk_path"}),
     }
-    for name in _COMPARED:
-        report[name] = str(getattr(settings, name))
+    return report | {name: str(getattr(settings, name)) for name in _COMPARED}
+
+
+def _report(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    dtypes: Dtypes,
+    plans: list[UnitPlan],
+) -> dict[str, str]:
+    """Return what of the model must be equal on all of its ranks, in order of importance."""
+    report: dict[str, str] = {}
     names: dict[int, str] = {}
     for name, parameter in named_parameters_once(model).items():
         names[id(parameter)] = name

@@ -224,7 +224,7 @@ def test_optimizers_whose_step_is_not_elementwise(
         ({"config": {"stage": 7}}, "stage=7 does not exist"),
         ({"config": 3}, "config must be .*, not int"),
         ({"config": "/nowhere/config.json"}, "config='/nowhere/config.json' cannot be read"),
-        ({"mesh": object()}, "mesh must be a one-dimensional DeviceMesh"),
+        ({"mesh": object()}, "mesh is a object, not a DeviceMesh"),
         ({"sync_from": 5}, "sync_from=5 is not a rank"),
     ],
     ids=lambda value: (

@@ -101,6 +101,11 @@ def check_arguments(directory: object, engine: object, states: object) -> None:
             f"engine is a {type(engine).__name__}, not the zeroshard.Engine that shard()"
             f" returned{swapped}"
         )
+    if engine.states.other_axes:
+        raise ConfigError(
+            f"checkpoints hold one data parallel group, and the mesh has {engine.states.other_axes}"
+            " beside: save engine.full_state_dict() of each group under a name of its own"
+        )
     if not isinstance(directory, (str, Path)):
         raise ConfigError(f"directory is a {type(directory).__name__}, not a path")
     if not isinstance(states, Mapping | None):

@@ -18,7 +18,17 @@ from functools import cached_property
 
 from zeroshard.errors import ConfigError
 
-__all__ = ["Cell", "Cells", "Mesh", "Move", "Placement", "Scope", "Tier", "moves"]
+__all__ = [
+    "Cell",
+    "Cells",
+    "Mesh",
+    "Move",
+    "OtherAxis",
+    "Placement",
+    "Scope",
+    "Tier",
+    "moves",
+]
 
 
 class Placement(Enum):
@@ -55,18 +65,34 @@ class Move(Enum):
 
 
 @dataclass(frozen=True)
+class OtherAxis:
+    """An axis of the mesh along which ranks are not data parallel."""
+
+    name: str
+    size: int
+    alike: bool  # plain parameters are the same along it
+
+
+@dataclass(frozen=True)
 class Mesh:
-    """The data parallel ranks: `num_nodes` groups of `node_size`. The same on every rank."""
+    """The data parallel ranks: `num_nodes` groups of `node_size`. The same on every rank.
+
+    There are as many of them at each place along the `others`, each with a model of its own, and
+    they meet only to agree (comm/other_axes.py).
+    """
 
     num_nodes: int
     node_size: int
+    others: tuple[OtherAxis, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.num_nodes >= 1 and self.node_size >= 1, self
 
     @classmethod
-    def of(cls, size: int, node_size: int | None = None) -> Mesh:
-        """Return the mesh of `size` ranks, `node_size` to a node (None: all on one).
+    def of(
+        cls, size: int, node_size: int | None = None, others: tuple[OtherAxis, ...] = ()
+    ) -> Mesh:
+        """Return the mesh of `size` data parallel ranks, `node_size` to a node (None: all on one).
 
         Raises ConfigError where `node_size` does not divide `size`.
         """
@@ -75,11 +101,11 @@ class Mesh:
             raise ConfigError(
                 f"comm.node_size={local} does not divide the {size} ranks (0 to {size - 1})"
             )
-        return cls(size // local, local)
+        return cls(size // local, local, others)
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """The number of data parallel ranks."""
         return self.num_nodes * self.node_size
 
     def same_node(self, rank: int, other: int) -> bool:

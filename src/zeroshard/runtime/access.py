@@ -138,6 +138,11 @@ class StateAccess:
         return self._context.tiering.trimmer()
 
     @property
+    def other_axes(self) -> str:
+        """The axes of the mesh that are not data parallel, as text; "" where there is none."""
+        return " x ".join(f"{axis.name!r} of {axis.size}" for axis in self._context.mesh.others)
+
+    @property
     def rests_on_disk(self) -> bool:
         """Whether any state rests on disk."""
         return Tier.DISK in self._context.tiering.stores

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 from torch import nn
 
 from zeroshard.comm.codec import DTYPES as CODED
 from zeroshard.comm.codec import Codec
+from zeroshard.comm.other_axes import OtherAxes
 from zeroshard.comm.quantized import Codecs
 from zeroshard.comm.transport import Transport
 from zeroshard.comm.two_level import TwoLevelTransport
@@ -27,7 +27,7 @@ from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
 from zeroshard.core.route import Routes, routes
 from zeroshard.core.wire import Formats, Wire
-from zeroshard.memory import MemoryCounter, Pages
+from zeroshard.memory import MemoryCounter
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.tiering import Tiering
@@ -76,10 +76,10 @@ class Context:
     dtypes: Dtypes
     transport: Transport
     mesh: Mesh
+    axes: OtherAxes
     streams: Streams
     meter: MemoryCounter
-    pages: Pages
-    device: torch.device
+    memory: DeviceMemory
     faults: Faults
     trains: bool  # an optimizer is there, or will be: masters are kept
     options: Options
@@ -96,10 +96,10 @@ class Context:
         alone = self.transport.size == 1 or self.device.type != "cpu"
         return self.tiering.link.overlaps and alone
 
-    @cached_property
-    def memory(self) -> DeviceMemory:
-        """Memory on the device."""
-        return DeviceMemory(self.device, self.pages, self.tiering.link)
+    @property
+    def device(self) -> torch.device:
+        """The device that the model computes on."""
+        return self.memory.device
 
 
 @dataclass(frozen=True)

@@ -74,9 +74,9 @@ class Engine:
         )
         self._weights, self._backward = weights, backward
         self._scaler = LossScaler() if context.precision.needs_loss_scaling else None
-        self._finalizer = Finalizer(backward, transport, digest, self._scaler, faults)
+        self._finalizer = Finalizer(backward, context, digest, self._scaler)
         rest = Rest(weights, transport=transport, streams=context.streams, faults=faults)
-        self._recovery = Recovery(weights, rest, faults, digest, transport)
+        self._recovery = Recovery(weights, rest, digest, context)
         self._loop = Loop(module, context, weights, backward, self._finalizer, rest, self._recovery)
         self.states = StateAccess(
             context, weights, rest, backward, self._finalizer, self._recovery, self._scaler
@@ -96,7 +96,7 @@ class Engine:
         self._tiles: StepTiles | None = None
         self._offloaded: OffloadedStates | None = None
         faults.agree()  # that the weights have been written to where they rest
-        if transport.size > 1:
+        if transport.size > 1 or context.axes.size > 1:
             refuse_in_children(self, weights.refuse)
 
     # ------------------------------------------------------------------ what it is
@@ -134,7 +134,7 @@ class Engine:
         return (
             f"Engine({type(self.module).__name__}, policy={self.policy.name},"
             f" {self._context.precision.describe()}, units={len(self.units)}, rank {transport.rank}"
-            f" of {transport.size} over {transport.name})"
+            f" of {transport.size} over {self._context.axes.name(transport.name)})"
         )
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
@@ -224,6 +224,11 @@ class Engine:
         self.states.check_open()
         if self._sharded is None:
             raise ConfigError("join() needs an optimizer: give it to shard() or engine.attach()")
+        if self._context.mesh.others:
+            raise ConfigError(
+                "join() shadows data parallel ranks alone, and this mesh has other axes: run as"
+                " many batches on every rank"
+            )
         with Join(self._loop, self._finalizer, self._sharded, self._context.transport).joined():
             yield
 
@@ -355,7 +360,7 @@ class Engine:
             self._weights, self._sharded, self._context.transport, self._context.device
         )
         offloaded.begin()
-        self._context.pages.clear()
+        self._context.memory.pages.clear()
         self._offloaded = offloaded
         return offloaded.num_bytes
 
@@ -374,11 +379,13 @@ class Engine:
 
         A step that ended by an exception goes no further: parameters may have taken part of it.
         Where ranks have finished different numbers of steps, forwards and steps are refused until
-        zs.load(). Collective.
+        zs.load(). Collective, over the whole mesh where it has other axes.
         """
         self.states.check_open()
         self.states.end_step()
+        self._context.axes.give_up()
         self._context.transport.abandon()
+        self._context.axes.abandon()
         self._weights.abandon()
         self._backward.abandon()
         self._finalizer.abandon()
@@ -412,8 +419,9 @@ class Engine:
             failure = error
         self._context.transport.begin_write()
         self._context.transport.close()
+        self._context.axes.close()
         self._context.tiering.close()
-        self._context.pages.clear()
+        self._context.memory.pages.clear()
         self.states.close()
         if told is not None:
             _log.warning("the module is given back although a tier failed before: %s", told)

@@ -12,35 +12,42 @@ sums of squares of its pieces and all add them in rank order, so that the result
 on every rank and in every row. Division by the number of ranks comes after the sum. A step with a
 number that is not finite is skipped on every rank, its masters and moments untouched.
 
+Where the mesh has other axes, each data parallel group agrees so and then tells the others, who add
+its sum of squares to theirs and skip what it has to skip (comm/other_axes.py).
+
 Invariant: idempotent until the next backward. Cost: one small exchange per step, one more for a
-norm, one more after steps whose backwards all ran inside ``no_sync``.
+norm, one more after steps whose backwards all ran inside ``no_sync``; the first two once more along
+the other axes.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from zeroshard.comm.transport import Transport
 from zeroshard.core.digest import Digest, first_difference, holders
 from zeroshard.core.launched import heartbeat
 from zeroshard.errors import PlanMismatch, StateError
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.accumulation import UNKNOWN
 from zeroshard.runtime.backward import Backward
+from zeroshard.runtime.context import Context
 from zeroshard.runtime.decisions import first_disagreement
-from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.summed import SummedGradient
 from zeroshard.state.reduction import read_squares
 
 __all__ = ["Finalized", "Finalizer"]
 
 _log = logging.getLogger("zeroshard")
+_STEP = "optimizer.step() or clip_grad_norm_()"
+_NORM = "the norm of the gradient"
+_BAD = "the search for a gradient that is not finite"
 _HEAD = struct.Struct("<QQI?")  # digest, digest of the decisions, micro-batches, unreduced
 
 
@@ -81,20 +88,20 @@ class Finalizer:
     def __init__(
         self,
         backward: Backward,
-        transport: Transport,
+        context: Context,
         digest: Digest,
         scaler: LossScaler | None,
-        faults: Faults,
         *,
         bad_steps: int = 3,
     ) -> None:
         self.skipped = 0  # steps skipped since the beginning
         self.clipped = False  # since the last step
         self._backward = backward
-        self._transport = transport
+        self._transport = context.transport
+        self._axes = context.axes
         self._digest = digest
         self._scaler = scaler
-        self._faults = faults
+        self._faults = context.faults
         self._bad_steps = bad_steps
         self._bad_in_a_row = 0
         self._result: Finalized | None = None
@@ -119,13 +126,16 @@ class Finalizer:
         backward.collect_dropped()
         if self._result is not None and not backward.accumulation.changed:
             return self._result
-        answers = self._average_and_compare()
-        if any(answer.unreduced for answer in answers):
-            backward.flush()
+        with self._axes.telling(_STEP):
             answers = self._average_and_compare()
-        finite = self._unite(answers)
+            if any(answer.unreduced for answer in answers):
+                backward.flush()
+                answers = self._average_and_compare()
+            united = self._unite(answers)
+        culprits = self._culprits(answers, united)
+        self._count_bad(culprits)
         backward.accumulation.finalized()
-        self._result = Finalized(finite)
+        self._result = Finalized(not culprits)
         return self._result
 
     def _average_and_compare(self) -> list[_Answer]:
@@ -165,9 +175,7 @@ class Finalizer:
         decisions, count = self._backward.decisions, self._backward.accumulation.micro_batches
         mine = _Answer(self._digest.value(), decisions.digest(), count, bits, unreduced, bad)
         width = (len(used) + 7) // 8
-        payloads = self._transport.control.exchange(
-            mine.pack(width), "optimizer.step() or clip_grad_norm_()"
-        )
+        payloads = self._transport.control.exchange(mine.pack(width), _STEP)
         answers = [_Answer.unpack(payload, width) for payload in payloads]
         known = {answer.micro_batches for answer in answers} - {UNKNOWN}
         if len({(answer.digest, answer.decisions) for answer in answers}) > 1 or len(known) > 1:
@@ -185,9 +193,9 @@ class Finalizer:
             )
         return self._scaler.scale
 
-    def _unite(self, answers: Sequence[_Answer]) -> bool:
-        """Unite the used parameters, and return whether every rank's gradients are finite.
-        Raises StateError when no rank has a gradient.
+    def _unite(self, answers: Sequence[_Answer]) -> int:
+        """Unite the used parameters, and return a bit for each. Raises StateError when no rank
+        has a gradient.
         """
         united = 0
         for answer in answers:
@@ -205,9 +213,25 @@ class Finalizer:
         if united != answers[self._transport.rank].used:
             # those that only other ranks used: None there would say that the user cleared them
             self._backward.seal()
-        culprits = [answer.bad for answer in answers if answer.bad]
-        self._count_bad(culprits)
-        return not culprits
+        return united
+
+    def _culprits(self, answers: Sequence[_Answer], united: int) -> list[str]:
+        """Return the segments whose averages are not finite, one of every group that has any.
+        Raises PlanMismatch where groups are in different steps, and where replicas have done
+        different things or have gradients of different parameters.
+        """
+        scale = 1.0 if self._scaler is None else self._scaler.scale
+        found = self._axes.share(
+            self._axes.name(next((answer.bad for answer in answers if answer.bad), "")),
+            _STEP,
+            common={"the step": str(self._digest.step), "the loss scale": str(scale)},
+            alike={
+                "what the units did": f"{answers[0].digest:016x}",
+                "what was decided": f"{answers[0].decisions:016x}",
+                "the parameters with gradients": f"{united.bit_count()} ({hash(united):x})",
+            },
+        )
+        return [bad for bad in found if bad]
 
     def _refuse(self) -> None:
         """Send what the digests stand for, and raise PlanMismatch about the first difference.
@@ -290,22 +314,21 @@ class Finalizer:
         bad = next(filter(None, (path.summed.first_bad() for path in self._backward.paths())), "")
         own = f"{bad}\n{self._backward.saved.read_released or ''}".encode()
         answers = [
-            answer.decode().split("\n")
-            for answer in self._transport.control.exchange(
-                own, "the search for a gradient that is not finite"
-            )
+            answer.decode().split("\n") for answer in self._transport.control.exchange(own, _BAD)
         ]
-        return next((name for name, _ in answers if name), ""), next(
-            (name for _, name in answers if name), ""
-        )
+        firsts = [next(filter(None, names), "") for names in zip(*answers, strict=True)]
+        groups = self._axes.share([self._axes.name(name) for name in firsts], _BAD)
+        bad, released = (next(filter(None, names), "") for names in zip(*groups, strict=True))
+        return bad, released
 
-    def norm(self) -> torch.Tensor:
+    def norm(self, max_norm: float = math.inf) -> torch.Tensor:
         """Return the 2-norm of the averaged gradient over all parameters, 0-d fp32, the same
-        number on every rank.
+        number on every rank, which will be clipped to `max_norm`.
         """
         self.finalize()
-        local = [path.summed.squares(path.used) for path in self._backward.paths()]
-        self._faults.agree()
+        with self._axes.telling(_NORM):
+            local = [path.summed.squares(path.used) for path in self._backward.paths()]
+            self._faults.agree()
         rank, size = self._transport.rank, self._transport.size
         if local and len(local[0]) == size and size > 1:
             # every rank holds all sums
@@ -314,11 +337,11 @@ class Finalizer:
             own = sum((values[rank] for values in local), 0.0)
             sums = [
                 struct.unpack("<d", answer)[0]
-                for answer in self._transport.control.exchange(
-                    struct.pack("<d", own), "the norm of the gradient"
-                )
+                for answer in self._transport.control.exchange(struct.pack("<d", own), _NORM)
             ]
-        return torch.tensor(sum(sums), dtype=torch.float64).sqrt().to(torch.float32)
+        said = {"max_norm of clip_grad_norm_()": repr(max_norm)}
+        total = self._axes.add(sum(sums), _NORM, common=said)
+        return torch.tensor(total, dtype=torch.float64).sqrt().to(torch.float32)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the averaged gradient so that its norm is at most `max_norm`; return the norm
@@ -326,7 +349,7 @@ class Finalizer:
         """
         self._backward.tell("clip", max_norm)
         self._backward.decisions.note("max_norm of clip_grad_norm_()", repr(max_norm))
-        total = self.norm()
+        total = self.norm(max_norm)
         self.clipped = True
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         factor = float(coefficient)

@@ -291,7 +291,7 @@ class FlatWeights:
     def _empty_encoding(self, numel: int) -> torch.Tensor:
         assert self.codec is not None
         num_bytes = self.codec.encoded_bytes(numel)
-        return self._context.pages.empty(num_bytes, torch.uint8, self._context.device)
+        return self._context.memory.empty(num_bytes, torch.uint8)
 
     @cached_property
     def _encoded_ranges(self) -> tuple[Range, ...]:

@@ -22,12 +22,11 @@ from __future__ import annotations
 import json
 import logging
 
-from zeroshard.comm.transport import Transport
 from zeroshard.core.digest import Digest, holders
 from zeroshard.core.placement import Scope
 from zeroshard.errors import PlanMismatch
 from zeroshard.optim.sharded import ShardedOptimizer
-from zeroshard.runtime.faults import Faults
+from zeroshard.runtime.context import Context
 from zeroshard.runtime.replicas import compare_replicas
 from zeroshard.runtime.rest import Rest
 from zeroshard.runtime.weights import Weights
@@ -41,16 +40,15 @@ _SINCE = "an optimizer.step() ended by an exception"
 class Recovery:
     """What one engine does after a step that ended by an exception."""
 
-    def __init__(
-        self, weights: Weights, rest: Rest, faults: Faults, digest: Digest, transport: Transport
-    ) -> None:
+    def __init__(self, weights: Weights, rest: Rest, digest: Digest, context: Context) -> None:
         # between the optimizer's hooks: masters may be written and are not published
         self._in_step = False
         self._weights = weights
         self._rest = rest
-        self._faults = faults
+        self._faults = context.faults
         self._digest = digest
-        self._transport = transport
+        self._transport = context.transport
+        self._axes = context.axes
 
     def begin_step(self) -> None:
         """Masters may be written from here on, and are not published yet."""
@@ -67,10 +65,9 @@ class Recovery:
         taken = 0 if optimizer is None else optimizer.taken
         cut_off, self._in_step = self._in_step, False
         mine = [self._digest.step, taken, cut_off]
-        steps, finished, cuts = zip(
-            *map(json.loads, self._transport.control.exchange(json.dumps(mine).encode(), call)),
-            strict=True,
-        )
+        answers = self._transport.control.exchange(json.dumps(mine).encode(), call)
+        groups = self._axes.share([json.loads(answer) for answer in answers], call)
+        steps, finished, cuts = zip(*(each for group in groups for each in group), strict=True)
         self._digest.advance(max(steps))
         if optimizer is None or not (any(cuts) or len(set(finished)) > 1):
             return False

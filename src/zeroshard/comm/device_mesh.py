@@ -1,0 +1,96 @@
+"""A rank's place in the job: its data parallel group and its peers, read from a DeviceMesh.
+
+Invariant: every rank of the mesh reads the same dimensions. The process groups are those of the
+mesh; one is made only of two data parallel dimensions that are not the whole job, and by its
+members alone.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroshard.comm.other_axes import OtherAxes, ThroughGroups
+from zeroshard.core.dims import Dims
+from zeroshard.errors import ConfigError
+
+__all__ = ["Seat", "seat_of"]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where this rank is in a job."""
+
+    group: dist.ProcessGroup | None  # its data parallel ranks; None: it is the only one
+    dims: Dims
+    axes: OtherAxes
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among its data parallel ranks."""
+        return 0 if self.group is None else self.group.rank()
+
+
+def seat_of(mesh: Any) -> Seat:
+    """Return this rank's seat in `mesh` (None: all ranks are data parallel). Collective.
+
+    Raises ConfigError for what is no mesh of named dimensions with this rank in it.
+    """
+    if mesh is None:
+        group = _everyone()
+        size = 1 if group is None else group.size()
+        return Seat(group, Dims.of(None, (size,)), OtherAxes.none())
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(
+            f"mesh is a {type(mesh).__name__}, not a DeviceMesh: make one with"
+            " torch.distributed.init_device_mesh()"
+        )
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ConfigError(
+            f"mesh does not contain rank {dist.get_rank()}: call shard() on its ranks"
+            f" {mesh.mesh.flatten().tolist()} alone"
+        )
+    dims = Dims.of(mesh.mesh_dim_names, mesh.shape)
+    peers = ThroughGroups([mesh.get_group(index) for index in dims.beside])
+    axes = OtherAxes(dims.place(coordinate), dims.num_groups, peers)
+    return Seat(_data_group(mesh, dims), dims, axes)
+
+
+def _everyone() -> dist.ProcessGroup | None:
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ConfigError(
+            "WORLD_SIZE is set but there is no process group: call zeroshard.init_distributed()"
+            " before shard()"
+        )
+    return None
+
+
+def _data_group(mesh: DeviceMesh, dims: Dims) -> dist.ProcessGroup:
+    """Return the process group of this rank's data parallel ranks."""
+    if len(dims.data) == 1:
+        along: dist.ProcessGroup = mesh.get_group(dims.data[0])
+        return along
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    index = tuple(
+        slice(None) if dim in dims.data else number for dim, number in enumerate(coordinate)
+    )
+    ranks = mesh.mesh[index].flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ConfigError(
+            f"mesh has the data parallel ranks {ranks} out of order: process groups order theirs,"
+            " and nodes are consecutive ranks"
+        )
+    if len(ranks) == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    # not DeviceMesh._flatten(), in which every rank of the job takes part
+    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    return made

@@ -1,0 +1,78 @@
+"""Which dimensions of a mesh are data parallel, and where a rank is along the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from zeroshard.core.dims import Dims, Place
+from zeroshard.core.placement import Mesh, OtherAxis
+from zeroshard.errors import ConfigError
+
+
+@pytest.mark.parametrize("names", [None, ("dp",), ("fsdp",), ("tp",)])
+def test_a_mesh_of_one_dimension_is_data_parallel_whatever_its_name(
+    names: tuple[str, ...] | None,
+) -> None:
+    dims = Dims.of(names, (4,))
+    assert (dims.data, dims.beside, dims.others, dims.num_groups) == ((0,), (), (), 1)
+    assert dims.place((3,)) == Place()
+
+
+@pytest.mark.parametrize(
+    ("names", "sizes", "data", "beside", "node_size"),
+    [
+        (("dp", "pp"), (2, 3), (0,), (1,), None),
+        (("pp", "dp"), (3, 2), (1,), (0,), None),
+        (("pp", "dp_shard", "tp"), (2, 4, 2), (1,), (0, 2), None),
+        (("dp_replicate", "tp"), (2, 2), (0,), (1,), None),
+        (("pp", "dp_replicate", "dp_shard", "tp"), (2, 3, 4, 2), (1, 2), (0, 3), 4),
+        (("dp_replicate", "dp_shard"), (1, 4), (1,), (), None),  # one node
+        (("dp_replicate", "dp_shard"), (4, 1), (0,), (), None),
+        (("dp_replicate", "dp_shard", "pp"), (1, 1, 2), (0,), (2,), None),
+        (("pp", "dp", "tp"), (1, 4, 1), (1,), (), None),  # axes of one rank are nothing
+    ],
+)
+def test_dimensions_are_found_by_name_in_any_order(
+    names: tuple[str, ...],
+    sizes: tuple[int, ...],
+    data: tuple[int, ...],
+    beside: tuple[int, ...],
+    node_size: int | None,
+) -> None:
+    dims = Dims.of(names, sizes)
+    assert (dims.data, dims.beside, dims.node_size) == (data, beside, node_size)
+    assert [axis.name for axis in dims.others] == [names[index] for index in beside]
+
+
+def test_the_mesh_counts_data_parallel_ranks_and_knows_the_other_axes() -> None:
+    others = Dims.of(("pp", "dp", "tp"), (2, 8, 4)).others
+    assert others == (OtherAxis("pp", 2, alike=False), OtherAxis("tp", 4, alike=True))
+    mesh = Mesh.of(8, 4, others)
+    assert (mesh.size, mesh.num_nodes, mesh.others) == (8, 2, others)
+
+
+def test_a_place_tells_groups_apart_and_counts_replicas_once() -> None:
+    dims = Dims.of(("pp", "dp", "tp"), (2, 2, 2))
+    places = {(pp, tp): dims.place((pp, dp, tp)) for pp in (0, 1) for dp in (0, 1) for tp in (0, 1)}
+    assert places[1, 0] == Place("pp=1, tp=0", "pp=1", is_first=True)
+    assert places[1, 1] == Place("pp=1, tp=1", "pp=1", is_first=False)
+    assert [place.is_first for place in places.values()] == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (None, "2 dimensions without names"),
+        (("dp", "dp"), "several dimensions 'dp'"),
+        (("pp", "tp"), r"no data parallel dimension, only \['pp', 'tp'\]"),
+        (("dp", "cp"), "mesh dimension 'cp' is not known"),
+        (("dp", "dp_shard"), r"data parallel dimensions \['dp', 'dp_shard'\]: name one"),
+        (("dp_shard", "dp_replicate"), "in this order"),
+    ],
+)
+def test_several_dimensions_say_which_are_data_parallel(
+    names: tuple[str, ...] | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        Dims.of(names, (2, 2))
+    assert "\n" not in str(refused.value)
