@@ -207,16 +207,10 @@ class FlatWeights:
             self._context.meter.add(self.full_bytes)
             self._context.streams.alloc(self.key)
 
-    def unshard(self) -> Work:
-        """Start bringing the weights together, in memory that has been taken."""
-        return self._unshard(raw=False)
-
-    def unshard_raw(self) -> Work:
-        """Do the same as they rest, without a codec."""
-        return self._unshard(raw=True)
-
-    def _unshard(self, *, raw: bool) -> Work:
-        """Start a route: a single gather as it is, several hops as a Run."""
+    def unshard(self, raw: bool) -> Work:
+        """Start bringing the weights together, in memory that has been taken; `raw`: as they rest,
+        without a codec. A single gather is returned as it is, several hops as a Run.
+        """
         if self.is_local:
             assert self.window is not None
             return self.window.gather()

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, IntEnum
 from functools import cached_property
+from itertools import repeat
 
 import torch
 from torch import nn
@@ -196,8 +197,8 @@ class Unit:
         for flat in flats:
             flat.take_memory()
         lane: Lane | None = None if all(flat.is_local for flat in flats) else "gather"
-        start = FlatWeights.unshard_raw if raw else FlatWeights.unshard
-        self._flight = Flight(map(start, flats), streams, lane, fork=fork)
+        works = map(FlatWeights.unshard, flats, repeat(raw))
+        self._flight = Flight(works, streams, lane, fork=fork)
 
     def advance(self) -> None:
         """Go on with a gather that began with a read of another tier."""
