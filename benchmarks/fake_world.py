@@ -37,7 +37,7 @@ from zeroshard.comm import select
 from zeroshard.comm.transport import Traffic
 from zeroshard.errors import ConfigError
 
-__all__ = ["Options", "measure", "run"]
+__all__ = ["Options", "fake_world", "measure", "run"]
 
 _WIDTH = 16
 _WARMUP = 3  # steps: the first two trace what they prefetch
@@ -86,7 +86,7 @@ class _FakeControl:
 
 
 @contextmanager
-def _fake_world(size: int) -> Iterator[None]:
+def fake_world(size: int) -> Iterator[None]:
     """Be rank 0 of `size`, with one thread."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -107,7 +107,7 @@ def measure(options: Options, advance: Callable[[], None] = lambda: None) -> dic
     """Return, per contender and "plain", the CPU seconds of a step in every round. Calls
     `advance` after each round.
     """
-    with _fake_world(options.world):
+    with fake_world(options.world):
         turns = {name: _trainee(name, options) for name in ("plain", *_CONTENDERS)}
         for step in turns.values():
             _cpu_s(step, _WARMUP)

@@ -8,10 +8,11 @@ other transport; the native reduce sums in the backend's order and, for bf16 and
 dtype.
 
 Invariant: every rank makes the same calls in the same order (the engine's identity check tells when
-not). Collectives are enqueued behind the current stream; `Work.wait` makes the then current stream
-wait. Small messages go over the control plane, beside the device and its streams. A hang on the
-device is the backend's watchdog's to report; where Work.wait blocks the host (CPU backends), it
-ends in StallError.
+not). On accelerators a collective is one operation of the stream that is current when it starts
+(``async_op=False``, as FSDP2 calls it): no stream of the backend's own, and no wait of the host,
+which a timeout would make a poll of milliseconds. Small messages go over the control plane, beside
+the device and its streams. A hang on the device is the backend's watchdog's to report; on CPU
+backends, whose collectives the host waits for, it ends in StallError.
 
 Cost per rank, N equal shares, buffer of B bytes: gather and reduce receive ``B (N-1)/N`` each; a
 temporary slice per reduce, N of them when ordered.
@@ -129,6 +130,11 @@ class NcclTransport:
 
     def register(self, key: str) -> None: ...
 
+    @property
+    def _async_op(self) -> bool:
+        """Whether the host waits for collectives; else the current stream orders them."""
+        return self._device.type == "cpu"
+
     def all_gather(
         self, key: str, local: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor
     ) -> Work:
@@ -139,15 +145,16 @@ class NcclTransport:
         group, works = self._group, []
         if cut.is_equal:
             if out.numel():
-                works = [all_gather_single(out, local, group=group, async_op=True)]
+                works = [all_gather_single(out, local, group=group, async_op=self._async_op)]
         else:
             own = out[slice(*ranges[self.rank])]
             if own.data_ptr() != local.data_ptr():
                 own.copy_(local)
             for rank, (start, stop) in enumerate(ranges):
                 if stop > start:
+                    part = out[start:stop]
                     works.append(
-                        dist.broadcast(out[start:stop], group=group, group_src=rank, async_op=True)
+                        dist.broadcast(part, group=group, group_src=rank, async_op=self._async_op)
                     )
         return self._started(
             NativeWork(self, f"gather of {key}", works, lambda: None, [local, out], is_gather=True)
@@ -187,7 +194,9 @@ class NcclTransport:
         elif self._cuts.of(ranges).is_equal:
             works = []
             if numel:
-                works = [reduce_scatter_single(arrived, data, group=self._group, async_op=True)]
+                works = [
+                    reduce_scatter_single(arrived, data, group=self._group, async_op=self._async_op)
+                ]
         else:
             works = self._reduce_one_by_one(data, ranges)
             arrived = data[start:stop]
@@ -222,16 +231,18 @@ class NcclTransport:
         """Send each rank's slice to that rank; theirs of ours become the rows of `arrived`."""
         if list(ranges) != sorted(ranges):
             slices = [data[start:stop] for start, stop in ranges]
-            return dist.all_to_all([*arrived], slices, group=self._group, async_op=True)
+            return dist.all_to_all([*arrived], slices, group=self._group, async_op=self._async_op)
         receives, sends = [arrived.shape[1]] * self.size, [stop - start for start, stop in ranges]
         return dist.all_to_all_single(
-            arrived.view(-1), data, receives, sends, group=self._group, async_op=True
+            arrived.view(-1), data, receives, sends, group=self._group, async_op=self._async_op
         )
 
     def _reduce_one_by_one(self, data: torch.Tensor, ranges: Sequence[Range]) -> list[Any]:
         """Reduce each rank's slice to that rank, in place."""
         return [
-            dist.reduce(data[start:stop], group=self._group, group_dst=rank, async_op=True)
+            dist.reduce(
+                data[start:stop], group=self._group, group_dst=rank, async_op=self._async_op
+            )
             for rank, (start, stop) in enumerate(ranges)
             if stop > start
         ]
@@ -253,8 +264,9 @@ class NcclTransport:
         flat = (
             data.contiguous() if data.device == self._device else data.to(self._device).contiguous()
         )
-        work = dist.broadcast(flat, group=self._group, group_src=source, async_op=True)
-        await_native(work, "broadcast", self.stall_timeout_s, self.rank, self.size)
+        work = dist.broadcast(flat, group=self._group, group_src=source, async_op=self._async_op)
+        if work is not None:
+            await_native(work, "broadcast", self.stall_timeout_s, self.rank, self.size)
         if flat.data_ptr() != data.data_ptr():
             data.copy_(flat)
         if self.rank != source:
@@ -284,7 +296,9 @@ class NcclTransport:
 
 
 class NativeWork:
-    """Collectives under way and what remains to be done after them."""
+    """Collectives under way, None for those that the stream orders, and what remains to be done
+    after them.
+    """
 
     def __init__(
         self,
@@ -299,7 +313,7 @@ class NativeWork:
         self.is_gather = is_gather
         self._transport = transport
         self._what = what
-        self._works = works
+        self._works = [work for work in works if work is not None]
         self._after = after
         self._alive = alive  # the collectives' memory, until they are waited for
         self._finished: Any = None  # an event behind `after`, once that has been enqueued
@@ -333,7 +347,7 @@ class NativeWork:
 
 
 def await_native(work: Any, what: str, stall_timeout_s: float, rank: int, size: int) -> None:
-    """Wait for one collective: the current stream on accelerators, the host elsewhere."""
+    """Let the host wait for one collective."""
     try:
         work.wait(timedelta(seconds=stall_timeout_s))
     except RuntimeError as error:

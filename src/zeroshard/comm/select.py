@@ -128,15 +128,13 @@ def _subsets(mesh: Mesh) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
 
 
 def _subgroup(group: dist.ProcessGroup, subsets: list[tuple[int, ...]]) -> dist.ProcessGroup:
-    """Make a process group of each of `subsets`, ranks of `group`; return the one of this rank.
-    Collective.
+    """Make the process group of that one of `subsets`, ranks of `group`, in which this rank is.
+    Collective among its members: `group` may be a part of the job.
     """
-    in_job = [[dist.get_global_rank(group, rank) for rank in ranks] for ranks in subsets]
-    made = [dist.new_group(ranks) for ranks in in_job]
-    mine: dist.ProcessGroup = next(
-        made[index] for index, ranks in enumerate(subsets) if group.rank() in ranks
-    )
-    return mine
+    mine = next(ranks for ranks in subsets if group.rank() in ranks)
+    in_job = [dist.get_global_rank(group, rank) for rank in mine]
+    made: dist.ProcessGroup = dist.new_group(in_job, use_local_synchronization=True)
+    return made
 
 
 def _has_native(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -41,6 +41,8 @@ class Reduction:
     flight: Flight
     loan: Loan | None  # of the bucket
     frees: Sequence[str]  # what streams call the memory that ends with it
+    # its memory: an accelerator's allocator would give it away while the lane still uses it
+    uses: Sequence[object]
 
 
 class GradientPath:
@@ -141,17 +143,36 @@ class GradientPath:
         if self.bucket.rests:
             self.bucket.close()
             return
+        held = None
+        if with_earlier and self.partial.of_nodes and self.partial.state is not None:
+            held = self.partial.take()
+        frees = [] if held is None else [f"{self.key}.partial"]
         if resting.on_device:
             out = resting.fetch(*summed.own)
-            works = self._sums(out, "resting", accumulate=not fresh, with_earlier=with_earlier)
-            frees: list[str] = []
+            works = self._sums(out, "resting", held, accumulate=not fresh)
         else:
             out = summed.room()
-            works = self._sums(out, "sum", accumulate=False, with_earlier=with_earlier)
-            works, frees = map(Run, [self._to_rest(works, out, fresh)]), [f"{self.key}.sum"]
-        if self.partial.of_nodes and with_earlier and self.partial.state is not None:
-            frees.append(f"{self.key}.partial")
-        self._launch(works, frees)
+            frees.append(f"{self.key}.sum")
+            works = self._sums(out, "sum", held, accumulate=False)
+            works = map(Run, [self._to_rest(works, out, fresh)])
+        self._launch(works, frees, held, out)
+
+    def _sums(
+        self, out: torch.Tensor, name: str, held: torch.Tensor | None, *, accumulate: bool
+    ) -> Iterator[Work]:
+        """Start the reduce to `out`, which streams call `name`; `held`: earlier sums of this
+        node's ranks.
+        """
+        buffer = self._outgoing(name)
+        if not self.partial.of_nodes:
+            work = self._transport.reduce(self._request, buffer, out, accumulate=accumulate)
+        else:
+            if held is not None:
+                self._streams.read(f"{self.key}.partial")
+            work = mesh_of(self._transport).reduce(
+                self._request, buffer, out, accumulate=accumulate, partial=held
+            )
+        yield ended(work, self._streams)
 
     def _to_rest(self, works: Iterator[Work], total: torch.Tensor, fresh: bool) -> Hops:
         """Run a reduce whose sum goes on from `total` to another tier."""
@@ -159,28 +180,13 @@ class GradientPath:
             yield None, work
         self.summed.take(total, fresh)
 
-    def _launch(self, works: Iterator[Work], frees: list[str]) -> None:
+    def _launch(self, works: Iterator[Work], frees: list[str], *uses: object) -> None:
+        """Start a reduce that `uses` memory beside the bucket."""
         flight = Flight(works, self._streams, "reduce")
         if self.bucket.is_open:
             frees.append(self.bucket.name)
-        self.reduction = Reduction(flight, self.bucket.loan, frees)
+        self.reduction = Reduction(flight, self.bucket.loan, frees, (self.bucket.buffer, *uses))
         self.bucket.close()
-
-    def _sums(
-        self, out: torch.Tensor, name: str, *, accumulate: bool, with_earlier: bool
-    ) -> Iterator[Work]:
-        """Start the reduce to `out`, which streams call `name`."""
-        held, buffer = None, self._outgoing(name)
-        if not self.partial.of_nodes:
-            work = self._transport.reduce(self._request, buffer, out, accumulate=accumulate)
-        else:
-            if with_earlier and self.partial.state is not None:
-                held = self.partial.take()
-                self._streams.read(f"{self.key}.partial")
-            work = mesh_of(self._transport).reduce(
-                self._request, buffer, out, accumulate=accumulate, partial=held
-            )
-        yield ended(work, self._streams)
 
     def _outgoing(self, name: str) -> GradBuffer | None:
         """Return the buffer of a reduce that writes to what streams call `name`."""

@@ -77,7 +77,7 @@ class RestingGradient:
         self._squares: dict[Range, float] = {}
         self._flushing: list[tuple[Work, torch.Tensor]] = []  # copies under way, and what they read
         # sums on their way to the host, to be added there
-        self._to_add: list[tuple[Range, torch.Tensor, Work]] = []
+        self._to_add: list[tuple[Range, torch.Tensor, Work, torch.Tensor]] = []
         if lost is not None:
             self.lose(lost)
 
@@ -138,7 +138,8 @@ class RestingGradient:
                 self._add(own, total)
             else:
                 host = torch.empty_like(total, device="cpu")
-                self._to_add.append((own, host, self._memory.link.copy(host, total, "to_host")))
+                work = self._memory.link.copy(host, total, "to_host")
+                self._to_add.append((own, host, work, total))  # the copy reads `total`
 
     def _add(self, own: Range, total: torch.Tensor) -> None:
         for start in range(0, total.numel(), _BLOCK):
@@ -161,7 +162,7 @@ class RestingGradient:
         for work, _ in landing:
             work.wait()
         pending, self._to_add = self._to_add, []
-        for own, host, work in pending:
+        for own, host, work, _ in pending:
             wait_on_host(work)
             self._add(own, host)
 

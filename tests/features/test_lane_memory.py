@@ -1,0 +1,135 @@
+"""On an accelerator the host runs ahead of the lanes: collectives are enqueued, not waited for, and
+memory that a lane still uses is held until compute has joined it.
+
+No device is here: the streams of these tests only say that they enqueue, and the process group's
+collectives only copy. What is looked at is who keeps which tensor alive, and for how long.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+
+import zeroshard as zs
+from benchmarks.fake_world import fake_world
+from tests.support import inside
+from zeroshard import api
+from zeroshard.comm import nccl, select
+from zeroshard.comm.codec import Codec
+from zeroshard.comm.nccl import NcclTransport
+from zeroshard.comm.spec import CommSpec
+from zeroshard.comm.transport import ReduceRequest
+from zeroshard.core.placement import Mesh
+from zeroshard.runtime.bucket import PartialSum
+from zeroshard.runtime.streams import NoStreams
+
+WORLD = 8
+
+
+class Enqueuing(NoStreams):
+    """Streams on which the host enqueues and goes on."""
+
+    enqueues = True
+
+
+def _recorder(calls: list[bool], result: Any = None) -> Callable[..., Any]:
+    def call(*tensors: Any, async_op: bool, **options: Any) -> Any:
+        calls.append(async_op)
+        return result
+
+    return call
+
+
+def test_collectives_of_an_accelerator_are_operations_of_the_current_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[bool] = []
+    for name in ("all_gather_single", "reduce_scatter_single"):
+        monkeypatch.setattr(nccl, name, _recorder(calls))
+    for name in ("broadcast", "reduce", "all_to_all", "all_to_all_single"):
+        monkeypatch.setattr(dist, name, _recorder(calls))
+    equal = tuple((4 * rank, 4 * rank + 4) for rank in range(WORLD))
+    uneven = tuple((4 * rank, 4 * rank + 4) for rank in reversed(range(WORLD)))
+    with fake_world(WORLD):
+        for ordered in (False, True):
+            spec = CommSpec(Mesh(1, WORLD), name="nccl", ordered=ordered)
+            control: Any = select.make_control(None, spec, None)  # type: ignore[arg-type]
+            assert dist.group.WORLD is not None
+            transport = NcclTransport(dist.group.WORLD, torch.device("cuda"), spec, control)
+            for ranges in (equal, uneven):
+                full, own = torch.zeros(4 * WORLD), torch.zeros(4)
+                works = [transport.all_gather("a", own, ranges, full)]
+                request = ReduceRequest("a", ranges, torch.float32, None)
+                works.append(transport.reduce(request, None, own, accumulate=False))
+                assert all(work.done() for work in works)
+                for work in works:
+                    work.wait()
+            transport.close()
+    assert len(calls) > 2 * WORLD  # uneven shares take one per rank
+    assert not any(calls)
+
+
+def _train(
+    monkeypatch: pytest.MonkeyPatch, policy: str, **comm: Any
+) -> tuple[zs.Engine, nn.Module, torch.optim.Optimizer]:
+    monkeypatch.setattr(api, "make_streams", lambda device: Enqueuing())
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = zs.Comm(transport="nccl", **comm)
+    engine = zs.shard(model, optimizer, policy=policy, units=["0", "1", "2"], comm=options)
+    return engine, model, optimizer
+
+
+def _is_alive(references: list[weakref.ref[torch.Tensor]]) -> bool:
+    return references[-1]() is not None
+
+
+def test_a_buffer_that_is_encoded_on_a_lane_is_held_until_its_reduce_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoded: list[weakref.ref[torch.Tensor]] = []
+    encode = Codec.encode
+
+    def spy(self: Codec, source: torch.Tensor, out: torch.Tensor) -> None:
+        encoded.append(weakref.ref(source))
+        encode(self, source, out)
+
+    monkeypatch.setattr(Codec, "encode", spy)
+    with fake_world(WORLD):
+        engine, model, optimizer = _train(monkeypatch, "zero3", grad_codec="int8")
+        model(torch.randn(2, 64)).square().mean().backward()
+        assert inside.reducing(engine)
+        assert _is_alive(encoded)
+        optimizer.step()
+        assert not _is_alive(encoded)
+
+
+@pytest.mark.parametrize("policy", ["mics", "hfsdp"])
+def test_the_sum_of_a_node_is_held_until_the_reduce_between_nodes_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    taken: list[weakref.ref[torch.Tensor]] = []
+    take = PartialSum.take
+
+    def spy(self: PartialSum) -> torch.Tensor:
+        whole = take(self)
+        taken.append(weakref.ref(whole))
+        return whole
+
+    monkeypatch.setattr(PartialSum, "take", spy)
+    with fake_world(WORLD):
+        engine, model, optimizer = _train(monkeypatch, policy, node_size=4)
+        with engine.no_sync():
+            model(torch.randn(2, 64)).square().mean().backward()
+        model(torch.randn(2, 64)).square().mean().backward()
+        assert inside.reducing(engine)
+        assert _is_alive(taken)
+        optimizer.step()
+        assert not _is_alive(taken)
