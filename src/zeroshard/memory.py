@@ -95,6 +95,11 @@ def order_after(event: Any) -> None:
         event.wait()
 
 
+def is_over(event: Any) -> bool:
+    """Whether what an event of `mark` stands for has run."""
+    return event is False or bool(event.query())
+
+
 class Pool:
     """Flat tensors that are lent and come back. Temporaries are reused, since the first touch of
     fresh pages costs more than the copy.
@@ -127,14 +132,7 @@ class Pool:
         wanted = numel * dtype.itemsize
         num_bytes = max(wanted, 64)
         self._largest_bytes = max(self._largest_bytes, num_bytes)
-        best = -1  # the smallest that fits
-        for index, (size, idle, _) in enumerate(self._idle):
-            if (
-                size >= num_bytes
-                and idle.device == device
-                and (best < 0 or size < self._idle[best][0])
-            ):
-                best = index
+        best = self._best(num_bytes, device)
         if best < 0:
             self._trim(num_bytes)
             size, buffer = num_bytes, torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -145,9 +143,27 @@ class Pool:
         self._lent_bytes += size
         return buffer[:wanted].view(dtype)
 
-    def _trim(self, num_bytes: int) -> None:
+    def _best(self, num_bytes: int, device: torch.device) -> int:
+        """Return which idle buffer to lend: the smallest that fits. One that a lane may still use
+        makes the borrower wait, and is the last choice, after a new one within the limit (-1).
+        """
+        best, pending = -1, -1
+        for index, (size, idle, event) in enumerate(self._idle):
+            if size < num_bytes or idle.device != device:
+                continue
+            if not is_over(event):
+                pending = index if pending < 0 else pending  # the oldest
+            elif best < 0 or size < self._idle[best][0]:
+                best = index
+        return pending if best < 0 and self._excess(num_bytes) > 0 else best
+
+    def _excess(self, num_bytes: int) -> int:
+        """Return by how many bytes another buffer of `num_bytes` would exceed the limit."""
         idle_bytes = sum(size for size, _, _ in self._idle)
-        excess = self._lent_bytes + idle_bytes + num_bytes - self._limit
+        return self._lent_bytes + idle_bytes + num_bytes - self._limit
+
+    def _trim(self, num_bytes: int) -> None:
+        excess = self._excess(num_bytes)
         while self._idle and excess > 0:
             size, _, event = self._idle.pop(0)
             order_after(event)  # the allocator frees in the order of the stream that is current

@@ -19,14 +19,14 @@ from torch import nn
 import zeroshard as zs
 from benchmarks.fake_world import fake_world
 from tests.support import inside
-from zeroshard import api
+from zeroshard import api, memory
 from zeroshard.comm import nccl, select
 from zeroshard.comm.codec import Codec
 from zeroshard.comm.nccl import NcclTransport
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import ReduceRequest
 from zeroshard.core.placement import Mesh
-from zeroshard.runtime.bucket import PartialSum
+from zeroshard.runtime.bucket import GradBucket, PartialSum
 from zeroshard.runtime.streams import NoStreams
 
 WORLD = 8
@@ -80,10 +80,10 @@ def _train(
 ) -> tuple[zs.Engine, nn.Module, torch.optim.Optimizer]:
     monkeypatch.setattr(api, "make_streams", lambda device: Enqueuing())
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = zs.Comm(transport="nccl", **comm)
-    engine = zs.shard(model, optimizer, policy=policy, units=["0", "1", "2"], comm=options)
+    engine = zs.shard(model, optimizer, policy=policy, units=["0", "1", "2", "3"], comm=options)
     return engine, model, optimizer
 
 
@@ -133,3 +133,50 @@ def test_the_sum_of_a_node_is_held_until_the_reduce_between_nodes_is_waited_for(
         assert _is_alive(taken)
         optimizer.step()
         assert not _is_alive(taken)
+
+
+def test_the_buffer_of_the_next_unit_is_borrowed_while_a_reduce_is_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    under_way: list[int] = []
+    add = GradBucket.add
+    with fake_world(WORLD):
+        engine, model, optimizer = _train(monkeypatch, "zero3")
+
+        def spy(self: GradBucket, index: int, grad: torch.Tensor) -> None:
+            under_way.append(len(inside.reducing(engine)))
+            add(self, index, grad)
+
+        monkeypatch.setattr(GradBucket, "add", spy)
+        for _ in range(2):  # the first pass gathers nothing ahead
+            under_way.clear()
+            model(torch.randn(2, 64)).square().mean().backward()
+            optimizer.step()
+    assert under_way == [0, 0, 1, 1, 1, 1, 2, 2]  # in the order of the units' backwards
+
+
+class _Event:
+    """An event that nothing has come to yet, and that counts who waits for it."""
+
+    waits = 0
+
+    def query(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        type(self).waits += 1
+
+
+def test_a_pool_lends_what_a_lane_still_uses_only_where_its_limit_leaves_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "mark", lambda device: _Event())
+    monkeypatch.setattr(_Event, "waits", 0)
+    pool, device = memory.Pool(2 * 400), torch.device("cpu")
+    first = pool.take(100, torch.float32, device)
+    address = first.data_ptr()
+    pool.give(first)
+    second = pool.take(100, torch.float32, device)
+    assert (second.data_ptr() == address, _Event.waits) == (False, 0)
+    third = pool.take(100, torch.float32, device)
+    assert (third.data_ptr() == address, _Event.waits) == (True, 1)

@@ -3,6 +3,10 @@
     2 x the largest unit + prefetch_bytes     (default: the largest unit once more)
 
 That is the unit in use, the next one, and either what is gathered ahead or the buffer of a reduce.
+Where the host runs ahead of the lanes (``Streams.enqueues``) it is the largest unit once more, so
+that two reduces are under way: with one, the backward of every unit would wait for the reduce of
+the one before.
+
 Weights make room in it by releasing, reductions by waiting; what they hold is counted in one meter.
 """
 
@@ -20,11 +24,16 @@ class Budget:
     """The bytes that weights and gradients in use share."""
 
     def __init__(
-        self, units: Sequence[Unit], meter: MemoryCounter, prefetch_bytes: int | None
+        self,
+        units: Sequence[Unit],
+        meter: MemoryCounter,
+        prefetch_bytes: int | None,
+        *,
+        enqueues: bool = False,
     ) -> None:
         largest = max((unit.nominal_bytes for unit in units), default=0)
         self.prefetch_bytes = largest if prefetch_bytes is None else prefetch_bytes
-        self.num_bytes = 2 * largest + self.prefetch_bytes
+        self.num_bytes = (2 + enqueues) * largest + self.prefetch_bytes
         self._meter = meter
 
     @property

@@ -434,7 +434,7 @@ def _make_weights_and_gradients(
 ) -> tuple[Weights, Backward]:
     """Bring the model to rest, and make what gathers it and what takes its gradients."""
     units = build_units(plans, context)
-    budget = Budget(units, context.meter, prefetch_bytes)
+    budget = Budget(units, context.meter, prefetch_bytes, enqueues=context.streams.enqueues)
     # gathers need every rank: all gather the same units in the same order
     ordered = (
         not context.transport.one_sided
