@@ -29,7 +29,7 @@ from zeroshard.core.launched import meeting_file
 from zeroshard.core.placement import Mesh, Tier
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.errors import ConfigError, StorageError, ZeroshardError
-from zeroshard.memory import MemoryCounter, Pages
+from zeroshard.memory import MemoryCounter, Pages, check_device
 from zeroshard.nn.deferred import (
     allocate,
     deferred_init,
@@ -386,6 +386,7 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
             f"the parameters are on {len(devices)} devices ({shown}): move the model to one device"
             " before shard()"
         )
+    check_device(next(iter(devices)))
     if any(device.type == "meta" for device in devices):
         raise ConfigError(
             "the model is on the meta device and has no values: build it inside"

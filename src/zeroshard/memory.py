@@ -17,18 +17,25 @@ import functools
 import mmap
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from zeroshard.errors import ConfigError
+
 __all__ = [
     "HUGE_BYTES",
     "Loan",
+    "Mark",
     "MemoryCounter",
     "Pages",
     "Pool",
     "Trimmer",
     "address_of",
+    "bounce_buffer",
+    "cast_for",
+    "check_device",
     "host_memory",
     "mark",
     "order_after",
@@ -80,24 +87,61 @@ def address_of(view: memoryview) -> int:
 # -------------------------------------------------------------------------------------------- pools
 
 
-def mark(device: torch.device) -> Any:
-    """Return an event after everything on the device's current stream; a placeholder on CPU."""
-    if device.type == "cpu":
-        return False
-    event = torch.get_device_module(device).Event()
-    event.record()
-    return event
+class Mark:
+    """A place in the order of a device's stream: after everything that the stream which is current
+    on `device` has been given. The current device may be another one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._device = device
+        self._event: Any = self._module.Event()
+        self._event.record(self._module.current_stream(device))
+
+    def wait(self, stream: Any = None) -> None:
+        """Make `stream` (None: the current one of the device) wait until it is reached."""
+        self._event.wait(self._module.current_stream(self._device) if stream is None else stream)
+
+    def done(self) -> bool:
+        """Whether it is reached."""
+        return bool(self._event.query())
+
+    def synchronize(self) -> None:
+        """Make the host wait until it is reached."""
+        self._event.synchronize()
 
 
-def order_after(event: Any) -> None:
-    """Make the current stream wait for an event of `mark`."""
-    if event is not False:
+def mark(device: torch.device) -> Mark | None:
+    """Return a mark; None on CPU, where nothing is enqueued."""
+    return None if device.type == "cpu" else Mark(device)
+
+
+def order_after(event: Mark | None) -> None:
+    """Make the current stream of the mark's device wait for it."""
+    if event is not None:
         event.wait()
 
 
-def is_over(event: Any) -> bool:
-    """Whether what an event of `mark` stands for has run."""
-    return event is False or bool(event.query())
+@dataclass(slots=True, eq=False)
+class _Buffer:
+    """A buffer of a pool."""
+
+    data: torch.Tensor  # uint8
+    num_bytes: int
+    home: Any  # the stream to whose allocator it returns; None on CPU
+    last_use: Mark | None = None  # before which nobody else may write to it
+
+    @classmethod
+    def make(cls, num_bytes: int, device: torch.device) -> _Buffer:
+        data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        is_host = device.type == "cpu"
+        home = None if is_host else torch.get_device_module(device).current_stream(device)
+        return cls(data, num_bytes, home)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether its last use is over."""
+        return self.last_use is None or self.last_use.done()
 
 
 class Pool:
@@ -112,8 +156,8 @@ class Pool:
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._limit_bytes = limit_bytes
         self._largest_bytes = 0
-        self._idle: list[tuple[int, torch.Tensor, Any]] = []  # (bytes, uint8 buffer, event)
-        self._lent: dict[int, tuple[int, torch.Tensor]] = {}  # (bytes, buffer), by address
+        self._idle: list[_Buffer] = []
+        self._lent: dict[int, _Buffer] = {}  # by address
         self._lent_bytes = 0
 
     def has_room(self, num_bytes: int) -> bool:
@@ -135,53 +179,85 @@ class Pool:
         best = self._best(num_bytes, device)
         if best < 0:
             self._trim(num_bytes)
-            size, buffer = num_bytes, torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            buffer = _Buffer.make(num_bytes, device)
         else:
-            size, buffer, event = self._idle.pop(best)
-            order_after(event)
-        self._lent[buffer.data_ptr()] = (size, buffer)
-        self._lent_bytes += size
-        return buffer[:wanted].view(dtype)
+            buffer = self._idle.pop(best)
+            order_after(buffer.last_use)
+        self._lent[buffer.data.data_ptr()] = buffer
+        self._lent_bytes += buffer.num_bytes
+        return buffer.data[:wanted].view(dtype)
 
     def _best(self, num_bytes: int, device: torch.device) -> int:
         """Return which idle buffer to lend: the smallest that fits. One that a lane may still use
         makes the borrower wait, and is the last choice, after a new one within the limit (-1).
         """
         best, pending = -1, -1
-        for index, (size, idle, event) in enumerate(self._idle):
-            if size < num_bytes or idle.device != device:
+        for index, buffer in enumerate(self._idle):
+            if buffer.num_bytes < num_bytes or buffer.data.device != device:
                 continue
-            if not is_over(event):
+            if not buffer.is_free:
                 pending = index if pending < 0 else pending  # the oldest
-            elif best < 0 or size < self._idle[best][0]:
+            elif best < 0 or buffer.num_bytes < self._idle[best].num_bytes:
                 best = index
         return pending if best < 0 and self._excess(num_bytes) > 0 else best
 
     def _excess(self, num_bytes: int) -> int:
         """Return by how many bytes another buffer of `num_bytes` would exceed the limit."""
-        idle_bytes = sum(size for size, _, _ in self._idle)
+        idle_bytes = sum(buffer.num_bytes for buffer in self._idle)
         return self._lent_bytes + idle_bytes + num_bytes - self._limit
 
     def _trim(self, num_bytes: int) -> None:
         excess = self._excess(num_bytes)
         while self._idle and excess > 0:
-            size, _, event = self._idle.pop(0)
-            order_after(event)  # the allocator frees in the order of the stream that is current
-            excess -= size
+            buffer = self._idle.pop(0)
+            if buffer.last_use is not None:
+                buffer.last_use.wait(buffer.home)  # whose allocator may give it away at once
+            excess -= buffer.num_bytes
 
     def give(self, tensor: torch.Tensor) -> None:
         """Take back what `take` returned. What was lent before `clear` is ignored."""
         # an empty tensor has no address of its own
-        size, buffer = self._lent.pop(tensor.untyped_storage().data_ptr(), (0, None))
+        buffer = self._lent.pop(tensor.untyped_storage().data_ptr(), None)
         if buffer is not None:
-            self._lent_bytes -= size
-            self._idle.append((size, buffer, mark(tensor.device)))
+            self._lent_bytes -= buffer.num_bytes
+            buffer.last_use = mark(tensor.device)
+            self._idle.append(buffer)
 
     def clear(self) -> None:
         """Forget everything."""
         self._idle.clear()
         self._lent.clear()
         self._lent_bytes = 0
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ConfigError where `device` is a CUDA device and not the current one: collectives and
+    kernels that name no device would run on another.
+    """
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        raise ConfigError(
+            f"the model is on {device}, and the current device is cuda:"
+            f"{torch.cuda.current_device()}: call torch.cuda.set_device({device.index}) before"
+            " shard()"
+        )
+
+
+def bounce_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return undefined host memory [numel] for what goes to or comes from `device`: pinned where
+    that is an accelerator, whose copies would else be ten times as slow and make the host wait.
+    """
+    return torch.empty(numel, dtype=dtype, pin_memory=device.type != "cpu")
+
+
+def cast_for(
+    device: torch.device, source: torch.Tensor, dtype: torch.dtype, *, copy: bool
+) -> torch.Tensor:
+    """Return `source` [numel] in `dtype`, in memory from which it goes to `device`; `copy`: never
+    `source` itself.
+    """
+    if source.device == device:
+        return source.to(dtype, copy=copy)
+    return bounce_buffer(source.numel(), dtype, device).copy_(source)
 
 
 class Pages:

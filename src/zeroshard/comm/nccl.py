@@ -37,7 +37,7 @@ from zeroshard.comm.transport import GradBuffer, ReduceRequest, Work
 from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import PeerLostError, StallError
-from zeroshard.memory import Pool, mark, order_after
+from zeroshard.memory import Mark, Pool, mark, order_after
 
 __all__ = ["NcclTransport"]
 
@@ -316,11 +316,12 @@ class NativeWork:
         self._works = [work for work in works if work is not None]
         self._after = after
         self._alive = alive  # the collectives' memory, until they are waited for
-        self._finished: Any = None  # an event behind `after`, once that has been enqueued
+        self._is_finished = False
+        self._finished: Mark | None = None  # behind `after`, once that has been enqueued
 
     def complete(self) -> None:
         """Let the current stream wait for the collectives and do the rest on it."""
-        if self._finished is None:
+        if not self._is_finished:
             for work in self._works:
                 await_native(
                     work,
@@ -330,7 +331,7 @@ class NativeWork:
                     self._transport.size,
                 )
             self._after()
-            self._finished = mark(self._alive[0].device)
+            self._is_finished, self._finished = True, mark(self._alive[0].device)
             self.release()
             self._transport.untrack(self)
 
@@ -339,7 +340,7 @@ class NativeWork:
         order_after(self._finished)  # the stream that finished may not be the one that waits now
 
     def done(self) -> bool:
-        return self._finished is not None or all(work.is_completed() for work in self._works)
+        return self._is_finished or all(work.is_completed() for work in self._works)
 
     def release(self) -> None:
         """Release what the collectives used."""

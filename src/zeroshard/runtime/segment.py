@@ -18,6 +18,7 @@ from zeroshard.core.placement import Tier
 from zeroshard.core.split import tiles
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StorageError
+from zeroshard.memory import cast_for, mark
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.parameters import Parameters
@@ -201,9 +202,10 @@ class Segment:
         """Start casting stepped masters (do they stay as they are meanwhile?) into the weights;
         `wait_uploads` waits for it.
         """
-        if stop <= self.aliased:
-            return []
-        source = master.to(self.flat.dtype, copy=not stays)
+        if stop <= self.aliased:  # the weights themselves were stepped, in the caller's stream
+            stepped = mark(self.flat.full.device)
+            return [] if stepped is None else self._sent([stepped], None)
+        source = cast_for(self.flat.full.device, master, self.flat.dtype, copy=not stays)
         return self._sent(self.weight.write(start, stop, source), source)
 
     def can_bring_from_rest(self, start: int, stop: int) -> bool:

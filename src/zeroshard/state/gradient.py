@@ -29,6 +29,7 @@ from zeroshard.core.layout import Range
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work, wait_on_host
 from zeroshard.errors import StorageError
+from zeroshard.memory import bounce_buffer
 from zeroshard.state.deferred_scale import DeferredScale
 from zeroshard.state.reduction import (
     Asked,
@@ -137,7 +138,7 @@ class RestingGradient:
             if isinstance(self._memory.link, Direct):
                 self._add(own, total)
             else:
-                host = torch.empty_like(total, device="cpu")
+                host = bounce_buffer(total.numel(), total.dtype, total.device)
                 work = self._memory.link.copy(host, total, "to_host")
                 self._to_add.append((own, host, work, total))  # the copy reads `total`
 

@@ -43,6 +43,12 @@ class DeviceMemory:
         """Return undefined memory [numel] on the device."""
         return self.pages.empty(numel, dtype, self.device)
 
+    def release_idle(self) -> None:
+        """Give memory that nothing uses back to the system: another process may need it."""
+        self.pages.clear()
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).empty_cache()
+
 
 class DeviceStorage:
     """A Storage (tier/store.py) that is a device tensor [numel]; written over `link`."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from zeroshard.core.placement import Tier
-from zeroshard.core.work import DoneWork, Work
+from zeroshard.core.work import DoneWork, Work, wait_on_host
 from zeroshard.errors import StorageError
 from zeroshard.memory import MemoryCounter, host_memory, to_placeholder
 from zeroshard.tier.link import Link, link_of
@@ -84,12 +84,12 @@ class _HostStorage:
         return self.numel * self.dtype.itemsize
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> Work:
-        self._wait_for_opposite(start, stop, writes=False)
+        self._wait_for_opposite(start, stop, out, writes=False)
         work = self._store.link.copy(out, self._tensor(start, stop), "to_device")
         return self._started(start, stop, work, writes=False)
 
     def write(self, start: int, stop: int, source: torch.Tensor) -> Work:
-        self._wait_for_opposite(start, stop, writes=True)
+        self._wait_for_opposite(start, stop, source, writes=True)
         work = self._store.link.copy(self._tensor(start, stop), source, "to_host")
         return self._started(start, stop, work, writes=True)
 
@@ -99,18 +99,22 @@ class _HostStorage:
             self._under_way.append((start, stop, writes, work))
         return work
 
-    def _wait_for_opposite(self, start: int, stop: int, *, writes: bool) -> None:
-        """Wait for overlapping copies in the opposite direction; the link orders only its own."""
+    def _wait_for_opposite(
+        self, start: int, stop: int, other: torch.Tensor, *, writes: bool
+    ) -> None:
+        """Wait for overlapping copies in the opposite direction; the link orders only its own. A
+        copy from or to `other` memory of the host is not enqueued: the host itself waits.
+        """
+        is_enqueued = other.device.type != "cpu"
         for low, high, other_writes, work in self._under_way:
             if low < stop and start < high and other_writes is not writes:
-                work.wait()
+                work.wait() if is_enqueued else wait_on_host(work)
 
     def flush(self, start: int, stop: int, *, write: bool) -> None:
         """Wait, on the host, for writes to [start, stop), and with `write` for reads too."""
         for low, high, writes, work in self._under_way:
             if low < stop and start < high and (write or writes):
-                synchronize = getattr(work, "synchronize", work.wait)
-                synchronize()
+                wait_on_host(work)
 
     @contextmanager
     def borrowed(self, start: int, stop: int, *, write: bool) -> Iterator[torch.Tensor]:

@@ -10,11 +10,12 @@ bytes; it does not allocate. Tests have links of their own (tests/support).
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
 from zeroshard.core.work import DoneWork, Work
+from zeroshard.memory import Mark
 
 __all__ = ["Direct", "Direction", "Enqueued", "Link", "link_of"]
 
@@ -50,23 +51,6 @@ class Direct:
     def close(self) -> None: ...
 
 
-class _Event:
-    """A copy that was enqueued on a stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event: Any = torch.get_device_module(device).Event()
-        self._event.record()
-
-    def wait(self) -> None:
-        self._event.wait()
-
-    def done(self) -> bool:
-        return bool(self._event.query())
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-
 class Enqueued:
     """Copies on the current stream; the host side is pinned memory."""
 
@@ -77,6 +61,6 @@ class Enqueued:
 
     def copy(self, out: torch.Tensor, source: torch.Tensor, direction: Direction) -> Work:
         out.copy_(source, non_blocking=True)
-        return _Event(self._device)
+        return Mark(self._device)
 
     def close(self) -> None: ...
