@@ -26,8 +26,13 @@ from zeroshard.comm.nccl import NcclTransport
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import ReduceRequest
 from zeroshard.core.placement import Mesh
+from zeroshard.errors import ConfigError
 from zeroshard.runtime.bucket import GradBucket, PartialSum
 from zeroshard.runtime.streams import NoStreams
+from zeroshard.runtime.weights import Weights
+from zeroshard.state.state import DeviceMemory
+from zeroshard.tier.host import HostStore
+from zeroshard.tier.link import Direct
 
 WORLD = 8
 
@@ -155,28 +160,147 @@ def test_the_buffer_of_the_next_unit_is_borrowed_while_a_reduce_is_under_way(
     assert under_way == [0, 0, 1, 1, 1, 1, 2, 2]  # in the order of the units' backwards
 
 
-class _Event:
-    """An event that nothing has come to yet, and that counts who waits for it."""
+class _Streams:
+    """A device's module whose events are never over and note the streams that they are on."""
 
-    waits = 0
+    def __init__(self) -> None:
+        self.current = "compute"
+        self.notes: list[str] = []
+        self.Event = lambda: self
+
+    def current_stream(self, device: torch.device) -> str:
+        return f"{self.current} of {device}"
+
+    def record(self, stream: str) -> None:
+        self.notes.append(f"record on {stream}")
+
+    def wait(self, stream: str) -> None:
+        self.notes.append(f"{stream} waits")
 
     def query(self) -> bool:
         return False
 
-    def wait(self) -> None:
-        type(self).waits += 1
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> _Streams:
+    """The module of every device in this test, a CPU's included."""
+    fake = _Streams()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    monkeypatch.setattr(memory, "mark", memory.Mark)
+    return fake
+
+
+def test_marks_are_on_streams_of_their_own_device_whichever_is_current(streams: _Streams) -> None:
+    one = memory.mark(torch.device("cuda", 3))
+    memory.order_after(one)
+    assert streams.notes == ["record on compute of cuda:3", "compute of cuda:3 waits"]
 
 
 def test_a_pool_lends_what_a_lane_still_uses_only_where_its_limit_leaves_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
+    streams: _Streams,
 ) -> None:
-    monkeypatch.setattr(memory, "mark", lambda device: _Event())
-    monkeypatch.setattr(_Event, "waits", 0)
     pool, device = memory.Pool(2 * 400), torch.device("cpu")
     first = pool.take(100, torch.float32, device)
     address = first.data_ptr()
     pool.give(first)
     second = pool.take(100, torch.float32, device)
-    assert (second.data_ptr() == address, _Event.waits) == (False, 0)
+    assert (second.data_ptr() == address, streams.notes) == (False, ["record on compute of cpu"])
     third = pool.take(100, torch.float32, device)
-    assert (third.data_ptr() == address, _Event.waits) == (True, 1)
+    assert (third.data_ptr() == address, streams.notes[1:]) == (True, ["compute of cpu waits"])
+
+
+def test_a_buffer_that_a_pool_frees_goes_back_to_the_stream_it_came_from(
+    streams: _Streams,
+) -> None:
+    pool, device = memory.Pool(400), torch.device("meta")
+    first = pool.take(100, torch.float32, device)
+    pool.give(first)
+    streams.current = "reduce"
+    pool.take(200, torch.float32, device)  # larger: the first one has to go
+    assert streams.notes == ["record on compute of meta", "compute of meta waits"]
+
+
+def test_reset_returns_when_no_lane_uses_what_it_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    abandon = Weights.abandon
+    monkeypatch.setattr(Enqueuing, "drain", lambda self: order.append("drain"), raising=False)
+    monkeypatch.setattr(
+        Weights, "abandon", lambda self: (order.append("release"), abandon(self))[1]
+    )
+    monkeypatch.setattr(api, "make_streams", lambda device: Enqueuing())
+    engine = zs.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    engine.reset()
+    assert order == ["drain", "release"]
+
+
+class _Copy:
+    """A copy under way on a stream."""
+
+    def __init__(self) -> None:
+        self.waits: list[str] = []
+
+    def wait(self) -> None:
+        self.waits.append("stream")
+
+    def synchronize(self) -> None:
+        self.waits.append("host")
+
+    def done(self) -> bool:
+        return False
+
+
+class _Enqueued:
+    """A link whose copies are never over."""
+
+    overlaps = True
+
+    def __init__(self) -> None:
+        self.copies: list[_Copy] = []
+
+    def copy(self, out: torch.Tensor, source: torch.Tensor, direction: str) -> _Copy:
+        self.copies.append(_Copy())
+        return self.copies[-1]
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cpu", "host"), ("meta", "stream")])
+def test_the_host_writes_over_host_memory_only_when_a_copy_from_there_is_over(
+    device: str, waits: str
+) -> None:
+    link: Any = _Enqueued()
+    store = HostStore(torch.device("cpu"), link=link)
+    storage = store.allocate("weight", 8, torch.float32)
+    storage.read(0, 8, torch.empty(8, device="meta"))
+    storage.write(0, 8, torch.zeros(8, device=device))
+    assert link.copies[0].waits == [waits]
+
+
+def test_a_model_on_another_device_than_the_current_one_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    memory.check_device(torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match=r"on cuda:3, and .* torch\.cuda\.set_device\(3\)"):
+        memory.check_device(torch.device("cuda", 3))
+
+
+def test_what_travels_between_host_and_accelerator_is_pinned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **_: asked.append(pin_memory))
+    for device in ("cpu", "cuda"):
+        memory.bounce_buffer(8, torch.bfloat16, torch.device(device))
+    assert asked == [False, True]
+
+
+def test_memory_that_nothing_uses_is_given_back_to_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    emptied: list[str] = []
+    module = type("module", (), {"empty_cache": lambda: emptied.append("device")})
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    for device in ("cpu", "meta"):
+        DeviceMemory(torch.device(device), memory.Pages(), Direct()).release_idle()
+    assert emptied == ["device"]

@@ -108,6 +108,8 @@ class CheckingStreams:
         lane, clock = event
         self._synchronise(f"join({lane})", "compute", clock)
 
+    def drain(self) -> None: ...
+
     def alloc(self, buffer: Hashable) -> None:
         self._access("alloc", buffer)
 

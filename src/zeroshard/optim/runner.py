@@ -226,6 +226,8 @@ class TileRunner:
         if under_way is not None:
             self._late = self._late or self.was_late  # also where it has failed: the ranks agree
             under_way.result()
+            if self._stream is not None:  # what it stepped on the device is read on this stream
+                self._module.current_stream(self._options.device).wait_stream(self._stream)
 
     def failure(self) -> StorageError | None:
         """Return what a step that went on by itself has failed with, if it has ended so."""

@@ -360,7 +360,7 @@ class Engine:
             self._weights, self._sharded, self._context.transport, self._context.device
         )
         offloaded.begin()
-        self._context.memory.pages.clear()
+        self._context.memory.release_idle()
         self._offloaded = offloaded
         return offloaded.num_bytes
 
@@ -386,6 +386,7 @@ class Engine:
         self._context.axes.give_up()
         self._context.transport.abandon()
         self._context.axes.abandon()
+        self._context.streams.drain()  # memory that lanes still use is about to be released
         self._weights.abandon()
         self._backward.abandon()
         self._finalizer.abandon()
@@ -421,7 +422,7 @@ class Engine:
         self._context.transport.close()
         self._context.axes.close()
         self._context.tiering.close()
-        self._context.memory.pages.clear()
+        self._context.memory.release_idle()
         self.states.close()
         if told is not None:
             _log.warning("the module is given back although a tier failed before: %s", told)

@@ -14,8 +14,9 @@ writes), are ordered by a chain of program order and events. NoStreams does noth
 AcceleratorStreams enqueues for real; tests prove the invariant on CPU with vector clocks
 (tests/support/checking_streams.py).
 
-What it does not do: it never makes the host wait, and it knows nothing of what collectives do on
-streams of their own (a transport's ``Work.wait()`` orders those with the lane it is called on).
+What it does not do: it never makes the host wait, but in `drain`, and it knows nothing of what
+collectives do on streams of their own (a transport's ``Work.wait()`` orders those with the lane it
+is called on).
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ class Streams(Protocol):
     def join(self, event: Event) -> None:
         """Let compute wait for `event`."""
 
+    def drain(self) -> None:
+        """Return when nothing is under way on any lane: the host waits. After an exception."""
+
     def alloc(self, buffer: Hashable) -> None:
         """Report that `buffer`'s memory was taken, on the current lane."""
 
@@ -109,6 +113,8 @@ class NoStreams:
         return None
 
     def join(self, event: Event) -> None: ...
+
+    def drain(self) -> None: ...
 
     def alloc(self, buffer: Hashable) -> None: ...
 
@@ -170,6 +176,9 @@ class AcceleratorStreams:
 
     def join(self, event: Event) -> None:
         self._stream("compute").wait_event(event)
+
+    def drain(self) -> None:
+        torch.cuda.synchronize(self.device)
 
     def alloc(self, buffer: Hashable) -> None: ...
 
