@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeroshard.comm.groups import make_group
 from zeroshard.comm.other_axes import OtherAxes, ThroughGroups
 from zeroshard.core.dims import Dims
 from zeroshard.errors import ConfigError
@@ -92,5 +93,5 @@ def _data_group(mesh: DeviceMesh, dims: Dims) -> dist.ProcessGroup:
         assert dist.group.WORLD is not None
         return dist.group.WORLD
     # not DeviceMesh._flatten(), in which every rank of the job takes part
-    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-    return made
+    along_both = ThroughGroups([mesh.get_group(dim) for dim in dims.data])
+    return make_group(ranks, along_both.exchange)

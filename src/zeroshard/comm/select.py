@@ -13,9 +13,11 @@ from torch import distributed as dist
 
 from zeroshard.comm.connect import make_control
 from zeroshard.comm.gloo_peers import Subgroup
+from zeroshard.comm.groups import make_group
 from zeroshard.comm.nccl import NcclTransport
 from zeroshard.comm.one_process import OneProcess
 from zeroshard.comm.paired import PairedTransport
+from zeroshard.comm.plain import gather_bytes
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Traffic, Transport
 from zeroshard.comm.two_level import Lowering, TwoLevelTransport
@@ -129,12 +131,14 @@ def _subsets(mesh: Mesh) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
 
 def _subgroup(group: dist.ProcessGroup, subsets: list[tuple[int, ...]]) -> dist.ProcessGroup:
     """Make the process group of that one of `subsets`, ranks of `group`, in which this rank is.
-    Collective among its members: `group` may be a part of the job.
+    Collective over `group`, which may be a part of the job.
     """
-    mine = next(ranks for ranks in subsets if group.rank() in ranks)
-    in_job = [dist.get_global_rank(group, rank) for rank in mine]
-    made: dist.ProcessGroup = dist.new_group(in_job, use_local_synchronization=True)
-    return made
+    in_job = [[dist.get_global_rank(group, rank) for rank in ranks] for ranks in subsets]
+    mine = next(index for index, ranks in enumerate(subsets) if group.rank() in ranks)
+    if group.size() < dist.get_world_size():
+        return make_group(in_job[mine], lambda payload: gather_bytes(group, payload))
+    made: list[dist.ProcessGroup] = [dist.new_group(ranks) for ranks in in_job]
+    return made[mine]
 
 
 def _has_native(group: dist.ProcessGroup, device: torch.device) -> bool:
