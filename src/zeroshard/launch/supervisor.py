@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -281,11 +282,20 @@ class Supervisor:
         return failures
 
     def _leavers(self, generation: int, statuses: dict[int, int]) -> list[Failure]:
-        """Return the ranks whose scripts have ended well, in order of time."""
-        left = []
-        for watched in self._ranks_of(generation):
+        """Return the ranks whose scripts have ended well, in order of time.
+
+        Of a rank that the agent reaped before the thread looked no status is known: it ended well
+        where the agent does not say otherwise and nobody had failed, so that nobody ended it.
+        """
+        left, ranks = [], self._ranks_of(generation)
+        failed = [one.ended_at for one in ranks if one.failed_at and one.ended_at is not None]
+        first_failed = min(failed, default=math.inf)
+        for watched in ranks:
             at = watched.ended_at if watched.left_at is None else watched.left_at
-            well = watched.left_at is not None or statuses.get(watched.pid, watched.status) == 0
+            status = statuses.get(watched.pid, watched.status)
+            if status is None and at is not None and at <= first_failed:
+                status = None if watched.ended_by_us else 0
+            well = watched.left_at is not None or status == 0
             if watched.failed_at is None and well and at is not None:
                 left.append(Failure(watched.rank, watched.pid, at, status=0))
         return sorted(left, key=lambda failure: failure.at)

@@ -194,6 +194,28 @@ def test_a_rank_that_left_is_to_blame_for_what_lost_it_and_for_nothing_else(rank
     ranks.supervisor.stop()
 
 
+def test_a_rank_that_the_agent_reaped_first_has_left_if_nobody_had_failed(
+    ranks: _Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reaped(*args: object) -> None:
+        raise ChildProcessError
+
+    monkeypatch.setattr(os, "waitid", reaped)
+    left = ranks.start(1, "pass")
+    stays = ranks.start(2, "import time; time.sleep(60)")  # ended with the one that failed
+    other = ranks.start(0, "import time; time.sleep(60)")
+    left.wait(timeout=5)
+    time.sleep(0.2)  # until the thread has looked
+    report = {"at": 2.0, "message": "no", "traceback": "T", "exit_code": 71, "consequence": True}
+    (ranks.directory / f"failure-{other.pid}.json").write_text(json.dumps(report))
+    ranks.announce({"pid": other.pid, "failed_at": 2.0})
+    for process in (other, stays):
+        process.wait(timeout=5)
+    ranks.supervisor.stop()
+    found = ranks.supervisor.failures({other.pid: 71})
+    assert [(failure.rank, failure.status) for failure in found] == [(1, 0), (0, 71)]
+
+
 def test_a_new_generation_reports_the_old_one_and_starts_with_a_clean_slate(ranks: _Ranks) -> None:
     ended = ranks.start(0, "raise SystemExit(4)")
     # seen, not reaped: reaping is for the supervisor to come before
