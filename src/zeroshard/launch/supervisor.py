@@ -293,9 +293,9 @@ class Supervisor:
         for watched in ranks:
             at = watched.ended_at if watched.left_at is None else watched.left_at
             status = statuses.get(watched.pid, watched.status)
-            if status is None and at is not None and at <= first_failed:
-                status = None if watched.ended_by_us else 0
             well = watched.left_at is not None or status == 0
+            if status is None and at is not None and not watched.ended_by_us:
+                well = well or at <= first_failed
             if watched.failed_at is None and well and at is not None:
                 left.append(Failure(watched.rank, watched.pid, at, status=0))
         return sorted(left, key=lambda failure: failure.at)
