@@ -4,12 +4,12 @@ accesses of one buffer that conflict are ordered by a chain of program order and
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from zeroshard.runtime.streams import LANES, Event, Lane
+from tests.support.lane_clocks import Clock, LaneClocks
+from zeroshard.runtime.streams import Lane
 
 __all__ = ["CheckingStreams", "StreamRace"]
 
@@ -22,9 +22,6 @@ class StreamRace(AssertionError):
         self.buffer = buffer
         self.first = first
         self.second = second
-
-
-Clock = dict[Lane, int]  # per lane: how many of its accesses are known to have finished
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class _History:
     home: Lane | None = None  # the lane that allocated it
 
 
-class CheckingStreams:
+class CheckingStreams(LaneClocks):
     """Vector clocks over what the engine reports: proves the streams' invariant for the run it
     has seen, on any device.
 
@@ -69,20 +66,15 @@ class CheckingStreams:
     """
 
     enqueues = False
-    drop: int | None
     collect: bool
     races: list[StreamRace]
-    syncs: list[str]  # what each synchronisation operation was, dropped or not
     num_accesses: int
 
     def __init__(self, *, drop: int | None = None, collect: bool = False) -> None:
-        self.drop = drop
+        super().__init__(drop)
         self.collect = collect
         self.races = []
-        self.syncs = []
         self.num_accesses = 0
-        self._clocks: dict[Lane, Clock] = {lane: dict.fromkeys(LANES, 0) for lane in LANES}
-        self._lane: Lane = "compute"
         self._histories: dict[Hashable, _History] = {}
 
     @property
@@ -90,25 +82,8 @@ class CheckingStreams:
         """The number of waits so far."""
         return len(self.syncs)
 
-    def fork(self, lane: Lane) -> None:
-        self._synchronise(f"fork({lane})", lane, self._clocks["compute"])
-
-    @contextmanager
-    def on(self, lane: Lane) -> Iterator[None]:
-        outer, self._lane = self._lane, lane
-        try:
-            yield
-        finally:
-            self._lane = outer
-
-    def mark(self, lane: Lane) -> Event:
-        return lane, dict(self._clocks[lane])
-
-    def join(self, event: Event) -> None:
-        lane, clock = event
-        self._synchronise(f"join({lane})", "compute", clock)
-
-    def drain(self) -> None: ...
+    def drain(self) -> None:
+        """Order nothing, although the host waits: no access may lean on it."""
 
     def alloc(self, buffer: Hashable) -> None:
         self._access("alloc", buffer)
@@ -122,17 +97,10 @@ class CheckingStreams:
     def write(self, buffer: Hashable) -> None:
         self._access("write", buffer)
 
-    def _synchronise(self, name: str, waiter: Lane, clock: Clock) -> None:
-        dropped = self.num_syncs == self.drop
-        self.syncs.append(name)
-        if not dropped:
-            mine = self._clocks[waiter]
-            mine.update({lane: max(mine[lane], clock[lane]) for lane in LANES})
-
     def _access(
         self, operation: Literal["alloc", "free", "read", "write"], buffer: Hashable
     ) -> None:
-        lane, clock = self._lane, self._clocks[self._lane]
+        lane, clock = self.lane, self.clocks[self.lane]
         clock[lane] += 1
         self.num_accesses += 1
         access = _Access(operation, lane, clock[lane], self.num_accesses)
@@ -161,7 +129,7 @@ class CheckingStreams:
     def _require_home(self, buffer: Hashable, access: _Access, history: _History) -> None:
         assert history.home is not None
         for used in (history.write, *history.reads.values()):
-            if used is not None and not used.before(self._clocks[history.home]):
+            if used is not None and not used.before(self.clocks[history.home]):
                 self._report(
                     StreamRace(
                         buffer,

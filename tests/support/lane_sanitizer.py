@@ -29,14 +29,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.support.lane_clocks import LaneClocks
 from zeroshard import api, memory
 from zeroshard.comm import codec, nccl
 from zeroshard.runtime import segment
-from zeroshard.runtime.streams import LANES, Event, Lane
+from zeroshard.runtime.streams import LANES, Lane
 
 __all__ = ["Finding", "LaneSanitizer"]
-
-Clock = dict[Lane, int]
 
 
 @dataclass(frozen=True)
@@ -91,23 +90,17 @@ class _Mark:
             self._sanitizer.order(lane, self._clock)
 
 
-class LaneSanitizer(TorchDispatchMode):
-    """Streams for an engine, and the mode that watches what runs on them.
-
-    `drop` leaves out the `drop`-th fork or join.
-    """
+class LaneSanitizer(LaneClocks, TorchDispatchMode):
+    """Streams for an engine, and the mode that watches what runs on them."""
 
     enqueues = True
 
     def __init__(self, *, drop: int | None = None) -> None:
-        super().__init__()
+        LaneClocks.__init__(self, drop)
+        TorchDispatchMode.__init__(self)
         self.findings: list[Finding] = []
-        self.syncs: list[str] = []  # forks and joins so far
         self.num_operations = 0
         self.num_reads = 0  # of the device by the host: .item(), .tolist()
-        self.lane: Lane = "compute"
-        self.clocks: dict[Lane, Clock] = {lane: dict.fromkeys(LANES, 0) for lane in LANES}
-        self._drop = drop
         self._memories: dict[int, _Memory] = {}  # by storage
 
     @contextmanager
@@ -139,34 +132,6 @@ class LaneSanitizer(TorchDispatchMode):
 
     # ------------------------------------------------------------------ what the engine calls
 
-    def fork(self, lane: Lane) -> None:
-        """Let `lane` come after everything on compute so far."""
-        self._synchronise(f"fork({lane})", lane, self.clocks["compute"])
-
-    @contextmanager
-    def on(self, lane: Lane) -> Iterator[None]:
-        """Run the body on `lane`."""
-        outer, self.lane = self.lane, lane
-        try:
-            yield
-        finally:
-            self.lane = outer
-
-    def mark(self, lane: Lane) -> Event:
-        """Return where `lane` is."""
-        return lane, dict(self.clocks[lane])
-
-    def join(self, event: Event) -> None:
-        """Let compute come after `event`."""
-        lane, clock = event
-        self._synchronise(f"join({lane})", "compute", clock)
-
-    def drain(self) -> None:
-        """The host waits for all lanes."""
-        for lane in LANES:
-            for other in LANES:
-                self.order(lane, self.clocks[other])
-
     def alloc(self, buffer: Hashable) -> None: ...
 
     def free(self, buffer: Hashable) -> None: ...
@@ -174,17 +139,6 @@ class LaneSanitizer(TorchDispatchMode):
     def read(self, buffer: Hashable) -> None: ...
 
     def write(self, buffer: Hashable) -> None: ...
-
-    def _synchronise(self, name: str, lane: Lane, clock: Clock) -> None:
-        if len(self.syncs) != self._drop:
-            self.order(lane, clock)
-        self.syncs.append(name)
-
-    def order(self, lane: Lane, clock: Clock) -> None:
-        """Let `lane` come after `clock`."""
-        own = self.clocks[lane]
-        for other, tick in clock.items():
-            own[other] = max(own[other], tick)
 
     # ------------------------------------------------------------------ what runs
 
