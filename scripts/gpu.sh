@@ -19,7 +19,7 @@ bench() { # SECONDS NAME ARGUMENTS...
 }
 
 if [[ $parts == *" tests "* ]]; then
-    timeout 210 "$python" -m pytest -q -s tests/gpu tests/unit/runtime/test_streams.py tests/unit/comm/test_codec_kernels.py -p no:cacheprovider 2>&1 | tee "$out/tests.txt"
+    timeout 210 "$python" -m pytest -q -s tests/gpu tests/unit/runtime/test_streams.py tests/unit/comm/test_codec_kernels.py tests/unit/comm/test_sum_kernel.py -p no:cacheprovider 2>&1 | tee "$out/tests.txt"
 fi
 if [[ $parts == *" step "* ]]; then
     for precision in fp32 bf16; do

@@ -17,24 +17,23 @@ Inf decodes to NaN in every element: what overflow detection looks for is never 
 
 Cost: ``stride/block`` bytes per element instead of 2 or 4, and one pass over source and encoding,
 in tiles that stay in cache, with scratch of a tile and a half (1.5 MiB) per thread. On CUDA a
-Triton kernel (comm/codec_kernels.py) does the same where Triton is installed, with the same bits.
+Triton kernel (comm/kernels.py) does the same where Triton is installed, with the same bits.
 What it does not do: move anything, round stochastically, or feed errors back.
 """
 
 from __future__ import annotations
 
 import difflib
-import functools
 import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import ClassVar
 
 import torch
 
+from zeroshard.comm.compat import kernels_for
 from zeroshard.core.layout import ALIGN, Range
 from zeroshard.errors import ConfigError
 
@@ -128,7 +127,7 @@ class Codec(ABC):
         """
         self._check(source, out)
         source = source.detach()
-        kernels = _kernels(source)
+        kernels = kernels_for(source)
         if kernels is not None:
             kernels.encode(self, source, out)
             return
@@ -154,7 +153,7 @@ class Codec(ABC):
                 " or decode_sum"
             )
         out = out.detach()
-        kernels = _kernels(out)
+        kernels = kernels_for(out)
         if kernels is not None:
             kernels.decode(self, data, out, add=add)
             return
@@ -360,20 +359,7 @@ def engine_of(tensor: torch.Tensor) -> str:
     """Return what encodes and decodes tensors on this one's device, "triton" or "torch": same
     bits, another speed.
     """
-    return "torch" if _kernels(tensor) is None else "triton"
-
-
-def _kernels(tensor: torch.Tensor) -> ModuleType | None:
-    return _triton_kernels() if tensor.is_cuda else None
-
-
-@functools.cache
-def _triton_kernels() -> ModuleType | None:
-    try:
-        from zeroshard.comm import codec_kernels
-    except ImportError:  # Triton is optional
-        return None
-    return codec_kernels
+    return "torch" if kernels_for(tensor) is None else "triton"
 
 
 def _tile_numel(codec: Codec, tensor: torch.Tensor) -> int:

@@ -148,7 +148,7 @@ def checked_parts(
 
 
 def sum_parts(
-    parts: Sequence[torch.Tensor | None],
+    parts: Sequence[torch.Tensor | None] | torch.Tensor,
     out: torch.Tensor,
     *,
     codec: Codec | None,
@@ -156,6 +156,7 @@ def sum_parts(
     accumulate: bool,
 ) -> None:
     """Store (or add) the sum of all ranks' `parts` in `out`, in rank order; None stands for zeros.
+    They may be the rows of one tensor.
 
     Numbers are summed by the canonical tree; encoded parts (`codec`, uint8) are decoded and added
     from first to last.

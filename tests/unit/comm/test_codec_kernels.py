@@ -14,17 +14,18 @@ would promise them to machines with a GPU, which they do not need.
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
-from tests.support.harness import ROOT
+from tests.support.triton_process import run_here
 from zeroshard.comm import codec as codecs
+from zeroshard.comm import compat
 from zeroshard.comm.codec import CODECS, Codec, codec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,7 +63,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def interpret() -> None:
     """Compare the interpreted kernels with the torch code; runs under TRITON_INTERPRET=1."""
-    from zeroshard.comm import codec_kernels
+    from zeroshard.comm import kernels
 
     for coder in CODERS:
         for dtype in DTYPES:
@@ -71,7 +72,7 @@ def interpret() -> None:
             data = torch.zeros(coder.encoded_bytes(source.numel()), dtype=torch.uint8)
             ours = torch.full_like(data, 0xAB)
             coder.encode(source, data)
-            codec_kernels.encode(coder, source, ours)
+            kernels.encode(coder, source, ours)
             assert torch.equal(ours, data), (
                 f"{what}: encoded bytes {(ours != data).nonzero().flatten()[:5].tolist()} differ"
             )
@@ -79,13 +80,13 @@ def interpret() -> None:
                 start = torch.linspace(-3, 3, source.numel()).to(dtype)
                 expected, decoded = start.clone(), start.clone()
                 coder.decode(data, expected, add=add)
-                codec_kernels.decode(coder, data, decoded, add=add)
+                kernels.decode(coder, data, decoded, add=add)
                 finite = ~expected.isnan()  # the sign of a NaN means nothing
                 assert (
                     same_bits(decoded[finite], expected[finite]) and decoded[~finite].isnan().all()
                 ), f"{what} add={add}"
-            codec_kernels.encode(coder, source[:0], data[:0])
-            codec_kernels.decode(coder, data[:0], source[:0], add=False)
+            kernels.encode(coder, source[:0], data[:0])
+            kernels.decode(coder, data[:0], source[:0], add=False)
     print("same bits")
 
 
@@ -95,19 +96,19 @@ def compile_for_a_gpu() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from zeroshard.comm import codec_kernels
+    from zeroshard.comm import kernels
 
     for coder in (codec(name) for name in CODECS):
-        tile = codec_kernels.tile_of(coder)
+        tile = kernels.tile_of(coder)
         constants = {"block": coder.block, "tile": tile, "kind": coder.name}
         kinds = {"source": "*fp32", "data": "*u8", "out": "*fp32", "numel": "i32"}
         kinds["limits"] = ("fp32", "fp32", "fp32")
-        for kernel, more in ((codec_kernels._encode, {}), (codec_kernels._decode, {"add": True})):
+        for kernel, more in ((kernels._encode, {}), (kernels._decode, {"add": True})):
             constexprs = constants | more
             signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
             source = ASTSource(kernel, signature, constexprs=constexprs)
             compiled = triton.compile(
-                source, target=GPUTarget("cuda", 90, 32), options=dict(codec_kernels.OPTIONS)
+                source, target=GPUTarget("cuda", 90, 32), options=dict(kernels.OPTIONS)
             )
             print(
                 *sorted(
@@ -121,31 +122,27 @@ def compile_for_a_gpu() -> None:
             )
 
 
-def run_here(call: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", f"from {__name__} import {call}; {call}()"]
-    return subprocess.run(
-        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=110
-    )
-
-
 def test_without_triton_torch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)  # importing it raises ImportError
-    monkeypatch.delitem(sys.modules, "zeroshard.comm.codec_kernels", raising=False)
-    codecs._triton_kernels.cache_clear()
+    monkeypatch.delitem(sys.modules, "zeroshard.comm.kernels", raising=False)
+    monkeypatch.delattr("zeroshard.comm.kernels", raising=False)
+    compat._kernels.cache_clear()
     try:
-        assert codecs._triton_kernels() is None
+        assert compat.kernels_for(cast(torch.Tensor, SimpleNamespace(is_cuda=True))) is None
     finally:
-        codecs._triton_kernels.cache_clear()
+        compat._kernels.cache_clear()
 
 
 if find_spec("triton") is not None:
 
     def test_interpreted_kernels_give_the_bits_of_the_torch_code() -> None:
-        done = run_here("interpret", TRITON_INTERPRET="1")
+        done = run_here(__name__, "interpret", TRITON_INTERPRET="1")
         assert done.returncode == 0 and done.stdout == "same bits\n", done.stderr[-2000:]
 
     def test_compiled_kernels_round_every_operation_to_nearest(tmp_path: object) -> None:
-        done = run_here("compile_for_a_gpu", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+        done = run_here(
+            __name__, "compile_for_a_gpu", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0"
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         encode, decode = "add.rn.f32 div.rn.f32 max.f32 min.f32", "add.rn.f32 mul.rn.f32"
         # nothing fused, approximate or flushed to zero
@@ -160,7 +157,7 @@ def test_a_gpu_gives_the_bits_of_the_cpu(
     coder: Codec, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "torch":
-        monkeypatch.setattr(codecs, "_kernels", lambda tensor: None)
+        monkeypatch.setattr(codecs, "kernels_for", lambda tensor: None)
     elif find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     for dtype in DTYPES:

@@ -47,6 +47,7 @@ def contribution(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     ),
     present=st.lists(st.booleans(), min_size=6, max_size=6),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    out_dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     accumulate=st.booleans(),
     numel=st.sampled_from([0, 1, 64, 1000]),
 )
@@ -54,16 +55,22 @@ def test_bits_are_those_of_a_naive_sum_with_real_zeros(
     shape: tuple[int, int | None],
     present: list[bool],
     dtype: torch.dtype,
+    out_dtype: torch.dtype,
     accumulate: bool,
     numel: int,
 ) -> None:
     size, node_size = shape
     parts = [contribution(rank, numel, dtype) if present[rank] else None for rank in range(size)]
-    before = contribution(99, numel, torch.float32)
+    before = contribution(99, numel, out_dtype)
     out = before.clone()
     ordered_sum(parts, out, node_size=node_size, accumulate=accumulate)
     expected = naive_sum(parts, numel, node_size)
-    assert torch.equal(bits(out), bits(before + expected if accumulate else expected))
+    expected = (before.float() + expected if accumulate else expected).to(out_dtype)
+    assert torch.equal(bits(out), bits(expected))
+    there = [part for part in parts if part is not None]
+    if len(there) == size:  # as the rows of one tensor
+        ordered_sum(torch.stack(there), before, node_size=node_size, accumulate=accumulate)
+        assert torch.equal(bits(before), bits(expected))
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

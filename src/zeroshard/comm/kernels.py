@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The codecs of comm/codec.py as Triton kernels: one pass from source to encoding, and back,
-with the same bits as the torch code.
+"""The codecs (comm/codec.py) and the canonical sum (comm/ordered.py) as Triton kernels: one pass
+from source to encoding, and back; one pass over what all ranks have sent. Bits are those of the
+torch code.
 
 Same bits, because every step is one IEEE operation: division rounds to nearest (``div_rn``;
 Triton's ``/`` does not), products and sums are not contracted (``enable_fp_fusion=False``),
@@ -9,9 +10,12 @@ operations, so that it needs no hardware for it, and so are casts to and from bf
 interpreter truncates. Maxima are taken over the bits of the magnitudes: as integers they have the
 same order, and NaN is the largest.
 
-A program takes a `tile`: so many blocks, and the power of 2 that their bytes span. Under
-``TRITON_INTERPRET=1`` the kernels run on the CPU: tests/unit/comm/test_codec_kernels.py. Importing
-this file needs Triton; comm/codec.py does without.
+A program of a codec takes a `tile`: so many blocks, and the power of 2 that their bytes span. A
+program of the sum takes a run of elements and loops over ranks, whose number is not compiled in.
+Elements are counted in 64 bits,
+and rows by moving the pointer. Under ``TRITON_INTERPRET=1`` the kernels run on the CPU:
+tests/unit/comm/test_codec_kernels.py, test_sum_kernel.py. Importing this file needs Triton;
+comm/codec.py and comm/ordered.py do without (comm/compat.py).
 """
 
 from __future__ import annotations
@@ -23,10 +27,12 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["OPTIONS", "Coded", "decode", "encode", "tile_of"]
+__all__ = ["OPTIONS", "Coded", "decode", "encode", "sum_rows", "tile_of"]
 
 OPTIONS = {"enable_fp_fusion": False}  # of every launch
-_ELEMENTS = 4096  # per program, about
+_ELEMENTS = 4096  # per program of a codec, about
+# elements per program of the sum: with 4 warps, 16 bytes of bf16 per thread and load
+_RUN = tl.constexpr(1024)
 
 
 class Coded(Protocol):
@@ -87,8 +93,8 @@ def _highest(values):
 
 
 @triton.jit
-def _load(source, at, numel, inside):
-    values = tl.load(source + at, mask=inside & (at < numel), other=0)
+def _load(source, at, inside):
+    values = tl.load(source + at, mask=inside, other=0)
     if source.dtype.element_ty == tl.int16:  # bits of bf16
         return (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return values.to(tl.float32)
@@ -119,10 +125,10 @@ def _encode(
     there = row * block < numel
     inside = there[:, None] & (column < run)
     at = row[:, None] * block + column
-    low = _load(source, at, numel, inside)
+    low = _load(source, at, inside & (at < numel))
     amax = _highest(low)
     if kind == "int4":
-        high = _load(source, at + run, numel, inside)
+        high = _load(source, at + run, inside & (at + run < numel))
         amax = tl.maximum(amax, _highest(high))
     finite = amax < 0x7F800000
     scale = tl.div_rn(amax.to(tl.float32, bitcast=True), tl.full([rows], largest, tl.float32))
@@ -144,10 +150,9 @@ def _encode(
 
 
 @triton.jit
-def _store(out, at, numel, inside, value, add: tl.constexpr):
-    inside = inside & (at < numel)
+def _store(out, at, inside, value, add: tl.constexpr):
     if add:
-        value = tl.load(out + at, mask=inside, other=0) + value
+        value = _load(out, at, inside) + value
     if out.dtype.element_ty == tl.int16:
         bits = value.to(tl.int32, bitcast=True)
         bits = tl.where(value != value, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
@@ -173,14 +178,53 @@ def _decode(
     scale = scale.to(tl.float32, bitcast=True)[:, None]
     code = tl.load(_codes(data, row, column, run), mask=inside, other=0).to(tl.int32)
     if kind == "fp8":
-        _store(out, at, numel, inside, _fp8_value(code) * scale, add)
+        _store(out, at, inside & (at < numel), _fp8_value(code) * scale, add)
     else:
         code = (code << 24) >> 24  # signed
         if kind == "int4":
             high = (code + 8) >> 4
-            _store(out, at + run, numel, inside, high.to(tl.float32) * scale, add)
+            _store(out, at + run, inside & (at + run < numel), high.to(tl.float32) * scale, add)
             code -= high * 16
-        _store(out, at, numel, inside, code.to(tl.float32) * scale, add)
+        _store(out, at, inside & (at < numel), code.to(tl.float32) * scale, add)
+
+
+@triton.jit
+def _sum_node(rows, stride, at, inside, node_size):
+    """Return the sum of one node's rows, and where the next node's begin."""
+    total = _load(rows, at, inside)
+    left = node_size - 1  # no range(): the interpreter takes none over what a launch passes
+    while left > 0:
+        rows += stride
+        total += _load(rows, at, inside)
+        left -= 1
+    return total, rows + stride
+
+
+@triton.jit(do_not_specialize=["num_nodes", "node_size"])
+def _sum(rows, out, numel, stride, num_nodes, node_size, add: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * _RUN + tl.arange(0, _RUN)
+    inside = at < numel
+    total, rows = _sum_node(rows, stride, at, inside, node_size)
+    left = num_nodes - 1
+    while left > 0:
+        node, rows = _sum_node(rows, stride, at, inside, node_size)
+        total += node
+        left -= 1
+    _store(out, at, inside, total, add)
+
+
+def sum_rows(rows: torch.Tensor, out: torch.Tensor, *, node_size: int, accumulate: bool) -> None:
+    """Store (or add) the sum of `rows` [ranks, n], each contiguous, in `out` [n] as
+    ``ordered_sum`` does, which has checked both.
+    """
+    numel = out.numel()
+    if numel == 0:
+        return
+    with _current(out):
+        _sum[(triton.cdiv(numel, _RUN.value),)](
+            _bits_of_bf16(rows), _bits_of_bf16(out), numel, rows.stride(0),
+            rows.shape[0] // node_size, node_size, add=accumulate, **OPTIONS,
+        )  # fmt: skip
 
 
 def encode(codec: Coded, source: torch.Tensor, out: torch.Tensor) -> None:
