@@ -73,6 +73,7 @@ class _FakeControl:
     """A control plane whose other ranks say what this one says."""
 
     def __init__(self, *_: Any) -> None:
+        self.name = "shared_memory"
         self.rank, self.size = 0, dist.get_world_size()
         self.traffic = Traffic()
         self.stall_timeout_s = 60.0

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from tests.support import inside
 from tests.support.harness import run_ranks
+from tests.support.hosts import pretended_host
 from tests.support.training import (
     ROWS,
     Net,
@@ -235,6 +236,38 @@ def test_the_node_size_is_part_of_the_bits() -> None:
     for same, four, two, one in run_ranks(4, _node_sizes, timeout=60):
         assert not same and not four and two
         assert not one, "nodes of one rank are summed in rank order, as one node is"
+
+
+def _ordered(rank: int, world: int) -> tuple[str, dict[str, list[str]], dict[str, int]]:
+    """Train with ordered sums over the backend's collectives, as ranks of two hosts. Return the
+    error of flat ones that nobody asked for, what differs from gloo's bits on the same mesh, and
+    the bytes of gradients from other nodes.
+    """
+    expected = {
+        size: train(rank, "zero3", 3, comm=zs.Comm(transport="gloo", node_size=size))
+        for size in (None, 2)
+    }
+    lowerings = {"flat": (None, False), "nodes": (2, None), "nodes, flat": (2, False)}
+    with pretended_host(rank // 2):
+        with pytest.raises(ConfigError) as caught:
+            train(rank, "zero3", 1, comm=zs.Comm(transport="nccl", ordered=True))
+        differing, moved = {"meshes": expected[2].differs_from(expected[None])}, {}
+        for name, (size, levels) in lowerings.items():
+            comm = zs.Comm(transport="nccl", ordered=True, node_size=size, hierarchical=levels)
+            run = train(rank, "zero3", 3, comm=comm)
+            differing[name] = run.differs_from(expected[size])
+            moved[name] = run.extra["traffic"].between_nodes["reduce_scatter"]
+    with pretended_host(rank):  # hosts of one rank: flat is all there is
+        train(rank, "zero3", 1, comm=zs.Comm(transport="nccl", ordered=True))
+    return str(caught.value), differing, moved
+
+
+def test_ordered_sums_over_hosts_go_in_two_levels_by_nodes_and_are_refused_without() -> None:
+    for refused, differing, moved in run_ranks(4, _ordered, timeout=100):
+        assert "Set comm.node_size" in refused and "comm.hierarchical=False" in refused
+        assert differing.pop("meshes"), "two levels would not give the bits of one node"
+        assert not any(differing.values()), differing
+        assert 2 * moved["nodes"] == moved["nodes, flat"] > 0
 
 
 # ------------------------------------------------------------------------------------------ traffic

@@ -12,6 +12,7 @@ import torch
 from torch import distributed as dist
 
 from zeroshard.comm.connect import make_control
+from zeroshard.comm.control import PeerControl
 from zeroshard.comm.gloo_peers import Subgroup
 from zeroshard.comm.groups import make_group
 from zeroshard.comm.nccl import NcclTransport
@@ -99,6 +100,7 @@ def _make_paired(group: dist.ProcessGroup, spec: CommSpec) -> Transport:
 def _make_native(group: dist.ProcessGroup, device: torch.device, spec: CommSpec) -> Transport:
     mesh, lowering = spec.mesh, _lowering(spec)
     control = make_control(Subgroup.of(group), replace(spec, name="nccl"), Traffic())
+    _check_ordered(spec, control)
     flat = NcclTransport(group, device, spec, control)
     if mesh.num_nodes == 1 or not (spec.columns or lowering.ever):
         return flat
@@ -111,6 +113,23 @@ def _make_native(group: dist.ProcessGroup, device: torch.device, spec: CommSpec)
         mesh=mesh,
         lowering=lowering,
     )
+
+
+def _check_ordered(spec: CommSpec, control: PeerControl) -> None:
+    """Raise ConfigError, on every rank, for an ordered exchange that would go flat over hosts of
+    several ranks, unless it was asked for. (Two levels would sum in another order than the mesh
+    says, so they are not taken instead.)
+    """
+    if not spec.ordered or spec.two_level is not None or spec.mesh.num_nodes > 1:
+        return
+    if control.name == "mixed":
+        control.close()
+        raise ConfigError(
+            f"comm.ordered=True: {spec.mesh.size} ranks on several hosts are one node of the mesh,"
+            " so every rank would send its gradients to every rank of the other hosts. Set"
+            " comm.node_size to the ranks of one host (sums are then formed by nodes, in two"
+            " levels), leave ordered out, or ask for this exchange with comm.hierarchical=False"
+        )
 
 
 def _lowering(spec: CommSpec) -> Lowering:

@@ -89,8 +89,9 @@ class ErrorFeedback(_Strict):
 class Comm(_Strict):
     """How bytes travel.
 
-    `ordered` asks for the canonical sum where the backend has a faster one of its own (nccl).
-    `node_size` ranks form a node (default: all do); the sums over ranks depend on it.
+    `ordered` asks for the canonical sum where the backend has a faster one of its own (nccl). On
+    several hosts it needs `node_size`. `node_size` ranks form a node (default: all do); the sums
+    over ranks depend on it.
     `hierarchical` says whether collectives go in two levels, inside nodes and between them
     (default: those that move fewer bytes between hosts so).
 

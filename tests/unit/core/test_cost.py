@@ -63,6 +63,17 @@ def test_transitions_are_what_counting_shards_gives(nodes: int, local: int) -> N
         assert (got.inside, got.between) == pytest.approx((expected.inside, expected.between))
 
 
+@given(st.integers(2, 9), st.integers(1, 9), st.sampled_from([2.0, 4.0]))
+def test_sums_go_in_two_levels_where_a_node_has_more_ranks_than_its_sum_takes_bytes_more(
+    nodes: int, local: int, wire: float
+) -> None:
+    mesh, whole, hop = Mesh(nodes, local), NUMEL * wire, NUMEL * 4.0
+    flat, deep = (
+        reduce_scatter(mesh, Scope.SHARD, whole, hop, two_level=levels) for levels in (False, True)
+    )
+    assert cheapest(flat, deep) == (local > hop / whole)
+
+
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("no_sync", [False, True])
