@@ -28,6 +28,7 @@ from zeroshard.core.dims import Dims
 from zeroshard.core.launched import meeting_file
 from zeroshard.core.placement import Mesh, Tier
 from zeroshard.core.precision import Precision, dtype_name
+from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import ConfigError, StorageError, ZeroshardError
 from zeroshard.memory import MemoryCounter, Pages, check_device
 from zeroshard.nn.deferred import (
@@ -46,7 +47,6 @@ from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.guards import OWNED
 from zeroshard.runtime.overlap import check_overlap
-from zeroshard.runtime.replicas import digest_of
 from zeroshard.runtime.streams import make_streams
 from zeroshard.runtime.tiering import Tiering
 from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_units

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 import xxhash
 
+from zeroshard.core.tensor_digest import digest_of
+
 __all__ = [
     "Cell", "Constant", "Entry", "Place", "Seeded", "fingerprint", "generator_state", "leaves",
     "map_leaves", "replay",
@@ -256,17 +258,12 @@ def fingerprint(entry: Entry) -> str:
             cell = f"{numbers.setdefault(leaf.cell, len(numbers))} {leaf.cell.num_bytes}"
             return f"{cell} {leaf.shape} {leaf.stride} {leaf.offset} {leaf.dtype}"
         if isinstance(leaf, Constant):
-            return f"{leaf.tensor.dtype} {tuple(leaf.tensor.shape)} {_digest_of(leaf.tensor)}"
-        return _digest_of(leaf.state) if isinstance(leaf, Seeded) else repr(leaf)
+            return f"{leaf.tensor.dtype} {tuple(leaf.tensor.shape)} {digest_of(leaf.tensor)}"
+        return digest_of(leaf.state) if isinstance(leaf, Seeded) else repr(leaf)
 
     for one in history([entry]):
         parts = [str(one.func), str(one.default_dtype)]
         parts += [describe(leaf) for leaf in leaves((one.args, [*one.kwargs.items()], one.outputs))]
-        parts += [_digest_of(state) for state in one.generators.values()]
+        parts += [digest_of(state) for state in one.generators.values()]
         digest.update("\n".join(parts).encode())
     return digest.hexdigest()
-
-
-def _digest_of(tensor: torch.Tensor) -> str:
-    data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_64_hexdigest(data)

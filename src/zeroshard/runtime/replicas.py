@@ -4,42 +4,32 @@ A flipped bit in a replicated weight or moment makes that rank's gradients diffe
 silently (FAULTS: silent corruption). Every `verify_every` steps the ranks exchange one 64-bit
 digest per unit and state and compare. Sharded state has no second copy and is not covered.
 
-Cost: one read of the replicated state (xxh3, about memory speed) and 8 bytes per unit and state on
-the wire, every `verify_every` steps.
+Cost: a digest of the replicated state where it lies (core/tensor_digest.py) and 8 bytes per unit
+and state on the wire, every `verify_every` steps.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import xxhash
 
 from zeroshard.comm.agree import agree
 from zeroshard.comm.transport import Transport
 from zeroshard.core.placement import Scope
+from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import PlanMismatch
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.unit import Unit, UnitState
 
-__all__ = ["compare_replicas", "digest_of"]
+__all__ = ["compare_replicas"]
 
 _CALL = "the comparison of replicas (verify_every)"
 _REMEDY = (
     "They must hold the same bits: memory was corrupted or written to on one rank; go back to the"
     " last checkpoint"
 )
-
-
-def digest_of(*tensors: torch.Tensor) -> str:
-    """Return one 64-bit digest of the bytes of `tensors`, as hexadecimal text."""
-    state = xxhash.xxh3_64()
-    for tensor in tensors:
-        data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        state.update(data)
-    return state.hexdigest()
 
 
 def compare_replicas(

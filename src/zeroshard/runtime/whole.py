@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from zeroshard.comm.transport import Transport
+from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.finalize import Finalizer
-from zeroshard.runtime.replicas import digest_of
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit, Use
 from zeroshard.runtime.weights import Weights
