@@ -64,6 +64,24 @@ def test_the_whole_matrix_over_200_steps(world: int, transport: str, fused: bool
         assert not any(differences.values()), differences
 
 
+def _native(rank: int, world: int) -> dict[str, list[str]]:
+    """Train every row with sums of the backend's own; return what differs from the ddp row, a
+    second time too, and, where they are ordered, from sockets.
+    """
+    comm = zs.Comm(transport="nccl")
+    runs = {row: train(rank, row, 4, comm=comm) for row in ROWS}
+    again = train(rank, "ddp", 4, comm=comm)
+    sockets = train(rank, "zero3", 4, comm=zs.Comm(transport="gloo"))
+    ordered = train(rank, "zero3", 4, comm=zs.Comm(transport="nccl", ordered=True))
+    differing = {row: run.differs_from(again) for row, run in runs.items()}
+    return differing | {"ordered": ordered.differs_from(sockets)}
+
+
+def test_sums_of_the_backend_keep_rows_equal_and_ordered_ones_have_the_bits_of_sockets() -> None:
+    for differences in run_ranks(3, _native, timeout=100):
+        assert not any(differences.values()), differences
+
+
 def _cuts(rank: int, world: int) -> dict[str, list[str]]:
     cuts = {
         "automatic": None,
