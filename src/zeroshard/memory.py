@@ -2,6 +2,7 @@
 lie elsewhere.
 
     host_memory()     pages of the host, aligned, pinned beside an accelerator
+    bounce_buffer()   what travels between the two
     Pool              flat tensors that are lent and come back; at most `limit_bytes` of them
     Pages             large CPU tensors whose pages are used again when their last view dies
     MemoryCounter     bytes that are live, and their peak
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from zeroshard.errors import ConfigError
+from zeroshard.host_pages import HUGE_BYTES, CudaRegister, PinnedPages, map_pages
 
 __all__ = [
     "HUGE_BYTES",
@@ -38,14 +40,15 @@ __all__ = [
     "check_device",
     "host_memory",
     "mark",
+    "note_copy",
     "order_after",
+    "pinned_pages",
     "placeholder",
     "placeholder_value",
     "return_freed_memory",
     "to_placeholder",
 ]
 
-HUGE_BYTES = 2 * 2**20  # a huge page; below it the allocator's own free lists serve as well
 _HAS_ADVICE = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_FREE")
 
 
@@ -58,25 +61,38 @@ def host_memory(num_bytes: int, *, pinned: bool = False, align: int = 1) -> memo
 
     Pages are anonymous and private, huge from 2 MiB on (disks are then handed fewer, longer
     segments: measured with O_DIRECT, reads 1.28 times as fast, writes 1.15). `pinned`: locked, for
-    an accelerator. Raises OSError, RuntimeError or ValueError where there is none.
+    an accelerator, these bytes and no more (host_pages.py). Raises OSError, RuntimeError or
+    ValueError where there is none.
     """
     if not num_bytes:
         return memoryview(bytearray())
-    size = num_bytes + (align if align > 1 else 0)  # what aligning skips is never touched
-    view = memoryview(_pinned(size) if pinned else _mapped(size))
+    # what aligning skips is never touched; a mapping starts on a page
+    size = num_bytes + (align if align > mmap.PAGESIZE else 0)
+    view = _pinned(size) if pinned else memoryview(map_pages(size))
     start = -address_of(view) % align
     return view[start : start + num_bytes]
 
 
-def _mapped(num_bytes: int) -> Any:
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if num_bytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
+@functools.cache
+def pinned_pages() -> PinnedPages | None:
+    """Return the pinned pages of this process; None where no driver registers any."""
+    return PinnedPages(CudaRegister()) if torch.cuda.is_available() else None
 
 
-def _pinned(num_bytes: int) -> Any:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+def _pinned(num_bytes: int) -> memoryview:
+    pages = pinned_pages()
+    view = None if pages is None else pages.take(num_bytes)
+    if view is not None:
+        return view
+    array: Any = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return memoryview(array)
+
+
+def note_copy(tensor: torch.Tensor, copy: Mark) -> None:
+    """Keep the host memory of `tensor`, if that is pinned, until a `copy` from or to it is over."""
+    pages = pinned_pages()
+    if pages is not None:
+        pages.note(tensor, copy)
 
 
 def address_of(view: memoryview) -> int:
@@ -245,8 +261,15 @@ def check_device(device: torch.device) -> None:
 def bounce_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return undefined host memory [numel] for what goes to or comes from `device`: pinned where
     that is an accelerator, whose copies would else be ten times as slow and make the host wait.
+    Pinned memory is lent again when its last tensor has died and its copies are over.
     """
-    return torch.empty(numel, dtype=dtype, pin_memory=device.type != "cpu")
+    if device.type == "cpu" or not numel:
+        return torch.empty(numel, dtype=dtype)
+    pages = pinned_pages()
+    view = None if pages is None else pages.lend(numel * dtype.itemsize)
+    if view is None:
+        return torch.empty(numel, dtype=dtype, pin_memory=True)
+    return torch.frombuffer(view, dtype=dtype, count=numel)
 
 
 def cast_for(
@@ -280,7 +303,7 @@ class Pages:
         if device.type != "cpu" or num_bytes < HUGE_BYTES or not _HAS_ADVICE:
             return torch.empty(numel, dtype=dtype, device=device)
         idle = self._idle.setdefault(num_bytes, [])
-        pages = idle.pop() if idle else _mapped(num_bytes)
+        pages = idle.pop() if idle else map_pages(num_bytes)
         lent = memoryview(pages)  # dies with the tensor's storage
         weakref.finalize(lent, _take_back, weakref.ref(self), pages).atexit = False
         return torch.frombuffer(lent, dtype=dtype)

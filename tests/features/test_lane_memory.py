@@ -285,16 +285,6 @@ def test_a_model_on_another_device_than_the_current_one_is_refused_with_the_reme
         memory.check_device(torch.device("cuda", 3))
 
 
-def test_what_travels_between_host_and_accelerator_is_pinned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **_: asked.append(pin_memory))
-    for device in ("cpu", "cuda"):
-        memory.bounce_buffer(8, torch.bfloat16, torch.device(device))
-    assert asked == [False, True]
-
-
 def test_memory_that_nothing_uses_is_given_back_to_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

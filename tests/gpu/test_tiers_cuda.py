@@ -24,9 +24,11 @@ import zeroshard as zs
 from tests.support import inside
 from tests.support.harness import run_ranks
 from tests.support.training import Net, batch, take_steps, two_groups
+from zeroshard import memory
 from zeroshard.core.placement import Tier
 from zeroshard.optim.copies import TileOptimizer
 from zeroshard.optim.shards import Taken
+from zeroshard.tier.link import link_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -180,6 +182,59 @@ def test_the_host_step_works_in_pinned_memory(
     for storage in getattr(inside.stores(engine).get(Tier.HOST), "storages", []):
         assert torch.frombuffer(storage._memory, dtype=torch.uint8).is_pinned(), storage.key
     engine.close()
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_pinned_memory_is_exact_and_waits_for_its_copies() -> None:
+    torch.zeros(1, device=DEVICE)
+    num_bytes = 101 << 20  # torch's own allocator would take 128 MiB
+    before = _resident_bytes()
+    view = memory.host_memory(num_bytes, pinned=True)
+    there = torch.frombuffer(view, dtype=torch.uint8)
+    assert there.is_pinned() and there[5:].is_pinned()
+    assert num_bytes <= _resident_bytes() - before < num_bytes + (4 << 20)
+    there.fill_(7)
+    out = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
+    torch.cuda._sleep(200_000_000)
+    copy = link_of(torch.device(DEVICE)).copy(out, there, "to_device")
+    assert not copy.done()
+    del view, there  # waits, then unregisters
+    assert copy.done() and bool((out == 7).all())
+    assert _resident_bytes() - before < 4 << 20
+
+
+def test_what_the_host_holds_is_what_the_engine_counts() -> None:
+    model = _net(width=512, layers=12)
+    torch.cuda.synchronize()
+    before = _resident_bytes()
+    engine = zs.shard(model, two_groups(model), stage=3, offload=_offload({"weight": "host"}, None))
+    counted = engine.memory().tiers["weight"]["host"]
+    grown = _resident_bytes() - before
+    print(f"counted {counted >> 20} MiB, resident {grown >> 20} MiB more")
+    assert counted <= grown < 1.05 * counted + (32 << 20)
+    for storage in getattr(inside.stores(engine).get(Tier.HOST), "storages", []):
+        there = torch.frombuffer(storage._memory, dtype=torch.uint8)
+        assert there.is_pinned() and there.numel() == storage.num_bytes, storage.key
+    engine.close()
+
+
+def test_what_travels_is_pinned_and_lent_again() -> None:
+    device = torch.device(DEVICE)
+    first = memory.bounce_buffer(1000, torch.bfloat16, device)
+    assert first.is_pinned()
+    torch.cuda._sleep(200_000_000)
+    link_of(device).copy(torch.empty_like(first, device=DEVICE), first, "to_device")
+    address = first.data_ptr()
+    del first
+    other = memory.bounce_buffer(1000, torch.bfloat16, device)
+    assert other.data_ptr() != address  # the copy reads the first
+    del other
+    torch.cuda.synchronize()
+    again = [memory.bounce_buffer(1000, torch.bfloat16, device) for _ in range(2)]
+    assert address in [tensor.data_ptr() for tensor in again]
 
 
 def test_weights_that_rest_elsewhere_gather_right(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from zeroshard.core.split import balanced
+from zeroshard.memory import bounce_buffer
 from zeroshard.tier.link import Link
 
 __all__ = ["Balance", "first_fraction"]
@@ -59,7 +60,7 @@ def first_fraction(device: torch.device, link: Link, *, least: float) -> float:
     `least`.
     """
     near = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
-    host = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    host = bounce_buffer(_PROBE_BYTES, torch.uint8, device).zero_()
     device_s = _seconds(lambda: near.add_(1), device) / _PROBE_BYTES * _ADAM_BYTES / 2
     host_s = _seconds(lambda: host.add_(1), torch.device("cpu")) / _PROBE_BYTES * _ADAM_BYTES / 2
 

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import torch
 
 from zeroshard.core.work import DoneWork, Work
-from zeroshard.memory import Mark
+from zeroshard.memory import Mark, note_copy
 
 __all__ = ["Direct", "Direction", "Enqueued", "Link", "link_of"]
 
@@ -61,6 +61,8 @@ class Enqueued:
 
     def copy(self, out: torch.Tensor, source: torch.Tensor, direction: Direction) -> Work:
         out.copy_(source, non_blocking=True)
-        return Mark(self._device)
+        copied = Mark(self._device)
+        note_copy(source if direction == "to_device" else out, copied)
+        return copied
 
     def close(self) -> None: ...
