@@ -8,7 +8,8 @@ collectives only copy. What is looked at is who keeps which tensor alive, and fo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -78,6 +79,48 @@ def test_collectives_of_an_accelerator_are_operations_of_the_current_stream(
             transport.close()
     assert len(calls) > 2 * WORLD  # uneven shares take one per rank
     assert not any(calls)
+
+
+def test_shares_that_the_backend_takes_one_by_one_are_one_call_where_it_groups_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    def share(operation: str) -> Callable[..., None]:
+        def call(data: torch.Tensor, *, async_op: bool, **root: Any) -> None:
+            owner = root.get("group_src", root.get("group_dst"))
+            calls.append(f"{operation} of {data.numel()} at {owner}")
+
+        return call
+
+    @contextmanager
+    def group_of_calls(group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
+        calls.append("begin")
+        yield
+        calls.append("end")
+
+    for name in ("broadcast", "reduce"):
+        monkeypatch.setattr(dist, name, share(name))
+    monkeypatch.setattr(dist.distributed_c10d, "_coalescing_manager", group_of_calls)
+    by_columns = ((0, 4), (8, 12), (4, 8), (12, 12))
+    with fake_world(4):
+        assert dist.group.WORLD is not None
+        device = torch.device("cuda")
+        backend = type(dist.group.WORLD._get_backend(device))
+        monkeypatch.setattr(backend, "supports_coalescing", True)
+        spec = CommSpec(Mesh(1, 4), name="nccl")
+        control: Any = select.make_control(None, spec, None)  # type: ignore[arg-type]
+        transport = NcclTransport(dist.group.WORLD, device, spec, control)
+        own = torch.zeros(4)
+        transport.all_gather("a", own, by_columns, torch.zeros(12)).wait()
+        request = ReduceRequest("a", by_columns, torch.float32)
+        transport.reduce(request, None, own, accumulate=False).wait()
+        transport.all_gather("b", own[:0], ((0, 0),) * 4, own[:0]).wait()
+        transport.close()
+    gathers, sums = (
+        [f"{name} of 4 at {owner}" for owner in range(3)] for name in ("broadcast", "reduce")
+    )
+    assert calls == ["begin", *gathers, "end", "begin", *sums, "end"]
 
 
 def _train(

@@ -1,11 +1,12 @@
 """Accelerators: the backend's own collectives, or the ordered exchange on request.
 
 Equal shares go through one all-gather (in place: our slice of `out` is the input) and one
-reduce-scatter; unequal ones, which those do not take, through one broadcast or one reduce per rank
-that owns something. With ``ordered=True`` a reduce is an all-to-all of slices and the canonical sum
-on arrival, which takes unequal shares as it is, costs the same bytes, and gives the bits of every
-other transport; the native reduce sums in the backend's order and, for bf16 and fp16, in the wire's
-dtype.
+reduce-scatter. Shares that are unequal, or in another order than the ranks (columns), which those
+do not take, go through one broadcast or one reduce per rank that owns something, and these are one
+call where the backend groups them. With ``ordered=True`` a reduce is an all-to-all of slices and
+the canonical sum on arrival, which takes any shares as they are, costs the same bytes, and gives
+the bits of every other transport; the native reduce sums in the backend's order and, for bf16 and
+fp16, in the wire's dtype.
 
 Invariant: every rank makes the same calls in the same order (the engine's identity check tells when
 not). On accelerators a collective is one operation of the stream that is current when it starts
@@ -150,12 +151,7 @@ class NcclTransport:
             own = out[slice(*ranges[self.rank])]
             if own.data_ptr() != local.data_ptr():
                 own.copy_(local)
-            for rank, (start, stop) in enumerate(ranges):
-                if stop > start:
-                    part = out[start:stop]
-                    works.append(
-                        dist.broadcast(part, group=group, group_src=rank, async_op=self._async_op)
-                    )
+            works = self._each(self._send_share, out, ranges)
         return self._started(
             NativeWork(self, f"gather of {key}", works, lambda: None, [local, out], is_gather=True)
         )
@@ -188,18 +184,11 @@ class NcclTransport:
         assert data.dtype == dtype and data.numel() == numel, (request, data.dtype, data.numel())
         own = stop - start
         loan = self._temporaries.take(own * (self.size if exchanges else 1), dtype, out.device)
-        arrived = loan
         if exchanges:
+            arrived = loan
             works = [self._all_to_all(data, arrived.view(self.size, own), ranges)]
-        elif self._cuts.of(ranges).is_equal:
-            works = []
-            if numel:
-                works = [
-                    reduce_scatter_single(arrived, data, group=self._group, async_op=self._async_op)
-                ]
         else:
-            works = self._reduce_one_by_one(data, ranges)
-            arrived = data[start:stop]
+            works, arrived = self._sum(data, loan, ranges)
         num_bytes = own * dtype.itemsize
         self.traffic.add(
             "reduce_scatter",
@@ -234,15 +223,42 @@ class NcclTransport:
             arrived.view(-1), data, receives, sends, group=self._group, async_op=self._async_op
         )
 
-    def _reduce_one_by_one(self, data: torch.Tensor, ranges: Sequence[Range]) -> list[Any]:
-        """Reduce each rank's slice to that rank, in place."""
-        return [
-            dist.reduce(
-                data[start:stop], group=self._group, group_dst=rank, async_op=self._async_op
-            )
-            for rank, (start, stop) in enumerate(ranges)
-            if stop > start
-        ]
+    def _sum(
+        self, data: torch.Tensor, out: torch.Tensor, ranges: Sequence[Range]
+    ) -> tuple[list[Any], torch.Tensor]:
+        """Start the backend's own sum; return its works, and where our slice will be: `out`, or our
+        slice of `data`.
+        """
+        if not self._cuts.of(ranges).is_equal:
+            works = self._each(self._sum_share, data, ranges)
+            return works, data[slice(*ranges[self.rank])]
+        if not data.numel():
+            return [], out
+        return [reduce_scatter_single(out, data, group=self._group, async_op=self._async_op)], out
+
+    def _send_share(self, share: torch.Tensor, owner: int) -> Any:
+        return dist.broadcast(share, group=self._group, group_src=owner, async_op=self._async_op)
+
+    def _sum_share(self, share: torch.Tensor, owner: int) -> Any:
+        return dist.reduce(share, group=self._group, group_dst=owner, async_op=self._async_op)
+
+    def _each(
+        self,
+        start: Callable[[torch.Tensor, int], Any],
+        data: torch.Tensor,
+        ranges: Sequence[Range],
+    ) -> list[Any]:
+        """Start a collective in place for each rank's share of `data`: as one call, if the backend
+        groups them.
+        """
+        owners = [rank for rank, (first, last) in enumerate(ranges) if last > first]
+        backend = self._group._get_backend(self._device)
+        if self._async_op or not (backend.supports_coalescing and owners):
+            return [start(data[slice(*ranges[owner])], owner) for owner in owners]
+        with dist.distributed_c10d._coalescing_manager(self._group, self._device):
+            for owner in owners:
+                start(data[slice(*ranges[owner])], owner)
+        return []  # the current stream orders them
 
     def _started(self, work: NativeWork) -> NativeWork:
         self._under_way.append(work)
