@@ -142,6 +142,23 @@ def reduce_is_the_canonical_sum(rank: int, world_size: int, spec: Spec) -> None:
                     check_sum(spec, out, before + total if accumulate else total, dtype)
 
 
+def a_sum_in_fp16_overflows_only_where_a_rank_has(rank: int, world_size: int, spec: Spec) -> None:
+    with opened(spec, rank) as transport:
+        for number, ranges in enumerate(spec.cuts()):
+            for accumulate in (False, True):
+                key, numel = f"unit {number}", end_of(ranges)
+                buffer = transport.grad_buffer(key, numel, torch.float16, CPU)
+                buffer.data.copy_(torch.tensor([57344.0, -61440.0, 32768.0, 3.0] * (numel // 4)))
+                if rank == world_size - 1:
+                    buffer.data[2::4] = float("inf")
+                own = length(ranges[rank])
+                out = torch.ones(own)
+                request = ReduceRequest(key, ranges, torch.float16)
+                transport.reduce(request, buffer, out, accumulate=accumulate).wait()
+                one = torch.tensor([57344.0, -61440.0, float("inf"), 3.0])
+                assert same(out, (one * world_size + accumulate).repeat(own // 4))
+
+
 def node_size_shapes_the_sum(rank: int, world_size: int, spec: Spec) -> None:
     numel = 64 * world_size
     for node_size in [size for size in (1, 2, world_size) if world_size % size == 0]:
@@ -462,6 +479,7 @@ CASES = [
     gather_brings_every_slice,
     a_write_waits_for_gathers_under_way,
     reduce_is_the_canonical_sum,
+    a_sum_in_fp16_overflows_only_where_a_rank_has,
     node_size_shapes_the_sum,
     none_contributes_zeros,
     keys_interleave_and_the_nth_meets_the_nth,

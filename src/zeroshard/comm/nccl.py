@@ -8,6 +8,13 @@ the canonical sum on arrival, which takes any shares as they are, costs the same
 the bits of every other transport; the native reduce sums in the backend's order and, for bf16 and
 fp16, in the wire's dtype.
 
+[Note: sums in fp16] Numbers that each rank can represent may add up to more than 65504. So a native
+reduce of fp16 halves them k = ceil(log2 N) times before, and doubles the sum as often in fp32: it
+overflows only where a rank's own number has, as where sums are formed in fp32, and every transport
+skips the same steps. With 3 ranks, k = 2: 57344 on each is 3 x 14336 = 43008 on the wire, 172032
+afterwards. Powers of two change no bit, but of numbers below 2^(k - 14), which lose up to k of
+their last bits; those below 2^(k - 25) are lost. A loss scale that grows keeps above that.
+
 Invariant: every rank makes the same calls in the same order (the engine's identity check tells when
 not). On accelerators a collective is one operation of the stream that is current when it starts
 (``async_op=False``, as FSDP2 calls it): no stream of the backend's own, and no wait of the host,
@@ -184,10 +191,14 @@ class NcclTransport:
         assert data.dtype == dtype and data.numel() == numel, (request, data.dtype, data.numel())
         own = stop - start
         loan = self._temporaries.take(own * (self.size if exchanges else 1), dtype, out.device)
+        # [Note: sums in fp16]
+        halvings = 0 if exchanges or dtype is not torch.float16 else (self.size - 1).bit_length()
         if exchanges:
             arrived = loan
             works = [self._all_to_all(data, arrived.view(self.size, own), ranges)]
         else:
+            if halvings:
+                data.mul_(0.5**halvings)
             works, arrived = self._sum(data, loan, ranges)
         num_bytes = own * dtype.itemsize
         self.traffic.add(
@@ -198,8 +209,9 @@ class NcclTransport:
         )
 
         def finish() -> None:
+            total = arrived.float().mul_(2.0**halvings) if halvings else arrived
             sum_parts(
-                arrived.view(self.size, own) if exchanges else [arrived],
+                arrived.view(self.size, own) if exchanges else [total],
                 out,
                 codec=codec,
                 node_size=self._mesh.node_size if self.ordered else None,
