@@ -69,23 +69,30 @@ def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -
 
     Does nothing for a single process (no ``RANK`` in the environment) or where a group exists
     already. With CUDA each rank takes the device of its ``LOCAL_RANK``; the backend is then nccl
-    for CUDA and gloo for CPU tensors, else gloo. Ranks that ``zeroshard run`` has started on one
+    for CUDA and gloo for CPU tensors, else gloo; nccl connects here and now, and groups of some of
+    the ranks are split off it. Ranks that ``zeroshard run`` has started on one
     host meet in a file that only this user can read.
     """
     if dist.is_initialized() or "RANK" not in os.environ:
         return
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_rank, device = int(os.environ.get("LOCAL_RANK", 0)), None
     if torch.cuda.is_available() and local_rank < torch.cuda.device_count():
         torch.cuda.set_device(local_rank)
         backend = backend or "cpu:gloo,cuda:nccl"
+        device = torch.device("cuda", local_rank) if "nccl" in backend else None
     timeout, path = timedelta(seconds=timeout_s), meeting_file()
     if path is None:
-        dist.init_process_group(backend or "gloo", timeout=timeout)
+        dist.init_process_group(backend or "gloo", timeout=timeout, device_id=device)
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(path, size)  # type: ignore[attr-defined]
     dist.init_process_group(
-        backend or "gloo", timeout=timeout, store=store, rank=rank, world_size=size
+        backend or "gloo",
+        timeout=timeout,
+        store=store,
+        rank=rank,
+        world_size=size,
+        device_id=device,
     )
 
 

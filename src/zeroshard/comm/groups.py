@@ -3,11 +3,16 @@ job: ``dist.new_group`` as it is would wait for every rank of the job.
 
 torch names such a group by its ranks and by how many groups this rank has made, and members that
 name it otherwise wait for each other for ever. So they compare these numbers first.
+
+Where the job's group is bound to a device (``init_process_group(device_id=)``), torch would split
+its communicator for a new NCCL group, which takes every rank of the job. So these groups are made
+as if it were not bound, and connect when they are first used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -16,9 +21,11 @@ from zeroshard.errors import ConfigError
 __all__ = ["make_group"]
 
 
-def make_group(ranks: Sequence[int], exchange: Callable[[bytes], list[bytes]]) -> dist.ProcessGroup:
-    """Make the group of `ranks`, numbers in the job. Collective among those that `exchange`, who
-    are these ranks or more.
+def make_group(
+    ranks: Sequence[int], exchange: Callable[[bytes], list[bytes]], *, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Make the group of `ranks`, numbers in the job, on `backend` (None: the job's). Collective
+    among those that `exchange`, a few bytes each, who are these ranks or more.
 
     Raises ConfigError, on all of them, where some have made other numbers of groups than others.
     """
@@ -29,8 +36,23 @@ def make_group(ranks: Sequence[int], exchange: Callable[[bytes], list[bytes]]) -
             f" different numbers of groups before ({counts}), by which torch names it: make the"
             " same number on each, or call shard() before the others are made"
         )
-    made: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    with _unbound():
+        made: dist.ProcessGroup = dist.new_group(
+            list(ranks), backend=backend, use_local_synchronization=True
+        )
     return made
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """Let the job's group be bound to no device while the body runs."""
+    job = dist.group.WORLD
+    assert job is not None
+    device, job.bound_device_id = job.bound_device_id, None
+    try:
+        yield
+    finally:
+        job.bound_device_id = device
 
 
 def _num_made() -> int:

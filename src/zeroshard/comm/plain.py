@@ -2,21 +2,24 @@
 ``all_gather_object`` would execute what a peer sends.
 
 Invariant: no device takes part. A group without a backend for CPU tensors (plain NCCL) gets a gloo
-group of the same ranks, once. Cost: two collectives, of 8 bytes and of the longest payload per
-rank.
+group of the same ranks, once; only what these must compare before goes over the device. Cost: two
+collectives, of 8 bytes and of the longest payload per rank.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from zeroshard.comm.compat import all_gather_single
+from zeroshard.comm.groups import make_group
 
 __all__ = ["gather_bytes"]
 
+_FEW = 16
 _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
@@ -46,8 +49,26 @@ def _on_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:
         if group not in _beside:
-            _beside[group] = dist.new_group(
-                dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
-            )
+            _beside[group] = _gloo_beside(group)
         return _beside[group]
     return group
+
+
+def _gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Make a gloo group of the same ranks. Collective."""
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) < dist.get_world_size():
+        return make_group(ranks, partial(_gather_on_device, group), backend="gloo")
+    made: dist.ProcessGroup = dist.new_group(ranks, backend="gloo")
+    return made
+
+
+def _gather_on_device(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
+    """Return every rank's `payload` of a few bytes, padded with blanks, through the device."""
+    assert len(payload) <= _FEW, payload
+    served = sorted(group._device_types, key=lambda device: device.type != "cpu")
+    device = group.bound_device_id or served[0]
+    mine = torch.frombuffer(bytearray(payload.ljust(_FEW)), dtype=torch.uint8).to(device)
+    rows = torch.empty(group.size() * _FEW, dtype=torch.uint8, device=device)
+    all_gather_single(rows, mine, group=group)
+    return [bytes(row) for row in rows.view(-1, _FEW).tolist()]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
+import zeroshard as zs
 from tests.support.harness import spawn_ranks
 from zeroshard.comm.groups import make_group
 from zeroshard.comm.plain import gather_bytes
@@ -30,3 +33,56 @@ def _make(rank: int, world: int) -> None:
 def test_members_make_their_group_alone_or_are_told_why_not_instead_of_waiting() -> None:
     results = spawn_ranks(4, _make)
     assert [result.exitcode for result in results] == [0] * 4, results
+
+
+def _make_bound(rank: int, world: int) -> None:
+    job = dist.group.WORLD
+    assert job is not None
+    job.bound_device_id = torch.device("cuda", rank)
+    new_group, seen = dist.new_group, []
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        seen.append((job.bound_device_id, options["use_local_synchronization"]))
+        return new_group(*arguments, **options)
+
+    dist.new_group = watched
+    if rank:  # rank 0 takes no part
+        group = make_group([1, 2], lambda payload: [payload] * 2)
+        total = torch.tensor(float(rank))
+        dist.all_reduce(total, group=group)
+        assert total.item() == 3.0 and seen == [(None, True)]
+    assert job.bound_device_id == torch.device("cuda", rank)
+
+
+def test_members_alone_make_no_group_that_would_be_split_off_the_job_s() -> None:
+    results = spawn_ranks(3, _make_bound)
+    assert [result.exitcode for result in results] == [0] * 3, results
+
+
+@pytest.mark.parametrize(
+    ("asked", "backend", "device"),
+    [
+        (None, "cpu:gloo,cuda:nccl", torch.device("cuda", 2)),
+        ("nccl", "nccl", torch.device("cuda", 2)),
+        ("gloo", "gloo", None),
+    ],
+)
+def test_nccl_is_told_the_device_of_the_rank(
+    asked: str | None,
+    backend: str,
+    device: torch.device | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[tuple[str, Any]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: made.append(("set", index)))
+    monkeypatch.setattr(
+        dist,
+        "init_process_group",
+        lambda backend, *, device_id, **_: made.append((backend, device_id)),
+    )
+    for name, value in {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2"}.items():
+        monkeypatch.setenv(name, value)
+    zs.init_distributed(asked)
+    assert made == [("set", 2), (backend, device)]
