@@ -12,14 +12,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test coverage test-slow test-matrix mutate bench lint clean
+.PHONY: help train test suite coverage test-slow test-matrix mutate bench lint clean
 
 help:
 	@echo "make train       train a GPT with ZeRO-3 on $(NPROC) processes and show it   (ARGS='--steps 100 ...')"
 	@echo "make test        lint, types, the whole quick test suite: what CI runs, at most 15 minutes on 2 cores   (JOBS=1: one file at a time)"
+	@echo "make suite       the tests alone: neither lint nor types"
 	@echo "make coverage    the same suite with coverage, which must stay at 90%: a quarter slower"
 	@echo "make test-slow   the tests that take minutes or repeat random faults, then make coverage"
-	@echo "make test-matrix make test on every Python from 3.11 that is here, each in .venv-<version>"
+	@echo "make test-matrix make test on every Python from 3.11 that is here, each in .venv-<version>, and on the oldest torch"
 	@echo "make mutate      deliberate faults, one at a time: which of them the tests find   (ARGS='--only codec')"
 	@echo "make bench       the step benchmark, DeepSpeed included   (ARGS='...')"
 	@echo "make lint        ruff (rules and format), mypy, the limits of scripts/shape.py"
@@ -28,7 +29,9 @@ help:
 train: $(VENV)/.ready-base
 	$(BIN)/zeroshard run --nproc $(NPROC) examples/train_gpt.py $(ARGS)
 
-test: lint
+test: lint suite
+
+suite: $(VENV)/.ready-test
 	$(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder) $(ARGS)
 
 # Not in `make test`: Python 3.11 has no sys.monitoring, and there tracing costs a sixth to a third of the suite's time.

@@ -1,9 +1,14 @@
-"""Run `make test` on every Python from 3.11 that this machine has, each in a virtual environment
-of its own.
+"""Run the tests on every Python from 3.11 that this machine has, and on the oldest torch that
+pyproject.toml allows, each pair in a virtual environment of its own.
 
-    make test-matrix                          all of them, one after another; a table at the end
-    python3 scripts/matrix.py --list          only say which they are
-    make test-matrix ARGS='tests/unit/core'   with arguments for pytest
+    make test-matrix                            all of them, one after another; a table at the end
+    python3 scripts/matrix.py --list            only say which they are
+    make test-matrix ARGS='tests/unit/core'     with arguments for pytest
+    make test-matrix ARGS='--torch 2.11.0 --'   every Python, on this torch alone
+
+Every Python gets `make test` with the Makefile's torch; the oldest one also `make suite`, the same
+without lint and types, with the oldest torch. An older torch may have no CPU build in your package
+index: what is then installed has its CUDA libraries, some gigabytes.
 
 Interpreters are looked for as ``python3.11`` and newer in the directories of PATH, in /usr/bin and
 /usr/local/bin, and among pyenv's versions. Two builds of one version count as two: distributions
@@ -11,7 +16,7 @@ change theirs, and enums, for instance, were pickled otherwise in 3.11.2 than in
 lead to the same build, and names that do not start (a shim whose version is not chosen), are passed
 over.
 
-Exit codes: 0 all passed, 1 some failed, 2 no interpreter was found.
+Exit codes: 0 all passed, 1 some failed, also for want of a torch, 2 no interpreter was found.
 """
 
 from __future__ import annotations
@@ -28,6 +33,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST = (3, 11)
+# what only the CPU build of torch passes, which an older torch need not have
+CPU_BUILD_ONLY = "tests/test_installation.py::test_a_machine_without_a_gpu_gets_no_nvidia_packages"
 ASK = (
     "import json, platform, sys; print(json.dumps([sys.version_info[:3], sys.version,"
     " sys.base_prefix, platform.python_implementation()]))"
@@ -104,12 +111,72 @@ def environments(interpreters: Sequence[Interpreter]) -> list[str]:
     return names
 
 
+@dataclass(frozen=True)
+class Pair:
+    """A Python and a torch to test with."""
+
+    interpreter: Interpreter
+    environment: str  # the directory of its virtual environment
+    torch: str | None = None  # a version; None: the Makefile's
+
+    def __str__(self) -> str:
+        return f"{self.interpreter}, {'the default torch' if self.torch is None else self.name}"
+
+    @property
+    def name(self) -> str:
+        """The torch by name."""
+        return f"torch {self.torch}"
+
+    def run(self, arguments: Sequence[str]) -> str:
+        """Test with `arguments` for pytest; return "passed" or why not."""
+        make = ["make", f"PYTHON={self.interpreter.path}", f"VENV={self.environment}"]
+        if self.torch is None:
+            return self._outcome([*make, "test", f"ARGS={' '.join(arguments)}"])
+        make += [f"TORCH_VERSION={self.torch}"]
+        if subprocess.run([*make, f"{self.environment}/.ready-torch"], cwd=ROOT).returncode:
+            return f"FAILED: no {self.name} for this Python in the package index"
+        words = " ".join([f"--deselect {CPU_BUILD_ONLY}", *arguments])
+        return self._outcome([*make, "suite", f"ARGS={words}"])
+
+    def _outcome(self, command: Sequence[str]) -> str:
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        return "FAILED" if code else "passed"
+
+
+def oldest_torch() -> str:
+    """Return the lowest torch that pyproject.toml allows, as a whole version."""
+    match = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert match is not None, "pyproject.toml names no lowest torch"
+    parts = match[1].split(".")
+    return ".".join([*parts, "0", "0"][:3])
+
+
+def pairs(interpreters: Sequence[Interpreter], torches: Sequence[str]) -> list[Pair]:
+    """Return what to test: every interpreter on each of `torches`; where none is named, every
+    interpreter on the Makefile's and the oldest one on the oldest torch, too.
+    """
+    named = list(zip(interpreters, environments(interpreters), strict=True))
+    chosen = [Pair(*one) for one in named if not torches]
+    old = [(one, torch) for one in named for torch in torches] or [(named[0], oldest_torch())]
+    return chosen + [
+        Pair(interpreter, f"{environment}-torch-{torch}", torch)
+        for (interpreter, environment), torch in old
+    ]
+
+
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--list", action="store_true", help="only list the interpreters")
+    parser.add_argument("--list", action="store_true", help="only list what would be tested")
+    parser.add_argument(
+        "--torch",
+        action="append",
+        default=[],
+        metavar="VERSION",
+        help="on this version alone, with every Python; may be given several times",
+    )
     parser.add_argument("pytest", nargs="*", help="arguments for pytest")
     options = parser.parse_args()
     interpreters = find(places())
@@ -117,20 +184,13 @@ def main() -> int:
         print("no Python 3.11 or newer was found", file=sys.stderr)
         return 2
     results = []
-    for interpreter, environment in zip(interpreters, environments(interpreters), strict=True):
-        print(f"{interpreter}: {environment}", flush=True)
+    for pair in pairs(interpreters, options.torch):
+        print(f"{pair}: {pair.environment}", flush=True)
         if not options.list:
-            command = [
-                "make",
-                "test",
-                f"PYTHON={interpreter.path}",
-                f"VENV={environment}",
-                f"ARGS={' '.join(options.pytest)}",
-            ]
-            results.append((interpreter, subprocess.run(command, cwd=ROOT, check=False).returncode))
-    for interpreter, code in results:
-        print(f"{'passed' if code == 0 else 'FAILED'}  {interpreter}")
-    return 1 if any(code for _, code in results) else 0
+            results.append((pair, pair.run(options.pytest)))
+    for pair, outcome in results:
+        print(f"{outcome}  {pair}")
+    return 1 if any(outcome != "passed" for _, outcome in results) else 0
 
 
 if __name__ == "__main__":

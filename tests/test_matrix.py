@@ -1,11 +1,12 @@
-"""scripts/matrix.py: which interpreters `make test-matrix` runs on."""
+"""scripts/matrix.py: which interpreters, and which torches, `make test-matrix` runs on."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -49,3 +50,50 @@ def test_every_build_from_311_is_found_once_and_what_does_not_start_is_passed_ov
         one / "python3.13",
     ]
     assert matrix.environments(found) == [".venv-3.11.2", ".venv-3.11.2-2", ".venv-3.13.0"]
+
+
+@pytest.fixture
+def interpreters(matrix: ModuleType) -> list[Any]:
+    versions = [(3, 11, 7), (3, 12, 1)]
+    return [
+        matrix.Interpreter(Path(f"/bin/python3.{version[1]}"), version, ("", str(version)))
+        for version in versions
+    ]
+
+
+def test_the_oldest_python_also_gets_the_oldest_torch(
+    matrix: ModuleType, interpreters: list[Any]
+) -> None:
+    oldest = matrix.oldest_torch()
+    assert f'"torch>={oldest.removesuffix(".0")}"' in (ROOT / "pyproject.toml").read_text()
+    assert [(pair.environment, pair.torch) for pair in matrix.pairs(interpreters, [])] == [
+        (".venv-3.11.7", None),
+        (".venv-3.12.1", None),
+        (f".venv-3.11.7-torch-{oldest}", oldest),
+    ]
+    assert [pair.environment for pair in matrix.pairs(interpreters, ["2.11.0"])] == [
+        ".venv-3.11.7-torch-2.11.0",
+        ".venv-3.12.1-torch-2.11.0",
+    ]
+
+
+@pytest.mark.parametrize("fails", ["", "ready-torch", "suite"])
+def test_a_torch_that_is_not_there_is_said(
+    matrix: ModuleType, interpreters: list[Any], fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        calls.append(" ".join(command))
+        return SimpleNamespace(returncode=int(bool(fails) and fails in calls[-1]))
+
+    monkeypatch.setattr(matrix.subprocess, "run", run)
+    (pair, _) = matrix.pairs(interpreters, ["2.10.0"])
+    outcome = pair.run(["tests/unit"])
+    wanted = {"": "passed", "suite": "FAILED"}
+    assert outcome == wanted.get(
+        fails, "FAILED: no torch 2.10.0 for this Python in the package index"
+    )
+    assert all("TORCH_VERSION=2.10.0" in call for call in calls)
+    assert len(calls) == 1 + (fails != "ready-torch")
+    assert fails == "ready-torch" or calls[-1].endswith("tests/unit")
