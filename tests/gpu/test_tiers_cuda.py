@@ -10,10 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -300,105 +298,6 @@ def test_what_leaves_the_device_leaves_its_memory() -> None:
     # two moments; the master of fp32 weights is a copy on the host
     assert used["device"] - used["optimizer"] >= 7.5, used
     assert used["optimizer"] - used["all"] >= 3.5, used  # the weights
-
-
-# ---------------------------------------------------------------------- overlap
-
-
-class _Timed:
-    """A model of 100M parameters on `batch` sequences of 256 tokens, and the seconds of its
-    steps.
-    """
-
-    def __init__(self, row: str, tiers: dict[str, str], *, batch: int) -> None:
-        self.model = _net(width=1024, layers=12)
-        self.num_bytes = sum(4 * parameter.numel() for parameter in self.model.parameters())
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.engine = zs.shard(
-            self.model, self.optimizer, policy=row, offload=_offload(tiers, None)
-        )
-        self.x = torch.randint(0, 37, (batch, 256), device=DEVICE)
-
-    def seconds(self, *, step: bool, num: int = 10) -> float:
-        """Return the seconds per step over `num` of them: one may end while the next one runs."""
-        for number in range(num + 3):
-            if number == 3:
-                self._settle()
-                begin = time.perf_counter()
-            self.model(self.x, self.x).backward()
-            if step:
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-        self._settle()
-        return (time.perf_counter() - begin) / num
-
-    def _settle(self) -> None:
-        self.engine.states.join_step()
-        torch.cuda.synchronize()
-
-    @property
-    def host_s(self) -> float:
-        return inside.tile_seconds(self.engine)
-
-
-def _copy_s(num_bytes: int, *, to_host: bool) -> float:
-    """Return the seconds that `num_bytes` take over the link, in pinned memory, with nothing
-    else on the device.
-    """
-    far, near = (
-        torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True),
-        torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE),
-    )
-    out, source = (far, near) if to_host else (near, far)
-    taken = []
-    for _ in range(6):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        out.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken[1:])
-
-
-def test_gathers_from_the_host_overlap_compute() -> None:
-    device = _Timed("zero3", {}, batch=8)  # about as long as the weights take over the link
-    compute_s = device.seconds(step=False)
-    device.engine.close()
-    host = _Timed("zero3", {"weight": "host"}, batch=8)
-    taken_s = host.seconds(step=False)
-    copies_s = 2 * _copy_s(host.num_bytes, to_host=False)  # for forward and for backward
-    host.engine.close()
-    print(
-        f"compute {compute_s * 1e3:.1f} ms, copies {copies_s * 1e3:.1f} ms, together"
-        f" {taken_s * 1e3:.1f} ms"
-    )
-    assert taken_s <= 1.1 * compute_s + 0.6 * copies_s, (compute_s, copies_s, taken_s)
-
-
-def test_a_step_on_the_host_overlaps_its_copies_and_the_next_forward() -> None:
-    device = _Timed("zero2", {}, batch=32)
-    compute_s = device.seconds(step=True)
-    device.engine.close()
-    host = _Timed("zero2", HOST, batch=32)
-    taken_s = host.seconds(step=True)
-    step_s = host.host_s
-    there_s, back_s = _copy_s(host.num_bytes, to_host=True), _copy_s(host.num_bytes, to_host=False)
-    host.engine.close()
-    # Backward, two thirds of the computation, may hide the gradients' copies, the next forward the
-    # step and the weights' copies.
-    in_turn_s = compute_s + there_s + step_s + back_s
-    hidden_s = min(2 / 3 * compute_s, there_s) + min(1 / 3 * compute_s, step_s + back_s)
-    print(
-        f"one after the other {in_turn_s * 1e3:.1f} ms, of which {hidden_s * 1e3:.1f} ms can be"
-        f" hidden; measured {taken_s * 1e3:.1f} ms"
-    )
-    assert taken_s <= 1.05 * in_turn_s - 0.5 * hidden_s, (
-        compute_s,
-        there_s,
-        step_s,
-        back_s,
-        taken_s,
-    )
 
 
 # ----------------------------------------------------------------- several ranks, and the sanitizer

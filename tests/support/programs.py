@@ -1,0 +1,155 @@
+"""Programs: small trainings with the options under which a device may go wrong, each run by an
+engine or by plain PyTorch, on any device.
+
+    run = PROGRAMS["no_sync"].train("cuda:0", transport="nccl")
+    assert not run.differs_from(PROGRAMS["no_sync"].train_plainly("cuda:0"))
+
+Plain PyTorch holds fp32 masters beside weights in the precision of the program, adds gradients in
+fp32, and scales the loss in fp16, as the engine does; world size 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import zeroshard as zs
+from tests.support.training import Net, Run, batch, final_state, take_steps, two_groups
+
+__all__ = ["DTYPES", "PROGRAMS", "Program"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FP16_SCALE = 2.0**16  # what the engine begins with
+WIDTH, LAYERS = 64, 4
+
+
+def leave_as_it_is(model: Net) -> None:
+    """Change nothing."""
+
+
+def compile_blocks(model: Net) -> None:
+    """Compile the forward of every block."""
+    for block in model.blocks:
+        forward: Any = torch.compile(block.forward)
+        block.forward = forward
+
+
+def checkpoint_on_host(model: Net) -> None:
+    """Recompute every block in the backward, with its inputs on the host meanwhile."""
+    zs.nn.checkpoint_blocks(model, tier="host")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What to train, and how."""
+
+    row: str = "zero3"
+    precision: str = "bf16"
+    steps: int = 4
+    micro_batches: int = 1
+    no_sync: bool = False
+    clip: float | None = None
+    comm: dict[str, Any] = field(default_factory=dict)
+    offload: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Net], None] = leave_as_it_is  # before it is sharded
+
+    def train(self, device: str, *, rank: int = 0, transport: str = "auto") -> Run:
+        """Train in the row."""
+        model = self._model(device)
+        optimizer = two_groups(model)
+        engine = zs.shard(
+            model,
+            optimizer,
+            policy=self.row,
+            precision=self.precision,
+            comm=zs.Comm.model_validate({"transport": transport, **self.comm}),
+            offload=zs.Offload(**self.offload),
+            stall_timeout_s=60,
+        )
+        losses = take_steps(
+            rank,
+            self.steps,
+            model,
+            optimizer,
+            engine,
+            micro_batches=self.micro_batches,
+            no_sync=self.no_sync,
+            clip=self.clip,
+            data=self._data(device),
+        )
+        return Run(losses, _on_host(final_state(model, engine)), row=self.row)
+
+    def train_plainly(self, device: str) -> Run:
+        """Train without an engine."""
+        model = self._model(device)
+        masters = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
+        model.to(DTYPES[self.precision])
+        shapes = nn.ParameterList(masters)
+        optimizer = two_groups(shapes)
+        scale = FP16_SCALE if self.precision == "fp16" else 1.0
+        data, losses = self._data(device), []
+        for step in range(self.steps):
+            for micro in range(self.micro_batches):
+                loss = model(*data(0, step * self.micro_batches + micro))
+                (loss * scale).backward()
+                losses.append(loss.item())
+                for master, parameter in zip(masters, model.parameters(), strict=True):
+                    assert parameter.grad is not None
+                    grad = parameter.grad.float()
+                    master.grad = grad if master.grad is None else master.grad + grad
+                    parameter.grad = None
+            for master in masters:
+                assert master.grad is not None
+                master.grad /= scale
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for master, parameter in zip(masters, model.parameters(), strict=True):
+                    parameter.copy_(master)
+        return Run(losses, _on_host(final_state(model, None)), row="plain")
+
+    def _model(self, device: str) -> Net:
+        torch.manual_seed(0)
+        model = Net(width=WIDTH, layers=LAYERS).to(device)
+        self.prepare(model)
+        return model
+
+    def _data(self, device: str) -> Callable[[int, int], list[torch.Tensor]]:
+        return lambda rank, step: [tokens.to(device) for tokens in batch(rank, step)]
+
+
+def _on_host(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value.detach().cpu().clone() for name, value in state.items()}
+
+
+_PLAIN = Program()
+PROGRAMS: dict[str, Program] = {
+    "micro-batches": replace(_PLAIN, micro_batches=2),
+    "micro-batches of stage 1": replace(_PLAIN, row="zero1", micro_batches=2),
+    "no_sync": replace(_PLAIN, micro_batches=2, no_sync=True),
+    "no_sync of stage 2": replace(_PLAIN, row="zero2", micro_batches=2, no_sync=True),
+    "checkpointed on the host": replace(_PLAIN, prepare=checkpoint_on_host),
+    "compiled blocks": replace(_PLAIN, prepare=compile_blocks),
+    "gradient codec": replace(_PLAIN, comm={"grad_codec": "int4", "error_feedback": True}),
+    "weight codec": replace(_PLAIN, comm={"weight_codec": "int8"}),
+    "codecs and no_sync": replace(
+        _PLAIN,
+        micro_batches=2,
+        no_sync=True,
+        comm={"weight_codec": "int8", "grad_codec": "int4"},
+    ),
+    "a fraction on the host": replace(
+        _PLAIN,
+        row="zero2",
+        micro_batches=2,
+        offload={"grad": "host", "optimizer": "host", "fraction": 0.4},
+    ),
+    "everything on the host": replace(
+        _PLAIN, offload={"weight": "host", "grad": "host", "optimizer": "host"}
+    ),
+}
+"""By name; in bf16, where a reduce and a codec are not left out at world size 1."""
