@@ -60,6 +60,12 @@ def _add_step(kinds: Any) -> None:
     step.add_argument(
         "--profile", action="store_true", help="also record which operators take the time"
     )
+    step.add_argument(
+        "--traces",
+        type=Path,
+        metavar="DIR",
+        help="the same, and a trace of three steps of each contender, for Chrome's trace viewer",
+    )
     _add_common(step, steps=5)
     step.set_defaults(handler=_step)
 
@@ -245,7 +251,7 @@ def _add_offload(kinds: Any) -> None:
         help="for the largest model, per tier (default: 120)",
     )
     _add_common(offload, steps=2)
-    offload.set_defaults(handler=_offload, warmup=8, data=[], profile=False)
+    offload.set_defaults(handler=_offload, warmup=8, data=[], profile=False, traces=None)
 
 
 def _add_what(parser: argparse.ArgumentParser, contenders: Any) -> None:

@@ -30,6 +30,7 @@ from benchmarks.plan import (
     OFFLOAD_ALIVE,
     OFFLOAD_COMPARISONS,
     OFFLOAD_CONTENDERS,
+    ONE_PROCESS_COMPARISONS,
     OVERHEAD_SIZE,
     SIZES,
     Comparison,
@@ -48,8 +49,11 @@ EXIT_BROKEN = 70
 
 def step(arguments: argparse.Namespace, *, threads: int) -> int:
     """Every contender beside its references, at every size and precision asked for."""
-    comparisons = _chosen(arguments.contenders, COMPARISONS)
+    known = [*COMPARISONS, *(ONE_PROCESS_COMPARISONS if arguments.contenders else ())]
+    comparisons = _chosen(arguments.contenders, known)
     result = _new_report("step")
+    if arguments.traces is not None:
+        arguments.traces.mkdir(parents=True, exist_ok=True)
     with _one_text(arguments.data) as text:
         _run_sizes(result, comparisons, arguments, threads=threads, text=text)
     return _finish(result, arguments)
@@ -127,27 +131,37 @@ def _run_sizes(
                 files=text,
                 deepspeed_python=arguments.deepspeed_python or sys.executable,
                 profile=arguments.profile,
+                traces=None if arguments.traces is None else str(arguments.traces),
                 disk_path=disk_path,
             )
             with _progress(f"{size.name} {precision}", _num_turns(comparisons, options)) as (
                 say,
                 advance,
             ):
-                result.runs.append(
-                    measure(size, precision, comparisons, options, say=say, advance=advance)
-                )
-            # after every run: hours of measuring are not lost to a later failure
-            _save(result, arguments.out)
+                keep = partial(_keep, result, arguments.out, len(result.runs))
+                measure(size, precision, comparisons, options, say=say, advance=advance, keep=keep)
+
+
+def _keep(result: Report, out: Path | None, index: int, run: Run) -> None:
+    """Save `run`, as far as it has come, as run number `index`: nothing measured is lost to a
+    later failure.
+    """
+    result.runs[index:] = [run]
+    _save(result, out)
 
 
 def _run_alone(result: Report, arguments: argparse.Namespace, path: Path) -> None:
-    """The host step and the disk step, nothing else running."""
-    parts = [part for part in ("host-step", "disk-step") if part in arguments.parts]
+    """Copies, the host step and the disk step, nothing else running."""
+    parts = [part for part in ("copies", "host-step", "disk-step") if part in arguments.parts]
     if not parts:
         return
-    from benchmarks.offload import disk_step, host_step  # which import torch
+    from benchmarks.offload import copies, disk_step, host_step  # which import torch
 
     runs: dict[str, tuple[int, Callable[..., Run]]] = {}
+    if "copies" in parts and arguments.device == "cuda":
+        runs["copies"] = (arguments.pairs or MIN_PAIRS, partial(copies, 8 * arguments.elements))
+    elif "copies" in parts:
+        _leave_out(result, "copies between host and device: this run is on the CPU (--device cuda)")
     if "host-step" in parts:
         runs["host step"] = (arguments.pairs or 30, partial(host_step, arguments.elements))
     for grad in ("device", "disk") if "disk-step" in parts else ():

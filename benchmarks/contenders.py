@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.model import GPT
-from benchmarks.plan import CONTENDERS, OFFLOAD_CONTENDERS, OFFLOADS, Size
+from benchmarks.plan import CONTENDERS, OFFLOAD_CONTENDERS, OFFLOADS, Size, fake_ranks
 
 __all__ = ["LEARNING_RATE", "Builder", "Missing", "Setup", "Trainee", "adamw", "builder_for"]
 
@@ -74,6 +74,8 @@ def builder_for(name: str) -> Builder:
     assert name in CONTENDERS or name in OFFLOAD_CONTENDERS, (
         f"contender {name!r} is not in the plan"
     )
+    if fake_ranks(name):
+        return _faking(name.partition("@")[0])
     if name.startswith("deepspeed"):
         return _deepspeed(
             int(name[9]), reshard=name.endswith("-reshard"), offload=name.partition("+")[2]
@@ -88,6 +90,18 @@ def builder_for(name: str) -> Builder:
         return _compute if name == "compute" else _plain
     row, _, transport = name.partition("@")
     return _zeroshard(row.partition("+")[0], transport or "auto", OFFLOADS.get(name, {}))
+
+
+def _faking(name: str) -> Builder:
+    """Build contender `name` over the native collectives of a fake process group."""
+    build = builder_for(name) if name.startswith("fsdp2") else _zeroshard(name, "nccl", {})
+
+    def build_fake(model: nn.Module, setup: Setup) -> Trainee:
+        trainee = build(model, setup)
+        trainee.facts["trains"] = False
+        return trainee
+
+    return build_fake
 
 
 def _zeroshard(row: str, transport: str, tiers: dict[str, Any]) -> Builder:

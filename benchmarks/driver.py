@@ -13,6 +13,7 @@ aloud, and the others go on. No turn is ever discarded.
 from __future__ import annotations
 
 import json
+import re
 import select
 import subprocess
 import sys
@@ -46,6 +47,7 @@ class Options:
     files: tuple[str, ...] = ()
     deepspeed_python: str = sys.executable
     profile: bool = False
+    traces: str | None = None  # a directory for a trace of each contender
     disk_path: str | None = None  # for contenders that put something on disk
     deferred: bool = False  # the model is built in no memory
     device_bytes: int | None = None  # of the accelerator, for each rank; None: all of it
@@ -150,7 +152,7 @@ class Group:
             self.disk.cleanup()
 
 
-def introduce(group: Group, result: ContenderResult, options: Options) -> None:
+def introduce(group: Group, result: ContenderResult, run: Run, options: Options) -> None:
     """Build and warm up; fill in losses, memory and bytes on the wire."""
     built = group.do("build", sample=True)["replies"]
     warm = group.do("train", sample=True, settle=0, steps=max(options.warmup, NUM_LOSSES))
@@ -161,11 +163,14 @@ def introduce(group: Group, result: ContenderResult, options: Options) -> None:
         sum(losses) / len(losses)
         for losses in zip(*(reply["losses"] for reply in replies), strict=True)
     ][:NUM_LOSSES]
+    result.warmup_step_s = replies[0]["step_s"]
     result.base_bytes, result.peak_bytes = max(
         zip(warm["base_bytes"], warm["peak_bytes"], strict=True),
         key=lambda base_and_peak: base_and_peak[1] - base_and_peak[0],
     )
     result.facts = built[0] | {"versions": group.started["replies"][0]["versions"]}
+    if replies[0].get("steps_skipped"):
+        result.facts["steps_skipped"] = replies[0]["steps_skipped"]
     result.wire_exclusive = group.started["own_network"]
     rest = group.do("rest")["replies"]
     result.live_after_backward = max(reply["live_after_backward"] for reply in rest)
@@ -180,8 +185,10 @@ def introduce(group: Group, result: ContenderResult, options: Options) -> None:
     wire = group.do("train", settle=0, steps=4)
     result.wire_bytes = wire["interface_bytes"] / 4 / options.num_ranks
     result.payload_bytes = wire["replies"][0].get("payload_bytes")
-    if options.profile:
-        result.operators = group.do("profile", steps=3)["replies"][0]["operators"]
+    if options.profile or options.traces is not None:
+        name = f"{run.size}-{run.precision}-{re.sub('[@+]', '-', result.name)}.json.gz"
+        trace = "" if options.traces is None else str(Path(options.traces, name))
+        result.operators = group.do("profile", steps=3, trace=trace)["replies"][0]["operators"]
 
 
 def measure(
@@ -192,9 +199,11 @@ def measure(
     *,
     say: Callable[[str], None] = lambda _: None,
     advance: Callable[[str], None] = lambda _: None,
+    keep: Callable[[Run], None] = lambda _: None,
 ) -> Run:
     """Measure `comparisons`, block by block. `say` gets what a user must know, `advance` a word
-    for every turn.
+    for every turn, `keep` what has been measured so far: after each contender's warm-up and after
+    each block.
     """
     run = Run(
         size.name,
@@ -211,22 +220,24 @@ def measure(
         try:
             for name in members:
                 result = results.setdefault(name, ContenderResult(name))
+                run.contenders = list(results.values())
                 if result.skipped:
                     continue
                 advance(f"starting {name}")
                 try:
                     groups[name] = Group(name, size, precision, options)
-                    introduce(groups[name], result, options)
+                    introduce(groups[name], result, run, options)
                 except ContenderError as error:
                     result.skipped, result.failed = str(error).splitlines()[0], error.failed
                     say(f"{'FAILED' if error.failed else 'skipped'} {error}")
                     if name in groups:
                         groups.pop(name).close()
+                keep(run)
             run.comparisons += take_turns(groups, inside, results, options, say, advance)
+            keep(run)
         finally:
             for group in groups.values():
                 group.close()
-    run.contenders = list(results.values())
     return run
 
 

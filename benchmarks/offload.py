@@ -13,6 +13,9 @@ step by itself, and the largest model.
     largest     the model is doubled until it no longer trains, with states on one tier after the
                 other
 
+    copies      the bytes between host and device alone, from pinned and from pageable memory: what
+                the link gives
+
 Steps run in this process, through a real engine, on one thread; contenders take turns (A B C A B C
 ...) and the first round warms up. What is timed is the step of the tiles alone
 (`TileRunner.step_s`): forward, backward and what the engine does with gradients are not in it;
@@ -47,6 +50,7 @@ __all__ = [
     "DISK_TARGET",
     "HOST_TARGET",
     "OVERLAP_TARGET",
+    "copies",
     "disk_step",
     "host_step",
     "largest",
@@ -189,6 +193,36 @@ def _run(
         pairs = [[a, b] for a, b in zip(seconds[ours], seconds[other], strict=True)]
         run.comparisons.append(ComparisonResult(ours, other, target, 1, pairs))
     return run
+
+
+def copies(
+    num_bytes: int, pairs: int, advance: Advance = lambda _: None, device: str = "cuda"
+) -> Run:
+    """Measure copies of `num_bytes` between `device` and the host, each way."""
+    away = device != "cpu"
+    near = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    hosts = {
+        "pinned": torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=away),
+        "pageable": torch.zeros(num_bytes, dtype=torch.uint8),
+    }
+
+    def way(out: torch.Tensor, source: torch.Tensor) -> Callable[[], float]:
+        def copy() -> float:
+            begin = time.perf_counter()
+            out.copy_(source, non_blocking=True)
+            if away:
+                torch.cuda.synchronize()
+            return time.perf_counter() - begin
+
+        return copy
+
+    ways = {f"to the host, {kind}": way(host, near) for kind, host in hosts.items()}
+    ways |= {f"to the device, {kind}": way(near, host) for kind, host in hosts.items()}
+    seconds = _turns(ways, pairs, advance)
+    targets = [
+        (f"{to}, pinned", f"{to}, pageable", None) for to in ("to the host", "to the device")
+    ]
+    return _run("copies", num_bytes, seconds, dict.fromkeys(ways, num_bytes), targets)
 
 
 def host_step(numel: int, pairs: int, advance: Advance = lambda _: None) -> Run:

@@ -28,12 +28,14 @@ __all__ = [
     "OFFLOAD_COMPARISONS",
     "OFFLOAD_CONTENDERS",
     "OFFLOAD_PARTS",
+    "ONE_PROCESS_COMPARISONS",
     "OVERHEAD_SIZE",
     "SIZES",
     "Comparison",
     "Size",
     "blocks",
     "comparisons_for",
+    "fake_ranks",
 ]
 
 
@@ -69,6 +71,8 @@ SIZES = {
         Size("small", layers=6, width=384, heads=6, vocabulary=960, batch=4, alive=8),  # 11.4M
         Size("medium", layers=10, width=640, heads=10, vocabulary=512, batch=2),  # 49.9M
         Size("large", layers=16, width=1024, heads=16, vocabulary=4096, batch=1, alive=2),  # 209.9M
+        # 1313M, for a GPU: 23 GB of bf16 weights, gradients and fp32 states in one process
+        Size("1.3b", 24, width=2048, heads=16, vocabulary=24576, context=2048, batch=1, alive=2),
     )
 }
 
@@ -92,11 +96,16 @@ CONTENDERS = {
     "zero2@gloo": "the same over sockets",
     "zero3@gloo": "the same over sockets",
     "zero3-keep@gloo": "the same over sockets",
+    "zero3@nccl": "the same over the process group's own collectives, also in one process",
+    "zero3@fake8": (
+        "the same in one process as rank 0 of 8, whose collectives only copy (losses mean nothing)"
+    ),
     "torch-ddp": "torch DistributedDataParallel, gradients as views of its buckets",
     "torch-ddp-copy": "torch DistributedDataParallel as it comes, gradients copied into buckets",
     "torch-zero1": "torch DDP with ZeroRedundancyOptimizer",
     "fsdp2": "torch fully_shard per block",
     "fsdp2-keep": "torch fully_shard per block, reshard_after_forward=False",
+    "fsdp2@fake8": "torch fully_shard as rank 0 of 8, like zero3@fake8",
     "deepspeed1": "DeepSpeed stage 1",
     "deepspeed2": "DeepSpeed stage 2",
     "deepspeed3": "DeepSpeed stage 3 (in effect keeps weights from forward to backward)",
@@ -139,6 +148,7 @@ OFFLOAD_CONTENDERS = {
 
 OFFLOAD_PARTS = {
     "steps": "whole training steps of every contender",
+    "copies": "copies between host and device, pinned and pageable (CUDA only)",
     "host-step": "the streamed host step beside torch's fused AdamW on one tensor",
     "disk-step": (
         "the streamed disk step beside the same bytes read and written plainly, and beside the"
@@ -184,6 +194,13 @@ COMPARISONS = (
 )
 """What `bench step` measures, with the ratios that the project promises at the medium size."""
 
+ONE_PROCESS_COMPARISONS = (
+    Comparison("zero3", "plain"),
+    Comparison("zero3@nccl", "fsdp2"),
+    Comparison("zero3@fake8", "fsdp2@fake8"),
+)
+"""What it measures beside, where these contenders are named: one GPU, `--nproc 1`."""
+
 OFFLOAD_COMPARISONS = (
     Comparison("zero2+host", "zero2"),
     Comparison("zero2+part", "zero2"),
@@ -211,6 +228,13 @@ LARGEST = {"device": "zero3", "host": "zero3+host", "disk": "zero3+disk"}
 MEMORY_CLAIMS = tuple((row, "torch-ddp") for row in ("zero1", "zero2", "zero3"))
 """(contender, reference): the contender's peak memory above the imports is promised to be below the
 reference's."""
+
+
+def fake_ranks(contender: str) -> int:
+    """Return the size of the fake process group that `contender` runs in; 0: it runs in a real
+    one.
+    """
+    return int(contender.partition("@fake")[2] or 0)
 
 
 def comparisons_for(

@@ -34,6 +34,7 @@ class ContenderResult:
     facts: dict[str, Any] = field(default_factory=dict)  # units, versions, ...
     losses: list[float] = field(default_factory=list)  # mean over ranks, from the first step on
     step_s: list[float] = field(default_factory=list)  # every timed step of rank 0
+    warmup_step_s: list[float] = field(default_factory=list)  # every step before, nobody waiting
     live_after_backward: int = 0  # bytes of live tensor storages
     live_after_update: int = 0
     # when -> device type -> those bytes, on rank 0

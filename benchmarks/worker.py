@@ -22,15 +22,16 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.contenders import Builder, Missing, Setup, Trainee, adamw, builder_for
+from benchmarks.fake_world import fake_group
 from benchmarks.model import GPT, Batches
-from benchmarks.plan import Size
+from benchmarks.plan import Size, fake_ranks
 from zeroshard.nn.deferred import deferred_init
 
 __all__ = ["Worker", "live_storage_bytes", "main"]
@@ -97,6 +98,7 @@ class Worker:
         self.device_bytes: int | None = specification["device_bytes"]
         self.files: list[str] = specification["files"]
         self.steps_done = 0
+        self._group = ExitStack()  # until the process ends
         self.trainee: Trainee
         self.builder: Builder = builder_for(self.name)
         import_lazily_imported()
@@ -110,8 +112,7 @@ class Worker:
                 torch.cuda.set_per_process_memory_fraction(
                     min(1.0, self.device_bytes / total), self.setup.device
                 )
-        enough = self.cuda and torch.cuda.device_count() >= self.num_ranks
-        dist.init_process_group("cuda:nccl,cpu:gloo" if enough else "gloo")
+        self._join_group()
         self.batches = Batches(
             self.setup.size,
             rank=self.rank,
@@ -122,11 +123,9 @@ class Worker:
         torch.manual_seed(SEED)
         with (
             deferred_init() if self.deferred else nullcontext(),
-            torch.device(self.setup.device if self.deferred else "cpu"),
+            self.setup.device,  # a large model's random numbers take minutes on a CPU
         ):
             model = GPT(self.setup.size)
-        if not self.deferred:
-            model.to(self.setup.device)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         assert num_parameters == self.setup.size.num_parameters, (
             num_parameters,
@@ -144,6 +143,16 @@ class Worker:
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()  # what is counted is training, not building
         return reply
+
+    def _join_group(self) -> None:
+        size = fake_ranks(self.name)
+        if size and self.num_ranks > 1:
+            raise Missing(f"{self.name} is one process that pretends to be {size}: --nproc 1")
+        if size:
+            self._group.enter_context(fake_group(size))
+            return
+        enough = self.cuda and torch.cuda.device_count() >= self.num_ranks
+        dist.init_process_group("cuda:nccl,cpu:gloo" if enough else "gloo")
 
     def _step(self) -> torch.Tensor:
         tokens, targets = self.batches[self.steps_done]
@@ -182,6 +191,7 @@ class Worker:
             "losses": [float(loss) for loss in losses],
         }
         if self.trainee.engine is not None:
+            reply["steps_skipped"] = self.trainee.engine.steps_skipped
             reply["payload_bytes"] = sum(self.trainee.engine.traffic().bytes.values()) / steps
         return reply
 
@@ -207,9 +217,9 @@ class Worker:
             reply["device_peak"] = torch.cuda.max_memory_allocated()
         return reply
 
-    def profile(self, steps: int, top: int = 12) -> dict[str, Any]:
+    def profile(self, steps: int, trace: str = "", top: int = 12) -> dict[str, Any]:
         """Return the operators that take most of the time of the calling thread, ms per step and
-        calls per step.
+        calls per step. `trace` is a file for all of it, as Chrome's trace viewer reads it.
         """
         activities = [torch.profiler.ProfilerActivity.CPU] + (
             [torch.profiler.ProfilerActivity.CUDA] if self.cuda else []
@@ -217,6 +227,9 @@ class Worker:
         with torch.profiler.profile(activities=activities) as profile:
             for _ in range(steps):
                 self._step()
+            self._meet()
+        if trace and self.rank == 0:
+            profile.export_chrome_trace(trace)
         events = sorted(profile.key_averages(), key=lambda event: -event.self_cpu_time_total)[:top]
         return {
             "operators": [

@@ -4,18 +4,20 @@ precisions.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.contenders import Setup, builder_for
+from benchmarks.fake_world import fake_group
 from benchmarks.model import GPT, Batches
-from benchmarks.plan import CONTENDERS, SIZES, Size
+from benchmarks.plan import CONTENDERS, SIZES, Size, fake_ranks
 from tests.support.harness import run_ranks
 
 STEPS = 4
-INSTALLED = [name for name in CONTENDERS if not name.startswith("deepspeed")]
+INSTALLED = [name for name in CONTENDERS if not (name.startswith("deepspeed") or fake_ranks(name))]
 
 
 def losses(rank: int, world_size: int, name: str, precision: str) -> list[float]:
@@ -52,6 +54,24 @@ def test_a_contender_trains_as_torch_ddp_does(name: str, precision: str) -> None
         assert ours[0] == pytest.approx(theirs[0], abs=1e-4)
     else:
         assert ours == theirs
+
+
+@pytest.mark.parametrize("name", ["zero3@fake8", "fsdp2@fake8"])
+def test_a_rank_of_a_fake_world_holds_its_share_and_says_that_it_does_not_train(name: str) -> None:
+    with fake_group(8):
+        size, device = SIZES["tiny"], torch.device("cpu")
+        trainee = builder_for(name)(GPT(size), Setup(size, "bf16", device))
+        for step in range(2):
+            batches = Batches(size, rank=0, num_ranks=1, device=device)
+            loss = trainee.forward(*batches[step])
+            trainee.backward(loss)
+            trainee.update()
+            assert math.isfinite(loss.item())
+        assert trainee.facts["trains"] is False
+        if trainee.engine is not None:
+            assert trainee.engine.steps_skipped == 0
+            held = sum(trainee.engine.memory().at_rest.values())
+            assert held < 16 * size.num_parameters / 6
 
 
 def test_batches_differ_between_ranks_and_steps_and_repeat() -> None:

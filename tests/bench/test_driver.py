@@ -5,6 +5,7 @@ only pretend.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,24 @@ def test_a_shared_block_serves_every_comparison_with_one_turn_each(
     assert [len(c.pairs) for c in run.comparisons] == [3, 2]
 
 
+def test_what_is_measured_is_kept_contender_by_contender(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, kept = Stage(breaks_at={"fsdp2": 1}), []
+    monkeypatch.setattr(driver, "Group", pretend(stage))
+
+    def keep(run: Run) -> None:
+        kept.append(([c.name for c in run.contenders], len(run.comparisons), len(stage.turns)))
+
+    measure(SIZES["tiny"], "fp32", AB, Options(alive=2), keep=keep)
+    assert kept == [
+        (["zero3"], 0, 0),
+        (["zero3", "torch-ddp"], 0, 0),
+        (["zero3", "torch-ddp"], 1, 6),
+        (["zero3", "torch-ddp"], 1, 6),
+        (["zero3", "torch-ddp", "fsdp2"], 1, 6),
+        (["zero3", "torch-ddp", "fsdp2"], 1, 7),
+    ]
+
+
 def test_the_callers_number_of_pairs_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     run, _ = run_stage(monkeypatch, Stage(), pairs=1)
     assert [len(c.pairs) for c in run.comparisons] == [1, 1]
@@ -141,6 +160,7 @@ def arguments(**changes: Any) -> argparse.Namespace:
         "data": [],
         "deepspeed_python": None,
         "profile": False,
+        "traces": None,
         "pairs": 2,
         "steps": 7,
         "out": None,
@@ -157,22 +177,22 @@ def asked(
     calls = []
 
     def fake(
-        size: Any, precision: str, comparisons: list[Comparison], options: Options, **_: Any
+        size: Any,
+        precision: str,
+        comparisons: list[Comparison],
+        options: Options,
+        *,
+        keep: Callable[[Run], None] = lambda run: None,
+        **_: Any,
     ) -> Run:
         text = b"".join(Path(file).read_bytes() for file in options.files)
         calls.append((size.name, precision, options, comparisons, text))
         records = [ContenderResult("zero3", failed=bool(text)), ContenderResult("plain")]
-        return Run(
-            size.name,
-            precision,
-            2,
-            1,
-            "cpu",
-            1,
-            1,
-            records,
-            [ComparisonResult("zero3", "plain", None, 5, [[1.0, 2.0]])],
-        )
+        compared = [ComparisonResult("zero3", "plain", None, 5, [[1.0, 2.0]])]
+        run = Run(size.name, precision, 2, 1, "cpu", 1, 1, records, compared)
+        for _ in range(2):
+            keep(run)
+        return run
 
     monkeypatch.setattr(commands, "measure", fake)
     return calls

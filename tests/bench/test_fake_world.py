@@ -9,9 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from benchmarks.fake_world import Options, measure
+from benchmarks.fake_world import Options, _copying, fake_group, measure
+from zeroshard.comm import nccl
 
 
 def test_every_round_times_all_three_and_the_world_is_gone_afterwards() -> None:
@@ -34,3 +36,22 @@ def test_the_command_prints_and_saves_the_time_per_unit(tmp_path: Path) -> None:
     assert (report["world"], report["units"], report["rounds"]) == (2, 50, 2)
     assert set(report["us_per_unit_and_step"]) == {"zero3", "fsdp2"}
     assert report["us_per_unit_and_step"]["fsdp2"]["median"] > 0
+
+
+def test_collectives_that_the_fake_backend_leaves_out_copy_what_there_is() -> None:
+    calls: list[dict[str, object]] = []
+    copying = _copying(lambda output, input, **options: calls.append(options))
+    output = torch.full((4,), float("nan"))
+    copying(output, torch.arange(8.0), group=None)
+    assert output.tolist() == [0.0, 1.0, 2.0, 3.0]
+    copying(output=output, input=torch.ones(2))
+    assert output.tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert calls == [{"group": None}, {}]
+
+
+def test_what_comes_from_the_others_is_finite_on_every_torch() -> None:
+    with fake_group(4):
+        share, whole = torch.full((2,), float("nan")), torch.full((8,), float("nan"))
+        nccl.reduce_scatter_single(share, torch.arange(8.0))
+        dist.all_to_all_single(whole, torch.arange(8.0))
+        assert share.tolist() == [0.0, 1.0] and whole.isfinite().all()

@@ -22,7 +22,7 @@ from benchmarks.contenders import Missing, Setup, builder_for
 from benchmarks.disk import step_row
 from benchmarks.driver import ContenderError, Options
 from benchmarks.model import GPT, Batches
-from benchmarks.offload import disk_step, host_step, largest
+from benchmarks.offload import copies, disk_step, host_step, largest
 from benchmarks.plan import (
     LARGEST,
     LARGEST_SIZE,
@@ -414,3 +414,11 @@ def test_rows_of_the_largest_model_survive_saving_and_are_shown(tmp_path: Path) 
     assert "| host | zero3+host | 16 | 3.00 | 1.50 | 16.0 | 32.0 | CUDA out of memory |" in text
     assert "| fsdp2+host | 1000.0 | 4 | 4.0 / 0.0 | 12.0 / 12.0 |  | 0 | 5 |" in text
     assert "- Skipped: something: not here" in text
+
+
+def test_copies_are_timed_each_way_in_both_kinds_of_memory() -> None:
+    run = copies(1 << 12, 2, device="cpu")
+    assert [c.name for c in run.contenders] == [
+        f"to the {where}, {kind}" for where in ("host", "device") for kind in ("pinned", "pageable")
+    ]
+    assert all(len(c.step_s) == 2 and c.facts["bytes"] == 1 << 12 for c in run.contenders)

@@ -8,11 +8,13 @@ from benchmarks.model import GPT
 from benchmarks.plan import (
     COMPARISONS,
     CONTENDERS,
+    ONE_PROCESS_COMPARISONS,
     OVERHEAD_SIZE,
     SIZES,
     Size,
     blocks,
     comparisons_for,
+    fake_ranks,
 )
 
 
@@ -28,13 +30,17 @@ def test_the_sizes_are_those_of_the_targets() -> None:
         round(SIZES[name].num_parameters / 1e6, 1) for name in ("small", "medium", "large")
     ] == [11.4, 49.9, 209.9]
     assert SIZES["medium"].tokens == 256
+    assert (round(SIZES["1.3b"].num_parameters / 1e6), SIZES["1.3b"].tokens) == (1313, 2048)
 
 
 def test_every_comparison_names_known_contenders_once() -> None:
-    assert all({c.contender, c.reference} <= CONTENDERS.keys() for c in COMPARISONS)
-    assert len({(c.contender, c.reference) for c in COMPARISONS}) == len(COMPARISONS)
-    compared = {name for c in COMPARISONS for name in (c.contender, c.reference)}
-    assert compared | {"plain"} == set(CONTENDERS)
+    known = (*COMPARISONS, *ONE_PROCESS_COMPARISONS)
+    assert all({c.contender, c.reference} <= CONTENDERS.keys() for c in known)
+    assert len({(c.contender, c.reference) for c in known}) == len(known)
+    compared = {name for c in known for name in (c.contender, c.reference)}
+    assert compared == set(CONTENDERS)
+    unasked = {name for c in COMPARISONS for name in (c.contender, c.reference)}
+    assert not any(fake_ranks(name) for name in unasked), "only where they are named"
 
 
 @pytest.mark.parametrize("alive", [2, 3, 4, 8, 100])
