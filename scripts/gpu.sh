@@ -1,38 +1,125 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one go and in less than ten minutes: the GPU tests, then the benchmarks of steps, of states on host and disk,
-# and of the largest model. Usage: scripts/gpu.sh OUT_DIRECTORY [tests|step|codec|offload|largest ...]      (default: all)
-# Needs torch with CUDA, and pytest, pytest-timeout, hypothesis, pydantic, rich, safetensors and xxhash in the interpreter $PYTHON.
-# $DISK is a directory on a local disk for what rests there (default: the temporary folder).
+# Everything that needs a GPU, in parts whose results are saved one by one.
+#
+#   scripts/gpu.sh [--wheels DIR] [--device cpu] OUT [PART or SET ...]      (default: first, second, third)
+#   scripts/gpu.sh --list                                                   (parts, their seconds, their sets)
+#
+# A set takes at most nine minutes, also where every part runs into its time limit. OUT/PART.txt holds what a part printed, OUT/parts.txt
+# its exit code and seconds, OUT/*.json what was measured, contender by contender. Where the smoke part fails, nothing else is run.
+# --wheels DIR: packages that the interpreter $PYTHON lacks are installed from DIR, for this run alone. $DISK: a folder on a local disk.
+# --device cpu: without a GPU, at tiny size, to try this script: the benchmarks run, the tests of tests/gpu are only collected.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out=${1:?"usage: scripts/gpu.sh OUT_DIRECTORY [tests|step|codec|offload|largest ...]"}
-shift
-parts=" ${*:-tests step codec offload largest} "
-python=${PYTHON:-python3}
-disk=${DISK:-${TMPDIR:-/tmp}}
-mkdir -p "$out"
-export PYTHONPATH=src PYTHONUNBUFFERED=1
-nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv | tee "$out/machine.txt"
 
-bench() { # SECONDS NAME ARGUMENTS...
-    timeout "$1" "$python" -m zeroshard bench "${@:3}" --device cuda --nproc 1 --out "$out/$2.json" 2>&1 | tee "$out/bench-$2.txt"
+parts() {
+    cat <<'END'
+smoke     60  first   imports, and two steps of stage 3 in one process and over NCCL
+census    80  first   where the host waits for the device
+bits     145  first   plain PyTorch against every row and option in three precisions
+lanes    145  first   late lanes and poisoned memory change no bit
+sanitizer 100 first   CUDA's sanitizer of streams
+pairs     90  second  two ranks over gloo on one GPU
+memory    80  second  allocated, reserved and peak, and a snapshot
+codec     70  second  codec kernels: bits against torch, and GB/s
+plain     95  second  speed, 1.3B in bf16: stage 3 in one process beside plain PyTorch, with traces
+fsdp2     95  second  speed: stage 3 over NCCL beside FSDP2, with traces
+fake      95  second  speed: the same as one rank of eight that do not exist, with traces
+small     70  third   speed at 50M, where Python is all that is measured
+copies    40  third   copies between host and device, and the step on the host, GB/s
+offload  170  third   1.3B in bf16 with states on the host beside FSDP2's
+largest   90  third   the largest model on a card of 8 GiB
+tiers    150  third   tests of host and disk tiers; overlap, printed
+END
 }
 
-if [[ $parts == *" tests "* ]]; then
-    timeout 210 "$python" -m pytest -q -s tests/gpu tests/unit/runtime/test_streams.py tests/unit/comm/test_codec_kernels.py tests/unit/comm/test_sum_kernel.py -p no:cacheprovider 2>&1 | tee "$out/tests.txt"
-fi
-if [[ $parts == *" step "* ]]; then
-    for precision in fp32 bf16; do
-        bench 75 "medium-$precision-cuda" step --sizes medium --precision "$precision" --contenders zero2,zero3,torch-ddp,fsdp2,plain --alive 5
+usage() { sed -n 's/^# \{0,1\}//; 2,10p' "$0" >&2; exit 2; }
+
+bench() { # NAME ARGUMENTS...: `zeroshard bench` on the device, results in OUT/NAME.json
+    "$python" -m zeroshard bench "${@:2}" --device "$device" --out "$out/$1.json"
+}
+
+speed() { # NAME SIZE CONTENDERS [HOW MANY AT A TIME]: whole steps
+    bench "$1" step --nproc 1 --sizes "$2" --precision bf16 --contenders "$3" --alive "${4:-2}" --pairs 3 --steps 5 --traces "$out/traces"
+}
+
+tests() { # FILE...: of tests/gpu, what they measure printed
+    local words=(-q -s -p no:cacheprovider --basetemp "$out/$part.tmp")
+    [[ $device == cuda ]] || words+=(--collect-only)
+    "$python" -m pytest "${words[@]}" "$@"
+}
+
+run_part() {
+    case $part in
+        smoke) tests tests/gpu/test_smoke_cuda.py ;;
+        census) tests tests/gpu/test_sync_census_cuda.py ;;
+        bits) tests tests/gpu/test_exactness_cuda.py tests/gpu/test_training_cuda.py tests/unit/core/test_tensor_digest.py ;;
+        lanes) tests tests/gpu/test_lanes_cuda.py tests/unit/runtime/test_streams.py ;;
+        sanitizer) tests tests/gpu/test_sanitizer_cuda.py ;;
+        pairs) tests tests/gpu/test_two_ranks_cuda.py ;;
+        memory) tests tests/gpu/test_memory_cuda.py ;;
+        codec) bench codec codec --elements "$elements" && tests tests/unit/comm/test_codec_kernels.py tests/unit/comm/test_sum_kernel.py ;;
+        plain) speed plain "$large" zero3,plain ;;
+        fsdp2) speed fsdp2 "$large" zero3@nccl,fsdp2 ;;
+        fake) speed fake "$large" zero3@fake8,fsdp2@fake8 ;;
+        small) speed small "$medium" zero3,zero3@nccl,fsdp2,plain 4 ;;
+        copies) bench copies offload --parts copies,host-step --elements "$elements" --pairs 5 --disk-path "$disk" ;;
+        offload) bench offload offload --parts steps --sizes "$large" --precision bf16 --contenders zero2+host,zero3+host,fsdp2+host \
+            --nproc 1 --alive 3 --pairs 2 --steps 3 --disk-path "$disk" ;;
+        largest) bench largest offload --parts largest --precision bf16 --card-gib 8 --largest-s 26 --disk-path "$disk" ;;
+        tiers) tests tests/gpu/test_tiers_cuda.py tests/gpu/test_overlap_cuda.py ;;
+    esac
+}
+
+missing() { # the packages that the interpreter lacks
+    "$python" -c 'from importlib.util import find_spec
+names = "torch numpy pydantic pydantic_core annotated_types typing_inspection rich safetensors xxhash hypothesis pytest pytest_timeout"
+print(*(name for name in names.split() if find_spec(name) is None))'
+}
+
+wheels="" device=cuda out=""
+while [[ ${1:-} == --* ]]; do
+    case $1 in
+        --list) parts; exit ;;
+        --wheels) wheels=$(realpath -- "${2:?}"); shift 2 ;;
+        --device) device=${2:?}; shift 2 ;;
+        *) usage ;;
+    esac
+done
+[[ $# -ge 1 ]] || usage
+mkdir -p "$1" && out=$(realpath -- "$1") && shift
+chosen=()
+for word in "${@:-first second third}"; do
+    for name in $word; do
+        found=$(parts | awk -v name="$name" '$1 == name || $3 == name { print $1 }')
+        [[ $found ]] || { echo "no part or set is called $name: see scripts/gpu.sh --list" >&2; exit 2; }
+        chosen+=($found)
     done
+done
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-python3} disk=${DISK:-${TMPDIR:-/tmp}}
+large=1.3b medium=medium elements=67108864
+[[ $device == cuda ]] || large=tiny medium=tiny elements=65536
+export PYTHONPATH=$PWD/src:$PWD PYTHONUNBUFFERED=1
+
+lacking=$(missing)
+if [[ $lacking && $wheels ]]; then
+    installed=$(mktemp -d) && trap 'rm -rf "$installed"' EXIT
+    "$python" -m pip install --quiet --no-index --no-deps --find-links "$wheels" --target "$installed" ${lacking//_/-} >"$out/wheels.txt" 2>&1
+    export PYTHONPATH=$PYTHONPATH:$installed
+    lacking=$(missing)
 fi
-if [[ $parts == *" codec "* ]]; then
-    timeout 40 "$python" -m zeroshard bench codec --device cuda --elements 67108864 --out "$out/codec-cuda.json" 2>&1 | tee "$out/bench-codec.txt"
-fi
-if [[ $parts == *" offload "* ]]; then
-    contenders=zero2,zero2+host,zero2+part,zero2+late,zero2+disk,zero3,zero3+host,fsdp2+host
-    bench 130 offload-cuda offload --parts steps,host-step --sizes medium --steps 5 --alive 8 --contenders "$contenders" --disk-path "$disk"
-fi
-if [[ $parts == *" largest "* ]]; then # on a card of 8 GiB, so that host and disk hold what it does not
-    bench 95 largest-cuda offload --parts largest --precision bf16 --card-gib 8 --largest-s 28 --disk-path "$disk"
-fi
+[[ ! $lacking ]] || { echo "$python lacks: $lacking (--wheels DIR names a folder that has them)" >&2; exit 3; }
+[[ $device != cuda ]] || nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv | tee "$out/machine.txt"
+
+failed=0
+for part in "${chosen[@]}"; do
+    seconds=$(parts | awk -v part="$part" '$1 == part { print $2 }') begin=$SECONDS
+    echo "== $part: at most $seconds s"
+    export -f run_part bench speed tests
+    export part device out python disk large medium elements
+    timeout --kill-after 2 "$seconds" bash -c run_part 2>&1 | tee "$out/$part.txt"
+    code=${PIPESTATUS[0]}
+    echo "$part: exit code $code, $((SECONDS - begin)) s" | tee -a "$out/parts.txt"
+    [[ $code == 0 ]] || failed=1
+    [[ $part != smoke || $code == 0 ]] || { echo "smoke failed: the rest would be worthless" >&2; exit 1; }
+done
+exit $failed
