@@ -216,7 +216,8 @@ def report(results: list[Result]) -> str:
     """Return the share per package, and the faults that survive."""
     packages: dict[str, list[bool]] = {}
     for result in results:
-        packages.setdefault(result.file.split("/")[2], []).append(result.found)
+        package = result.file.removeprefix("src/zeroshard/").split("/")[0]
+        packages.setdefault(package, []).append(result.found)
     lines = [
         f"{name:<16} {sum(found):3d} of {len(found):3d}" for name, found in sorted(packages.items())
     ]
