@@ -45,6 +45,7 @@ __all__ = [
     "pinned_pages",
     "placeholder",
     "placeholder_value",
+    "reads_wait",
     "return_freed_memory",
     "to_placeholder",
 ]
@@ -258,6 +259,11 @@ def check_device(device: torch.device) -> None:
         )
 
 
+def reads_wait(tensor: torch.Tensor) -> bool:
+    """Whether the host waits for a device when it reads `tensor`."""
+    return tensor.device.type != "cpu"
+
+
 def bounce_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return undefined host memory [numel] for what goes to or comes from `device`: pinned where
     that is an accelerator, whose copies would else be ten times as slow and make the host wait.
@@ -273,14 +279,14 @@ def bounce_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch
 
 
 def cast_for(
-    device: torch.device, source: torch.Tensor, dtype: torch.dtype, *, copy: bool
+    target: torch.Tensor, source: torch.Tensor, dtype: torch.dtype, *, copy: bool
 ) -> torch.Tensor:
-    """Return `source` [numel] in `dtype`, in memory from which it goes to `device`; `copy`: never
-    `source` itself.
+    """Return `source` [numel] in `dtype`, in memory from which it goes to where `target` is;
+    `copy`: never `source` itself.
     """
-    if source.device == device:
+    if reads_wait(source) == reads_wait(target):
         return source.to(dtype, copy=copy)
-    return bounce_buffer(source.numel(), dtype, device).copy_(source)
+    return bounce_buffer(source.numel(), dtype, target.device).copy_(source)
 
 
 class Pages:

@@ -36,6 +36,7 @@ import torch
 from zeroshard.comm.compat import kernels_for
 from zeroshard.core.layout import ALIGN, Range
 from zeroshard.errors import ConfigError
+from zeroshard.memory import reads_wait
 
 __all__ = ["CODECS", "Codec", "Fp8", "Int4", "Int8", "codec", "engine_of"]
 
@@ -235,7 +236,7 @@ class Codec(ABC):
         packed = data[:, SCALE_BYTES:]
         self._pack(values, packed)
         # a question to the device would stop the stream; on the CPU it saves a pass
-        if data.is_cuda or broken.any():
+        if reads_wait(data) or broken.any():
             packed.masked_fill_(broken, 0)  # what NaN is as an integer differs between processors
 
     def _scale(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

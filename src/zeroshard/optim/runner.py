@@ -70,6 +70,7 @@ class StepOptions:
     """How the tiles of one engine are stepped."""
 
     device: torch.device
+    enqueues: bool = False  # whether the device goes on by itself (Streams.enqueues)
     into_forward: bool = False  # the next forward may begin: its units wait for their own tiles
     delayed_update: int | None = None  # steps before updates are applied one step late; None: never
     timed: bool = False  # measure both parts of a step, with the way of the last weights back
@@ -113,7 +114,7 @@ class TileRunner:
         self._optimizer = optimizer
         self._states = states
         self._options = options
-        self._away = options.device.type != "cpu"
+        self._away = options.enqueues
         self._stream: Any = None  # of the thread, on an accelerator
         self._sent: list[Work] = []
         self._ring = [_Buffers(pinned=self._away) for _ in range(_RING)]

@@ -93,7 +93,7 @@ class Context:
         """Whether weights may still be on their way when a forward begins: not where a peer
         reads this rank's memory as it is.
         """
-        alone = self.transport.size == 1 or self.device.type != "cpu"
+        alone = self.transport.size == 1 or self.streams.enqueues
         return self.tiering.link.overlaps and alone
 
     @property

@@ -469,6 +469,7 @@ def _step_settings(context: Context, units: Sequence[Unit]) -> tuple[PartialStat
     part = PartialState(transport.rank, transport.size, is_part=is_part)
     return part, StepOptions(
         context.device,
+        enqueues=context.streams.enqueues,
         into_forward=context.steps_into_forward,
         delayed_update=tiering.delayed_update,
         timed=tiering.automatic,

@@ -205,7 +205,7 @@ class Segment:
         if stop <= self.aliased:  # the weights themselves were stepped, in the caller's stream
             stepped = mark(self.flat.full.device)
             return [] if stepped is None else self._sent([stepped], None)
-        source = cast_for(self.flat.full.device, master, self.flat.dtype, copy=not stays)
+        source = cast_for(self.flat.full, master, self.flat.dtype, copy=not stays)
         return self._sent(self.weight.write(start, stop, source), source)
 
     def can_bring_from_rest(self, start: int, stop: int) -> bool:

@@ -29,14 +29,13 @@ from zeroshard.core.layout import Range
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work, wait_on_host
 from zeroshard.errors import StorageError
-from zeroshard.memory import bounce_buffer
+from zeroshard.memory import bounce_buffer, reads_wait
 from zeroshard.state.deferred_scale import DeferredScale
 from zeroshard.state.reduction import (
     Asked,
     RunningSum,
     chunks,
     is_finite,
-    reads_wait,
     sum_of_squares,
 )
 from zeroshard.state.state import DeviceMemory, State

@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
+from zeroshard.memory import reads_wait
+
 __all__ = [
-    "Asked", "RunningSum", "chunks", "is_finite", "read_squares", "reads_wait", "squares_of",
-    "sum_of_squares",
+    "Asked", "RunningSum", "chunks", "is_finite", "read_squares", "squares_of", "sum_of_squares",
 ]  # fmt: skip
 
 _CHUNK = 1 << 17  # elements: a chunk of fp32 stays in a core's own cache
@@ -32,11 +32,6 @@ class Asked:
 
     numbers: torch.Tensor  # [n], on the device of all others that are asked for with it
     learn: Callable[[float], None]
-
-
-def reads_wait(tensor: torch.Tensor) -> bool:
-    """Whether the host waits for a device when it reads `tensor`."""
-    return tensor.device.type != "cpu"
 
 
 def squares_of(slices: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -55,7 +50,7 @@ def read_squares(asked: Sequence[Asked]) -> None:
 
 def chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Cut `tensor` for cache-sized passes on CPU; other devices take it whole."""
-    return torch.split(tensor, _CHUNK) if tensor.device.type == "cpu" else (tensor,)
+    return (tensor,) if reads_wait(tensor) else torch.split(tensor, _CHUNK)
 
 
 def is_finite(tensor: torch.Tensor, total: torch.Tensor) -> bool:
@@ -81,12 +76,12 @@ def sum_of_squares(tensor: torch.Tensor, total: float = 0.0) -> float:
 
 
 class RunningSum:
-    """The sum of all numbers that have passed by, on each device that they passed: it is not finite
+    """The sum of all numbers that have passed by, on the host and on a device: it is not finite
     where one of them is not.
     """
 
     def __init__(self) -> None:
-        self._by_device: dict[torch.device, torch.Tensor] = {}
+        self._totals: dict[bool, torch.Tensor] = {}  # by whether the host waits for it
 
     def add(self, numbers: torch.Tensor) -> None:
         """Add all of `numbers`, on their device."""
@@ -94,23 +89,21 @@ class RunningSum:
             self._hold(chunk.sum(dtype=torch.float32))
 
     def _hold(self, more: torch.Tensor) -> None:
-        held = self._by_device.get(more.device)
-        self._by_device[more.device] = more if held is None else held + more
+        waits = reads_wait(more)
+        held = self._totals.get(waits)
+        self._totals[waits] = more if held is None else held + more
 
     def is_finite(self) -> bool:
         """Whether it is finite, as far as the host knows: what is `asked` is not known yet."""
-        known = [total for total in self._by_device.values() if not reads_wait(total)]
-        return all(bool(torch.isfinite(total)) for total in known)
+        known = self._totals.get(False)
+        return known is None or bool(torch.isfinite(known))
 
     def asked(self) -> list[Asked]:
         """Return what the host has yet to read of an accelerator to know whether it is finite."""
-        return [
-            Asked(total.reshape(1), partial(self._learn, device))
-            for device, total in self._by_device.items()
-            if reads_wait(total)
-        ]
+        total = self._totals.get(True)
+        return [] if total is None else [Asked(total.reshape(1), self._learn)]
 
-    def _learn(self, device: torch.device, squares: float) -> None:
-        """Keep on the host, squared, what the numbers that passed `device` add up to."""
-        del self._by_device[device]
+    def _learn(self, squares: float) -> None:
+        """Keep on the host, squared, what the numbers that passed the device add up to."""
+        del self._totals[True]
         self._hold(torch.tensor(squares, dtype=torch.float64))

@@ -17,7 +17,7 @@ import torch
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import DoneWork, Work, wait_on_host
 from zeroshard.errors import StorageError
-from zeroshard.memory import MemoryCounter, host_memory, to_placeholder
+from zeroshard.memory import MemoryCounter, host_memory, reads_wait, to_placeholder
 from zeroshard.tier.link import Link, link_of
 
 __all__ = ["HostStore"]
@@ -105,7 +105,7 @@ class _HostStorage:
         """Wait for overlapping copies in the opposite direction; the link orders only its own. A
         copy from or to `other` memory of the host is not enqueued: the host itself waits.
         """
-        is_enqueued = other.device.type != "cpu"
+        is_enqueued = reads_wait(other)
         for low, high, other_writes, work in self._under_way:
             if low < stop and start < high and other_writes is not writes:
                 work.wait() if is_enqueued else wait_on_host(work)
