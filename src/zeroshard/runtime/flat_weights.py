@@ -92,15 +92,16 @@ class FlatWeights:
         if rest is None and self.codec is not None:
             assert self.scope is Scope.SHARD, (self.key, self.scope)
             numel = self.rest_span[1] - self.rest_span[0]
-            rest = State.of(torch.zeros(numel, dtype=plan.dtype, device=context.device))
+            at_rest = torch.zeros(numel, dtype=plan.dtype, device=context.device)
+            rest = State.of(at_rest, link=context.memory.link)
         if rest is None:
             is_stepped = plan.trainable and context.trains
             self.window, at_rest = self._make_window(
                 context, layout.scope(cells.optim) if is_stepped else Scope.SHARD
             )
-            rest = State.of(at_rest)
+            rest = State.of(at_rest, link=context.memory.link)
         self.rest = rest  # this rank's weights at rest
-        self.weight = self._part(self.stepped)  # those that follow from its masters
+        self.weight = self._part(self.stepped, context)  # those that follow from its masters
         self.buffer = FullBuffer(
             layout,
             plan.strides,
@@ -135,12 +136,13 @@ class FlatWeights:
         assert window.full is not None, key
         return window, window.full
 
-    def _part(self, span: Range) -> State:
+    def _part(self, span: Range, context: Context) -> State:
         """Return what rests here of `span`."""
         if span == self.rest_span:
             return self.rest
         base = self.rest_span[0]
-        return State.of(self.rest.whole[span[0] - base : span[1] - base])
+        part = self.rest.whole[span[0] - base : span[1] - base]
+        return State.of(part, link=context.memory.link)
 
     # ------------------------------------------------------------------------------ what it is
 
