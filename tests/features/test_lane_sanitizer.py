@@ -2,12 +2,13 @@
 has not finished with, and no memory goes back to its allocator while a lane still uses it.
 
 One process of a fake process group of 8, over the NCCL transport, on CPU tensors: values mean
-nothing, order and lifetime are those of a device (tests/support/lane_sanitizer.py).
+nothing, order and lifetime are those of a device (tests/support/lane_sanitizer.py). The host is
+one, too: what it writes while a lane copies from there is found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -18,10 +19,15 @@ import zeroshard as zs
 from benchmarks.fake_world import fake_world
 from tests.support.lane_sanitizer import LaneSanitizer
 from zeroshard import memory
+from zeroshard.comm.transport import Work
+from zeroshard.nn.activation_store import ActivationStore, using
 from zeroshard.runtime import gradients
 from zeroshard.runtime.gradients import Reduction
+from zeroshard.runtime.segment import Segment
+from zeroshard.tier.host import HostStore
 
 WIDTH = 64
+DEVICE = torch.device("cpu")  # named as such: the sanitizer's device
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{row: (row, {}) for row in ("ddp", "zero1", "zero2", "zero3", "zero3-keep")},
     **{row: (row, {"node_size": 4}) for row in ("hpz", "mics", "hfsdp")},
@@ -32,6 +38,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "both codecs, hpz": ("hpz", {"node_size": 4, "weight_codec": "int8", "grad_codec": "int4"}),
 }
 
+TIERS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "optimizer": {"optimizer": "host"},
+    "grad": {"grad": "host", "optimizer": "host"},
+    "grad alone": {"grad": "host"},
+    "all": {"weight": "host", "grad": "host", "optimizer": "host"},
+    "fraction": {"grad": "host", "optimizer": "host", "fraction": 0.4},
+    "near fraction": {"optimizer": "host", "fraction": 0.4},
+    "late": {"grad": "host", "optimizer": "host", "delayed_update": 1},
+    "all, late": {
+        "weight": "host", "grad": "host", "optimizer": "host", "delayed_update": 1,
+    },
+}  # fmt: skip
+WHOLE_WEIGHTS = ("ddp", "zero1", "zero2", "hfsdp")  # whose weights are refused on the host
+TIERED = [
+    *((case, "grad" if case in WHOLE_WEIGHTS else "all") for case in CASES),
+    *((case, "fraction") for case in ("ddp", "zero2", "zero3", "mics", "ordered")),
+    *((case, "late") for case in ("zero1", "zero3")),
+    *(("zero3", tier) for tier in TIERS),
+]
+
 
 class _Net(nn.Module):
     """Blocks, the last of which runs only when asked to."""
@@ -39,7 +66,11 @@ class _Net(nn.Module):
     def __init__(self, blocks: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+            nn.Sequential(
+                nn.Linear(WIDTH, WIDTH, device=DEVICE),
+                nn.Tanh(),
+                nn.Linear(WIDTH, WIDTH, device=DEVICE),
+            )
             for _ in range(blocks)
         )
         self.uses_all = True
@@ -56,27 +87,37 @@ def _watch(
     world: int = 8,
     precision: str = "fp32",
     blocks: int = 3,
+    tier: str = "device",
     program: Callable[[zs.Engine, _Net, torch.optim.Optimizer], None],
     drop: int | None = None,
+    without: Collection[str] = (),
 ) -> LaneSanitizer:
-    """Run `program` under the sanitizer, which leaves out the `drop`-th fork or join."""
+    """Run `program` under the sanitizer, which leaves out the `drop`-th fork or join, and the waits
+    for events `without` which it is to run.
+    """
     policy, comm = CASES[case]
     torch.manual_seed(0)
-    sanitizer = LaneSanitizer(drop=drop)
+    sanitizer = LaneSanitizer(drop=drop, without=without)
     with fake_world(world), sanitizer.watching():
         model = _Net(blocks)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
         units = [f"blocks.{index}" for index in range(blocks)]
         options = zs.Comm(transport="nccl", **comm)
         engine = zs.shard(
-            model, optimizer, policy=policy, units=units, comm=options, precision=precision
+            model,
+            optimizer,
+            policy=policy,
+            units=units,
+            comm=options,
+            precision=precision,
+            offload=TIERS[tier] or None,
         )
         program(engine, model, optimizer)
     return sanitizer
 
 
 def _batch() -> torch.Tensor:
-    return torch.randn(2, WIDTH)
+    return torch.randn(16, WIDTH, device=DEVICE)  # 4 KiB: checkpoints keep less where it is
 
 
 def _steps(engine: zs.Engine, model: _Net, optimizer: torch.optim.Optimizer) -> None:
@@ -91,6 +132,31 @@ def _steps(engine: zs.Engine, model: _Net, optimizer: torch.optim.Optimizer) -> 
         optimizer.zero_grad()
     with torch.no_grad():
         model(_batch())
+
+
+def _steps_and_close(engine: zs.Engine, model: _Net, optimizer: torch.optim.Optimizer) -> None:
+    """The same, and everything back to the device."""
+    _steps(engine, model, optimizer)
+    engine.close()
+
+
+def _asleep_in_between(engine: zs.Engine, model: _Net, optimizer: torch.optim.Optimizer) -> None:
+    """Off the device with gradients at rest, between two steps."""
+    _one_step(engine, model, optimizer)
+    engine.backward(model(_batch()))
+    engine.offload_states()
+    engine.reload_states()
+    optimizer.step()
+    engine.close()
+
+
+def _checkpointed(engine: zs.Engine, model: _Net, optimizer: torch.optim.Optimizer) -> None:
+    """With the blocks' inputs on the host."""
+    zs.nn.checkpoint_blocks(model, tier="host")
+    store = ActivationStore(HostStore(DEVICE), DEVICE)
+    with using(store):
+        _steps(engine, model, optimizer)
+        assert store.most_used > 0
 
 
 def _one_step(engine: zs.Engine, model: _Net, optimizer: torch.optim.Optimizer) -> None:
@@ -160,3 +226,95 @@ def test_a_pool_that_waits_for_nothing_is_found(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(memory, "order_after", lambda event: None)
     findings = _watch("zero3", blocks=6, program=_steps).findings
     assert "race" in {finding.kind for finding in findings}
+
+
+# ------------------------------------------------------------------------------------------- tiers
+
+
+@pytest.mark.parametrize("case, tier", TIERED)
+def test_nor_do_the_host_and_the_thread_of_the_step(case: str, tier: str) -> None:
+    near = ("fraction", "grad alone")  # stepped on the device, by the step's thread
+    precision = "fp32" if tier in near else "bf16"  # in fp32 masters are the weights
+    sanitizer = _watch(case, tier=tier, precision=precision, program=_steps_and_close)
+    assert sanitizer.findings == []
+    threads = {"zeroshard-step"} if tier != "device" else set()
+    assert threads <= set(sanitizer.clocks)
+
+
+@pytest.mark.parametrize("tier", ["all", "fraction"])
+def test_nor_with_tiers_in_a_world_of_sixty_four(tier: str) -> None:
+    assert _watch("zero3", world=64, tier=tier, program=_steps_and_close).findings == []
+
+
+@pytest.mark.parametrize("tier", ["device", "fraction"])
+@pytest.mark.parametrize("case", ["zero1", "zero3"])
+def test_nor_off_the_device_and_back(case: str, tier: str) -> None:
+    assert _watch(case, tier=tier, program=_asleep_in_between).findings == []
+
+
+@pytest.mark.parametrize("tier", ["device", "all"])
+def test_nor_with_the_inputs_of_checkpoints_on_the_host(tier: str) -> None:
+    sanitizer = _watch("zero3", tier=tier, blocks=6, program=_checkpointed)
+    assert sanitizer.findings == []
+    assert sanitizer.clocks["activation gather"] and sanitizer.clocks["activation reduce"]
+
+
+@pytest.mark.parametrize(
+    "without, case, tier, precision",
+    [
+        (["NcclTransport.grad_buffer"], "zero3", "device", "bf16"),
+        (["Segment.wait_uploads"], "zero3", "optimizer", "bf16"),
+        (["Segment.wait_uploads"], "zero3", "fraction", "fp32"),
+        (["TileRunner.wait"], "zero3", "late", "bf16"),
+        (["TileRunner._step_on_host"], "zero3", "optimizer", "fp32"),
+        (["RestingGradient.wait_writes"], "zero3", "grad", "fp32"),
+        (["_HostStorage.flush"], "zero3", "grad", "fp32"),
+        (["State.borrowed"], "zero3", "fraction", "bf16"),
+        (["PartialSum.move_to"], "zero1", "grad", "bf16"),
+        (["gather_bytes"], "zero3", "device", "bf16"),
+        (["_fill"], "zero3", "optimizer", "bf16"),
+        (["read_squares"], "zero3", "fraction", "fp32"),
+        # the host has read the norm of the gradients by then, and so waited for compute
+        (["read_squares", "TileRunner._run_in_thread"], "zero3", "optimizer", "fp32"),
+    ],
+)
+def test_each_wait_for_an_event_that_is_left_out_is_found(
+    without: list[str], case: str, tier: str, precision: str
+) -> None:
+    options: dict[str, Any] = {"tier": tier, "precision": precision, "program": _steps_and_close}
+    less = _watch(case, without=without[:-1], **options)
+    assert without[-1] in less.waits
+    found = _watch(case, without=without, **options).findings
+    assert set(map(str, found)) - set(map(str, less.findings))
+
+
+def test_weights_stepped_on_the_device_without_a_mark_behind_them_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bring = Segment.bring
+
+    def unmarked(self: Segment, start: int, stop: int, master: Any, stays: bool) -> list[Work]:
+        return [] if stop <= self.aliased else bring(self, start, stop, master, stays)
+
+    monkeypatch.setattr(Segment, "bring", unmarked)
+    found = _watch("zero3", tier="grad alone", precision="fp32", program=_steps).findings
+    assert {finding.other_lane for finding in found} == {"stream 1"}
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_host_memory_that_the_host_writes_while_a_lane_copies_from_there_is_found(
+    waits: bool,
+) -> None:
+    without = [] if waits else ["_HostStorage._wait_for_opposite"]
+    sanitizer = LaneSanitizer(without=without)
+    with sanitizer.watching():
+        storage = HostStore(DEVICE).allocate("weights", 8, torch.float32)
+        numbers = torch.zeros(8)
+        storage.write(0, 8, numbers)
+        with sanitizer.on("gather"):
+            arrived = torch.empty(8, device=DEVICE)
+            storage.read(0, 8, arrived)
+        storage.write(4, 8, numbers[4:])
+        storage.close()
+    found = {(one.kind, one.lane, one.other_lane) for one in sanitizer.findings}
+    assert found == (set() if waits else {("race", "host", "gather")})

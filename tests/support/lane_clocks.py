@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,38 +11,47 @@ from zeroshard.runtime.streams import LANES, Event, Lane
 
 __all__ = ["Clock", "LaneClocks"]
 
-Clock = dict[Lane, int]  # per lane: how many of its accesses are known to have finished
+Clock = Counter[str]  # per lane: how many of its accesses are known to have finished
 
 
 class LaneClocks:
-    """The order of three lanes: fork, mark and join copy clocks as events do.
+    """The order of lanes: fork, mark and join copy clocks as events do.
 
     `drop` leaves out one of these: forks and joins are counted together from 0 in the order of
     their calls.
     """
 
     def __init__(self, drop: int | None) -> None:
-        self.lane: Lane = "compute"  # the one in force
-        self.clocks: dict[Lane, Clock] = {lane: dict.fromkeys(LANES, 0) for lane in LANES}
+        self.clocks: defaultdict[str, Clock] = defaultdict(Counter)
         self.syncs: list[str] = []  # what each synchronisation operation was, dropped or not
         self.drop = drop
+        self._thread = threading.local()
+
+    @property
+    def lane(self) -> str:
+        """The one in force in this thread."""
+        return getattr(self._thread, "lane", "compute")
 
     def fork(self, lane: Lane) -> None:
         """Let `lane` come after everything on compute so far."""
-        self._synchronise(f"fork({lane})", lane, self.clocks["compute"])
+        self._synchronise(f"fork({lane})", lane, self.reached("compute"))
 
     @contextmanager
-    def on(self, lane: Lane) -> Iterator[None]:
+    def on(self, lane: str) -> Iterator[None]:
         """Run the body on `lane`."""
-        outer, self.lane = self.lane, lane
+        outer, self._thread.lane = self.lane, lane
         try:
             yield
         finally:
-            self.lane = outer
+            self._thread.lane = outer
+
+    def reached(self, lane: str) -> Clock:
+        """Return what comes before whatever `lane` is given next."""
+        return self.clocks[lane].copy()
 
     def mark(self, lane: Lane) -> Event:
         """Return where `lane` is."""
-        return lane, dict(self.clocks[lane])
+        return lane, self.reached(lane)
 
     def join(self, event: Event) -> None:
         """Let compute come after `event`."""
@@ -53,12 +64,11 @@ class LaneClocks:
             for other in LANES:
                 self.order(lane, self.clocks[other])
 
-    def order(self, lane: Lane, clock: Clock) -> None:
+    def order(self, lane: str, clock: Clock) -> None:
         """Let `lane` come after `clock`."""
-        mine = self.clocks[lane]
-        mine.update({other: max(mine[other], clock[other]) for other in LANES})
+        self.clocks[lane] |= clock
 
-    def _synchronise(self, name: str, waiter: Lane, clock: Clock) -> None:
+    def _synchronise(self, name: str, waiter: str, clock: Clock) -> None:
         dropped = len(self.syncs) == self.drop
         self.syncs.append(name)
         if not dropped:
