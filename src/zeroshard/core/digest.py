@@ -5,9 +5,11 @@ without an error. So every collective folds (operation, unit, dtype, numel, step
 which ranks compare once per step. Gathers on two-sided transports fold in order; reduces (and
 whatever may differ in order between ranks) fold as a set.
 
+Beside them stands what this rank has entered last, for the errors of stalls (comm/stalls.py).
+
 Invariant: equal histories give equal digests, different ones with probability 2**-64. Cost: half a
 microsecond per collective (each is hashed once, and looked up from then on), 8 bytes per step on
-the wire.
+the wire; for what is entered, one store per unit and direction.
 """
 
 from __future__ import annotations
@@ -16,8 +18,12 @@ import hashlib
 from collections import deque
 from collections.abc import Sequence
 from functools import cache
+from time import monotonic
 
-__all__ = ["Digest", "first_difference", "holders"]
+__all__ = ["Digest", "Entered", "first_difference", "holders"]
+
+# "forward", "backward" or "reduce" and the unit, or "step"; number of the step; monotonic seconds
+Entered = tuple[str, str, int, float]
 
 _MASK = (1 << 64) - 1
 _PRIME = 0x100000001B3  # FNV-1a
@@ -30,9 +36,14 @@ class Digest:
 
     def __init__(self) -> None:
         self.step = 0
+        self.entered: Entered = ("shard()", "", 0, monotonic())
         self._ordered = 0
         self._unordered = 0
         self._log: deque[tuple[str, bool]] = deque(maxlen=_MOST_LOGGED)  # entry, ordered
+
+    def enter(self, event: str, unit: str) -> None:
+        """Note that this rank has come to `event` of `unit`."""
+        self.entered = (event, unit, self.step, monotonic())
 
     def fold(self, operation: str, unit: str, dtype: str, numel: int, *, ordered: bool) -> None:
         """Add one collective."""

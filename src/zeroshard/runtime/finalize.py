@@ -146,6 +146,7 @@ class Finalizer:
         sums as they are.
         """
         backward = self._backward
+        self._digest.enter("step", "")
         unreduced = backward.has_unreduced
         scale = self._loss_scale()
         backward.reductions.wait()

@@ -59,6 +59,7 @@ class Reductions:
         """Start the reduce of `segment`; see GradientPath.reduce."""
         path = segment.grad
         assert path is not None
+        self._digest.enter("reduce", unit.name)
         self._digest.fold(
             "reduce",
             unit.name,

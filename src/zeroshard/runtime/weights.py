@@ -117,6 +117,7 @@ class Weights:
         """Return with `unit` gathered, and the units expected next on their way."""
         if self.refusal is not None:
             raise StateError(self.refusal)
+        self._digest.enter(phase, unit.name)
         if self._idle is unit:
             self._idle = None
         elif self._idle is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from time import monotonic
 
 import pytest
 from hypothesis import assume, given
@@ -69,6 +70,15 @@ def test_the_step_counts_and_starts_anew() -> None:
     run = digest([Call()])
     run.advance()
     assert (run.log(), run.value()) == ([], digest([], step=1).value())
+
+
+def test_what_is_entered_last_is_known_with_its_step_and_changes_no_digest() -> None:
+    run = digest([Call()], step=2)
+    run.enter("backward", "blocks.1")
+    event, unit, step, at = run.entered
+    assert (event, unit, step) == ("backward", "blocks.1", 2) and at <= monotonic()
+    run.advance()
+    assert run.entered[2] == 2 and run.value() == digest([], step=3).value()
 
 
 @given(CALLS, CALLS)
