@@ -78,6 +78,7 @@ class _FakeControl:
         self.rank, self.size = 0, dist.get_world_size()
         self.traffic = Traffic()
         self.stall_timeout_s = 60.0
+        self.notices = None
 
     def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]:
         return [payload] * self.size

@@ -52,6 +52,13 @@ class Plane:
     def restart(self) -> None:
         """Every rank has called `reset`."""
 
+    def explain_stall(self) -> str:
+        """Return what the error of a stall should say beside the rank."""
+        return ""
+
+    def disconnect(self) -> None:
+        """The control plane is closed."""
+
 
 class Operation:
     """The Work of an operation under way; `transfer` holds its messages to and from far ranks.
@@ -124,7 +131,8 @@ class PeerControl:
         self.messages = GlooPeers(
             connections, self.rank, members=self.members, wake=links.wake, wait=self._wait_transfers
         )
-        self._notices = notices if self.far else None
+        self.notices = notices
+        self._far_notices = notices if self.far else None  # near ranks are told on their sockets
         self._has_given_up = False
         self._planes: list[Plane] = []
         serving.register(self)
@@ -205,8 +213,8 @@ class PeerControl:
         """
         others, begin, patience_s = serving.others(self), time.monotonic(), _IDLE_S
         deadline = begin + self.stall_timeout_s
-        if self._notices is not None:
-            self._notices.begin_wait()
+        if self._far_notices is not None:
+            self._far_notices.begin_wait()
         while True:
             self.progress()
             serving.serve(others)
@@ -220,6 +228,7 @@ class PeerControl:
                 raise StallError(
                     f"{what}: rank(s) {names} did not come within {deadline - begin:g} s; see what"
                     " they are doing, or raise stall_timeout_s if they are only slow"
+                    f"{self.explain_stall()}"
                 )
             if transfer is not None and now > begin + _LISTEN_AFTER_S:
                 self._listen(transfer, call)
@@ -232,11 +241,15 @@ class PeerControl:
                 if idle is not None:
                     idle()
 
+    def explain_stall(self) -> str:
+        """Return what the error of a stall should say beside the ranks."""
+        return "".join(plane.explain_stall() for plane in self._planes)
+
     def _require(self, awaited: Sequence[int], what: str, call: str | None) -> None:
         """Raise why the near ranks `awaited`, or a far one, will never come."""
         generation = self.dispatcher.links.generation
-        if self._notices is not None:
-            ahead = self._notices.ahead(generation, self.messages.run)
+        if self._far_notices is not None:
+            ahead = self._far_notices.ahead(generation, self.messages.run)
             if ahead:
                 raise given_up([self.members[rank] for rank in ahead], what)
         if call is not None:
@@ -286,8 +299,8 @@ class PeerControl:
         self.messages.abandon([left for plane in self._planes for left in plane.reset()])
         self.dispatcher.reset()
         self.dispatcher.send(Kind.ABANDON)
-        if self._notices is not None:
-            self._notices.give_up(self.dispatcher.links.generation)
+        if self._far_notices is not None:
+            self._far_notices.give_up(self.dispatcher.links.generation)
 
     def abandon(self) -> None:
         self.give_up()
@@ -309,6 +322,8 @@ class PeerControl:
 
     def close(self) -> None:
         serving.unregister(self)
+        for plane in self._planes:
+            plane.disconnect()
         self.messages.close()
         self.dispatcher.close()
 

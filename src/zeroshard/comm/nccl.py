@@ -19,8 +19,8 @@ Invariant: every rank makes the same calls in the same order (the engine's ident
 not). On accelerators a collective is one operation of the stream that is current when it starts
 (``async_op=False``, as FSDP2 calls it): no stream of the backend's own, and no wait of the host,
 which a timeout would make a poll of milliseconds. Small messages go over the control plane, beside
-the device and its streams. A hang on the device is the backend's watchdog's to report; on CPU
-backends, whose collectives the host waits for, it ends in StallError.
+the device and its streams. A hang on the device is told by ``stalls.py``; on CPU backends, whose
+collectives the host waits for, it ends in StallError.
 
 Cost per rank, N equal shares, buffer of B bytes: gather and reduce receive ``B (N-1)/N`` each; a
 temporary slice per reduce, N of them when ordered, which one kernel sums where Triton is installed.
@@ -41,7 +41,9 @@ from zeroshard.comm.control import PeerControl
 from zeroshard.comm.matching import sum_parts
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.spec import CommSpec
+from zeroshard.comm.stalls import StallWatch
 from zeroshard.comm.transport import GradBuffer, ReduceRequest, Work
+from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import PeerLostError, StallError
@@ -291,7 +293,7 @@ class NcclTransport:
         )
         work = dist.broadcast(flat, group=self._group, group_src=source, async_op=self._async_op)
         if work is not None:
-            await_native(work, "broadcast", self.stall_timeout_s, self.rank, self.size)
+            await_native(work, "broadcast", self.control)
         if flat.data_ptr() != data.data_ptr():
             data.copy_(flat)
         if self.rank != source:
@@ -299,6 +301,11 @@ class NcclTransport:
             self.traffic.add(
                 "broadcast", "nccl", num_bytes, between=num_bytes * (source in self._cuts.far)
             )
+
+    def watch(self, digest: Digest, is_idle: Callable[[], bool]) -> None:
+        if self.control.notices is not None:  # there are peers
+            watch = StallWatch(self.control, self.control.notices, digest, is_idle)
+            self.control.attach(watch)
 
     def progress(self) -> None: ...
 
@@ -348,13 +355,7 @@ class NativeWork:
         """Let the current stream wait for the collectives and do the rest on it."""
         if not self._is_finished:
             for work in self._works:
-                await_native(
-                    work,
-                    self._what,
-                    self._transport.stall_timeout_s,
-                    self._transport.rank,
-                    self._transport.size,
-                )
+                await_native(work, self._what, self._transport.control)
             self._after()
             self._is_finished, self._finished = True, mark(self._alive[0].device)
             self.release()
@@ -372,16 +373,17 @@ class NativeWork:
         self._works, self._alive, self._after = [], [], lambda: None
 
 
-def await_native(work: Any, what: str, stall_timeout_s: float, rank: int, size: int) -> None:
+def await_native(work: Any, what: str, control: PeerControl) -> None:
     """Let the host wait for one collective."""
     try:
-        work.wait(timedelta(seconds=stall_timeout_s))
+        work.wait(timedelta(seconds=control.stall_timeout_s))
     except RuntimeError as error:
         text = str(error).split("\n")[0].split("] ")[-1][:160]
-        others = [peer for peer in range(size) if peer != rank]
+        others = [peer for peer in range(control.size) if peer != control.rank]
         if "imed out" in text or "timeout" in text:
             raise StallError(
-                f"{what}: one of ranks {others} did not come within {stall_timeout_s:g} s ({text})"
+                f"{what}: one of ranks {others} did not come within {control.stall_timeout_s:g} s"
+                f" ({text}){control.explain_stall()}"
             ) from error
         raise PeerLostError(
             f"{what}: one of ranks {others} has ended or given up ({text})"

@@ -1,10 +1,12 @@
-"""Who has given up a step after an exception and waits for the others in ``engine.reset()``,
-where only messages connect the ranks.
+"""What ranks leave in the job's store for those that a message could not reach: who has given up
+a step after an exception and waits for the others in ``engine.reset()``, and where each rank is.
 
 Ranks of one host say so on their sockets (links.py). A rank elsewhere that waits for a message
 which will never come cannot be told by one: it would wait until its stall timeout, and the rank in
 ``reset()`` with it. So who gives up leaves a note in the job's store, and who has waited for a
 while looks there.
+
+Where a rank is it says when it has entered nothing for a while (stalls.py).
 
 Cost: nothing, but for a look twice a second by a thread of its own while a rank waits for longer
 than a quarter of a second.
@@ -12,6 +14,7 @@ than a quarter of a second.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -43,6 +46,21 @@ class Notices:
             self._store.set(f"{generation}", b"1")
         except RuntimeError:  # whoever held the store is gone: the others stall
             return
+
+    def place(self, text: str) -> None:
+        """Say where this rank is, "" where that changes all the time."""
+        with contextlib.suppress(RuntimeError):  # as above: nobody can read it
+            self._store.set(f"place/{self._rank}", text.encode())
+
+    def places(self) -> dict[int, str]:
+        """Return where each rank has said it is. Waits for the store, and for ranks that have
+        never said anything.
+        """
+        ranks = sorted([*self._peers, self._rank])
+        with contextlib.suppress(RuntimeError):
+            said = self._store.multi_get([f"place/{rank}" for rank in ranks])
+            return {rank: text.decode() for rank, text in zip(ranks, said, strict=True)}
+        return {}
 
     @cached_property
     def _store(self) -> Any:

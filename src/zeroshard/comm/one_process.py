@@ -6,7 +6,7 @@ contribution). Cost: no bytes, no messages; `traffic` counts calls under the lin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,6 +14,7 @@ from zeroshard.comm.matching import sum_parts
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import DoneWork, GradBuffer, ReduceRequest, Traffic, Work
+from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range
 from zeroshard.memory import Pool
 
@@ -95,6 +96,8 @@ class OneProcess:
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         assert source == 0, source
+
+    def watch(self, digest: Digest, is_idle: Callable[[], bool]) -> None: ...
 
     def progress(self) -> None: ...
 

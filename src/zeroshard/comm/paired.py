@@ -19,7 +19,7 @@ one message per far peer. Calls are for one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,6 +28,7 @@ from zeroshard.comm.control import PeerControl
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import GradBuffer, ReduceRequest, Work
 from zeroshard.comm.windows import PairedWindow, Windows
+from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range
 
 __all__ = ["PairedTransport"]
@@ -99,6 +100,8 @@ class PairedTransport:
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         self.collectives.broadcast(tensor, source)
+
+    def watch(self, digest: Digest, is_idle: Callable[[], bool]) -> None: ...
 
     def progress(self) -> None:
         self.control.progress()

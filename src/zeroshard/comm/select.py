@@ -6,7 +6,9 @@ asked for by name is made or refused.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -20,6 +22,7 @@ from zeroshard.comm.one_process import OneProcess
 from zeroshard.comm.paired import PairedTransport
 from zeroshard.comm.plain import gather_bytes
 from zeroshard.comm.spec import CommSpec
+from zeroshard.comm.stalls import every
 from zeroshard.comm.transport import Traffic, Transport
 from zeroshard.comm.two_level import Lowering, TwoLevelTransport
 from zeroshard.core.placement import Mesh
@@ -27,6 +30,7 @@ from zeroshard.errors import ConfigError
 
 __all__ = ["make_transport"]
 
+_logger = logging.getLogger(__name__)
 _NAMES = ("auto", "one_process", "shared_memory", "gloo", "mixed", "nccl")
 
 
@@ -99,6 +103,7 @@ def _make_paired(group: dist.ProcessGroup, spec: CommSpec) -> Transport:
 
 def _make_native(group: dist.ProcessGroup, device: torch.device, spec: CommSpec) -> Transport:
     mesh, lowering = spec.mesh, _lowering(spec)
+    _warn_of_timeout(group, device, spec)
     control = make_control(Subgroup.of(group), replace(spec, name="nccl"), Traffic())
     _check_ordered(spec, control)
     flat = NcclTransport(group, device, spec, control)
@@ -129,6 +134,24 @@ def _check_ordered(spec: CommSpec, control: PeerControl) -> None:
             " so every rank would send its gradients to every rank of the other hosts. Set"
             " comm.node_size to the ranks of one host (sums are then formed by nodes, in two"
             " levels), leave ordered out, or ask for this exchange with comm.hierarchical=False"
+        )
+
+
+def _warn_of_timeout(group: dist.ProcessGroup, device: torch.device, spec: CommSpec) -> None:
+    """Warn where the backend would end the job before a stall is told."""
+    options: Any = group._get_backend(device).options
+    if options is None:  # a backend without a timeout
+        return
+    timeout_s = options._timeout.total_seconds()
+    told_s = spec.stall_timeout_s + 2 * every(spec.stall_timeout_s)
+    if timeout_s <= told_s and group.rank() == 0:
+        _logger.warning(
+            "the process group's timeout of %g s is not above stall_timeout_s of %g s: the backend"
+            " would end a job that stalls before it is told where its ranks are; lower"
+            " stall_timeout_s, or make the group with a timeout above %g s",
+            timeout_s,
+            spec.stall_timeout_s,
+            told_s,
         )
 
 

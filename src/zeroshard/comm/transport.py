@@ -25,7 +25,7 @@ Cost per rank, N equal shares, buffer of B bytes: ``gather`` and ``reduce`` rece
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -33,6 +33,7 @@ from typing import Protocol
 import torch
 
 from zeroshard.comm.codec import Codec
+from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range
 from zeroshard.core.work import DoneWork, Work
 
@@ -243,6 +244,11 @@ class Transport(Protocol):
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Copy `tensor` from rank `source` of the group into every other rank's, in place.
         Blocking.
+        """
+
+    def watch(self, digest: Digest, is_idle: Callable[[], bool]) -> None:
+        """Where no host waits for collectives, watch for stalls: errors say what every rank has
+        entered last, by its `digest`. `is_idle`: whether all collectives of this rank have ended.
         """
 
     def progress(self) -> None:

@@ -32,6 +32,7 @@ from zeroshard.comm.agree import agree
 from zeroshard.comm.private_window import PrivateWindow
 from zeroshard.comm.transport import GradBuffer, ReduceRequest, Traffic, Transport, Window, Work
 from zeroshard.core.cost import all_gather, cheapest, reduce_scatter
+from zeroshard.core.digest import Digest
 from zeroshard.core.layout import Range, end_of
 from zeroshard.core.placement import Mesh, Scope
 from zeroshard.core.route import Axis
@@ -334,6 +335,9 @@ class TwoLevelTransport:
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         self._flat.broadcast(tensor, source)
+
+    def watch(self, digest: Digest, is_idle: Callable[[], bool]) -> None:
+        self._flat.watch(digest, is_idle)
 
     def progress(self) -> None:
         for transport in (self._flat, self._inside, self._between):

@@ -1,4 +1,5 @@
-"""The launcher as a rank sees it: where the ranks of this host meet, and the rank's heartbeat.
+"""The launcher as a rank sees it: where the ranks of this host meet, the rank's heartbeat, and the
+report of a failure that its program cannot raise.
 
 ``zeroshard run`` starts each rank through ``launch/worker.py``, which leaves itself in
 ``sys.modules`` under `NAME` (children of the rank would inherit an environment variable). Under
@@ -7,11 +8,15 @@ another launcher there is nothing.
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-__all__ = ["heartbeat", "meeting_file"]
+from zeroshard.errors import ZeroshardError
+
+__all__ = ["end_process", "heartbeat", "meeting_file"]
 
 NAME = "zeroshard_launched"
 
@@ -36,3 +41,17 @@ def heartbeat() -> Callable[[], None]:
 
 
 def _nobody_listens() -> None: ...
+
+
+def end_process(error: ZeroshardError) -> NoReturn:
+    """End this process with the exit code of `error`, which its main thread cannot raise: it waits
+    for what never comes. Nothing is torn down.
+    """
+    launcher = _launcher()
+    if launcher is not None:
+        launcher.report(error)
+    else:
+        sys.stderr.write("".join(traceback.format_exception(error)))
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(error.exit_code)

@@ -39,7 +39,7 @@ import types
 from collections.abc import Mapping
 from typing import NoReturn, TextIO
 
-__all__ = ["beat", "main", "meeting_file"]
+__all__ = ["beat", "main", "meeting_file", "report"]
 
 DIRECTORY = "ZEROSHARD_RUN_DIRECTORY"
 LAUNCHER_PID = "ZEROSHARD_RUN_PID"
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
     """Run ``argv`` = [kind, target, *args]; end the process if the target fails."""
     directory, launcher = os.environ.pop(DIRECTORY), int(os.environ.pop(LAUNCHER_PID))
     _die_with(launcher)
-    _Launched.meeting = os.environ.pop(MEETING, None)
+    _Launched.meeting, _Launched.directory = os.environ.pop(MEETING, None), directory
     kind, target, *args = argv
     shows = _show(directory, stacks=kind != "command")
     hello = {
@@ -88,6 +88,7 @@ def main(argv: list[str]) -> None:
 class _Launched:
     """The rank's view of its launcher, for core/launched.py."""
 
+    directory = ""
     meeting: str | None = None
     num_meetings = 0
     heart: mmap.mmap | None = None
@@ -106,6 +107,11 @@ def beat() -> None:
     """Note that the program has made progress."""
     if _Launched.heart is not None:
         TIME.pack_into(_Launched.heart, 0, time.monotonic())
+
+
+def report(error: BaseException) -> None:
+    """Tell the launcher that this process is about to end for `error`."""
+    _fail(_Launched.directory, error)
 
 
 def _show(directory: str, *, stacks: bool) -> bool:

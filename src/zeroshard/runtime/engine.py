@@ -96,6 +96,7 @@ class Engine:
         self._tiles: StepTiles | None = None
         self._offloaded: OffloadedStates | None = None
         faults.agree()  # that the weights have been written to where they rest
+        transport.watch(digest, context.streams.is_idle)
         if transport.size > 1 or context.axes.size > 1:
             refuse_in_children(self, weights.refuse)
 

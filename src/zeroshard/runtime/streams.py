@@ -70,6 +70,9 @@ class Streams(Protocol):
     def drain(self) -> None:
         """Return when nothing is under way on any lane: the host waits. After an exception."""
 
+    def is_idle(self) -> bool:
+        """Whether nothing is under way on the gather and reduce lanes. Any thread may ask."""
+
     def alloc(self, buffer: Hashable) -> None:
         """Report that `buffer`'s memory was taken, on the current lane."""
 
@@ -115,6 +118,9 @@ class NoStreams:
     def join(self, event: Event) -> None: ...
 
     def drain(self) -> None: ...
+
+    def is_idle(self) -> bool:
+        return True
 
     def alloc(self, buffer: Hashable) -> None: ...
 
@@ -179,6 +185,9 @@ class AcceleratorStreams:
 
     def drain(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def is_idle(self) -> bool:
+        return all(stream.query() for stream in self._lanes.values())
 
     def alloc(self, buffer: Hashable) -> None: ...
 

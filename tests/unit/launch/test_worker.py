@@ -169,6 +169,18 @@ def test_errors_of_ours_end_with_their_own_code(tmp_path: Path) -> None:
     assert ended.failure is not None and ended.failure["exit_code"] == 72
 
 
+def test_a_stall_that_no_program_can_raise_is_reported_by_another_thread(tmp_path: Path) -> None:
+    text = (
+        "import threading, time\nfrom zeroshard.core.launched import end_process\n"
+        "from zeroshard.errors import StallError\nerror = StallError('rank 1 did not come')\n"
+        "threading.Thread(target=end_process, args=(error,)).start()\ntime.sleep(60)\n"
+    )
+    ended = _run(tmp_path, "script", _script(tmp_path, text))
+    assert ended.code == 71 and ended.stderr == ""  # the launcher shows it
+    assert ended.failure is not None and ended.failure["stalled"]
+    assert ended.failure["message"] == "zeroshard.errors.StallError: rank 1 did not come"
+
+
 def test_losing_a_peer_is_marked_as_a_consequence(tmp_path: Path) -> None:
     ended = _run(
         tmp_path,

@@ -264,6 +264,10 @@ class FakeStream:
     def __init__(self, name: str) -> None:
         self.name = name
         self.log: list[object] = []
+        self.is_over = True
+
+    def query(self) -> bool:
+        return self.is_over
 
     def record_event(self) -> tuple[str, int]:
         return self.name, len(self.log)
@@ -329,6 +333,15 @@ def test_compute_follows_the_user_to_another_stream(fake_cuda: list[FakeStream])
     assert fake_cuda[0].log == []
 
 
+@pytest.mark.parametrize("lane", ["gather", "reduce"])
+def test_a_lane_that_holds_work_is_not_idle(fake_cuda: list[FakeStream], lane: Lane) -> None:
+    streams = AcceleratorStreams("cuda:0")
+    assert streams.is_idle()
+    with streams.on(lane):
+        fake_cuda[-1].is_over = False
+    assert not streams.is_idle()
+
+
 @pytest.mark.gpu
 def test_a_copy_on_a_lane_is_seen_by_compute() -> None:
     streams = make_streams("cuda")
@@ -341,3 +354,15 @@ def test_a_copy_on_a_lane_is_seen_by_compute() -> None:
             full.copy_(source)
         streams.join(streams.mark("gather"))
         assert torch.equal(full, source)
+
+
+@pytest.mark.gpu
+def test_lanes_are_idle_once_the_device_has_done_what_they_hold() -> None:
+    streams = make_streams("cuda")
+    torch.cuda.synchronize()
+    assert streams.is_idle()
+    with streams.on("reduce"):
+        torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
+    assert not streams.is_idle()
+    streams.drain()
+    assert streams.is_idle()

@@ -1,0 +1,174 @@
+"""Stalls where no host waits for collectives (NCCL's transport, here over gloo): the error names
+the ranks and what each has entered last, and a rank that waits for its device is ended.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+import zeroshard as zs
+from tests.support.harness import is_running, run_ranks, spawn_ranks
+from tests.support.training import Sharded, batch, make_sharded, take_steps
+from zeroshard import api
+from zeroshard.errors import PeerLostError, StallError
+from zeroshard.runtime.streams import NoStreams
+
+STALL_S = 1.5
+
+
+class Device(NoStreams):
+    """Lanes on which collectives are under way until `hangs` is False."""
+
+    hangs = False
+
+    def is_idle(self) -> bool:
+        return not self.hangs
+
+
+def _trained(rank: int, row: str = "zero2") -> Sharded:
+    """Return a sharded model that has taken a step."""
+    parts = make_sharded(row, "nccl", stall_timeout_s=STALL_S)
+    take_steps(rank, 1, *parts)
+    return parts
+
+
+def _sleeps_before_its_step(rank: int, world: int) -> str:
+    """Rank 1 comes to its second step late; return what the ranks said."""
+    model, optimizer, engine = _trained(rank)
+    model(*batch(rank, 1)).backward()
+    said = "nothing"
+    if rank == 1:
+        time.sleep(2 * STALL_S)
+    else:
+        begin = time.monotonic()
+        with pytest.raises(StallError) as caught:
+            optimizer.step()
+        said = f"{caught.value}"
+        assert time.monotonic() - begin < 2 * STALL_S
+    engine.reset()
+    take_steps(rank, 1, model, optimizer, engine)  # over gloo ranks can go on
+    engine.close()
+    return said
+
+
+def test_a_rank_that_sleeps_is_named_with_the_unit_that_it_entered_last() -> None:
+    said, _ = run_ranks(2, _sleeps_before_its_step, timeout=40)
+    assert re.search(
+        r"^exchange of optimizer.step\(\).*: rank\(s\) \[1\] did not come within", said
+    )
+    # the last unit of a backward is the first of the model, and its gradient is reduced
+    assert re.search(r"Entered last: .*rank 1 reduce of unit '\S+' in step 1, [123] s ago", said), (
+        said
+    )
+    assert re.search(r"rank 0 step in step 1, [012] s ago", said), said
+    assert "nothing goes on after this" in said, said
+
+
+def _waits_for_its_device(rank: int, world: int) -> str | None:
+    """Rank 0 waits in a read of its device that never ends; return what rank 1 says, which is
+    still there when that one has ended.
+    """
+    device = Device()
+    api.make_streams = lambda _: device  # type: ignore[assignment]
+    _, _, engine = _trained(rank, "zero3")
+    pids: list[Any] = [None] * world
+    dist.all_gather_object(pids, os.getpid())
+    device.hangs = rank == 0
+    while rank == 0 or is_running(pids[0]):
+        time.sleep(0.05)
+    with pytest.raises(PeerLostError) as caught:
+        engine.exchange(b"")
+    return str(caught.value)
+
+
+def test_a_rank_that_waits_for_its_device_is_ended_and_the_others_lose_it() -> None:
+    waits, computes = spawn_ranks(2, _waits_for_its_device, timeout=60)
+    assert waits.exitcode == StallError.exit_code == 71, waits
+    assert re.search(
+        r"StallError: rank 0: collectives have not ended on the device \d\.\d s after step in"
+        r" step 0: a rank did not come. Entered last: ranks 0, 1 step in step 0, \d s ago",
+        waits.stderr,
+    ), waits.stderr
+    assert "nothing goes on after this" in waits.stderr
+    assert computes.exitcode == 0, computes  # its collectives have ended
+    assert "rank(s) [0] ended without finishing" in computes.result, computes
+
+
+def _is_slow(rank: int, world: int) -> list[float]:
+    """Half of each step is slow on one rank, the other half on the other, and lanes are busy."""
+    device, original = Device(), api.make_streams
+    device.hangs = True
+    api.make_streams = lambda _: device  # type: ignore[assignment]
+    try:
+        model, optimizer, engine = make_sharded("zero3", "nccl", stall_timeout_s=2.0)
+    finally:
+        api.make_streams = original
+    losses = []
+    for step in range(5):
+        time.sleep(0.6 * (rank == step % 2))
+        loss = model(*batch(rank, step))
+        loss.backward()
+        time.sleep(0.6 * (rank != step % 2))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    device.hangs = False
+    time.sleep(3.5)  # computes for long, with nothing under way
+    losses += take_steps(rank, 1, model, optimizer, engine)
+    engine.close()
+    return losses
+
+
+def test_a_run_that_is_slow_and_moves_goes_on() -> None:
+    for losses in run_ranks(2, _is_slow, timeout=40):
+        assert len(losses) == 6 and torch.tensor(losses).isfinite().all(), losses
+
+
+def _warnings(rank: int, world: int, stall_timeout_s: float) -> list[str]:
+    """Return what shard() logs."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("zeroshard")
+    logger.addHandler(handler)
+    try:
+        make_sharded("zero2", "nccl", stall_timeout_s=stall_timeout_s)[2].close()
+    finally:
+        logger.removeHandler(handler)
+    return told
+
+
+def test_a_backend_that_would_end_the_job_first_is_told_once() -> None:
+    # the pool's group ends a collective after 300 s
+    (told,), none = run_ranks(2, _warnings, 300.0, timeout=40)
+    assert "process group's timeout of 300 s is not above stall_timeout_s of 300 s" in told
+    assert not none
+    assert run_ranks(2, _warnings, 280.0, timeout=40) == [[], []]
+
+
+def test_an_engine_that_is_dropped_is_watched_no_longer() -> None:
+    assert run_ranks(2, _left_threads, timeout=40) == [0, 0]
+
+
+def _left_threads(rank: int, world: int) -> int:
+    def watching() -> int:
+        return sum(thread.name == "zeroshard-stalls" for thread in threading.enumerate())
+
+    engine: zs.Engine | None = make_sharded("zero2", "nccl", stall_timeout_s=STALL_S)[2]
+    assert watching() == 1
+    del engine
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while watching() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return watching()
