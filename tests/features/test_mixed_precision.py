@@ -5,11 +5,14 @@ of torch.nn's is cast, and nothing else is.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard as zs
 from tests.support.harness import run_ranks
@@ -223,6 +226,36 @@ def test_under_autocast_the_inputs_of_layers_are_autocasts() -> None:
         model()
     model()
     assert seen == [torch.float32, torch.bfloat16]
+
+
+class Casts(TorchDispatchMode):
+    """Counts how many bf16 copies of a [64, 64] tensor were made, and how many of them live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        is_cast = func is torch.ops.aten._to_copy.default and out.dtype is torch.bfloat16
+        if is_cast and out.shape == (64, 64):
+            self._made.append(weakref.ref(out))
+        return out
+
+    def counts(self) -> tuple[int, int]:
+        return len(self._made), sum(made() is not None for made in self._made)
+
+
+@pytest.mark.parametrize(("cached", "alive"), [(False, 0), (True, 4)])
+def test_autocast_keeps_casts_of_released_weights_only_in_its_cache(
+    cached: bool, alive: int
+) -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    zs.shard(model, stage=3, units=[nn.Linear])
+    with Casts() as casts, torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+        model(torch.ones(1, 64)).sum().backward()
+        assert casts.counts() == (4, alive)
+    assert casts.counts() == (4, 0)
 
 
 class Scaled(nn.Module):
