@@ -98,12 +98,12 @@ class GradBucket:
         if self.buffer is None:
             return
         data, layout = self.buffer.data, self._flat.layout
-        for start, stop in layout.gaps:
-            data[start:stop].zero_()
+        empty = list(layout.gaps)
         if not all(self.seen):
-            for slot, seen in zip(layout.slots, self.seen, strict=True):
-                if not seen:
-                    data[slot.offset : slot.stop].zero_()
+            slots = zip(layout.slots, self.seen, strict=True)
+            empty += [(slot.offset, slot.stop) for slot, seen in slots if not seen]
+        if empty:  # one kernel on an accelerator
+            torch._foreach_zero_([data[start:stop] for start, stop in empty])
         self._streams.write(self.name)
 
     def outgoing(self) -> GradBuffer | None:
