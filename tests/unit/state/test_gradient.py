@@ -140,3 +140,20 @@ def test_a_range_that_is_zeroed_is_zero_and_the_rest_stays(resting: RestingGradi
     expected = numbers(0)
     expected[10:60] = 0.0
     assert torch.equal(resting.fetch(*OWN), expected)
+
+
+def test_a_sum_on_the_host_is_added_to_the_part_on_the_device_over_there() -> None:
+    far = torch.device("meta")
+    store = HostStore(CPU)
+    memory = DeviceMemory(far, Pages(), Direct())
+    resting = GradientAllocator(
+        "unit", NUMEL, torch.float32, memory, split=32, store=store, note=_raise
+    ).open()
+    for is_first in (True, False):
+        resting.take(OWN, torch.ones(NUMEL), fresh=is_first)
+    with resting.state.borrowed(32, NUMEL, write=False) as there:
+        assert there.tolist() == [2.0] * (NUMEL - 32)
+
+
+def _raise(error: Exception) -> None:
+    raise error
