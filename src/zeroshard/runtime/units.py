@@ -17,7 +17,7 @@ What it does not do: it touches no parameter and installs nothing; it reads name
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -27,7 +27,6 @@ from zeroshard.errors import ConfigError
 __all__ = [
     "UnitPlan",
     "UnitSpec",
-    "describe_units",
     "find_blocks",
     "holding_others",
     "named_parameters_once",
@@ -119,15 +118,6 @@ def find_blocks(
     chosen module holds no parameter.
     """
     return _repeated_blocks(model) if blocks is None else _chosen_blocks(model, blocks, option)
-
-
-def describe_units(plans: Iterable[UnitPlan]) -> str:
-    """Return the cut as a table in plain text: unit, number of parameters, elements."""
-    rows = [
-        f"{plan.name:<40} {len(plan.parameters):>5} parameters {plan.numel:>14,} elements"
-        for plan in plans
-    ]
-    return "\n".join(rows)
 
 
 def _in_order(
