@@ -237,7 +237,7 @@ def wait_published(engine: zs.Engine) -> None:
 def lose_notices(engine: zs.Engine) -> None:
     """Do as where the store through which ranks tell of their errors is gone."""
     unnoticed: Any = transport(engine).control
-    unnoticed._notices = None
+    unnoticed._far_notices = None
 
 
 def slot_bytes(engine: zs.Engine) -> tuple[int, int]:

@@ -149,7 +149,8 @@ def test_after_a_failure_the_others_are_ended_when_the_grace_is_over(ranks: _Ran
     ranks.start(1, "raise SystemExit(1)")
     assert stubborn.wait(timeout=20) == -signal.SIGKILL
     ranks.supervisor.stop()
-    assert [failure.rank for failure in ranks.supervisor.failures({})] == [1, 0]
+    failures = ranks.supervisor.failures({stubborn.pid: stubborn.returncode})  # reaped here
+    assert [failure.rank for failure in failures] == [1, 0]
 
 
 def test_a_failure_that_was_announced_counts_from_then_even_if_the_process_lingers(
