@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from zeroshard.runtime.ema import EMA
     from zeroshard.runtime.engine import Engine
+    from zeroshard.runtime.ledger import MemoryTable, memory_table
     from zeroshard.runtime.reports import MemoryReport, TrafficReport
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "Engine",
     "LoadReport",
     "MemoryReport",
+    "MemoryTable",
     "Offload",
     "PeerLostError",
     "PlanMismatch",
@@ -68,6 +70,7 @@ __all__ = [
     "load",
     "load_pretrained",
     "materialize",
+    "memory_table",
     "nn",
     "save",
     "shard",
@@ -93,6 +96,7 @@ _HOMES = {
     ),
     "zeroshard.runtime.ema": ("EMA",),
     "zeroshard.runtime.engine": ("Engine",),
+    "zeroshard.runtime.ledger": ("MemoryTable", "memory_table"),
     "zeroshard.runtime.reports": ("MemoryReport", "TrafficReport"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

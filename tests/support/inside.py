@@ -15,6 +15,7 @@ import torch
 import zeroshard as zs
 from zeroshard.comm.transport import Transport
 from zeroshard.core.placement import Tier
+from zeroshard.memory import MemoryCounter
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.gradients import GradientPath
@@ -245,6 +246,11 @@ def slot_bytes(engine: zs.Engine) -> tuple[int, int]:
     shared: Any = transport(engine)
     slots = shared.collectives.slots
     return slots.total_bytes(), slots._limit_bytes
+
+
+def buffer_counter(engine: zs.Engine) -> MemoryCounter:
+    """Return what counts the bytes that are gathered or in buffers."""
+    return engine._context.meter
 
 
 def stores(engine: zs.Engine) -> dict[Tier, Store]:

@@ -25,6 +25,7 @@ import builtins
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import importlib.machinery
 import json
 import mmap
@@ -186,6 +187,7 @@ def _fail(directory: str, error: BaseException) -> int:
     exit_code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     if zeroshard_errors is not None and isinstance(error, zeroshard_errors.ZeroshardError):
         exit_code = int(getattr(error, "exit_code", 1))
+    _explain(error)
     text = "".join(traceback.format_exception(type(error), error, frames))
     report = {
         "message": "".join(traceback.format_exception_only(type(error), error)).strip(),
@@ -201,6 +203,15 @@ def _fail(directory: str, error: BaseException) -> int:
         # the user's own; torch's only prints what the launcher will
         hook(type(error), error, frames)
     return exit_code
+
+
+def _explain(error: BaseException) -> None:
+    """Have the library, where the script has sharded a model, add its memory to an error of memory
+    that ran out.
+    """
+    if "zeroshard.runtime.engine" in sys.modules:
+        with contextlib.suppress(Exception):  # memory has run out
+            importlib.import_module("zeroshard.runtime.ledger").explain(error)
 
 
 def _lost_a_peer(error: BaseException) -> bool:

@@ -16,7 +16,7 @@ are summed: the engine hands them over through ``StepHooks``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -265,9 +265,12 @@ class ShardedOptimizer:
         for segment in {tile.segment for tile in self.tiles}:
             segment.close_moments()
 
-    def state_bytes(self) -> dict[Tier, int]:
-        """Return the bytes of the optimizer's own state on this rank, by tier."""
-        return self.states.bytes_by_tier(self.tiles)
+    def state_bytes(self, keys: Container[str] | None = None) -> dict[Tier, int]:
+        """Return the bytes of the optimizer's own state on this rank by tier, of the segments with
+        these `keys` or of all.
+        """
+        tiles = [tile for tile in self.tiles if keys is None or tile.segment.key in keys]
+        return self.states.bytes_by_tier(tiles)
 
     def part(self) -> dict[str, Any]:
         """Return this rank's ``state_dict()``, labelled with the rank that it belongs to."""

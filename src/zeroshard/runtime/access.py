@@ -26,6 +26,7 @@ from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.recovery import Recovery
+from zeroshard.runtime.reports import Accounts
 from zeroshard.runtime.rest import Rest, RestingPiece
 from zeroshard.runtime.weights import Weights
 
@@ -56,11 +57,13 @@ class StateAccess:
         self._scaler = scaler
         self._faults = context.faults
         self._sharded: ShardedOptimizer | None = None
+        self.accounts = Accounts(weights.units, context)
         self.is_closed = False
 
     def attach(self, sharded: ShardedOptimizer) -> None:
         """Take note of the optimizer, whose state is one of ours."""
         self._sharded = sharded
+        self.accounts.attach(sharded)
 
     def close(self) -> None:
         """Refuse everything from here on."""

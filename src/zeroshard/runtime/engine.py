@@ -10,7 +10,9 @@ It holds the parts together and answers the user; the parts do the work:
 
 from __future__ import annotations
 
+import itertools
 import logging
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -41,16 +43,24 @@ from zeroshard.runtime.offload_states import OffloadedStates
 from zeroshard.runtime.recovery import Recovery
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.repartition import StepTiles
-from zeroshard.runtime.reports import MemoryReport, TrafficReport, memory_report
+from zeroshard.runtime.reports import MemoryReport, TrafficReport
 from zeroshard.runtime.rest import Rest, RestingPiece
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, named_parameters_once
 from zeroshard.runtime.weights import Weights
 from zeroshard.runtime.whole import Whole
 
-__all__ = ["Engine", "RestingPiece"]
+__all__ = ["Engine", "RestingPiece", "open_engines"]
 
 _log = logging.getLogger("zeroshard")
+# the engines of this process, in the order in which they were made
+_ENGINES: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def open_engines() -> list[Engine]:
+    """Return the engines of this process that are not closed, in the order of their shard()."""
+    return [engine for engine in list(_ENGINES.values()) if not engine.states.is_closed]
 
 
 class Engine:
@@ -99,6 +109,7 @@ class Engine:
         transport.watch(digest, context.streams.is_idle)
         if transport.size > 1 or context.axes.size > 1:
             refuse_in_children(self, weights.refuse)
+        _ENGINES[next(_numbers)] = self
 
     # ------------------------------------------------------------------ what it is
 
@@ -315,9 +326,7 @@ class Engine:
         of the latter.
         """
         self._backward.collect_dropped()
-        return memory_report(
-            self._weights.units, self._sharded, self._context.meter, self._context.tiering
-        )
+        return self.states.accounts.report()
 
     def traffic(self) -> TrafficReport:
         """Return the payload bytes and calls per collective since `reset_traffic`."""
@@ -425,6 +434,8 @@ class Engine:
         self._context.tiering.close()
         self._context.memory.release_idle()
         self.states.close()
+        if held := self.states.accounts.unreleased():
+            _log.warning("close() has not given everything back: %s (bytes)", held)
         if told is not None:
             _log.warning("the module is given back although a tier failed before: %s", told)
         elif failure is not None:

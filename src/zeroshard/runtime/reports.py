@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zeroshard.core.placement import Tier
-from zeroshard.memory import MemoryCounter
 from zeroshard.optim.sharded import ShardedOptimizer
-from zeroshard.runtime.tiering import Tiering
+from zeroshard.runtime.context import Context
 from zeroshard.runtime.unit import Unit
 
-__all__ = ["MemoryReport", "TrafficReport", "memory_report"]
+__all__ = ["Accounts", "MemoryReport", "TrafficReport"]
 
 
 @dataclass(frozen=True)
@@ -50,13 +49,49 @@ class TrafficReport:
         return sum(self.bytes.values())
 
 
-def memory_report(
-    units: Sequence[Unit],
-    optimizer: ShardedOptimizer | None,
-    meter: MemoryCounter,
-    tiering: Tiering,
-) -> MemoryReport:
-    """Count what rests on this rank."""
+class Accounts:
+    """What one engine counts of its memory on this rank."""
+
+    def __init__(self, units: Sequence[Unit], context: Context) -> None:
+        self.device_type = context.device.type  # of the model
+        self._units = units
+        self._meter = context.meter
+        self._stores = context.tiering.stores
+        self._optimizer: ShardedOptimizer | None = None
+
+    def attach(self, optimizer: ShardedOptimizer) -> None:
+        """Count the state of `optimizer`, too."""
+        self._optimizer = optimizer
+
+    def report(self) -> MemoryReport:
+        """Return what is there now, and the peaks."""
+        optimizer = {} if self._optimizer is None else self._optimizer.state_bytes()
+        tiers = _resting(self._units, optimizer)
+        peaks = {tier.value: store.account.peak for tier, store in self._stores.items()}
+        at_rest = {state: sum(by_tier.values()) for state, by_tier in tiers.items()}
+        return MemoryReport(at_rest, self._meter.live, self._meter.peak, tiers, peaks)
+
+    def by_unit(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Return the bytes at rest by unit, state and tier."""
+        out: dict[str, dict[str, dict[str, int]]] = {}
+        for unit in self._units:
+            optimizer: dict[Tier, int] = {}
+            if self._optimizer is not None:
+                optimizer = self._optimizer.state_bytes({one.key for one in unit.segments})
+            out[unit.name] = _resting([unit], optimizer)
+        return out
+
+    def unreleased(self) -> dict[str, int]:
+        """Return what is in use beyond what rests ("temporary"), and what is in stores, by tier:
+        empty after ``close()`` where everything was given back.
+        """
+        counted = {"temporary": self._meter.live}
+        counted |= {tier.value: store.account.live for tier, store in self._stores.items()}
+        return {name: num_bytes for name, num_bytes in counted.items() if num_bytes}
+
+
+def _resting(units: Sequence[Unit], optimizer: dict[Tier, int]) -> dict[str, dict[str, int]]:
+    """Return the bytes at rest of `units`, and of the `optimizer`, by state and tier."""
     tiers: dict[str, dict[str, int]] = {
         state: {} for state in ("weight", "master", "grad", "residual", "optimizer")
     }
@@ -76,12 +111,8 @@ def memory_report(
             if segment.grad is not None:
                 add("grad", segment.grad.bytes_by_tier())
                 add("residual", {Tier.DEVICE: segment.grad.bucket.residual_bytes})
-    if optimizer is not None:
-        add("optimizer", optimizer.state_bytes())
-    tiers = {
+    add("optimizer", optimizer)
+    return {
         state: {tier: num_bytes for tier, num_bytes in by_tier.items() if num_bytes}
         for state, by_tier in tiers.items()
     }
-    peaks = {tier.value: store.account.peak for tier, store in tiering.stores.items()}
-    at_rest = {state: sum(by_tier.values()) for state, by_tier in tiers.items()}
-    return MemoryReport(at_rest, meter.live, meter.peak, tiers, peaks)

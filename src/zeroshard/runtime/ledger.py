@@ -1,0 +1,283 @@
+"""The memory ledger: the bytes that engines count beside those that the process has.
+
+    print(zs.memory_table())                      every open engine of this process
+    print(zs.memory_table(policy, reference))     these
+    json.dumps(zs.memory_table().to_dict())       the same numbers, in bytes
+
+An engine counts to the byte where its states rest. The process has more: torch itself, activations,
+what allocators keep, memory of the user's. The table shows both and names the difference; it does
+not divide it, since nobody can.
+
+Invariant: the rows of an engine are ``engine.memory()``, and its units add up to them. Cost: one
+walk over the segments and one read of /proc; nothing is counted between calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zeroshard.errors import StorageError
+from zeroshard.runtime.engine import Engine, open_engines
+from zeroshard.runtime.reports import MemoryReport
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
+
+__all__ = ["EngineMemory", "MemoryTable", "ProcessMemory", "explain", "memory_table"]
+
+_TIERS = ("device", "host", "disk")
+_WIDTH = 100
+_ROLLUP = Path("/proc/self/smaps_rollup")
+_STATUS = Path("/proc/self/status")
+_CPU_NOTE = (
+    "The difference in host memory is Python, torch and its libraries, activations and other"
+    " tensors of the program, pages that the ranks of this host map together (PSS divides them,"
+    " RSS counts them on every rank), and what allocators keep or round up."
+)
+_DEVICE_NOTE = (
+    "The difference on the device is activations and other tensors of the program, and 512-byte"
+    " rounding; reserved above allocated is what torch's allocator keeps for reuse."
+)
+_NO_MEMORY = ("can't allocate memory", "not enough memory")  # torch's own RuntimeErrors on CPU
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """The memory of one engine on this rank."""
+
+    name: str
+    device: str  # "cpu", "cuda"
+    report: MemoryReport
+    # by unit, state and tier: bytes at rest; empty unless asked for
+    units: dict[str, dict[str, dict[str, int]]]
+    # of a closed engine: what its counters and stores have not given back ("temporary", "host",
+    # "disk"); None of an open one
+    unreleased: dict[str, int] | None
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """The memory of this process as the system and torch's allocator count it, in bytes; None
+    where nobody does.
+    """
+
+    rss: int | None  # resident
+    pss: int | None  # resident, pages that n processes map divided by n
+    device_allocated: int | None  # in tensors on the current CUDA device
+    device_reserved: int | None  # by torch's allocator there
+
+    @classmethod
+    def now(cls) -> ProcessMemory:
+        """Ask the system, and torch where CUDA is in use; nothing is initialized."""
+        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return cls(
+            rss=_kilobytes(_STATUS, "VmRSS:"),
+            pss=_kilobytes(_ROLLUP, "Pss:"),
+            device_allocated=torch.cuda.memory_allocated() if in_use else None,
+            device_reserved=torch.cuda.memory_reserved() if in_use else None,
+        )
+
+
+@dataclass(frozen=True)
+class MemoryTable:
+    """Made by :func:`memory_table`. ``str()`` and rich print it; ``to_dict()`` is for programs."""
+
+    engines: tuple[EngineMemory, ...]
+    process: ProcessMemory
+
+    @property
+    def accounted(self) -> dict[str, int]:
+        """Bytes that the open engines count in this process's host memory and on its accelerator,
+        at rest or in use now.
+        """
+        counted = {"host": 0, "device": 0}
+        for engine in self.engines:
+            if engine.unreleased is None:
+                sums = _sums(engine.report)
+                counted["host"] += sums["host"]
+                near = {"cpu": "host"}.get(engine.device, "device")
+                counted[near] += sums["device"] + engine.report.temporary
+        return counted
+
+    @property
+    def unaccounted(self) -> dict[str, int | None]:
+        """Bytes of the process beyond `accounted`: its PSS (RSS where there is none), and what is
+        allocated on the device; None where there is no figure. Below zero where memory that is
+        counted has not been touched, or is another process's share.
+        """
+        process, counted = self.process, self.accounted
+        resident = process.rss if process.pss is None else process.pss
+        allocated = process.device_allocated
+        return {
+            "host": None if resident is None else resident - counted["host"],
+            "device": None if allocated is None else allocated - counted["device"],
+        }
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences: what the difference is made of, and what closed engines still hold."""
+        notes = [_closed(engine) for engine in self.engines if engine.unreleased is not None]
+        if self.unaccounted["host"] is not None:
+            notes.append(_CPU_NOTE)
+        if self.unaccounted["device"] is not None:
+            notes.append(_DEVICE_NOTE)
+        return notes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values, bytes throughout."""
+        return {
+            "engines": [
+                {
+                    "name": engine.name,
+                    "device": engine.device,
+                    **asdict(engine.report),
+                    "total": engine.report.total,
+                    "units": engine.units,
+                    "unreleased": engine.unreleased,
+                }
+                for engine in self.engines
+            ],
+            "process": asdict(self.process),
+            "accounted": self.accounted,
+            "unaccounted": self.unaccounted,
+            "notes": self.notes,
+        }
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = StringIO()
+        Console(file=text, width=_WIDTH, color_system=None).print(self)
+        return text.getvalue().rstrip("\n")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        for engine in self.engines:
+            if engine.unreleased is None:
+                yield _grid(engine)
+        yield self._process_grid()
+        for note in self.notes:
+            yield Text(note)
+
+    def _process_grid(self) -> Table:
+        from rich.filesize import decimal
+        from rich.table import Table
+
+        process, over = self.process, self.unaccounted
+        rows = {
+            "host: resident (RSS)": process.rss,
+            "host: resident, shared pages divided (PSS)": process.pss,
+            "host: counted by the engines above": self.accounted["host"],
+            "host: difference": over["host"],
+            "device: reserved by torch's allocator": process.device_reserved,
+            "device: allocated in tensors": process.device_allocated,
+            "device: counted by the engines above": self.accounted["device"],
+            "device: difference": over["device"],
+        }
+        if process.device_allocated is None:
+            rows = {name: size for name, size in rows.items() if not name.startswith("device")}
+        table = Table(title="this process", title_justify="left")
+        table.add_column("memory", no_wrap=True)
+        table.add_column("bytes", justify="right", no_wrap=True)
+        for name, size in rows.items():
+            sign = "-" if size is not None and size < 0 else ""
+            table.add_row(name, "unknown" if size is None else f"{sign}{decimal(abs(size))}")
+        return table
+
+
+def memory_table(*engines: Engine, by_unit: bool = False) -> MemoryTable:
+    """Return the memory of `engines` on this rank (none: of all open engines of this process)
+    beside the process's own.
+
+    Print the result, or take ``to_dict()`` of it. `by_unit` adds a row per unit and state. Of an
+    engine that was closed it says whether everything was given back. Not collective.
+    """
+    counted = []
+    for engine in engines or open_engines():
+        states, accounts = engine.states, engine.states.accounts
+        report = engine.memory()  # first: it takes note of gradients that the user has cleared
+        name = f"{type(engine.module).__name__}, {engine.policy.name}, rank {engine.rank}"
+        units = accounts.by_unit() if by_unit and not states.is_closed else {}
+        left = accounts.unreleased() if states.is_closed else None
+        counted.append(EngineMemory(name, accounts.device_type, report, units, left))
+    return MemoryTable(tuple(counted), ProcessMemory.now())
+
+
+def explain(error: BaseException) -> None:
+    """Add the table of all open engines to an `error` that says that memory, or a tier of it, has
+    run out; leave other errors alone.
+
+    ``zeroshard run`` calls it with the error that ends a rank.
+    """
+    ran_out = isinstance(error, (torch.OutOfMemoryError, MemoryError, StorageError)) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+    )
+    if ran_out and open_engines():
+        error.add_note(f"\n{memory_table(by_unit=True)}")
+
+
+# ------------------------------------------------------------------------------------------ helpers
+
+
+def _kilobytes(path: Path, field: str) -> int | None:
+    """Return the bytes in the line of `path` that starts with `field`; None where there is none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(field)), None)
+
+
+def _sums(report: MemoryReport) -> dict[str, int]:
+    """Return the bytes at rest on each tier."""
+    return {tier: sum(by.get(tier, 0) for by in report.tiers.values()) for tier in _TIERS}
+
+
+def _closed(engine: EngineMemory) -> str:
+    counted = "its buffers and stores have given everything back"
+    if engine.unreleased:
+        held = ", ".join(f"{size:,} bytes of {what}" for what, size in engine.unreleased.items())
+        counted = f"its counters still have {held}"
+    shards = _sums(engine.report)["device"]
+    return (
+        f"{engine.name}: closed, {counted}; {shards:,} bytes of shards on the device live as long"
+        " as the engine object."
+    )
+
+
+def _grid(engine: EngineMemory) -> Table:
+    from rich.table import Table
+
+    report = engine.report
+    table = Table(title=f"{engine.name} ({engine.device})", title_justify="left")
+    table.add_column("memory", no_wrap=True)
+    for tier in (*_TIERS, "together"):
+        table.add_column(tier, justify="right", no_wrap=True)
+    for state, by_tier in report.tiers.items():
+        _add(table, state, by_tier)
+        for unit, states in engine.units.items():
+            if states[state]:
+                _add(table, f"  {unit}", states[state])
+    table.add_section()
+    _add(table, "at rest", _sums(report))
+    if report.tier_peaks:
+        _add(table, "at rest, at peak", report.tier_peaks)
+    _add(table, "gathered and in buffers", {"device": report.temporary})
+    _add(table, "gathered and in buffers, at peak", {"device": report.peak})
+    return table
+
+
+def _add(table: Table, name: str, by_tier: dict[str, int]) -> None:
+    from rich.filesize import decimal
+    from rich.text import Text
+
+    sizes = [by_tier.get(tier, 0) for tier in _TIERS]
+    cells = [decimal(size) if size else "" for size in sizes]
+    table.add_row(Text(name), *cells, decimal(sum(sizes)))
