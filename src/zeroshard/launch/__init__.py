@@ -2,7 +2,8 @@
 
 Reading order: ``cli.py`` (commands and exit codes), ``options.py`` (what ``zeroshard run`` takes),
 ``run.py`` (the launcher, on ``torch.distributed.run``), ``supervisor.py`` (which rank failed
-first), ``worker.py`` (what stands between the launcher and a script).
+first), ``worker.py`` (what stands between the launcher and a script). ``doctor.py`` prints what
+``machine.py`` finds and ``probes.py`` measures.
 
 Invariant: ``--help``, ``--version`` and usage errors never import torch.
 """

@@ -12,7 +12,7 @@ import traceback
 
 from zeroshard._version import __version__
 from zeroshard.errors import ZeroshardError
-from zeroshard.launch import bench, checkpoint
+from zeroshard.launch import bench, checkpoint, doctor
 from zeroshard.launch.options import LineParser, UsageError, add_run_options, parse_run
 
 __all__ = ["main"]
@@ -67,6 +67,7 @@ def _build_parser() -> tuple[argparse.ArgumentParser, ...]:
     run_parser = commands.add_parser("run", help="start a script on every rank", allow_abbrev=False)
     add_run_options(run_parser)
     checkpoint.add_parser(commands)
+    doctor.add_parser(commands)
     bench_parser = commands.add_parser("bench", help="measure this library beside the others")
     return parser, run_parser, bench_parser
 

@@ -1,0 +1,235 @@
+"""``zeroshard doctor``: what this machine has, how fast it is, and what is missing for what.
+
+    zeroshard doctor --disk /mnt/nvme          everything, below 30 s
+    zeroshard doctor --quick                   without measuring
+    zeroshard doctor --json                    for programs
+
+The JSON has "versions", "host", "devices", "backends", "limits" and "missing" (machine.py),
+"problems" (why the library cannot run), "grade" ("probe") and "measured": null, or a list of
+entries for each of `KINDS` (probes.py), where an entry with "error" could not be measured. Sizes
+are in bytes, rates per second, times in seconds; null is "no limit", or "not here".
+
+Exit code 1 where the library cannot run here at all, with the reason; else 0, whatever optional
+thing is missing and whichever measurement has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zeroshard.launch.options import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["add_parser"]
+
+EXIT_UNABLE = 1
+BUDGET_S = 15.0  # after which nothing more is begun
+KINDS = ("matmul", "copies", "collectives", "disk")
+GRADE = (
+    "Measured rates are of probe grade: a second each, best or median of a few runs, other programs"
+    " not kept off. zeroshard bench compares with care."
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``zeroshard doctor`` to the commands."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "doctor",
+        help="say what this machine has, how fast it is, and what is missing",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example:\n  zeroshard doctor --disk /tmp",
+    )
+    parser.add_argument("--quick", action="store_true", help="measure nothing")
+    text = "measure the disk tier in this directory, too (256 MiB, removed afterwards)"
+    parser.add_argument("--disk", type=Path, metavar="DIR", help=text)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(handler=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from zeroshard.launch.machine import facts, find_missing, find_problems
+
+    if arguments.disk is not None and not arguments.disk.is_dir():
+        raise UsageError(f"--disk {arguments.disk} is not a directory")
+    found = facts()
+    problems = find_problems(found)
+    measured = None
+    if not problems and not arguments.quick:
+        measured = _measure(found, arguments.disk)
+    report = {
+        **found,
+        "grade": "probe",
+        "measured": measured,
+        "missing": find_missing(found),
+        "problems": problems,
+    }
+    if arguments.json:
+        print(json.dumps(report, indent=1))
+    elif found["versions"]["rich"] is None:
+        print("\n".join(problems))
+    else:
+        _print(report)
+    return EXIT_UNABLE if problems else 0
+
+
+# ---------------------------------------------------------------------------------------- measuring
+
+
+def _measure(found: dict[str, Any], disk: Path | None) -> dict[str, list[dict[str, Any]]]:
+    """Return the entries of every kind; one with "what" and "error" for what could not be
+    measured.
+    """
+    steps, stop = list(_steps(found, disk)), time.monotonic() + BUDGET_S
+    measured: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    with _progress(len(steps)) as advance:
+        for kind, what, run in steps:
+            advance(what)
+            try:
+                if time.monotonic() > stop:
+                    raise TimeoutError("left out: what came before has taken too long")
+                measured[kind] += run()
+            except (RuntimeError, OSError) as error:  # memory, a driver, a disk, a socket
+                lines = str(error).splitlines() or [type(error).__name__]
+                measured[kind].append({"what": what, "error": lines[0]})
+    return measured
+
+
+def _steps(found: dict[str, Any], disk: Path | None) -> Iterator[tuple[str, str, Any]]:
+    """Yield what is measured: its kind, its name, and a function that does it."""
+    import torch
+
+    from zeroshard.launch import probes
+
+    devices = [torch.device("cpu")]
+    devices += [torch.device("cuda", one["index"]) for one in found["devices"][:1]]
+    for device in devices:
+        yield "matmul", f"matmul, {device}", partial(probes.matmul, device)
+        yield "copies", f"copies, {device}", partial(probes.copies, device)
+    on_host = ("shared_memory", "gloo")
+    yield "collectives", "2 ranks on the host", partial(probes.collectives, *on_host)
+    if len(found["devices"]) > 1 and found["backends"].get("nccl"):
+        yield "collectives", "2 ranks, nccl", partial(probes.collectives, "nccl")
+    if disk is not None:
+        yield "disk", f"disk, {disk}", partial(probes.disk, disk)
+
+
+@contextmanager
+def _progress(num_steps: int) -> Iterator[Callable[[str], None]]:
+    """Show a progress bar on a terminal's stderr; yield a function that names the next step."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console, begun = Console(stderr=True), -1
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=num_steps)
+
+        def advance(what: str) -> None:
+            nonlocal begun
+            begun += 1
+            bar.update(task, description=what, completed=begun)
+
+        yield advance
+
+
+# ----------------------------------------------------------------------------------------- printing
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(soft_wrap=True)
+    for title, rows in (
+        ("versions", _versions(report)),
+        ("machine", _machine(report)),
+        ("measured", _rates(report["measured"])),
+        (
+            "missing",
+            [(one["what"], f"{one['for']}: {one['command']}") for one in report["missing"]],
+        ),
+        ("problems", [("this library cannot run here", why) for why in report["problems"]]),
+    ):
+        if rows:
+            _show(console, title, rows)
+    if report["measured"] is not None:
+        console.print(GRADE, markup=False, highlight=False)
+
+
+def _show(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, text in rows:
+        table.add_row(Text(name), Text(text))
+    console.print(table)
+
+
+def _versions(report: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(name, text or "not here") for name, text in report["versions"].items()]
+
+
+def _machine(report: dict[str, Any]) -> list[tuple[str, str]]:
+    from rich.filesize import decimal
+
+    def size(num_bytes: int | None) -> str:
+        return "unlimited" if num_bytes is None else decimal(num_bytes)
+
+    host, limits = report["host"], report["limits"]
+    shm, files = limits["dev_shm_bytes"], limits["open_files"]
+    backends = [name for name, is_here in report["backends"].items() if is_here]
+    free = "" if shm is None else f"{size(shm)}, {size(limits['dev_shm_free_bytes'])} free"
+    return [
+        ("host", f"{host['system']}, {host['machine']}, {host['cores']} core(s)"),
+        ("memory", size(host["memory_bytes"])),
+        *(
+            (f"cuda:{one['index']}", f"{one['name']}, {size(one['memory_bytes'])}")
+            for one in report["devices"]
+        ),
+        ("accelerators", f"{len(report['devices'])}" if report["devices"] else "none: CPU only"),
+        ("backends", ", ".join(backends) or "none"),
+        ("pinned memory limit", size(limits["pinned_memory_bytes"])),
+        ("open files limit", "unlimited" if files is None else str(files)),
+        ("/dev/shm", free or "not here"),
+    ]
+
+
+def _rates(measured: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if measured is None:
+        return []
+    rows = [row for kind in KINDS for one in measured[kind] for row in _rate(kind, one)]
+    if not measured["disk"]:
+        rows.append(("disk", "not measured: name a directory with --disk"))
+    return rows
+
+
+def _rate(kind: str, one: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows of one entry."""
+    if "error" in one:
+        return [(one["what"], f"failed: {one['error']}")]
+    if kind == "matmul":
+        rate = f"{one['flops_per_s'] / 1e9:,.0f} GFLOP/s ({one['side']}²)"
+        return [(f"matmul, {one['dtype']}, {one['device']}", rate)]
+    if kind == "copies":
+        pinned = {None: "", True: ", pinned", False: ", not pinned"}[one["pinned"]]
+        return [(f"copy {one['way']}{pinned}, {one['device']}", _speed(one["bytes_per_s"]))]
+    if kind == "collectives":
+        name = f"{one['operation']}, {one['ranks']} ranks, {one['transport']}"
+        return [(name, f"{_speed(one['bytes_per_s'])}, {one['latency_s'] * 1e6:,.0f} µs")]
+    how = "past the page cache" if one["direct"] else "through the page cache"
+    return [
+        (f"disk {way}, {one['path']}", f"{_speed(one[f'{way}_bytes_per_s'])}, {how}")
+        for way in ("write", "read")
+    ]
+
+
+def _speed(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f} GB/s"

@@ -1,0 +1,152 @@
+"""What ``zeroshard doctor`` measures: seconds of work each, so that all of it stays below 30 s.
+
+Grade "probe": one process (two for collectives), warmed up once, the best of a few repetitions, and
+nobody else kept off the machine. Good enough to tell which link is slow and to calibrate a plan;
+``zeroshard bench`` compares.
+
+Rates are per second of wall time: floating-point operations, or bytes of payload one way.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeroshard.core.work import Work
+from zeroshard.tier.disk import DiskStore
+from zeroshard.tier.swapdir import SwapDirectory, free_bytes
+
+__all__ = ["collectives", "copies", "disk", "matmul"]
+
+_BUDGET_S = 0.4  # of one rate
+_COPY_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+_MATMUL_SIDE = {"cpu": 512, "cuda": 4096}
+RANKS_TIMEOUT_S = 15.0
+_DISK_BYTES = 256 << 20
+_DISK_CHUNK = 16 << 20
+_DISK_BUDGET_S = 2.0  # each way
+
+
+def matmul(device: torch.device) -> list[dict[str, Any]]:
+    """Return "flops_per_s" of square products on `device`, in fp32 and bf16."""
+    side, out = _MATMUL_SIDE[device.type], []
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        seconds = _best(partial(torch.matmul, a, b), device)
+        rate = 2 * side**3 / seconds
+        name = str(dtype).removeprefix("torch.")
+        out.append({"device": str(device), "dtype": name, "side": side, "flops_per_s": rate})
+    return out
+
+
+def copies(device: torch.device) -> list[dict[str, Any]]:
+    """Return "bytes_per_s" of copies within `device` and, beside an accelerator, to and from the
+    host, pinned and not.
+    """
+    num_bytes = _COPY_BYTES[device.type]
+    here = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    pairs: list[tuple[str, torch.Tensor, torch.Tensor, bool | None]] = [
+        ("within", torch.empty_like(here), here, None)
+    ]
+    if device.type != "cpu":
+        for pinned in (True, False):
+            host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+            pairs += [("to device", here, host, pinned), ("to host", host, here, pinned)]
+    out = []
+    for way, target, source, is_pinned in pairs:
+        seconds = _best(partial(target.copy_, source), device)
+        rate = num_bytes / seconds
+        out.append({"device": str(device), "way": way, "pinned": is_pinned, "bytes_per_s": rate})
+    return out
+
+
+def collectives(*transports: str) -> list[dict[str, Any]]:
+    """Return "latency_s" (a call of 256 bytes) and "bytes_per_s" (received by a rank) of each
+    collective of `transports` between 2 ranks on this host. Raises RuntimeError where that fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="zeroshard-doctor-") as directory:
+        command = [sys.executable, "-m", "zeroshard.launch.probe_rank", directory]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), *transports], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            for rank in range(2)
+        ]
+        stop = time.monotonic() + RANKS_TIMEOUT_S
+        try:
+            ended = [rank.communicate(timeout=max(stop - time.monotonic(), 0.1)) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"no answer within {RANKS_TIMEOUT_S:g} s") from None
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    for rank, (_, stderr) in zip(ranks, ended, strict=True):
+        if rank.returncode:
+            last = stderr.decode(errors="replace").strip().splitlines()[-1:]
+            raise RuntimeError(*last or [f"a rank ended with {rank.returncode}"])
+    answer: list[dict[str, Any]] = json.loads(ended[0][0])
+    return answer
+
+
+def disk(directory: Path) -> list[dict[str, Any]]:
+    """Return "write_bytes_per_s" and "read_bytes_per_s" of the disk tier below `directory`, and
+    whether it goes past the page cache ("direct"). Raises OSError.
+    """
+    num_bytes = min(_DISK_BYTES, free_bytes(directory) // 4) // _DISK_CHUNK * _DISK_CHUNK
+    if not num_bytes:
+        raise OSError("hardly any free space")
+    files = SwapDirectory(directory, rank=0, run="doctor")
+    store = DiskStore(files, torch.device("cpu"), staging_bytes=4 * _DISK_CHUNK)
+    try:
+        storage = store.allocate("doctor", num_bytes, torch.uint8)
+        ring = [store.staging.tensor(_DISK_CHUNK, torch.uint8).random_() for _ in range(4)]
+        written, write_rate = _stream(storage.write, ring, num_bytes)
+        _, read_rate = _stream(storage.read, ring, written)
+    finally:
+        store.close()
+    rates = {"write_bytes_per_s": write_rate, "read_bytes_per_s": read_rate}
+    return [{"path": str(directory), "direct": store.direct, "bytes": written, **rates}]
+
+
+# ------------------------------------------------------------------------------------------ helpers
+
+
+def _best(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of the fastest of the runs that fit the budget, after one to warm up."""
+    seconds: list[float] = []
+    while sum(seconds[1:]) < _BUDGET_S:
+        start = time.perf_counter()
+        run()
+        if device.type != "cpu":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
+
+
+def _stream(
+    start_one: Callable[[int, int, torch.Tensor], Work], ring: list[torch.Tensor], num_bytes: int
+) -> tuple[int, float]:
+    """Move at most `num_bytes`, in chunks through a ring of buffers, while the budget lasts;
+    return the bytes that were moved, and their rate.
+    """
+    begin, moved = time.perf_counter(), 0
+    under_way: list[Work] = []
+    while moved < num_bytes and (time.perf_counter() - begin < _DISK_BUDGET_S or not moved):
+        if len(under_way) == len(ring):
+            under_way.pop(0).wait()
+        buffer = ring[moved // _DISK_CHUNK % len(ring)]
+        under_way.append(start_one(moved, moved + _DISK_CHUNK, buffer))
+        moved += _DISK_CHUNK
+    for work in under_way:
+        work.wait()
+    return moved, moved / (time.perf_counter() - begin)

@@ -1,0 +1,203 @@
+"""``zeroshard doctor``: facts, limits, what is missing for which feature, and measured rates."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zeroshard._version import __version__
+from zeroshard.launch import cli, doctor, machine, probes
+from zeroshard.tier.swapdir import SwapDirectory
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return machine.facts()
+
+
+def _report(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
+    code = cli.main(["doctor", "--json", *argv])
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return code, report
+
+
+def test_facts_are_those_of_the_machine(found: dict[str, Any]) -> None:
+    versions, limits = found["versions"], found["limits"]
+    assert versions["torch"] == torch.__version__ and versions["zeroshard"] == __version__
+    assert versions["python"].split(".")[:2] == [str(part) for part in sys.version_info[:2]]
+    assert {*machine.PACKAGES, "nccl", "cuda"} <= set(versions)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert limits["open_files"] == (None if soft == resource.RLIM_INFINITY else soft)
+    assert limits["dev_shm_bytes"] == shutil.disk_usage("/dev/shm").total
+    assert found["host"]["cores"] == len(os.sched_getaffinity(0))
+    assert found["host"]["memory_bytes"] > 1 << 28
+    assert found["backends"]["gloo"] and machine.find_problems(found) == []
+
+
+def test_quick_measures_nothing_and_has_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = _report(capsys, "--quick")
+    assert (code, report["measured"], report["grade"], report["problems"]) == (0, None, "probe", [])
+    assert list(report) == [
+        "versions",
+        "host",
+        "devices",
+        "backends",
+        "limits",
+        "grade",
+        "measured",
+        "missing",
+        "problems",
+    ]
+    assert cli.main(["doctor", "--quick"]) == 0
+    text = capsys.readouterr().out
+    assert torch.__version__ in text and "open files limit" in text and "GFLOP" not in text
+
+
+def test_what_is_missing_names_the_feature_and_the_command(found: dict[str, Any]) -> None:
+    bare = copy.deepcopy(found)
+    bare["versions"] |= dict.fromkeys(machine.PACKAGES[6:])
+    bare["limits"]["open_files"] = 1024
+    missing = {one["what"]: one for one in machine.find_missing(bare)}
+    assert missing["transformers"]["command"] == "pip install 'zeroshard[transformers]'"
+    assert "ZeroTrainer" in missing["transformers"]["for"]
+    assert missing["deepspeed"]["command"] == "pip install 'zeroshard[bench]'"
+    assert missing["open files beyond 1024"]["command"] == "ulimit -n 4096"
+    assert "triton" not in missing and not any("pinned" in what for what in missing)
+
+
+def test_beside_gpus_triton_nccl_and_the_pinned_limit_matter(found: dict[str, Any]) -> None:
+    gpu = copy.deepcopy(found)
+    gpu["devices"] = [{"name": "H100", "index": 0, "memory_bytes": 1 << 36, "capability": "9.0"}]
+    gpu["versions"]["triton"] = None
+    gpu["backends"]["nccl"] = False
+    gpu["limits"]["pinned_memory_bytes"] = 8 << 20
+    missing = {one["what"]: one["command"] for one in machine.find_missing(gpu)}
+    assert missing["triton"] == "pip install triton" and "NCCL in torch" in missing
+    assert missing["pinned memory beyond 8388608 bytes"] == "ulimit -l unlimited"
+
+
+def test_commands_name_extras_that_exist_and_no_host() -> None:
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    commands = [command for _, command in machine.OPTIONAL.values()]
+    for extra in re.findall(r"zeroshard\[(\w+)\]", " ".join(commands)):
+        assert f"\n{extra} = [" in project
+    assert not any("://" in command or "--index" in command for command in commands)
+
+
+@pytest.mark.parametrize(
+    ("versions", "backends", "words"),
+    [
+        ({"torch": None}, {}, "torch missing: pip install torch"),
+        ({"torch": "2.9.1"}, {"gloo": True}, "torch 2.9.1 is older than 2.10"),
+        ({}, {}, "without torch.distributed"),
+        ({"xxhash": None}, {"gloo": True}, "xxhash missing: pip install xxhash"),
+    ],
+    ids=["no torch", "old torch", "no distributed", "no xxhash"],
+)
+def test_where_the_library_cannot_run_the_exit_code_is_1(
+    found: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    versions: dict[str, str | None],
+    backends: dict[str, bool],
+    words: str,
+) -> None:
+    broken = {**found, "versions": {**found["versions"], **versions}, "backends": backends}
+    monkeypatch.setattr(machine, "facts", lambda: broken)
+    code, report = _report(capsys)
+    assert (code, report["measured"]) == (1, None)
+    (problem,) = report["problems"]
+    assert words in problem
+    assert cli.main(["doctor"]) == 1 and words[:14] in capsys.readouterr().out
+
+
+def test_rates_are_measured_between_two_ranks_and_on_disk(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(probes, "RANKS_TIMEOUT_S", 60.0)  # other tests run beside this one
+    monkeypatch.setattr(doctor, "BUDGET_S", 60.0)
+    code, report = _report(capsys, "--disk", str(tmp_path))
+    measured = report["measured"]
+    assert code == 0 and list(measured) == list(doctor.KINDS)
+    assert {one["dtype"] for one in measured["matmul"]} == {"float32", "bfloat16"}
+    assert all(one["flops_per_s"] > 1e6 for one in measured["matmul"])
+    assert all(one["bytes_per_s"] > 1e6 for one in measured["copies"])
+    collectives = [(one["transport"], one["operation"]) for one in measured["collectives"]]
+    assert collectives == [
+        (name, operation)
+        for name in ("shared_memory", "gloo")
+        for operation in ("all_gather", "reduce_scatter")
+    ]
+    assert all(1e-7 < one["latency_s"] < 5 for one in measured["collectives"])
+    assert all(one["bytes_per_s"] > 1e5 for one in measured["collectives"])
+    (disk,) = measured["disk"]
+    assert disk["path"] == str(tmp_path) and disk["bytes"] % (16 << 20) == 0 < disk["bytes"]
+    assert disk["write_bytes_per_s"] > 1e5 and disk["read_bytes_per_s"] > 1e5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_measured_is_an_entry_with_the_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def rate(device: torch.device) -> list[dict[str, Any]]:
+        return [{"device": "cpu", "dtype": "float32", "side": 2, "flops_per_s": 3e9}]
+
+    def ranks(*transports: str) -> list[dict[str, Any]]:
+        raise RuntimeError("no address\nof this host")
+
+    monkeypatch.setattr(probes, "matmul", rate)
+    monkeypatch.setattr(probes, "copies", lambda device: [])
+    monkeypatch.setattr(probes, "collectives", ranks)
+    monkeypatch.setattr(SwapDirectory, "__init__", _no_space)
+    assert cli.main(["doctor", "--disk", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "3 GFLOP/s" in text and "failed: no address" in text and "of this host" not in text
+    assert "failed: [Errno 28] no space" in text and "probe grade" in text
+    monkeypatch.setattr(doctor, "BUDGET_S", -1.0)
+    _, report = _report(capsys)
+    assert "left out" in report["measured"]["matmul"][0]["error"]
+
+
+def _no_space(self: SwapDirectory, parent: Path, **options: Any) -> None:
+    raise OSError(28, "no space")
+
+
+def test_a_rank_that_dies_or_hangs_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho Traceback >&2\necho last words >&2\nexit 3\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(RuntimeError, match=r"^last words$"):
+        probes.collectives("gloo")
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(probes, "RANKS_TIMEOUT_S", 0.2)
+    with pytest.raises(RuntimeError, match=r"no answer within 0\.2 s"):
+        probes.collectives("gloo")
+
+
+def test_a_disk_that_is_no_directory_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--disk", "/no/such/place"]) == 2
+    assert "is not a directory" in capsys.readouterr().err
+
+
+def test_help_answers_without_torch() -> None:
+    program = (
+        "import sys\nfrom zeroshard.launch.cli import main\n"
+        "try:\n    main(['doctor', '--help'])\nexcept SystemExit:\n    pass\n"
+        "print('torch' in sys.modules)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "example:" in ended.stdout and ended.stdout.endswith("False\n")
