@@ -1,6 +1,6 @@
 """``zeroshard doctor``: what this machine has, how fast it is, and what is missing for what.
 
-    zeroshard doctor --disk /mnt/nvme          everything, below 30 s
+    zeroshard doctor --disk /mnt/nvme          everything, in about 20 s
     zeroshard doctor --quick                   without measuring
     zeroshard doctor --json                    for programs
 

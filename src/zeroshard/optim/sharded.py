@@ -269,6 +269,7 @@ class ShardedOptimizer:
         """Return the bytes of the optimizer's own state on this rank by tier, of the segments with
         these `keys` or of all.
         """
+        self.join()  # a first step makes it
         tiles = [tile for tile in self.tiles if keys is None or tile.segment.key in keys]
         return self.states.bytes_by_tier(tiles)
 
