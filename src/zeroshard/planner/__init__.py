@@ -1,0 +1,27 @@
+"""Know before the launch: what rests where, what travels, whether it fits, and about how long a
+step takes.
+
+sizes.py       "7.5B", "32GiB"
+model.py       the parameters of a model, in the runtime's units
+families.py    the same from the fields of a Transformers config.json
+files.py       ... from files: config.json, headers of safetensors
+machine.py     GPUs, links, host, disk; presets in machines.toml
+exact.py       bytes at rest and on the wire: those of the engine, from core/
+estimate.py    peaks and times: a model, said in docs/planner.md
+plan.py        every row and tier mix, the recommendation, JSON, a configuration
+
+Invariant: exact.py asks core/ for every byte and adds up; nothing here knows a row by name, except
+which tier mixes are worth a line. torch is not imported. docs/design/planner.md has the decisions.
+"""
+
+from __future__ import annotations
+
+from zeroshard.planner.machine import Machine
+from zeroshard.planner.model import ModelShape, describe
+from zeroshard.planner.plan import Plan, PlannedRow, Recommendation, make_plan
+from zeroshard.planner.training import Training
+
+__all__ = [
+    "Machine", "ModelShape", "Plan", "PlannedRow", "Recommendation", "Training", "describe",
+    "make_plan",
+]  # fmt: skip

@@ -1,0 +1,120 @@
+"""The machine of a plan: GPUs in nodes, memories, speeds. Presets with their sources are in
+machines.toml.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from zeroshard.core.placement import Mesh
+from zeroshard.errors import ConfigError
+from zeroshard.planner.sizes import parse_bytes
+
+__all__ = ["Machine", "Speeds", "presets"]
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Peaks: FLOP/s of one GPU, and bytes per second in one direction."""
+
+    half_flops: float
+    fp32_flops: float
+    memory: float  # of one GPU's memory
+    local: float  # of one GPU's links inside its node
+    network: float  # of one GPU's share of the links between nodes
+    host_link: float  # between one GPU and the host
+    host: float  # of one node's host memory
+    disk: float  # of one node's disks
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`gpus` GPUs, one rank each, in nodes of `node_size`; memory in bytes."""
+
+    name: str
+    gpus: int
+    node_size: int
+    gpu_memory: int  # of one GPU
+    host_memory: int  # of one node
+    disk: int  # of one node; 0: none
+    speeds: Speeds
+    accelerator: bool = True  # False: the device is the host itself
+
+    @classmethod
+    def of(
+        cls,
+        gpu: str = "H100",
+        *,
+        gpus: int = 1,
+        node_size: int | None = None,
+        gpu_memory: int | str | None = None,
+        host_memory: int | str | None = None,
+        disk: int | str | None = None,
+        network: int | str | None = None,
+    ) -> Machine:
+        """Return the preset `gpu` with what is given instead of its own.
+
+        Sizes are bytes, or text with a unit ("32GiB"); `host_memory` and `disk` (default: none) are
+        those of one node, `network` the bytes per second that one GPU has to other nodes. Raises
+        ConfigError for an unknown preset, naming the nearest, and for an impossible machine.
+        """
+        preset = _preset(gpu)
+        if gpus < 1:
+            raise ConfigError(f"gpus={gpus} is less than one")
+        local = min(gpus, preset["node_size"]) if node_size is None else node_size
+        if local < 1 or gpus % local:
+            raise ConfigError(
+                f"node_size={local} does not divide gpus={gpus}: every node has as many GPUs"
+            )
+
+        def size(name: str, given: int | str | None) -> int:
+            value = preset.get(name, 0) if given is None else given
+            out = parse_bytes(value, name) if isinstance(value, str) else value
+            if given is not None and out < 1:
+                raise ConfigError(f"{name}={given!r} is less than one byte")
+            return out
+
+        of_network = preset["network_gbs"] * 1e9 if network is None else size("network", network)
+        speeds = Speeds(
+            half_flops=preset["half_tflops"] * 1e12,
+            fp32_flops=preset["fp32_tflops"] * 1e12,
+            memory=preset["memory_gbs"] * 1e9,
+            local=preset["local_gbs"] * 1e9,
+            network=of_network,
+            host_link=preset["host_link_gbs"] * 1e9,
+            host=preset["host_gbs"] * 1e9,
+            disk=preset["disk_gbs"] * 1e9,
+        )
+        memory = size("gpu_memory", gpu_memory), size("host_memory", host_memory)
+        is_accelerator = preset.get("accelerator", True)
+        return cls(gpu, gpus, local, *memory, size("disk", disk), speeds, is_accelerator)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks."""
+        return Mesh(self.gpus // self.node_size, self.node_size)
+
+    def flops(self, precision: str) -> float:
+        """Return the peak FLOP/s of one GPU."""
+        return self.speeds.fp32_flops if precision == "fp32" else self.speeds.half_flops
+
+
+@cache
+def presets() -> dict[str, dict[str, Any]]:
+    """Return what machines.toml says, by name."""
+    text = files("zeroshard.planner").joinpath("machines.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def _preset(name: str) -> dict[str, Any]:
+    if name in presets():
+        return presets()[name]
+    by_lower = {known.lower(): known for known in presets()}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.3)
+    hint = f"; did you mean {by_lower[near[0]]!r}?" if near else ""
+    raise ConfigError(f"gpu={name!r} is not a preset ({', '.join(presets())}){hint}")

@@ -1,0 +1,161 @@
+"""A model as the planner sees it: shapes of parameters in the runtime's units, and, where it is a
+transformer decoder, the sizes from which activations follow.
+
+A model is described by a number of parameters (a decoder of typical shape is assumed, and said), by
+a Transformers ``config.json`` (families.py), or built without memory by whoever may import torch
+(api.py).
+
+Invariant: the units are those of ``runtime/units.py: partition_units``: one per repeated block, and
+what is left over packed in definition order up to max(block, largest parameter, 1/8 of the model).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from zeroshard.errors import ConfigError
+from zeroshard.planner.sizes import parse_count
+
+__all__ = ["Decoder", "GroupShape", "ModelShape", "Shape", "UnitShape", "describe", "pack_units"]
+
+Shape = tuple[str, tuple[int, ...]]  # name, shape of one parameter
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """The parameters of one unit that share dtype and trainability, in definition order."""
+
+    shapes: tuple[Shape, ...]
+    dtype: str | None = None  # in which they compute; None: the precision's
+    trained: bool = True
+
+    @cached_property
+    def numel(self) -> int:
+        """The number of elements."""
+        return sum(math.prod(shape) for _, shape in self.shapes)
+
+
+@dataclass(frozen=True)
+class UnitShape:
+    """One unit: the parameters that are gathered together."""
+
+    name: str
+    groups: tuple[GroupShape, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return sum(group.numel for group in self.groups)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The sizes of a transformer decoder, from which activations and logits follow."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int  # inner size of the MLP; of all experts that one token uses
+    gated: bool  # the MLP has a gate (SwiGLU) beside the up projection
+    vocab: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model: its units, its decoder's sizes if they are known, and what was assumed."""
+
+    name: str
+    units: tuple[UnitShape, ...]
+    decoder: Decoder | None = None
+    used_numel: int | None = None  # elements that one token uses, where experts are chosen
+    note: str = ""
+
+    @cached_property
+    def numel(self) -> int:
+        """The number of parameters."""
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def num_trained(self) -> int:
+        """The number of parameters that are trained."""
+        groups = [group for unit in self.units for group in unit.groups]
+        return sum(group.numel for group in groups if group.trained)
+
+
+def pack_units(parameters: Sequence[Shape], blocks: Iterable[str]) -> tuple[UnitShape, ...]:
+    """Return the units of `parameters` (definition order), those below each name of `blocks` one
+    unit each.
+    """
+    prefixes = {f"{block}.": block for block in blocks}
+
+    def block_of(name: str) -> str | None:
+        parts = name.split(".")
+        heads = (".".join(parts[:stop]) + "." for stop in range(1, len(parts)))
+        return next((prefixes[head] for head in heads if head in prefixes), None)
+
+    members: dict[str, list[Shape]] = {}
+    for shape in parameters:
+        block = block_of(shape[0])
+        if block is not None:
+            members.setdefault(block, []).append(shape)
+    sizes = [math.prod(shape) for _, shape in parameters]
+    limit = max([_numel(part) for part in members.values()] + [*sizes, sum(sizes) // 8])
+
+    # leftovers that follow each other share a unit; a block between them ends it
+    packed: dict[str, list[Shape]] = {}
+    rest: list[Shape] | None = None
+    for name, size in parameters:
+        block = block_of(name)
+        if block is not None:
+            rest = None
+            packed.setdefault(block, members[block])
+            continue
+        if rest is None or _numel(rest) + math.prod(size) > limit:
+            rest = packed[name] = []
+        rest.append((name, size))
+    return tuple(UnitShape(name, (GroupShape(tuple(part)),)) for name, part in packed.items())
+
+
+def describe(text: str) -> ModelShape:
+    """Return a decoder of typical shape with exactly as many parameters as `text` ("7.5B") says.
+
+    Its layers are 64 to 128 times as wide as there are layers, as GPT-3's are, with 12 h^2 weights
+    each; what is left over is the embedding, which is the output layer, too.
+    """
+    numel = parse_count(text, "params")
+    if numel > 10**15:
+        raise ConfigError(f"params={text!r} is more than 1000T: no machine here holds it")
+    hidden = max(64, 64 * round(2 * (numel / (12 * 128**2)) ** (1 / 3)))
+    block = _block(hidden)
+    reserved = min(50_257 * hidden, numel // 8)
+    layers = (numel - reserved) // _numel(block)
+    left = numel - layers * _numel(block)
+    parameters: list[Shape] = [("embedding", (left,))] if left else []
+    names = [f"layers.{index}" for index in range(layers)]
+    parameters += [(f"{name}.{part}", shape) for name in names for part, shape in block]
+    decoder = None
+    if layers:
+        heads = hidden // 64
+        vocab = max(1, min(50_257, left // hidden))  # GPT-2's, at most
+        decoder = Decoder(hidden, layers, heads, heads, 64, 4 * hidden, False, vocab)
+    note = f"assumed: a decoder of {layers} layers of width {hidden}"
+    return ModelShape(text, pack_units(parameters, names), decoder, note=note)
+
+
+def _block(hidden: int) -> list[Shape]:
+    """Return the parameters of one decoder layer, biases and norms included."""
+    matrices = [("qkv", 3 * hidden, hidden), ("out", hidden, hidden)]
+    matrices += [("up", 4 * hidden, hidden), ("down", hidden, 4 * hidden)]
+    parameters: list[Shape] = [("norm_1", (2, hidden)), ("norm_2", (2, hidden))]
+    for name, rows, columns in matrices:
+        parameters += [(f"{name}.weight", (rows, columns)), (f"{name}.bias", (rows,))]
+    return parameters
+
+
+def _numel(shapes: Iterable[Shape]) -> int:
+    return sum(math.prod(shape) for _, shape in shapes)

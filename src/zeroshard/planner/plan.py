@@ -1,0 +1,283 @@
+"""Every row of the policy table, on the tiers that make sense for it, and which of them to take.
+
+The recommendation is the fastest row that fits, of equal ones the first. Where none fits, it is the
+first change that makes one fit, of those tried from the cheapest on: recomputing activations,
+smaller micro-batches, a disk, more GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from zeroshard.core.placement import Tier
+from zeroshard.core.policy import ROWS, Policy
+from zeroshard.errors import ConfigError
+from zeroshard.planner.estimate import peak_bytes, step_time
+from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
+from zeroshard.planner.machine import Machine, presets
+from zeroshard.planner.model import ModelShape
+from zeroshard.planner.training import Training
+
+__all__ = ["Plan", "PlannedRow", "Recommendation", "make_plan"]
+
+_DEVICE, _HOST, _DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
+_SUGGESTED_DISK = 3200 * 10**9  # bytes per node, where a disk is what is missing
+_MOST_GPUS = 16_384
+
+# tiers of weight, grad and optimizer -> the rows for which they are planned
+_MIXES: dict[tuple[Tier, Tier, Tier], tuple[str, ...]] = {
+    (_DEVICE, _DEVICE, _DEVICE): tuple(ROWS),
+    (_DEVICE, _DEVICE, _HOST): ("zero1", "zero2", "zero3"),
+    (_DEVICE, _HOST, _HOST): ("zero2", "zero3"),
+    (_HOST, _HOST, _HOST): ("zero3",),
+    (_DEVICE, _HOST, _DISK): ("zero3",),
+    (_DISK, _DISK, _DISK): ("zero3",),
+}
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """One row on one mix of tiers; bytes are those of one rank."""
+
+    row: str
+    tiers: dict[str, str]  # "weight", "grad", "optimizer" -> tier
+    rest_bytes: dict[str, int]  # by tier: model states between micro-batches, exact
+    peak_bytes: dict[str, int]  # by tier, modelled
+    traffic_bytes: dict[str, int]  # "local", "node": received per step, exact
+    step_s: float
+    tokens_per_s: float  # of all GPUs together
+    fits: bool
+    bound_by: str  # what takes longest, or what there is too little of
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The row to take (None: no row fits), why, and what else to know."""
+
+    row: PlannedRow | None
+    reason: str
+    smaller: str | None = None  # how it would be on half of the GPUs
+    change: str | None = None  # where nothing fits: the cheapest change that would
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ``zs.plan()`` returns."""
+
+    model: ModelShape
+    machine: Machine
+    training: Training
+    rows: tuple[PlannedRow, ...]
+    recommended: Recommendation
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as ``zeroshard plan --json`` prints it."""
+        model, advice, training = self.model, self.recommended, self.training
+        states = {
+            "weight": model.numel * _itemsize(training.precision),
+            "grad": model.num_trained * _itemsize(training.resting),
+            "optimizer": model.num_trained * (4 + training.moment_bytes),
+        }
+        return {
+            "model": {
+                "name": model.name,
+                "parameters": model.numel,
+                "units": len(model.units),
+                "decoder": None if model.decoder is None else asdict(model.decoder),
+                "states_bytes": states,
+                "note": model.note,
+            },
+            "machine": asdict(self.machine),
+            "training": {**asdict(training), "accumulate": training.resting},
+            "rows": [asdict(one) for one in self.rows],
+            "recommended": {
+                "row": None if advice.row is None else advice.row.row,
+                "tiers": None if advice.row is None else advice.row.tiers,
+                "reason": advice.reason,
+                "smaller": advice.smaller,
+                "change": advice.change,
+            },
+        }
+
+    def config(self, *, disk_path: str = ".") -> dict[str, Any]:
+        """Return the recommended row as a configuration that ``zs.shard(config=...)`` takes.
+
+        States that rest on disk go to `disk_path`. Raises ConfigError where no row fits.
+        """
+        row, training = self.recommended.row, self.training
+        if row is None:
+            raise ConfigError(f"there is no configuration to write: {self.recommended.reason}")
+        precision = {"compute": training.precision, "accumulate": training.resting}
+        out: dict[str, Any] = {"policy": row.row, "precision": precision}
+        away = {state: tier for state, tier in row.tiers.items() if tier != _DEVICE.value}
+        if away:
+            out["offload"] = dict(away)
+            if _DISK.value in away.values():
+                out["offload"]["disk_path"] = disk_path
+        if self.machine.mesh.num_nodes > 1:
+            out["comm"] = {"node_size": self.machine.node_size}
+        return out
+
+
+def make_plan(model: ModelShape, machine: Machine, training: Training) -> Plan:
+    """Plan `training` of `model` on `machine`: all rows, and the one to take."""
+    rows = tuple(_rows(model, machine, training))
+    return Plan(model, machine, training, rows, _recommend(model, machine, training, rows))
+
+
+def _rows(model: ModelShape, machine: Machine, training: Training) -> Iterator[PlannedRow]:
+    laid_out = LaidOut(model, machine.mesh)
+    for tiers, names in _MIXES.items():
+        if (_HOST in tiers and not machine.accelerator) or (_DISK in tiers and not machine.disk):
+            continue
+        for name in names:
+            yield _planned(laid_out, ROWS[name].tiered(*tiers), machine, training)
+
+
+def _planned(laid_out: LaidOut, policy: Policy, machine: Machine, training: Training) -> PlannedRow:
+    cells = policy.default
+    rest = rest_bytes(laid_out, policy, training)
+    peak = peak_bytes(laid_out, policy, machine, training, rest)
+    links = traffic_bytes(laid_out, policy, training)
+    time = step_time(laid_out, policy, machine, training)
+    short = _short_of(peak, machine)
+    tokens = training.tokens * training.micro_batches * machine.gpus
+    states = {"weight": cells.weight, "grad": cells.grad, "optimizer": cells.optim}
+    return PlannedRow(
+        row=policy.name,
+        tiers={state: cell.tier.value for state, cell in states.items()},
+        rest_bytes={
+            tier.value: sum(by_tier.get(tier, 0) for by_tier in rest.values()) for tier in Tier
+        },
+        peak_bytes={tier.value: num_bytes for tier, num_bytes in peak.items()},
+        traffic_bytes={"local": round(links.inside), "node": round(links.between)},
+        step_s=time.total,
+        tokens_per_s=tokens / time.total,
+        fits=short is None,
+        bound_by=time.bound_by if short is None else short,
+    )
+
+
+def _short_of(peak: dict[Tier, int], machine: Machine) -> str | None:
+    """Return of which memory there is too little, if of any. Hosts and disks are shared by the
+    ranks of a node.
+    """
+    on_host = peak[_HOST] + (0 if machine.accelerator else peak[_DEVICE])
+    if peak[_DEVICE] > machine.gpu_memory:
+        return "device memory"
+    if on_host * machine.node_size > machine.host_memory:
+        return "host memory"
+    return "disk space" if peak[_DISK] * machine.node_size > machine.disk else None
+
+
+# ------------------------------------------------------------------ which row to take
+
+
+def _recommend(
+    model: ModelShape, machine: Machine, training: Training, rows: tuple[PlannedRow, ...]
+) -> Recommendation:
+    fitting = [row for row in rows if row.fits]
+    if not fitting:
+        least = min(rows, key=lambda row: row.peak_bytes["device"])
+        reason = f"nothing fits: {describe_row(least)}, which takes least, {_lack(least, machine)}"
+        return Recommendation(None, reason, change=_change(model, machine, training))
+    best = min(fitting, key=lambda row: row.step_s)
+    faster = [row for row in rows if row.step_s < best.step_s]
+    reason = f"the fastest of {len(fitting)} that fit, bound by {best.bound_by}"
+    if faster:
+        first = min(faster, key=lambda row: row.step_s)
+        reason += f"; {describe_row(first)} would be faster and lacks {first.bound_by}"
+    return Recommendation(best, reason, smaller=_smaller(model, machine, training))
+
+
+def describe_row(row: PlannedRow) -> str:
+    """Return the row with the states that leave the device: "zero3, optimizer on host"."""
+    if len(set(row.tiers.values())) == 1:
+        tier = row.tiers["weight"]
+        return row.row if tier == _DEVICE.value else f"{row.row}, all on {tier}"
+    by_tier: dict[str, list[str]] = {}
+    for state, tier in row.tiers.items():
+        if tier != _DEVICE.value:
+            by_tier.setdefault(tier, []).append(state)
+    parts = [f"{' and '.join(states)} on {tier}" for tier, states in by_tier.items()]
+    return ", ".join([row.row, *parts])
+
+
+def _lack(row: PlannedRow, machine: Machine) -> str:
+    """Return how much a row needs of the memory that it lacks, and how much of it there is."""
+    device, ranks = row.peak_bytes["device"], machine.node_size
+    on_host = row.peak_bytes["host"] + (0 if machine.accelerator else device)
+    needs, there, whose = {
+        "device memory": (device, machine.gpu_memory, "GPU"),
+        "host memory": (on_host * ranks, machine.host_memory, "node"),
+        "disk space": (row.peak_bytes["disk"] * ranks, machine.disk, "node"),
+    }[row.bound_by]
+    return f"needs {needs / 1e9:,.4g} GB of {row.bound_by} a {whose} and has {there / 1e9:,.4g} GB"
+
+
+def _smaller(model: ModelShape, machine: Machine, training: Training) -> str | None:
+    """Return how it would be on half of the GPUs, None where they cannot be halved."""
+    half = _with_gpus(machine, machine.gpus // 2)
+    if machine.gpus % 2 or half is None:
+        return None
+    rows = list(_rows(model, half, training))
+    fitting = [row for row in rows if row.fits]
+    where = f"on half of the GPUs ({half.gpus})"
+    if fitting:
+        best = min(fitting, key=lambda row: row.step_s)
+        return f"{where} {describe_row(best)} would fit"
+    least = min(rows, key=lambda row: row.peak_bytes["device"])
+    return f"{where} nothing fits: {least.peak_bytes['device'] / 1e9:.3g} GB a GPU at least"
+
+
+def _change(model: ModelShape, machine: Machine, training: Training) -> str | None:
+    """Return the cheapest change with which a row fits, None if none of those tried does."""
+    for words, other, trained in _changes(machine, training):
+        rows = [row for row in _rows(model, other, trained) if row.fits]
+        if rows:
+            best = min(rows, key=lambda row: row.step_s)
+            return f"{words}: {describe_row(best)} would fit"
+    return None
+
+
+def _changes(machine: Machine, training: Training) -> Iterator[tuple[str, Machine, Training]]:
+    """Yield changes in words and as they are planned, the cheapest first; each keeps those of
+    training before it.
+    """
+    words: list[str] = []
+    if not training.checkpointing:
+        training, words = replace(training, checkpointing=True), ["checkpoint activations"]
+        yield words[0], machine, training
+    if training.batch > 1:
+        fixed = words
+        while training.batch > 1:
+            training = replace(training, batch=training.batch // 2)
+            words = [*fixed, f"a micro-batch of {training.batch}"]
+            yield ", ".join(words), machine, training
+    if not machine.disk:
+        disk = f"{_SUGGESTED_DISK / 1e12:g} TB of disk a node"
+        yield ", ".join([*words, disk]), replace(machine, disk=_SUGGESTED_DISK), training
+    gpus = 2 * machine.gpus
+    while gpus <= _MOST_GPUS:
+        more = _with_gpus(machine, gpus)
+        if more is not None:
+            yield ", ".join([*words, f"{gpus} GPUs"]), more, training
+        gpus *= 2
+
+
+def _with_gpus(machine: Machine, gpus: int) -> Machine | None:
+    """Return the machine with another number of GPUs, in nodes of the same size or in one smaller
+    node; None where that is not possible.
+    """
+    full = max(machine.node_size, presets()[machine.name]["node_size"])
+    one_node = machine.gpus == machine.node_size
+    node_size = min(gpus, full) if one_node else min(gpus, machine.node_size)
+    if node_size < 1 or gpus % node_size:
+        return None
+    return replace(machine, gpus=gpus, node_size=node_size)
+
+
+def _itemsize(dtype: str) -> int:
+    return 4 if dtype == "fp32" else 2

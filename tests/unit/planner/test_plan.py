@@ -1,0 +1,356 @@
+"""The plan: the papers' numbers, properties of its bytes, and what it recommends."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroshard.config import Config, build_config
+from zeroshard.core.placement import Mesh, Tier
+from zeroshard.core.policy import ROWS, STAGES, row
+from zeroshard.core.precision import Precision
+from zeroshard.errors import ConfigError
+from zeroshard.planner import Machine, Plan, Training, describe, make_plan
+from zeroshard.planner.estimate import activation_bytes, logit_bytes
+from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
+from zeroshard.planner.families import shape_of_config
+from zeroshard.planner.files import read_model
+from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+}
+
+
+def _on_device(params: str, gpus: int, training: Training | None = None) -> dict[str, int]:
+    """Return the bytes at rest of every row on the device."""
+    plan = make_plan(describe(params), Machine.of(gpus=gpus), training or Training())
+    states = {"device"}
+    return {
+        one.row: one.rest_bytes["device"] for one in plan.rows if set(one.tiers.values()) == states
+    }
+
+
+def test_the_stages_take_what_figure_1_of_the_zero_paper_says() -> None:
+    """arXiv 1910.02054, figure 1: 7.5B parameters, 64 GPUs, K = 12; decimal GB."""
+    seen = _on_device("7.5B", 64)
+    shown = [f"{seen[STAGES[stage]] / 1e9:.3g}" for stage in range(4)]
+    assert shown == ["120", "31.4", "16.6", "1.88"]
+
+
+def test_one_and_a_half_billion_parameters_need_24_gb_unsharded() -> None:
+    """arXiv 1910.02054, section 3.1: GPT-2 of 1.5B parameters."""
+    assert _on_device("1.5B", 1)["ddp"] == pytest.approx(24e9, rel=1e-3)
+
+
+def test_a_hundred_billion_need_over_a_terabyte_for_adams_states_alone() -> None:
+    plan = make_plan(describe("100B"), Machine.of(), Training())
+    assert plan.to_dict()["model"]["states_bytes"]["optimizer"] == 12 * 100 * 10**9
+
+
+def test_seventy_billion_parameters_of_a_config_are_counted() -> None:
+    assert shape_of_config(LLAMA, "config").numel == 68_976_648_192  # Llama-2-70B's
+
+
+@given(st.integers(1, 10**13))
+def test_a_described_model_has_exactly_the_parameters_it_was_asked_for(numel: int) -> None:
+    text = f"{numel // 1000}.{numel % 1000:03d}K"
+    assert describe(text).numel == numel
+
+
+def _small(shapes: list[tuple[int, ...]], trained: bool = True) -> ModelShape:
+    units = [
+        UnitShape(f"u{number}", (GroupShape(((f"u{number}.w", shape),), trained=trained),))
+        for number, shape in enumerate(shapes)
+    ]
+    return ModelShape("small", tuple(units))
+
+
+_SHAPES = st.lists(st.tuples(st.integers(1, 40), st.integers(2, 40)), min_size=1, max_size=4)
+
+
+@settings(deadline=None)
+@given(_SHAPES, st.integers(1, 3), st.integers(1, 4), st.sampled_from(list(ROWS)))
+def test_ranks_together_hold_each_sharded_state_once_for_each_copy(
+    shapes: list[tuple[int, int]], nodes: int, local: int, name: str
+) -> None:
+    mesh, training = Mesh(nodes, local), Training()
+    laid_out, cells = LaidOut(_small(list(shapes)), mesh), row(name).default
+    ranks = [rest_bytes(laid_out, row(name), training, rank) for rank in range(mesh.size)]
+    padded = sum(one.layout.numel * one.count for one in laid_out.groups)
+    numel = laid_out.model.numel
+    for state, cell, whole in (
+        ("weight", cells.weight, 2 * padded),
+        ("master", cells.optim, 4 * padded),
+        ("grad", cells.grad, 2 * padded),
+        ("optimizer", cells.optim, 8 * numel),
+    ):
+        held = sum(rank[state].get(Tier.DEVICE, 0) for rank in ranks)
+        copies = mesh.size // cell.num_shards(mesh)
+        # pieces of a single element are not counted: at most one per cut
+        assert (
+            0
+            <= whole * copies - held
+            <= (8 * mesh.size * len(shapes) if state == "optimizer" else 0)
+        )
+
+
+@settings(deadline=None)
+@given(_SHAPES, st.integers(1, 3), st.integers(1, 4), st.sampled_from(list(ROWS)))
+def test_bytes_are_the_policys_closed_forms_but_for_padding(
+    shapes: list[tuple[int, int]], nodes: int, local: int, name: str
+) -> None:
+    mesh, training = Mesh(nodes, local), Training(micro_batches=3)
+    laid_out, policy = LaidOut(_small(list(shapes)), mesh), row(name)
+    padded = sum(one.layout.numel * one.count for one in laid_out.groups)
+    precision = Precision("bf16", accumulate="bf16")
+    formula = policy.bytes_at_rest(
+        "between_micro_batches", numel=padded, mesh=mesh, precision=precision
+    )
+    rest = rest_bytes(laid_out, policy, training)
+    for state in ("weight", "master", "grad"):
+        assert sum(rest[state].values()) == getattr(formula, state), state
+    links = policy.wire_bytes(
+        numel=padded,
+        mesh=mesh,
+        wires=training.formats(None).wires,
+        micro_batches=3,
+        no_sync=True,
+    ).links
+    seen = traffic_bytes(laid_out, policy, training)
+    assert (seen.inside, seen.between) == pytest.approx((links.inside, links.between))
+
+
+def test_frozen_weights_have_no_other_state_and_send_no_gradients() -> None:
+    laid_out = LaidOut(_small([(64, 64)], trained=False), Mesh(1, 4))
+    assert rest_bytes(laid_out, row("zero3"), Training()) == {
+        "weight": {Tier.DEVICE: 2 * 64 * 64 // 4}, "master": {}, "grad": {}, "optimizer": {},
+    }  # fmt: skip
+    assert traffic_bytes(laid_out, row("zero1"), Training()).total == 0
+    assert traffic_bytes(laid_out, row("zero3"), Training()).total == 2 * 2 * 64 * 64 * 3 / 4
+
+
+_GB = st.integers(1, 400)
+
+
+@settings(deadline=None, max_examples=25)
+@given(_GB, _GB, st.sampled_from(["1.3B", "13B", "70B"]), st.sampled_from([1, 8, 64]))
+def test_what_fits_fits_in_more_memory(first: int, second: int, params: str, gpus: int) -> None:
+    less, more = (
+        make_plan(
+            describe(params),
+            Machine.of(gpus=gpus, gpu_memory=gib << 30, disk=gib << 32),
+            Training(),
+        )
+        for gib in sorted((first, second))
+    )
+    for small, large in zip(less.rows, more.rows, strict=True):
+        assert large.fits or not small.fits, (small.row, small.tiers)
+    if less.recommended.row is not None and more.recommended.row is not None:
+        assert more.recommended.row.step_s <= less.recommended.row.step_s
+
+
+def test_the_recommendation_is_the_fastest_that_fits() -> None:
+    plan = make_plan(describe("7.5B"), Machine.of("V100-32", gpus=64), Training(precision="fp16"))
+    best = plan.recommended.row
+    assert best is not None and best.fits
+    assert all(best.step_s <= one.step_s for one in plan.rows if one.fits)
+    assert "fastest" in plan.recommended.reason and best.bound_by in plan.recommended.reason
+    assert "half of the GPUs (32)" in str(plan.recommended.smaller)
+
+
+@pytest.mark.parametrize(
+    ("params", "machine", "training", "change"),
+    [
+        ("7.5B", {"gpus": 8, "gpu_memory": "28GiB"}, {"sequence": 8192}, "checkpoint activations"),
+        ("1B", {"gpus": 1, "gpu_memory": "24GiB"}, {"batch": 32}, "a micro-batch of"),
+        ("200B", {"gpus": 1}, {"checkpointing": True}, "3.2 TB of disk a node"),
+        ("1T", {"gpus": 8, "disk": "1TB"}, {"checkpointing": True}, "64 GPUs: "),
+    ],
+)
+def test_where_nothing_fits_the_cheapest_change_that_would_is_named(
+    params: str, machine: dict[str, int], training: dict[str, int], change: str
+) -> None:
+    plan = make_plan(
+        describe(params),
+        Machine.of("H100", **machine),  # type: ignore[arg-type]
+        Training(**training),  # type: ignore[arg-type]
+    )
+    assert plan.recommended.row is None and not any(one.fits for one in plan.rows)
+    assert change in str(plan.recommended.change)
+    with pytest.raises(ConfigError, match="nothing fits"):
+        plan.config()
+
+
+def _plans() -> list[Plan]:
+    """Return plans that recommend each kind of tiers."""
+    return [
+        make_plan(describe(params), machine, Training(checkpointing=True))
+        for params, machine in (
+            ("1B", Machine.of(gpus=1)),
+            ("7.5B", Machine.of(gpus=64)),
+            ("7.5B", Machine.of(gpus=1)),
+            ("100B", Machine.of(gpus=1)),
+            ("200B", Machine.of(gpus=1, disk="20TB")),
+        )
+    ]
+
+
+def test_every_written_configuration_is_one_that_shard_takes() -> None:
+    tiers = set()
+    for plan in _plans():
+        config = build_config(plan.config(disk_path="/scratch"))
+        config.refuse_unsupported()
+        best = plan.recommended.row
+        assert best is not None
+        cells = config.resolved_policy().default
+        assert config.resolved_policy().name == best.row
+        assert {
+            "weight": cells.weight.tier.value,
+            "grad": cells.grad.tier.value,
+            "optimizer": cells.optim.tier.value,
+        } == best.tiers
+        assert config.resolved_precision() == Precision("bf16", accumulate="bf16")
+        assert Config.from_json(config.to_json()) == config
+        tiers.add(tuple(best.tiers.values()))
+    assert len(tiers) >= 3, tiers
+
+
+def test_one_node_says_nothing_about_nodes() -> None:
+    one, many = (
+        make_plan(describe("1B"), Machine.of(gpus=gpus), Training()).config() for gpus in (8, 16)
+    )
+    assert "comm" not in one and many["comm"] == {"node_size": 8}
+
+
+def test_checkpointing_keeps_less_and_computes_more() -> None:
+    kept = LaidOut(shape_of_config(LLAMA, "config"), Mesh(1, 8))
+    plain, saved = Training(), Training(checkpointing=True)
+    assert activation_bytes(kept, saved) < activation_bytes(kept, plain) / 10
+    slow, fast = (
+        make_plan(kept.model, Machine.of(gpus=8), training).rows[0].step_s
+        for training in (saved, plain)
+    )
+    assert slow > fast
+
+
+def test_activations_are_the_closed_form_in_small_numbers() -> None:
+    """h = 4, 2 heads of 2, MLP of 16 without a gate, 3 tokens of 2 bytes: per layer and token norms
+    and projections 3 x 4, q and output 2 x 4, k and v 2 x 4, MLP 4 + 2 x 16.
+    """
+    config = {
+        "model_type": "gpt2", "n_embd": 4, "n_head": 2, "n_layer": 5, "vocab_size": 11,
+        "n_positions": 8,
+    }  # fmt: skip
+    laid_out = LaidOut(shape_of_config(config, "config"), Mesh(1, 1))
+    training = Training(sequence=3)
+    layer = (12 + 8 + 8 + 4 + 32) * 3 * 2
+    assert activation_bytes(laid_out, training) == 5 * layer
+    assert activation_bytes(laid_out, replace(training, checkpointing=True)) == (
+        layer + 5 * 4 * 3 * 2
+    )
+    assert logit_bytes(laid_out, training) == 11 * 3 * (2 + 4 + 4)
+
+
+def test_the_ranks_of_a_node_share_its_host_and_its_disk() -> None:
+    """7.5B on 8 GPUs: all states on the host are 120 GB a node, whoever holds which part."""
+    for needs, fits in (("119GB", False), ("122GB", True)):
+        plan = make_plan(
+            describe("7.5B"), Machine.of(gpus=8, host_memory=needs, disk=needs), Training()
+        )
+        last = {one.tiers["weight"]: one for one in plan.rows if one.row == "zero3"}
+        assert (last["host"].fits, last["disk"].fits) == (fits, fits), needs
+        if not fits:
+            assert (last["host"].bound_by, last["disk"].bound_by) == ("host memory", "disk space")
+
+
+def test_slower_links_between_nodes_bind_and_hpz_is_faster_there() -> None:
+    plan = make_plan(
+        describe("70B"), Machine.of(gpus=64, network="1GB"), Training(checkpointing=True)
+    )
+    by_row = {one.row: one for one in plan.rows if set(one.tiers.values()) == {"device"}}
+    assert by_row["zero3"].bound_by == "links between nodes"
+    assert by_row["hpz"].step_s < by_row["zero3"].step_s
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not a Transformers config.json"),
+        ("[]", "names no model_type"),
+        ('{"model_type": "bert"}', "model_type='bert' is not one of llama"),
+        ('{"model_type": "llama"}', "hidden_size=None is not a positive whole number"),
+        ('{"model_type": "gpt2", "n_embd": "x"}', "n_embd='x' is not a positive whole number"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_model(path.parent)
+
+
+def _write_header(path: Path, header: object) -> None:
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def test_headers_of_safetensors_give_blocks_and_leftovers(tmp_path: Path) -> None:
+    shapes = [
+        ("embed.weight", "BF16", (9, 4)),
+        ("h.0.w", "BF16", (4, 4)),
+        ("h.1.w", "BF16", (4, 4)),
+    ]
+    shapes += [("h.1.mask", "BOOL", (4, 4)), ("norm.weight", "F32", (4,))]
+    for number, part in enumerate((shapes[:2], shapes[2:])):
+        entries = {
+            name: {"dtype": dtype, "shape": shape, "data_offsets": [at, at + 1]}
+            for at, (name, dtype, shape) in enumerate(part)
+        }
+        _write_header(tmp_path / f"model-{number}.safetensors", {"__metadata__": {}, **entries})
+    for config in (None, {"model_type": "unknown"}):
+        if config is not None:
+            (tmp_path / "config.json").write_text(json.dumps(config))
+        model = read_model(tmp_path)
+        assert [unit.name for unit in model.units] == ["embed.weight", "h.0", "h.1", "norm.weight"]
+        assert model.numel == 36 + 16 + 16 + 4 and model.decoder is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff" * 16, b"\x04\0\0\0\0\0\0\0[{]}", b'\x07\0\0\0\0\0\0\0{"a":1}'],
+    ids=["empty", "too long", "no JSON", "no tensor"],
+)
+def test_a_file_that_is_no_safetensors_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="is not a safetensors file"):
+        read_model(path)
+    _write_header(path, {})
+    with pytest.raises(ConfigError, match="holds no floating-point tensor"):
+        read_model(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "int8"}, "precision='int8' is not one of fp32, bf16, fp16"),
+        ({"accumulate": "fp16"}, "accumulate='fp16' is not one of fp32, bf16"),
+        ({"optimizer": "lion"}, "optimizer='lion' is not one of"),
+        ({"batch": 0}, "batch=0 is less than one"),
+    ],
+)
+def test_training_that_makes_no_sense_is_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Training(**options)  # type: ignore[arg-type]
