@@ -19,7 +19,7 @@ from zeroshard._version import __version__
 
 if TYPE_CHECKING:
     from zeroshard import nn
-    from zeroshard.api import deferred_init, init_distributed, materialize, shard
+    from zeroshard.api import deferred_init, init_distributed, materialize, plan, shard
     from zeroshard.checkpoint.load import Restored, latest_step, load
     from zeroshard.checkpoint.pretrained import LoadReport, load_pretrained
     from zeroshard.checkpoint.save import Saver, save
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         StorageError,
         ZeroshardError,
     )
+    from zeroshard.planner import Machine, Plan, Training
     from zeroshard.runtime.ema import EMA
     from zeroshard.runtime.engine import Engine
     from zeroshard.runtime.ledger import MemoryTable, memory_table
@@ -49,10 +50,12 @@ __all__ = [
     "ConfigError",
     "Engine",
     "LoadReport",
+    "Machine",
     "MemoryReport",
     "MemoryTable",
     "Offload",
     "PeerLostError",
+    "Plan",
     "PlanMismatch",
     "Policy",
     "Precision",
@@ -62,6 +65,7 @@ __all__ = [
     "StateError",
     "StorageError",
     "TrafficReport",
+    "Training",
     "ZeroshardError",
     "__version__",
     "deferred_init",
@@ -72,12 +76,13 @@ __all__ = [
     "materialize",
     "memory_table",
     "nn",
+    "plan",
     "save",
     "shard",
 ]
 
 _HOMES = {
-    "zeroshard.api": ("deferred_init", "init_distributed", "materialize", "shard"),
+    "zeroshard.api": ("deferred_init", "init_distributed", "materialize", "plan", "shard"),
     "zeroshard.checkpoint.load": ("Restored", "latest_step", "load"),
     "zeroshard.checkpoint.save": ("Saver", "save"),
     "zeroshard.checkpoint.pretrained": ("LoadReport", "load_pretrained"),
@@ -94,6 +99,7 @@ _HOMES = {
         "StorageError",
         "ZeroshardError",
     ),
+    "zeroshard.planner": ("Machine", "Plan", "Training"),
     "zeroshard.runtime.ema": ("EMA",),
     "zeroshard.runtime.engine": ("Engine",),
     "zeroshard.runtime.ledger": ("MemoryTable", "memory_table"),

@@ -12,7 +12,7 @@ import traceback
 
 from zeroshard._version import __version__
 from zeroshard.errors import ZeroshardError
-from zeroshard.launch import bench, checkpoint, doctor
+from zeroshard.launch import bench, checkpoint, doctor, plan
 from zeroshard.launch.options import LineParser, UsageError, add_run_options, parse_run
 
 __all__ = ["main"]
@@ -56,7 +56,7 @@ def _build_parser() -> tuple[argparse.ArgumentParser, ...]:
     """The parser of all, and those of ``run`` and ``bench``, which _dispatch needs."""
     parser = LineParser(
         prog="zeroshard",
-        description="ZeRO for PyTorch: launch, checkpoints, measure.",
+        description="ZeRO for PyTorch: plan, launch, checkpoints, measure.",
         epilog="example:\n  zeroshard run --nproc 2 examples/train_gpt.py",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -66,6 +66,7 @@ def _build_parser() -> tuple[argparse.ArgumentParser, ...]:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LineParser)
     run_parser = commands.add_parser("run", help="start a script on every rank", allow_abbrev=False)
     add_run_options(run_parser)
+    plan.add_parser(commands)
     checkpoint.add_parser(commands)
     doctor.add_parser(commands)
     bench_parser = commands.add_parser("bench", help="measure this library beside the others")

@@ -1,0 +1,255 @@
+"""``zeroshard plan``: what rests where, what travels, and whether it fits, before any launch.
+
+Only ``--model package.module:factory`` imports torch; it runs the factory in this process, with
+parameters that take no memory. Whatever cannot be understood is a usage error of one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zeroshard.errors import ConfigError
+from zeroshard.launch.options import UsageError
+
+if TYPE_CHECKING:
+    from zeroshard.planner import Machine, ModelShape, Plan, PlannedRow, Training
+
+__all__ = ["add_parser"]
+
+EXAMPLE = """examples:
+  zeroshard plan --params 7.5B --gpus 64 --gpu V100-32 --precision bf16
+  zeroshard plan config.json --gpus 8 --checkpointing --write zero.json"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``plan`` to the `commands` of an argument parser."""
+    plan = commands.add_parser(
+        "plan",
+        help="what fits where, what travels, how fast: before the launch",
+        description="Plan all rows of the policy table for a model on a machine.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s (--params N | --model M:F | PATH) [--gpu NAME] [--gpus N] [options]",
+        allow_abbrev=False,
+    )
+    add = plan.add_argument
+    add(
+        "path",
+        nargs="?",
+        type=Path,
+        metavar="PATH",
+        help="config.json, safetensors, or a directory",
+    )
+    add("--params", metavar="N", help="number of parameters: 350M, 7.5B, 1T")
+    add("--model", metavar="M:F", help="package.module:factory, built without memory")
+    add("--gpu", metavar="NAME", default="H100", help="preset (default H100; CPU, V100-32, ...)")
+    add("--gpus", metavar="N", type=int, default=1, help="number of GPUs (default 1)")
+    add("--node-size", metavar="N", type=int, help="GPUs of one node")
+    add("--gpu-memory", metavar="SIZE", help="of one GPU: 32GiB")
+    add("--host-memory", metavar="SIZE", help="of one node: 1TiB")
+    add("--disk", metavar="SIZE", help="of one node: 3.2TB (default: none)")
+    add("--network", metavar="SIZE", help="bytes a second of one GPU to other nodes: 25GB")
+    add("--precision", metavar="TYPE", default="bf16", help="bf16 (default), fp16 or fp32")
+    add("--accumulate", metavar="TYPE", help="in which gradients rest (default: precision)")
+    add("--optimizer", metavar="NAME", default="adam", help="adam (default), momentum or sgd")
+    add("--batch", metavar="N", type=int, default=1, help="sequences of a micro-batch of a GPU")
+    add("--sequence", metavar="N", type=int, default=2048, help="tokens of one (default 2048)")
+    add("--micro-batches", metavar="N", type=int, default=1, help="of one step (default 1)")
+    add("--checkpointing", action="store_true", help="recompute activations in the backward")
+    add("--json", action="store_true", help="print JSON")
+    add("--write", metavar="FILE", type=Path, help="write zs.shard(config=FILE)'s configuration")
+    add("--disk-path", metavar="DIR", default=".", help="its directory for disk states")
+    plan.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
+    plan.set_defaults(handler=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from zeroshard.planner import Machine, Training, make_plan
+
+    with _as_usage():
+        training = Training(
+            arguments.precision,
+            arguments.accumulate,
+            arguments.optimizer,
+            arguments.batch,
+            arguments.sequence,
+            arguments.micro_batches,
+            arguments.checkpointing,
+        )
+        machine = Machine.of(
+            arguments.gpu,
+            gpus=arguments.gpus,
+            node_size=arguments.node_size,
+            gpu_memory=arguments.gpu_memory,
+            host_memory=arguments.host_memory,
+            disk=arguments.disk,
+            network=arguments.network,
+        )
+        model = _describe(arguments, training)
+    plan = make_plan(model, machine, training)
+    if arguments.json:
+        print(json.dumps(plan.to_dict(), indent=1))
+    else:
+        _print_plan(plan)
+    if arguments.write is not None:
+        text = json.dumps(plan.config(disk_path=arguments.disk_path), indent=2)
+        arguments.write.write_text(f"{text}\n", encoding="utf-8")
+        sys.stderr.write(f"zeroshard: wrote {arguments.write}\n")
+    return 0
+
+
+@contextmanager
+def _as_usage() -> Iterator[None]:
+    """Turn a refused option into a usage error."""
+    try:
+        yield
+    except ConfigError as error:
+        raise UsageError(f"plan: {error}") from None
+
+
+# ------------------------------------------------------------------ the model
+
+
+def _describe(arguments: argparse.Namespace, training: Training) -> ModelShape:
+    """Return the model that the options name."""
+    given = [arguments.path, arguments.params, arguments.model]
+    if sum(one is not None for one in given) != 1:
+        raise UsageError("plan: give one model: --params 7.5B, --model package.module:factory, or"
+                         " a path")  # fmt: skip
+    if arguments.params is not None:
+        from zeroshard.planner.model import describe
+
+        return describe(arguments.params)
+    if arguments.path is not None:
+        from zeroshard.planner.files import read_model
+
+        return read_model(arguments.path)
+    return _built(arguments.model, training)
+
+
+def _built(name: str, training: Training) -> ModelShape:
+    """Return the shape of what the factory called `name` (``package.module:factory``) builds."""
+    module_name, _, factory_name = name.partition(":")
+    if not module_name or not factory_name:
+        raise UsageError(f"plan: --model {name!r} is not of the form package.module:factory")
+    from zeroshard.api import deferred_init, shape_of_module
+
+    sys.path.insert(0, "")  # modules beside which the command is run, as `python -m` finds them
+    try:
+        factory = getattr(importlib.import_module(module_name), factory_name)
+        with deferred_init():
+            model = factory()
+    except Exception as error:  # whatever the user's code raises
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UsageError(f"plan: --model {name}: {reason} (--debug shows where)") from error
+    finally:
+        sys.path.remove("")
+    return shape_of_module(model, training)
+
+
+# ------------------------------------------------------------------ the table
+
+_ALWAYS = ("row", "rest", "peak")  # columns that are there even if they are empty
+
+
+def _print_plan(plan: Plan) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(soft_wrap=True)
+    for name, fact in _facts(plan):
+        console.print(f"{name:9} {fact}", markup=False, highlight=False)
+    console.print("GB of one GPU: at rest and received per step (exact), at peak (modelled)")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    cells = [_cells(row) for row in plan.rows]
+    shown = [name for name in cells[0] if name in _ALWAYS or any(one[name] != "-" for one in cells)]
+    for name in shown:
+        is_text = name in ("row", "elsewhere", "fits: bound by")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
+    for row, texts in zip(plan.rows, cells, strict=True):
+        style = "bold" if row is plan.recommended.row else ("" if row.fits else "dim")
+        table.add_row(*(texts[name] for name in shown), style=style)
+    # a narrower terminal breaks lines, which loses no number
+    Console(width=max(console.width, 120)).print(table)
+
+    advice = plan.recommended
+    from zeroshard.planner.plan import describe_row
+
+    words = "none" if advice.row is None else describe_row(advice.row)
+    facts = (("take", f"{words}: {advice.reason}"), ("smaller", advice.smaller))
+    for name, told in (*facts, ("change", advice.change)):
+        if told is not None:
+            console.print(f"{name:9} {told}", markup=False, highlight=False)
+
+
+def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    model, machine, training = plan.to_dict()["model"], plan.machine, plan.training
+    note = f", {model['note']}" if model["note"] else ""
+    yield "model", f"{model['name']}: {model['parameters']:,} parameters{note}"
+    states = {name: _size(num_bytes) for name, num_bytes in model["states_bytes"].items()}
+    yield (
+        "states",
+        (
+            f"weights {states['weight']}, gradients {states['grad']}, master and moments"
+            f" {states['optimizer']}: {_size(sum(model['states_bytes'].values()))} unsharded"
+        ),
+    )
+    yield "machine", _machine(machine)
+    step = f"{training.micro_batches} x {training.batch} x {training.sequence} tokens"
+    activations = "recomputed" if training.checkpointing else "kept"
+    yield (
+        "training",
+        f"{training.precision}, gradients rest in {training.resting}, {training.optimizer}; {step}"
+        f" a step and GPU, activations {activations}",
+    )
+    if model["decoder"] is None:
+        yield "note", "the model's sizes are not known: peaks are without activations"
+
+
+def _machine(machine: Machine) -> str:
+    nodes = machine.gpus // machine.node_size
+    return (
+        f"{machine.gpus} x {machine.name} of {_size(machine.gpu_memory)} in {nodes} node(s) of"
+        f" {machine.node_size}; {_size(machine.host_memory)} of host memory,"
+        f" {_size(machine.disk) if machine.disk else 'no'} disk a node"
+    )
+
+
+def _cells(row: PlannedRow) -> dict[str, str]:
+    """Return the texts of one line of the table, by column."""
+    moved = [f"{state}: {tier}" for state, tier in row.tiers.items() if tier != "device"]
+    same = len(moved) == len(row.tiers) and len(set(row.tiers.values())) == 1
+    numbers = {"rest": row.rest_bytes["device"], "peak": row.peak_bytes["device"]}
+    numbers |= {f"on {tier}": row.rest_bytes[tier] for tier in ("host", "disk")}
+    numbers |= row.traffic_bytes
+    return {
+        "row": row.row,
+        "elsewhere": f"all: {row.tiers['weight']}" if same else ", ".join(moved) or "-",
+        **{name: _three(number / 1e9) for name, number in numbers.items()},
+        "s/step": _three(row.step_s),
+        "tokens/s": f"{row.tokens_per_s:,.0f}",
+        "fits: bound by": f"{'yes' if row.fits else 'no'}: {row.bound_by}",
+    }
+
+
+def _size(num_bytes: int) -> str:
+    """Return decimal bytes with three digits: "31.4 GB"."""
+    for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
+        if num_bytes >= 10**power:
+            return f"{_three(num_bytes / 10**power)} {unit}"
+    return f"{num_bytes} B"
+
+
+def _three(number: float) -> str:
+    """Return three digits, or the whole number where it has more; a dash for zero."""
+    if number == 0:
+        return "-"
+    return f"{number:,.0f}" if number >= 999.5 else f"{number:.3g}"

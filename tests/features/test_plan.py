@@ -1,0 +1,327 @@
+"""``zeroshard plan`` and ``zs.plan()``: the bytes that they say are those the engine reports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard as zs
+from tests.support import inside
+from tests.support.harness import run_ranks
+from tests.support.training import batch, make_model
+from zeroshard.api import shape_of_module
+from zeroshard.core.placement import Mesh, Tier
+from zeroshard.core.policy import ROWS
+from zeroshard.launch import cli
+from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
+from zeroshard.planner.families import shape_of_config
+
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+ON_DEVICE = (DEVICE, DEVICE, DEVICE)
+ROWS_ON_DEVICE = [(name, ON_DEVICE) for name in ROWS]
+MIXES = [
+    ("zero1", (DEVICE, DEVICE, HOST)),
+    ("zero2", (DEVICE, HOST, HOST)),
+    ("zero3", (HOST, HOST, HOST)),
+]
+
+
+def _model(kind: str) -> nn.Module:
+    model = make_model(width=19 if kind == "frozen" else 24, layers=3)
+    if kind == "frozen":  # two groups in a unit
+        for block in model.blocks:
+            block.up.weight.requires_grad_(False)
+    return model
+
+
+def _predicted_and_seen(
+    rank: int,
+    world: int,
+    node_size: int | None,
+    precision: str,
+    cases: list[tuple[str, tuple[Tier, Tier, Tier]]],
+    kind: str = "plain",
+) -> dict[str, tuple[Any, Any]]:
+    """Train each case; return what was planned and what the engine reports, by case and count."""
+    mesh, out = Mesh.of(world, node_size), {}
+    for name, tiers in cases:
+        model = _model(kind)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-3)
+        training = zs.Training(precision, micro_batches=2)
+        laid_out = LaidOut(shape_of_module(model, training), mesh)
+        states = {"weight": tiers[0], "grad": tiers[1], "optimizer": tiers[2]}
+        offload = zs.Offload(**{state: tier.value for state, tier in states.items()})
+        engine = zs.shard(
+            model,
+            optimizer,
+            policy=name,
+            precision=zs.Precision(precision, accumulate=precision),
+            offload=offload,
+            comm=zs.Comm(transport="gloo", node_size=node_size),
+            stall_timeout_s=20,
+        )
+        for step in range(2):  # the first one also sets up what later ones find
+            inside.wait_published(engine)
+            engine.reset_traffic()
+            for micro in range(2):
+                with nullcontext() if micro else engine.no_sync():
+                    model(*batch(rank, micro + step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            inside.wait_published(engine)
+            report = engine.traffic()
+        with engine.no_sync():
+            model(*batch(rank, 9)).backward()
+        resting = {state: tiers for state, tiers in engine.memory().tiers.items() if tiers}
+        engine.close()
+
+        policy = ROWS[name].tiered(*tiers)
+        planned = rest_bytes(laid_out, policy, training, rank)
+        links = traffic_bytes(laid_out, policy, training)
+        small = report.bytes.get("exchange", 0)
+        between = sum(n for kind, n in report.between_nodes.items() if kind != "exchange")
+        case = f"{name} {[tier.value for tier in tiers]}"
+        out[f"{case} at rest"] = (
+            {s: {t.value: n for t, n in by.items()} for s, by in planned.items() if by},
+            resting,
+        )
+        out[f"{case} traffic"] = (
+            (links.inside + links.between, links.between),
+            (report.total - small, between),
+        )
+    return out
+
+
+@pytest.mark.parametrize(
+    ("world", "node_size", "precision", "cases"),
+    [
+        (1, None, "bf16", ROWS_ON_DEVICE + MIXES),
+        (2, None, "bf16", ROWS_ON_DEVICE + MIXES),
+        (2, None, "fp32", ROWS_ON_DEVICE[:4] + MIXES),
+        (2, 1, "bf16", ROWS_ON_DEVICE),
+    ],
+    ids=["one rank", "two ranks", "two ranks in fp32", "two nodes of one rank"],
+)
+def test_predicted_bytes_are_the_engines(
+    world: int,
+    node_size: int | None,
+    precision: str,
+    cases: list[tuple[str, tuple[Tier, Tier, Tier]]],
+) -> None:
+    for seen in run_ranks(world, _predicted_and_seen, node_size, precision, cases):
+        for case, (planned, reported) in seen.items():
+            assert planned == reported, case
+
+
+def test_predicted_bytes_of_a_partly_frozen_model_are_the_engines() -> None:
+    cases = [(name, ON_DEVICE) for name in ("zero1", "zero3")]
+    for seen in run_ranks(2, _predicted_and_seen, None, "bf16", cases, "frozen"):
+        for case, (planned, reported) in seen.items():
+            assert planned == reported, case
+
+
+SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 4}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", GROUPED),
+    "llama with biases": ("LlamaConfig", {**GROUPED, "attention_bias": True, "mlp_bias": True}),
+    "llama, tied": ("LlamaConfig", {**GROUPED, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", GROUPED),
+    "qwen2": ("Qwen2Config", GROUPED),
+    "qwen3": ("Qwen3Config", {**GROUPED, "head_dim": 16}),
+    "gemma": ("GemmaConfig", {**GROUPED, "head_dim": 16}),
+    "mixtral": ("MixtralConfig", {**GROUPED, "num_local_experts": 4}),
+    "gpt2": ("GPT2Config", {"vocab_size": 97, "n_embd": 32, "n_layer": 3, "n_head": 4}),
+    "gpt_neox": ("GPTNeoXConfig", SIZES),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_json_gives_the_units_of_the_model_that_transformers_builds(family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    class_name, sizes = FAMILIES[family]
+    config = getattr(transformers, class_name)(**sizes)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    built = shape_of_module(model, zs.Training("fp32"))
+    described = shape_of_config(json.loads(config.to_json_string(use_diff=False)), family)
+    units = [
+        [(unit.name, [shape for _, shape in unit.groups[0].shapes]) for unit in shape.units]
+        for shape in (described, built)
+    ]
+    assert units[0] == units[1]
+    assert built.decoder == described.decoder is not None
+
+
+# ------------------------------------------------------------------ the command
+
+
+def _run(*argv: str) -> int:
+    """Run ``zeroshard plan`` in this process; return its exit code."""
+    try:
+        return cli.main(["plan", *argv])
+    except SystemExit as left:
+        assert isinstance(left.code, int)
+        return left.code
+
+
+def test_the_command_prints_the_contracts_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("--params", "7.5B", "--gpus", "64", "--precision", "bf16", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert {"model", "machine", "rows", "recommended"} <= set(plan)
+    for row in plan["rows"]:
+        assert set(row) == {
+            "row", "tiers", "rest_bytes", "peak_bytes", "traffic_bytes", "step_s", "tokens_per_s",
+            "fits", "bound_by",
+        }  # fmt: skip
+        assert set(row["tiers"]) == {"weight", "grad", "optimizer"}
+        assert set(row["rest_bytes"]) == set(row["peak_bytes"]) == {"device", "host", "disk"}
+        assert set(row["traffic_bytes"]) == {"local", "node"}
+    assert plan["recommended"]["row"] in {row["row"] for row in plan["rows"]}
+
+
+def test_the_command_prints_the_papers_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("--params", "7.5B", "--gpus", "64", "--precision", "bf16") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rest = {line[0]: line[2] for line in lines if len(line) > 5 and line[1] == "-"}
+    assert [rest[name] for name in ("ddp", "zero1", "zero2", "zero3")] == [
+        "120", "31.4", "16.6", "1.88",
+    ]  # fmt: skip
+
+
+FACTORY = """
+from torch import nn
+
+def small():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(4)))
+
+def broken():
+    raise RuntimeError("no such\\nlayer")
+
+def nothing():
+    return 7
+"""
+
+
+@pytest.fixture
+def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the name of a module of factories in the current directory."""
+    (tmp_path / "planned_factories.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "planned_factories", raising=False)
+    return "planned_factories"
+
+
+def test_a_factory_is_planned_in_the_runtimes_units(
+    factories: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run("--model", f"{factories}:small", "--json") == 0
+    model = json.loads(capsys.readouterr().out)["model"]
+    assert (model["parameters"], model["units"]) == (4 * 72, 4)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "give one model"),
+        (["--params", "7B", "--model", "a:b"], "give one model"),
+        (["--params", "7"], "params='7' has no unit"),
+        (["--params", "7B", "--gpu-memory", "32"], "gpu_memory='32' has no unit"),
+        (["--params", "7B", "--gpu", "H10"], "did you mean 'H100'?"),
+        (["--params", "7B", "--gpus", "0"], "gpus=0 is less than one"),
+        (["--params", "7B", "--gpus", "many"], "invalid int value"),
+        (["--params", "7B", "--gpus", "8", "--node-size", "3"], "node_size=3 does not divide"),
+        (["planned_factories.py"], "is not a Transformers config.json"),
+        (["not_there.json"], "cannot be read"),
+        (["--model", "planned_factories"], "is not of the form package.module:factory"),
+        (["--model", "planned_factories:broken"], "RuntimeError: no such layer"),
+        (["--model", "planned_factories:nothing"], "an nn.Module, not a int"),
+        (["--model", "no_such_module:f"], "ModuleNotFoundError"),
+        (["--params", "7B", "--gpuz", "8"], "--gpuz"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    factories: str, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(*argv) == 2
+    seen = capsys.readouterr()
+    assert seen.out == "" and seen.err.count("\n") == 1 and message in seen.err
+
+
+def test_the_help_fits_a_screen_and_its_examples_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run("--help") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    examples = [line.split()[2:] for line in lines if line.startswith("  zeroshard plan ")]
+    assert len(examples) == 2
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    for argv in examples:
+        assert _run(*argv) == 0
+    assert zs.Config.read("zero.json").resolved_policy().name in ROWS
+
+
+def test_a_written_configuration_shards_a_model(
+    factories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "zero.json"
+    assert _run("--model", f"{factories}:small", "--gpu", "CPU", "--write", str(path)) == 0
+    model = nn.Sequential(nn.Linear(8, 8))
+    engine = zs.shard(model, torch.optim.AdamW(model.parameters()), config=path)
+    assert engine.policy.name == json.loads(path.read_text())["policy"]
+    engine.close()
+
+
+def test_nothing_that_fits_is_not_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "zero.json"
+    assert _run("--params", "50T", "--write", str(path)) == 3
+    seen = capsys.readouterr()
+    assert "change" in seen.out or "none" in seen.out
+    assert seen.err.count("\n") == 1 and "nothing fits" in seen.err and not path.exists()
+
+
+def test_a_config_of_70b_is_planned_without_torch(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    sizes |= {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    program = (
+        "import atexit, sys\n"
+        "from zeroshard.launch.cli import main\n"
+        "atexit.register(lambda: print('modules:', *sys.modules))\n"
+        f"sys.exit(main(['plan', {str(tmp_path)!r}, '--gpus', '64', '--json']))"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert answer.returncode == 0, answer.stderr
+    text, _, modules = answer.stdout.rpartition("modules:")
+    assert json.loads(text)["model"]["parameters"] == 70_553_706_496  # Llama-3-70B's
+    assert not {"torch", "numpy", "pydantic"} & set(modules.split())
+
+
+def test_a_module_a_number_and_a_path_are_planned_from_python(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    machine = zs.Machine.of("A100-80", gpus=8)
+    for model in ("1.5B", tmp_path, str(tmp_path / "config.json"), make_model()):
+        plan = zs.plan(model, machine, zs.Training(batch=2))
+        assert plan.recommended.row is not None and plan.machine is machine
+    with pytest.raises(zs.ConfigError, match="nothing to plan"):
+        zs.plan(nn.ReLU())
+    with zs.deferred_init():
+        deferred = make_model()
+    assert zs.plan(deferred).model == zs.plan(make_model()).model
