@@ -199,6 +199,12 @@ def test_the_command_prints_the_papers_table(capsys: pytest.CaptureFixture[str])
     ]  # fmt: skip
 
 
+def test_a_gpu_without_bf16_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for precision, told in (("bf16", True), ("fp16", False)):
+        assert _run("--params", "1B", "--gpu", "V100-32", "--precision", precision) == 0
+        assert ("has no bf16" in capsys.readouterr().out) is told
+
+
 FACTORY = """
 from torch import nn
 

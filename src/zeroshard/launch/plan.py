@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 EXAMPLE = """examples:
-  zeroshard plan --params 7.5B --gpus 64 --gpu V100-32 --precision bf16
+  zeroshard plan --params 7.5B --gpus 64 --gpu A100-80 --precision bf16
   zeroshard plan config.json --gpus 8 --checkpointing --write zero.json"""
 
 
@@ -210,6 +210,10 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{training.precision}, gradients rest in {training.resting}, {training.optimizer}; {step}"
         f" a step and GPU, activations {activations}",
     )
+    from zeroshard.planner.machine import presets
+
+    if training.precision == "bf16" and not presets()[machine.name].get("bf16", True):
+        yield "note", f"{machine.name} has no bf16 arithmetic: times are fp16's, take fp16 there"
     if model["decoder"] is None:
         yield "note", "the model's sizes are not known: peaks are without activations"
 

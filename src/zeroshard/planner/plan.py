@@ -232,14 +232,14 @@ def _smaller(model: ModelShape, machine: Machine, training: Training) -> str | N
     return f"{where} nothing fits: {least.peak_bytes['device'] / 1e9:.3g} GB a GPU at least"
 
 
-def _change(model: ModelShape, machine: Machine, training: Training) -> str | None:
-    """Return the cheapest change with which a row fits, None if none of those tried does."""
+def _change(model: ModelShape, machine: Machine, training: Training) -> str:
+    """Return the cheapest change with which a row fits, or that none of those tried helps."""
     for words, other, trained in _changes(machine, training):
         rows = [row for row in _rows(model, other, trained) if row.fits]
         if rows:
             best = min(rows, key=lambda row: row.step_s)
             return f"{words}: {describe_row(best)} would fit"
-    return None
+    return f"none of those tried helps: recomputing, smaller batches, disks, {_MOST_GPUS:,} GPUs"
 
 
 def _changes(machine: Machine, training: Training) -> Iterator[tuple[str, Machine, Training]]:
