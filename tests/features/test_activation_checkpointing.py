@@ -349,6 +349,8 @@ def test_the_inputs_and_nothing_else_are_put_away(
         lambda h, w, t, i, f, g: block(h) @ w @ t + i[:, None] + f + g.t(),
         activation(), weight, weight.t(), torch.arange(32), frozen, frozen.t(), tier="host",
     )  # fmt: skip
+    if torch.__version__ < (2, 13):
+        shapes.insert(0, (0,))  # torch's own
     assert packed == shapes
     assert host.used == activation_store.size_class(4 * 32 * WIDTH), (
         "the intermediate tensors of [32, 256] are not kept, and parameters stay"
