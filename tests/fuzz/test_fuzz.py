@@ -15,7 +15,7 @@ from tests.fuzz.runner import command, report, run_program
 from tests.fuzz.shrink import shrink
 
 CHUNK = 25
-QUICK = 300
+QUICK = 150
 SLOW = 3000
 
 
