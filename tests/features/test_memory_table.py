@@ -41,12 +41,16 @@ def _counted(rank: int, world: int, disk: str) -> list[dict[str, Any]]:
     ):
         model = make_model(width=48)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        engine = zs.shard(model, optimizer, policy=row, precision=precision, offload=offload)
+        comm = zs.Comm(transport="gloo")  # where gathered weights take memory
+        engine = zs.shard(
+            model, optimizer, policy=row, precision=precision, offload=offload, comm=comm
+        )
         take_steps(rank, 1, model, optimizer)
         with engine.no_sync():
             model(*batch(rank, 9)).backward()
-        memory = engine.memory()
-        table = zs.memory_table(engine, by_unit=True).to_dict()
+        with engine.gathered():
+            memory = engine.memory()
+            table = zs.memory_table(engine, by_unit=True).to_dict()
         out.append({"memory": memory, "table": table, "units": list(engine.units)})
         engine.reset()
         engine.close()
@@ -56,6 +60,7 @@ def _counted(rank: int, world: int, disk: str) -> list[dict[str, Any]]:
 
 def test_the_rows_are_engine_memory_and_the_units_add_up_to_them(tmp_path: Path) -> None:
     for rank, cases in enumerate(run_ranks(2, _counted, str(tmp_path))):
+        assert cases[-1]["memory"].temporary > 0
         for case in cases:
             memory, (row,) = case["memory"], case["table"]["engines"]
             assert row["tiers"] == memory.tiers and row["at_rest"] == memory.at_rest
