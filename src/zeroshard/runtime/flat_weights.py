@@ -239,6 +239,9 @@ class FlatWeights:
                 self.column.arrive(whole)
             elif hop.kind is Kind.DECODE:
                 assert self.codec is not None
+                if whole is here and source is not None:  # nothing came from other ranks
+                    streams.read(source)
+                    streams.write(self.key)
                 self.codec.decode(whole, self.full)
 
     def _start(self, raw: bool) -> tuple[Route, torch.Tensor, str | None]:
