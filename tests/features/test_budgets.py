@@ -9,7 +9,6 @@ for. Nothing is timed: all of it is counted, and the same on every machine.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 import zeroshard as zs
 from benchmarks.fake_world import fake_world
 from tests.support.lane_sanitizer import LaneSanitizer
+from tests.support.python_calls import count_calls
 
 WORLD = 8
 UNITS = 6
@@ -232,18 +232,7 @@ def _calls(contender: str) -> int:
         training = _Training(contender, {})
         training.step()
         training.step()
-        calls = 0
-
-        def count(frame: Any, event: str, argument: Any) -> None:
-            nonlocal calls
-            calls += event == "call"
-
-        sys.setprofile(count)
-        try:
-            training.step()
-        finally:
-            sys.setprofile(None)
-        return calls
+        return count_calls(training.step)
 
 
 def test_a_unit_takes_no_more_calls_of_python_than_today() -> None:

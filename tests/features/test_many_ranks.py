@@ -11,8 +11,6 @@ One process is rank 0 of a fake process group. Calls are counted, nothing is tim
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,28 +19,13 @@ from torch import nn
 
 import zeroshard as zs
 from benchmarks.fake_world import fake_world
+from tests.support.python_calls import count_calls
 from zeroshard.core.layout import ALIGN
 
 UNITS, WIDTH = 4, 128
 ROWS: list[tuple[str, dict[str, Any]]] = [
     ("ddp", {}), ("zero1", {}), ("zero2", {}), ("zero3", {}), ("hpz", {"node_size": 8}),
 ]  # fmt: skip
-
-
-def _calls(run: Callable[[], object]) -> int:
-    """Return how many functions of Python's `run` calls."""
-    count = 0
-
-    def on_event(frame: object, event: str, argument: object) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(on_event)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def _counted(row: str, comm: dict[str, Any], world: int) -> dict[str, Any]:
@@ -65,12 +48,12 @@ def _counted(row: str, comm: dict[str, Any], world: int) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
 
-        started = _calls(start)
+        started = count_calls(start)
         step()
         step()
         (engine,) = engines
         engine.reset_traffic()
-        step_calls = _calls(step)
+        step_calls = count_calls(step)
         return {
             "start": started,
             "step": step_calls,

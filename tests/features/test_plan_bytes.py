@@ -138,21 +138,28 @@ def _compare(rank: int, world: int, cases: Sequence[Case], path: Path) -> list[A
     return [(case, *pair) for case in cases for pair in _pairs(rank, case, path)]
 
 
+def _sharded(
+    case: Case, model: Any, optimizer: torch.optim.Optimizer, comm: zs.Comm, path: Path
+) -> zs.Engine:
+    return zs.shard(
+        model,
+        optimizer,
+        policy=case.row,
+        precision=zs.Precision(case.precision, accumulate=case.precision),
+        offload=case.offload(path),
+        comm=comm,
+        stall_timeout_s=20,
+    )
+
+
 def _pairs(rank: int, case: Case, path: Path) -> list[tuple[str, Any, Any]]:
     """Train one case; return what was planned and what the engine reports where they differ."""
     (world, node_size), training, model = case.ranks, case.training, case.build()
     laid_out = LaidOut(shape_of_module(model, training), Mesh.of(world, node_size), training.align)
     policy, family = ROWS[case.row].tiered(*MIXES[case.mix]), FAMILIES[case.model]
     optimizer = case.optimize(model)
-    engine = zs.shard(
-        model,
-        optimizer,
-        policy=case.row,
-        precision=zs.Precision(case.precision, accumulate=case.precision),
-        offload=case.offload(path),
-        comm=zs.Comm(transport="gloo", node_size=node_size, **training.comm()),
-        stall_timeout_s=20,
-    )
+    comm = zs.Comm(transport="gloo", node_size=node_size, **training.comm())
+    engine = _sharded(case, model, optimizer, comm, path)
     for step in range(2):  # the first one also sets up what later ones find
         inside.wait_published(engine)
         engine.reset_traffic()
@@ -251,14 +258,7 @@ def _saved_and_planned(rank: int, world: int, path: Path) -> list[tuple[str, int
         training, model, family = case.training, case.build(), FAMILIES[case.model]
         laid_out = LaidOut(shape_of_module(model, training), Mesh(1, world), training.align)
         optimizer = case.optimize(model)
-        engine = zs.shard(
-            model,
-            optimizer,
-            policy=case.row,
-            precision=zs.Precision(case.precision, accumulate=case.precision),
-            offload=case.offload(path),
-            comm=zs.Comm(**training.comm()),
-        )
+        engine = _sharded(case, model, optimizer, zs.Comm(**training.comm()), path)
         family.loss(model, family.data(TINY, rank, 0)).backward()
         optimizer.step()
         step = zs.save(path / str(number), engine, step=1)

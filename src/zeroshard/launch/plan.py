@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.errors import ConfigError
+from zeroshard.launch.numbers import size_text, three_digits
 from zeroshard.launch.options import UsageError
-from zeroshard.planner.sizes import three_digits
 
 if TYPE_CHECKING:
     from zeroshard.planner import Machine, ModelShape, Plan, PlannedRow, Training
@@ -293,8 +293,8 @@ def _print_plan(plan: Plan) -> None:
 def _explained(row: PlannedRow) -> Iterator[tuple[str, str]]:
     """Yield what the peak of `row` is made of, and what its checkpoints take."""
     parts = (f"{three_digits(size / 1e9)} {part}" for part, size in row.parts.items() if size)
-    yield "peak", f"{' + '.join(parts)} = {_size(row.peak_bytes['device'])}"
-    whole, mine = (_size(row.checkpoint_bytes[part]) for part in ("all", "rank"))
+    yield "peak", f"{' + '.join(parts)} = {size_text(row.peak_bytes['device'])}"
+    whole, mine = (size_text(row.checkpoint_bytes[part]) for part in ("all", "rank"))
     save, behind = (three_digits(row.save_s[way]) for way in ("foreground", "background"))
     load = three_digits(row.load_s)
     text = f"{whole}, {mine} of a rank: {save} s, in the background {behind} s; load {load} s"
@@ -305,12 +305,12 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     model, machine, training = plan.to_dict()["model"], plan.machine, plan.training
     note = f", {model['note']}" if model["note"] else ""
     yield "model", f"{model['name']}: {model['parameters']:,} parameters{note}"
-    states = {name: _size(num_bytes) for name, num_bytes in model["states_bytes"].items()}
+    states = {name: size_text(num_bytes) for name, num_bytes in model["states_bytes"].items()}
     yield (
         "states",
         (
             f"weights {states['weight']}, gradients {states['grad']}, master and moments"
-            f" {states['optimizer']}: {_size(sum(model['states_bytes'].values()))} unsharded"
+            f" {states['optimizer']}: {size_text(sum(model['states_bytes'].values()))} unsharded"
         ),
     )
     yield "machine", _machine(machine)
@@ -339,9 +339,9 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
 def _machine(machine: Machine) -> str:
     nodes = machine.gpus // machine.node_size
     return (
-        f"{machine.gpus} x {machine.name} of {_size(machine.gpu_memory)} in {nodes} node(s) of"
-        f" {machine.node_size}; {_size(machine.host_memory)} of host memory,"
-        f" {_size(machine.disk) if machine.disk else 'no'} disk a node"
+        f"{machine.gpus} x {machine.name} of {size_text(machine.gpu_memory)} in {nodes} node(s) of"
+        f" {machine.node_size}; {size_text(machine.host_memory)} of host memory,"
+        f" {size_text(machine.disk) if machine.disk else 'no'} disk a node"
     )
 
 
@@ -366,11 +366,3 @@ def _cells(row: PlannedRow) -> dict[str, str]:
         "tokens/s": f"{row.tokens_per_s:,.0f}",
         "fits: bound by": f"{'yes' if row.fits else 'no'}: {row.bound_by}",
     }
-
-
-def _size(num_bytes: int) -> str:
-    """Return decimal bytes with three digits: "31.4 GB"."""
-    for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
-        if num_bytes >= 10**power:
-            return f"{three_digits(num_bytes / 10**power)} {unit}"
-    return f"{num_bytes} B"

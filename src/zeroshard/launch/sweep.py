@@ -9,8 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zeroshard.launch.numbers import three_digits
 from zeroshard.launch.options import UsageError
-from zeroshard.planner.sizes import three_digits
 
 if TYPE_CHECKING:
     from zeroshard.planner import Machine, ModelShape

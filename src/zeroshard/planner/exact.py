@@ -95,12 +95,12 @@ class LaidOut:
         )
 
     @cached_property
-    def in_order(self) -> tuple[LaidOutGroup, ...]:
-        """The groups of all units, unit by unit."""
-        by_unit: dict[int, list[LaidOutGroup]] = {}
+    def by_unit(self) -> tuple[tuple[LaidOutGroup, ...], ...]:
+        """The groups of each unit, in order; equal units have the same ones."""
+        first: dict[int, list[LaidOutGroup]] = {}
         for one in self.groups:
-            by_unit.setdefault(one.unit, []).append(replace(one, count=1))
-        return tuple(one for number in self.alike for one in by_unit[number])
+            first.setdefault(one.unit, []).append(one)
+        return tuple(tuple(first[number]) for number in self.alike)
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
@@ -122,14 +122,6 @@ class LaidOut:
         units = enumerate(self.model.units)
         return next((at for at, unit in units if any(g.trained for g in unit.groups)), 0)
 
-    def largest_unit_bytes(self, training: Training) -> int:
-        """Return the bytes of the largest unit when it is gathered."""
-        sizes: dict[int, int] = {}
-        for one in self.groups:
-            num_bytes = _bytes(one.layout.numel, training.formats(one.group.dtype).weight)
-            sizes[one.unit] = sizes.get(one.unit, 0) + num_bytes
-        return max(sizes.values(), default=0)
-
 
 def placed(
     laid_out: LaidOut, policy: Policy, training: Training, rank: int = 0
@@ -138,7 +130,9 @@ def placed(
     cut alike once, in the order of the first.
     """
     cells = policy.default
-    groups = laid_out.groups if training.fraction == 1.0 else laid_out.in_order
+    groups = laid_out.groups
+    if training.fraction < 1.0:  # equal units may be cut differently
+        groups = tuple(replace(one, count=1) for unit in laid_out.by_unit for one in unit)
     trained = [one for one in groups if one.group.trained]
 
     def split(cell: Cell, held: Sequence[int]) -> list[int]:

@@ -22,7 +22,7 @@ from zeroshard.planner.closed_form import closed_form
 from zeroshard.planner.exact import LaidOut, LaidOutGroup, StateBytes
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape
-from zeroshard.planner.playback import Exchange, Instant, Playback, by_unit
+from zeroshard.planner.playback import Exchange, Instant, Playback
 from zeroshard.planner.trace import ActivationTrace
 from zeroshard.planner.training import Training
 
@@ -151,7 +151,7 @@ def _host_bytes(laid_out: LaidOut, policy: Policy, machine: Machine, training: T
     trained = [one for one in laid_out.groups if one.group.trained]
     tiles = [min(_TILE, one.held(cells.optim, 0)) for one in trained]
     pieces = [min(_TILE, max(_pieces(one, cells.optim), default=0)) for one in trained]
-    last = [one for one in by_unit(laid_out)[-1] if one.group.trained]
+    last = [one for one in laid_out.by_unit[-1] if one.group.trained]
     first = sum(min(_TILE, one.held(cells.optim, 0)) for one in last)
     formats = training.formats(None)
     cast = 4 * max(tiles, default=0) if formats.grad != formats.master else 0

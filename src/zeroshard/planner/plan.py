@@ -16,7 +16,7 @@ from zeroshard.core.policy import ROWS, Policy
 from zeroshard.core.wire import Wire
 from zeroshard.errors import ConfigError
 from zeroshard.planner.checkpoint import checkpoint_bytes, checkpoint_times
-from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
+from zeroshard.planner.exact import LaidOut, StateBytes, rest_bytes, traffic_bytes
 from zeroshard.planner.machine import Machine, presets
 from zeroshard.planner.model import ModelShape
 from zeroshard.planner.peak import Peak, peak_bytes
@@ -176,11 +176,8 @@ def make_plan(
             f" {machine.gpus} GPUs are one"
         )
     laid_out = LaidOut(model, machine.mesh, training.align)
-    rows = tuple(
-        plan_row(laid_out, policy, machine, training)
-        for policy in policies(machine)
-        if takes(policy, training)
-    )
+    runnable = _runnable(policies, machine, training)
+    rows = tuple(plan_row(laid_out, policy, machine, training) for policy in runnable)
     advice = _recommend(model, machine, training, policies, rows)
     return Plan(model, machine, training, rows, advice)
 
@@ -189,26 +186,41 @@ def _fitting(
     model: ModelShape, machine: Machine, training: Training, policies: _Policies
 ) -> list[PlannedRow]:
     """Return the rows that fit; the others' steps are not simulated."""
-    laid_out = LaidOut(model, machine.mesh, training.align)
-    return [
-        plan_row(laid_out, policy, machine, training)
-        for policy in policies(machine)
-        if takes(policy, training)
-        and _short_of(_peak(laid_out, policy, machine, training).by_tier, machine) is None
-    ]
+    laid_out, fitting = LaidOut(model, machine.mesh, training.align), []
+    for policy in _runnable(policies, machine, training):
+        rest, peak = _bytes_of(laid_out, policy, machine, training)
+        if _short_of(peak.by_tier, machine) is None:
+            fitting.append(_planned(laid_out, policy, machine, training, rest, peak))
+    return fitting
 
 
-def _peak(laid_out: LaidOut, policy: Policy, machine: Machine, training: Training) -> Peak:
-    """Return the most bytes of one rank during a step."""
+def _runnable(policies: _Policies, machine: Machine, training: Training) -> list[Policy]:
+    return [policy for policy in policies(machine) if takes(policy, training)]
+
+
+def _bytes_of(
+    laid_out: LaidOut, policy: Policy, machine: Machine, training: Training
+) -> tuple[StateBytes, Peak]:
+    """Return the bytes of one rank at rest, and the most during a step."""
     rest = rest_bytes(laid_out, policy, training)
-    return peak_bytes(laid_out, policy, machine, training, rest)
+    return rest, peak_bytes(laid_out, policy, machine, training, rest)
 
 
 def plan_row(laid_out: LaidOut, policy: Policy, machine: Machine, training: Training) -> PlannedRow:
     """Plan one row on one mix of tiers."""
+    sizes = _bytes_of(laid_out, policy, machine, training)
+    return _planned(laid_out, policy, machine, training, *sizes)
+
+
+def _planned(
+    laid_out: LaidOut,
+    policy: Policy,
+    machine: Machine,
+    training: Training,
+    rest: StateBytes,
+    peak: Peak,
+) -> PlannedRow:
     cells = policy.default
-    rest = rest_bytes(laid_out, policy, training)
-    peak = _peak(laid_out, policy, machine, training)
     links = traffic_bytes(laid_out, policy, training)
     files = checkpoint_times(laid_out, policy, machine, training)
     time = step_time(laid_out, policy, machine, training)
@@ -312,7 +324,8 @@ def _smaller(
     if fitting:
         return f"{where} {describe_row(_fastest(fitting))} would fit"
     laid_out = LaidOut(model, half.mesh, training.align)
-    peaks = [_peak(laid_out, policy, half, training).total for policy in policies(half)]
+    runnable = _runnable(policies, half, training)
+    peaks = [_bytes_of(laid_out, policy, half, training)[1].total for policy in runnable]
     return f"{where} nothing fits: {min(peaks) / 1e9:.3g} GB a GPU at least"
 
 

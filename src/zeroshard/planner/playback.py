@@ -28,11 +28,10 @@ from zeroshard.core.policy import Policy
 from zeroshard.core.route import Kind
 from zeroshard.planner.exact import LaidOut, LaidOutGroup
 from zeroshard.planner.machine import Machine
-from zeroshard.planner.model import UnitShape
 from zeroshard.planner.trace import ActivationTrace, Moment
 from zeroshard.planner.training import Training
 
-__all__ = ["Exchange", "Instant", "Playback", "by_unit"]
+__all__ = ["Exchange", "Instant", "Playback"]
 
 
 @dataclass(frozen=True)
@@ -415,7 +414,7 @@ class Playback:
         """Begin with an engine that holds no gradient, before its first pass."""
         cells, model = policy.default, laid_out.model
         known = {id(one): _group(one, policy, training, exchange) for one in laid_out.groups}
-        units = [_Unit(tuple(known[id(one)] for one in unit)) for unit in by_unit(laid_out)]
+        units = [_Unit(tuple(known[id(one)] for one in unit)) for unit in laid_out.by_unit]
         nominal = max(sum(group.whole for group in unit.groups) for unit in units)
         dtypes = {group.dtype for unit in model.units for group in unit.groups}
         widest = max(training.formats(dtype).reduce.bytes_per_element for dtype in dtypes)
@@ -474,22 +473,6 @@ class Playback:
             yield Instant(
                 moment, gathered.num_bytes, buckets, arrivals + reduced.passing, reduced.resting
             )
-
-
-def by_unit(laid_out: LaidOut) -> list[list[LaidOutGroup]]:
-    """Return the groups of every unit, in order; those of equal units are the same."""
-    units, known = laid_out.model.units, dict[object, list[LaidOutGroup]]()
-    for one in laid_out.groups:
-        known.setdefault(_shapes(units[one.unit]), []).append(one)
-    return [known[_shapes(unit)] for unit in units]
-
-
-def _shapes(unit: UnitShape) -> object:
-    """Return what equal units have in common."""
-    return tuple(
-        (tuple(shape for _, shape in group.shapes), group.dtype, group.trained)
-        for group in unit.groups
-    )
 
 
 def _group(one: LaidOutGroup, policy: Policy, training: Training, exchange: Exchange) -> _Group:

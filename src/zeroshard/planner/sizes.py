@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from zeroshard.errors import ConfigError
 
-__all__ = ["parse_bytes", "parse_count", "three_digits"]
+__all__ = ["parse_bytes", "parse_count"]
 
 _COUNTS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _BYTES = {f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", 1)}
@@ -45,10 +45,3 @@ def _parse(text: str, what: str, units: dict[str, int], example: str) -> int:
     if size < 1:
         raise ConfigError(f"{what}={text!r} is less than one")
     return size
-
-
-def three_digits(number: float) -> str:
-    """Return three digits, or the whole number where it has more; a dash for zero."""
-    if number == 0:
-        return "-"
-    return f"{number:,.0f}" if number >= 999.5 else f"{number:.3g}"

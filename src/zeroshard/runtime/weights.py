@@ -233,7 +233,8 @@ class Weights:
         if self.trace is not None:
             self.trace("release", unit.name)
         self._here.discard(unit.index)
-        self._prefetch.keep(unit, kept=False)
+        if unit.dozing:
+            self._prefetch.keep(unit, kept=False)
         unit.reshard(for_backward=for_backward)
         self._trimmer.passed(unit.full_bytes)
 

@@ -144,7 +144,8 @@ def test_a_fraction_moves_bytes_and_adds_none_but_masters(
         rest_bytes(laid_out, one, replace(whole, fraction=share))
         for one, share in ((row(name), 1.0), (policy, fraction), (policy, 1.0))
     )
-    held = [one.held(row(name).default.optim, 0) for one in laid_out.in_order]
+    units = laid_out.by_unit
+    held = [one.held(row(name).default.optim, 0) for unit in units for one in unit]
     moved = round(fraction * sum(held) / 64) * 64  # elements
     for state in ("weight", "grad", "residual"):
         assert here[state] == part[state] == away[state], state

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.predicted import compare
-from zeroshard.core.placement import Tier
+from zeroshard.core.placement import Mesh, Tier
 from zeroshard.core.policy import ROWS, Policy, row
 from zeroshard.core.timeline import LANES, Event, Timeline
 from zeroshard.planner import Machine, Training, describe
@@ -71,6 +71,19 @@ def _working(timeline: Timeline, lane: str) -> list[Event]:
 _meshes = st.sampled_from([(1, 1), (1, 4), (2, 2), (3, 1)])
 _gpus = st.sampled_from(["A100-40", "CPU"])
 _micro_batches = st.integers(1, 3)
+
+
+def test_units_that_differ_in_uses_or_in_reach_have_their_own_groups_once() -> None:
+    frozen, trained = (
+        [UnitShape("u", (GroupShape((("w", (64, 64)),), trained=trained),))]
+        for trained in (False, True)
+    )
+    adapted = LaidOut(ModelShape("adapter", (*frozen, *trained, *frozen)), Mesh(1, 2))
+    tied = replace(trained[0], uses=2)
+    twice = LaidOut(ModelShape("tied", (*trained, tied, *trained)), Mesh(1, 2))
+    assert [len(unit) for unit in adapted.by_unit] == [1, 1, 1]
+    assert [len(unit) for unit in twice.by_unit] == [1, 1, 1]
+    assert sum(one.count for one in twice.groups) == 3
 
 
 @settings(deadline=None, max_examples=40)
