@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zeroshard.checkpoint.load import Restored, latest_step, load
     from zeroshard.checkpoint.pretrained import LoadReport, load_pretrained
     from zeroshard.checkpoint.save import Saver, save
-    from zeroshard.config import Comm, Config, Offload
+    from zeroshard.config import Comm, Config, DeepSpeedFile, Finding, Offload, read_deepspeed
     from zeroshard.core.policy import Policy
     from zeroshard.core.precision import Precision
     from zeroshard.errors import (
@@ -49,7 +49,9 @@ __all__ = [
     "Comm",
     "Config",
     "ConfigError",
+    "DeepSpeedFile",
     "Engine",
+    "Finding",
     "LoadReport",
     "Machine",
     "MemoryReport",
@@ -78,6 +80,7 @@ __all__ = [
     "memory_table",
     "nn",
     "plan",
+    "read_deepspeed",
     "save",
     "shard",
 ]
@@ -87,7 +90,14 @@ _HOMES = {
     "zeroshard.checkpoint.load": ("Restored", "latest_step", "load"),
     "zeroshard.checkpoint.save": ("Saver", "save"),
     "zeroshard.checkpoint.pretrained": ("LoadReport", "load_pretrained"),
-    "zeroshard.config": ("Comm", "Config", "Offload"),
+    "zeroshard.config": (
+        "Comm",
+        "Config",
+        "DeepSpeedFile",
+        "Finding",
+        "Offload",
+        "read_deepspeed",
+    ),
     "zeroshard.core.policy": ("Policy",),
     "zeroshard.core.precision": ("Precision",),
     "zeroshard.errors": (

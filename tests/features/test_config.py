@@ -129,8 +129,8 @@ def test_numbers_keep_being_numbers() -> None:
 
 DEEPSPEED: list[tuple[dict[str, Any], str]] = [
     ({"bf16": {"enabled": "false"}}, r"bf16\.enabled='false' is neither true nor false"),
-    ({"gradient_clipping": False}, "gradient_clipping: False is not a number"),
-    ({"train_batch_size": True}, "train_batch_size: True is not a number"),
+    ({"gradient_clipping": False}, "gradient_clipping=False is not a number"),
+    ({"train_batch_size": True}, "train_batch_size=True is not a number"),
     (
         {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": True}},
         r"zero_hpz_partition_size=True is not a number of ranks",
@@ -145,7 +145,7 @@ DEEPSPEED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"zero_optimization": {"stage": 3, "zeropp_loco_param": 5}},
-        r"zeropp_loco_param.* is an object, not 5",
+        r"zeropp_loco_param=5 is not an object",
     ),
     (
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": ["cpu"]}}},
@@ -153,11 +153,11 @@ DEEPSPEED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": True}}},
-        r"offload\.fraction: .* is not a number",
+        r"offload_optimizer\.ratio=True is not a number",
     ),
     (
         {"zero_optimization": {"stage": 2, "offload_optimizer": 3}},
-        r"offload_optimizer.* is an object, not 3",
+        r"offload_optimizer=3 is not an object",
     ),
     ({"zero_optimization": {"stage": [3]}}, "stage"),
 ]
@@ -206,7 +206,9 @@ def test_any_deepspeed_configuration_is_read_or_named(
     try:
         zs.Config.from_deepspeed({**outer, "zero_optimization": section})
     except ConfigError as error:
-        assert "\n" not in str(error)
+        refused = zs.read_deepspeed({**outer, "zero_optimization": section}).refusals()
+        lines = str(error).split("\n")
+        assert len(lines) == (1 if len(refused) == 1 else 1 + len(refused))
 
 
 @given(

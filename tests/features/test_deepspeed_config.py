@@ -135,10 +135,7 @@ def test_plus_plus_and_mics_are_read_as_rows_and_codecs() -> None:
     [
         (
             {"zero_optimisation": {"stage": 3}},
-            (
-                "DeepSpeed's key 'zero_optimisation' is not supported in this version; did you mean"
-                " 'zero_optimization'"
-            ),
+            r"zero_optimisation=.* is not a key of DeepSpeed's; did you mean 'zero_optimization'",
         ),
         (
             {"zero_optimization": {"stage": 2, "zero_quantized_weights": True}},
@@ -150,25 +147,25 @@ def test_plus_plus_and_mics_are_read_as_rows_and_codecs() -> None:
         ),
         (
             {"zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_bet": 1}}},
-            "'zeropp_loco_param.err_bet' .* did you mean 'err_beta'",
+            r"zeropp_loco_param.err_bet=1 is not .*; did you mean 'err_beta'",
         ),
         (
             {"zero_optimization": {"stage": 3, "overlap_com": {}}},
-            "key 'zero_optimization.overlap_com' is not supported",
+            r"zero_optimization.overlap_com={} is not a key of DeepSpeed's",
         ),
         (
             {"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}},
-            "'zero_optimization.offload_optimizer.devise' is not supported.*'device'",
+            "zero_optimization.offload_optimizer.devise='cpu' is not .* mean 'device'",
         ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "tpu"}}},
             "device='tpu' is not one of none, cpu, nvme",
         ),
-        ({"zero_optimization": 3}, "section 'zero_optimization' is an object, not 3"),
-        ({"zero_optimization": {"stage": 4}}, "stage=4 does not exist"),
+        ({"zero_optimization": 3}, "zero_optimization=3 is not an object"),
+        ({"zero_optimization": {"stage": 4}}, "stage=4 is not one of 0, 1, 2, 3"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16 are both enabled"),
-        ({"fp16": {"enabled": True, "loss_scale": 4}}, "'fp16.loss_scale' is not supported"),
-        ({"optimizer": {"type": "Adam"}}, "'optimizer' is not supported"),
+        ({"fp16": {"enabled": True, "loss_scale": 4}}, "fp16.loss_scale=4 is not a key"),
+        ({"optimizer": {"type": "Adam"}}, "optimizer={'type': 'Adam'} is not a key"),
         ({"gradient_clipping": -1}, "gradient_clipping"),
         ([1], "is a JSON object, not a list"),
     ],

@@ -8,6 +8,7 @@ dropped.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -26,14 +27,14 @@ from pydantic_core import ErrorDetails
 
 from zeroshard.comm.codec import Codec, codec
 from zeroshard.comm.quantized import Codecs, Feedback
-from zeroshard.config.deepspeed import deepspeed_fields
+from zeroshard.config.deepspeed import Reading, is_deepspeed, read
 from zeroshard.config.reading import nearest, parse_json, read_json
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import STAGES, Policy, row
 from zeroshard.core.precision import PRECISIONS, Precision, dtype_name
 from zeroshard.errors import ConfigError
 
-__all__ = ["AUTO", "Comm", "Config", "Offload", "build_config"]
+__all__ = ["AUTO", "Comm", "Config", "DeepSpeedFile", "Offload", "build_config", "read_deepspeed"]
 
 AUTO = "auto"  # the policy that shard() plans
 
@@ -381,29 +382,35 @@ class Config(_Strict):
     @classmethod
     def read(cls, source: Config | dict[str, Any] | str | Path | None) -> Config:
         """Return the configuration in `source`, in our format or in DeepSpeed's."""
-        data = read_json(source) if isinstance(source, (str, Path)) else source
-        if isinstance(data, dict) and "zero_optimization" in data:
-            return cls.from_deepspeed(data)
-        return build_config(data)
+        return build_config(source)
 
     @classmethod
     def from_deepspeed(cls, source: str | Path | dict[str, Any]) -> Config:
         """Read a DeepSpeed configuration: a path to its JSON, or the dict.
 
-        Read are ``zero_optimization.stage``, its ``offload_optimizer`` and ``offload_param`` and
-        its keys of ZeRO++ and MiCS, ``bf16``/``fp16`` ``enabled``, ``gradient_clipping`` and the
-        three batch keys; "auto" leaves a key to whoever fills it in
-        (``zeroshard.integrations.transformers``), and to our default otherwise. As in DeepSpeed, a
-        configuration without ``gradient_clipping`` clips at 1.0 (0 switches it off). Every other
-        key raises ConfigError by name: an option without effect is an error here.
+        Raises ConfigError with every key that cannot be honoured (``read_deepspeed`` lists all
+        keys and what they do here); "auto" leaves a key to whoever fills it in
+        (``zeroshard.integrations.transformers``), and to our default otherwise.
         """
-        data = read_json(source) if isinstance(source, (str, Path)) else source
-        if not isinstance(data, dict):
-            raise ConfigError(
-                f"a DeepSpeed configuration is a JSON object, not a {type(data).__name__}"
-            )
-        fields = deepspeed_fields(data)
-        return build_config({key: value for key, value in fields.items() if value is not None})
+        return read_deepspeed(source).config()
+
+
+@dataclass(frozen=True)
+class DeepSpeedFile(Reading):
+    """A DeepSpeed configuration, read; the engine's `Config` if nothing is refused."""
+
+    def config(self) -> Config:
+        """Return our configuration. Raises ConfigError with every refused key."""
+        return _config_of(self.checked_fields())
+
+
+def read_deepspeed(source: str | Path | dict[str, Any]) -> DeepSpeedFile:
+    """Read a DeepSpeed configuration (a path to its JSON, or the dict), key by key.
+
+    Raises ConfigError where there is no JSON object. Keys never raise here: see `findings`, and
+    ``config()``.
+    """
+    return DeepSpeedFile(**vars(read(source)))
 
 
 def build_config(source: Config | dict[str, Any] | str | Path | None, **overrides: Any) -> Config:
@@ -421,6 +428,8 @@ def build_config(source: Config | dict[str, Any] | str | Path | None, **override
             "config must be a zeroshard.Config, a dict or a path to a JSON object, not"
             f" {type(data).__name__}"
         )
+    if is_deepspeed(data, Config.model_fields):
+        data = read_deepspeed(data).checked_fields()
     data = dict(data)
     given = {key: value for key, value in overrides.items() if value is not None}
     if "stage" in given:
@@ -428,6 +437,10 @@ def build_config(source: Config | dict[str, Any] | str | Path | None, **override
     if "policy" in given:
         data.pop("stage", None)
     data.update(given)
+    return _config_of(data)
+
+
+def _config_of(data: dict[str, Any]) -> Config:
     for key in data:
         if key not in Config.model_fields:
             hint = nearest(key, list(Config.model_fields))

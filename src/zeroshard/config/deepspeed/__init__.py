@@ -1,0 +1,14 @@
+"""DeepSpeed's JSON, key by key: the table of its keys, and a file read as findings and fields.
+
+rows.py     the form of a row, and the kinds of values
+lower.py    keys that become options of ours
+table.py    every key
+reading.py  a file against the table
+"""
+
+from __future__ import annotations
+
+from zeroshard.config.deepspeed.reading import Finding, Reading, is_deepspeed, read
+from zeroshard.config.deepspeed.table import KEYS
+
+__all__ = ["KEYS", "Finding", "Reading", "is_deepspeed", "read"]

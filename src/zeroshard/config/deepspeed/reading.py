@@ -1,0 +1,168 @@
+"""A DeepSpeed configuration against the table: what each of its keys does here, all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zeroshard.config.deepspeed.rows import an_object
+from zeroshard.config.deepspeed.table import KEYS, SECTIONS
+from zeroshard.config.reading import nearest, read_json
+from zeroshard.errors import ConfigError
+
+__all__ = ["Finding", "Reading", "is_deepspeed", "read"]
+
+_OPTIMIZERS = ("optimizer", "scheduler")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One key of a configuration: its value, where that came from, and what it does here."""
+
+    key: str  # dotted
+    value: Any
+    source: str  # "file", "default" or "auto"
+    verdict: str  # "honoured" (our option of the same name), "mapped", "ignored" or "refused"
+    becomes: str  # our options and their values; empty where nothing changes
+    why: str  # one sentence
+
+    @property
+    def line(self) -> str:
+        """Return the key, its value and the reason, as errors name them."""
+        text = repr(self.value)
+        text = text if len(text) <= 60 else f"{text[:57]}..."
+        between = " " if self.why.startswith("is ") else ": "
+        return f"{self.key}={text}{between}{self.why}"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A DeepSpeed configuration, read. Values "auto" are left to whoever fills them in."""
+
+    findings: tuple[Finding, ...]
+    fields: dict[str, Any]  # keywords of zeroshard.Config
+    optimizer: tuple[str, dict[str, Any]] | None  # type and params
+    scheduler: tuple[str, dict[str, Any]] | None
+    data: dict[str, Any]  # the file as it was read
+
+    def refusals(self) -> list[Finding]:
+        """Return the keys that cannot be honoured."""
+        return [finding for finding in self.findings if finding.verdict == "refused"]
+
+    def checked_fields(self) -> dict[str, Any]:
+        """Return `fields`. Raises ConfigError with every refused key and its reason, one a line."""
+        lines = [finding.line for finding in self.refusals()]
+        if len(lines) == 1:
+            raise ConfigError(f"DeepSpeed's {lines[0]}")
+        if lines:
+            text = "".join(f"\n  {line}" for line in lines)
+            raise ConfigError(f"{len(lines)} keys of DeepSpeed's are refused:{text}")
+        return self.fields
+
+
+def is_deepspeed(data: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
+    """Whether `data` has keys of DeepSpeed's alone, and none of `ours` alone."""
+    theirs = {key.split(".")[0] for key in KEYS}
+    return bool((data.keys() & theirs) - ours.keys()) and not (data.keys() & ours.keys()) - theirs
+
+
+def read(source: str | Path | dict[str, Any]) -> Reading:
+    """Read a DeepSpeed configuration: a path to its JSON, or the dict.
+
+    Raises ConfigError where there is no JSON object; a key never raises.
+    """
+    data = read_json(source) if isinstance(source, (str, Path)) else source
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"a DeepSpeed configuration is a JSON object, not a {type(data).__name__}"
+        )
+    flat = dict(_flat(data, ""))
+    wrong = {key: why for key, value in flat.items() if (why := _complaint(key, value))}
+    right = {key: value for key, value in flat.items() if key not in wrong and value != "auto"}
+    values = {name: right.get(name, key.default) for name, key in KEYS.items()}
+    untold = [name for name, key in KEYS.items() if key.tells_default and name not in flat]
+    findings: list[Finding] = []
+    fields: dict[str, Any] = {}
+    for key in (*flat, *untold):
+        source_ = "default" if key in untold else "auto" if _is_auto(flat[key]) else "file"
+        value = values[key] if key in untold else flat[key]
+        finding, options = _found(key, value, source_, wrong.get(key, ""), values)
+        findings.append(finding)
+        for name, ours in options.items():
+            _put(fields, name, ours)
+    return Reading(
+        tuple(findings), fields, _made(data, "optimizer"), _made(data, "scheduler"), data
+    )
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+def _flat(data: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted names of the keys and their values, without the objects around them."""
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        if name in SECTIONS and isinstance(value, dict):
+            yield from _flat(value, f"{name}.")
+        elif name in SECTIONS and (value is None or value is False):
+            continue
+        else:
+            yield name, value
+
+
+def _complaint(name: str, value: Any) -> str:
+    """Return why a key or its value is not one of DeepSpeed's, or an empty string."""
+    if name in SECTIONS:
+        return an_object(value)
+    if name not in KEYS:
+        prefix = name[: -len(last)] if (last := name.rpartition(".")[2]) else f"{name}."
+        inside = [key[len(prefix) :] for key in KEYS if key.startswith(prefix)]
+        choices = list(dict.fromkeys(key.partition(".")[0] for key in inside))
+        return f"is not a key of DeepSpeed's{nearest(last, choices)}"
+    return "" if value is None or _is_auto(value) else KEYS[name].kind(value)
+
+
+def _found(
+    name: str, value: Any, source: str, wrong: str, values: Mapping[str, Any]
+) -> tuple[Finding, dict[str, Any]]:
+    """Return what a key does here, and the options of ours that it becomes."""
+
+    def finding(verdict: str, why: str, becomes: str = "") -> Finding:
+        return Finding(name, value, source, verdict, becomes, why)
+
+    if wrong:
+        return finding("refused", wrong), {}
+    key = KEYS[name]
+    if source == "auto":
+        return finding("ignored", "left to whoever fills it in, and to our default"), {}
+    if not key.is_harmless(value):
+        return finding("refused", f"{key.why} {key.instead}".strip()), {}
+    if key.lower is None or value is None:
+        return finding("ignored", key.why), {}
+    try:
+        options = key.lower(value, values)
+    except ConfigError as error:
+        return finding("refused", str(error)), {}
+    becomes = ", ".join(f"{ours}={setting!r}" for ours, setting in options.items())
+    same = list(options) == [name.rpartition(".")[2]]
+    return finding("honoured" if same or not options else "mapped", key.why, becomes), options
+
+
+def _put(fields: dict[str, Any], name: str, value: Any) -> None:
+    """Set the option with a dotted name."""
+    *sections, last = name.split(".")
+    for section in sections:
+        fields = fields.setdefault(section, {})
+    fields[last] = value
+
+
+def _made(data: dict[str, Any], name: str) -> tuple[str, dict[str, Any]] | None:
+    """Return the type and the parameters of ``optimizer`` or ``scheduler``."""
+    section = data.get(name)
+    if not isinstance(section, dict) or not isinstance(section.get("type"), str):
+        return None
+    params = section.get("params")
+    return section["type"], dict(params) if isinstance(params, dict) else {}
