@@ -23,7 +23,16 @@ if TYPE_CHECKING:
     from zeroshard.checkpoint.load import Restored, latest_step, load
     from zeroshard.checkpoint.pretrained import LoadReport, load_pretrained
     from zeroshard.checkpoint.save import Saver, save
-    from zeroshard.config import Comm, Config, DeepSpeedFile, Finding, Offload, read_deepspeed
+    from zeroshard.config import (
+        Comm,
+        Config,
+        DeepSpeedFile,
+        ErrorFeedback,
+        Finding,
+        LossScale,
+        Offload,
+        read_deepspeed,
+    )
     from zeroshard.core.policy import Policy
     from zeroshard.core.precision import Precision
     from zeroshard.errors import (
@@ -51,8 +60,10 @@ __all__ = [
     "ConfigError",
     "DeepSpeedFile",
     "Engine",
+    "ErrorFeedback",
     "Finding",
     "LoadReport",
+    "LossScale",
     "Machine",
     "MemoryReport",
     "MemoryTable",
@@ -94,7 +105,9 @@ _HOMES = {
         "Comm",
         "Config",
         "DeepSpeedFile",
+        "ErrorFeedback",
         "Finding",
+        "LossScale",
         "Offload",
         "read_deepspeed",
     ),

@@ -66,7 +66,10 @@ _log = logging.getLogger("zeroshard")
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # settings that must be the same on every rank
-_COMPARED = ("prefetch_bytes", "strict", "verify_every", "broadcast_buffers", "gradient_clipping")
+_COMPARED = (
+    "prefetch_bytes", "strict", "verify_every", "broadcast_buffers", "gradient_clipping",
+    "loss_scale",
+)  # fmt: skip
 
 
 def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -> None:
@@ -349,6 +352,7 @@ def _make_context(
             verify_every=settings.verify_every,
             broadcast_buffers=settings.broadcast_buffers,
             clip_norm=settings.gradient_clipping,
+            loss_scaler=settings.loss_scaler(),
         ),
         prepare=lambda tensors: _prepare(tensors, transport, sync_from),
         tiering=tiering,

@@ -1,31 +1,28 @@
 """The keywords of ``zeroshard.shard`` as one validated object: from Python, from JSON, or from
 DeepSpeed's JSON.
 
-native.py       Config and its sections
+native.py       Config, and the doors through which one comes
+sections.py     its sections
+strict.py       models that convert nothing
 deepspeed/      DeepSpeed's JSON, key by key
 reading.py      strict JSON, and the nearest right name for a wrong one
 """
 
 from __future__ import annotations
 
-from zeroshard.config.deepspeed import Finding
-from zeroshard.config.native import (
-    AUTO,
-    Comm,
-    Config,
-    DeepSpeedFile,
-    Offload,
-    build_config,
-    read_deepspeed,
-)
+from zeroshard.config.deepspeed.reading import Finding
+from zeroshard.config.native import AUTO, Config, DeepSpeedFile, build_config, read_deepspeed
 from zeroshard.config.reading import nearest
+from zeroshard.config.sections import Comm, ErrorFeedback, LossScale, Offload
 
 __all__ = [
     "AUTO",
     "Comm",
     "Config",
     "DeepSpeedFile",
+    "ErrorFeedback",
     "Finding",
+    "LossScale",
     "Offload",
     "build_config",
     "nearest",

@@ -10,259 +10,92 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args
 
 import torch
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import ErrorDetails
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from zeroshard.comm.codec import Codec, codec
-from zeroshard.comm.quantized import Codecs, Feedback
-from zeroshard.config.deepspeed import Reading, is_deepspeed, read
+from zeroshard.config.deepspeed.reading import Reading, is_deepspeed, read
 from zeroshard.config.reading import nearest, parse_json, read_json
-from zeroshard.core.placement import Scope, Tier
+from zeroshard.config.sections import Comm, LossScale, Offload, State
+from zeroshard.config.strict import Strict, one_line
+from zeroshard.core.placement import Scope
 from zeroshard.core.policy import STAGES, Policy, row
 from zeroshard.core.precision import PRECISIONS, Precision, dtype_name
 from zeroshard.errors import ConfigError
+from zeroshard.optim.scaler import LossScaler
 
-__all__ = ["AUTO", "Comm", "Config", "DeepSpeedFile", "Offload", "build_config", "read_deepspeed"]
+__all__ = ["AUTO", "Config", "DeepSpeedFile", "build_config", "read_deepspeed"]
 
 AUTO = "auto"  # the policy that shard() plans
 
-TierName = Literal["device", "host", "disk"]
 
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False
-    )
-
-    def __init__(self, **data: Any) -> None:
-        try:
-            super().__init__(**data)
-        except ValidationError as error:
-            name = type(self).__name__.lower()
-            section = name if name in Config.model_fields else ""
-            raise ConfigError(_one_line(error, section)) from None
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what pydantic would convert: bool or str to a number, number or str to bool."""
-        kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
-        takes_number = bool(kinds & {int, float})
-        for item in value.values() if isinstance(value, dict) else [value]:
-            is_text = isinstance(item, str) and item not in kinds and str not in kinds
-            if takes_number and (is_text or (type(item) is bool and bool not in kinds)):
-                raise ValueError(f"{value!r} is not a number")
-        takes_bool_only = bool in kinds and not takes_number and str not in kinds
-        is_bool = type(value) is bool
-        if takes_bool_only and isinstance(value, (int, float, str)) and not is_bool:
-            raise ValueError(f"{value!r} is neither true nor false")
-        return value
-
-
-def _kinds(annotation: Any) -> set[Any]:
-    """Return the types and literal values that an annotation names; of a dict, its values'."""
-    if get_origin(annotation) in (Union, UnionType, Literal):
-        return set().union(*(_kinds(part) for part in get_args(annotation)))
-    if get_origin(annotation) is Annotated:
-        return _kinds(get_args(annotation)[0])
-    if get_origin(annotation) is dict:
-        return _kinds(get_args(annotation)[1])
-    return {annotation}
-
-
-class ErrorFeedback(_Strict):
-    """The weight of each new error, and after how many sums all is reset (None: never)."""
-
-    beta: float = Field(default=0.8, gt=0, le=1)
-    reset: int | None = Field(default=1024, ge=1)
-
-
-class Comm(_Strict):
-    """How bytes travel.
-
-    `ordered` asks for the canonical sum where the backend has a faster one of its own (nccl). On
-    several hosts it needs `node_size`. `node_size` ranks form a node (default: all do); the sums
-    over ranks depend on it.
-    `hierarchical` says whether collectives go in two levels, inside nodes and between them
-    (default: those that move fewer bytes between hosts so).
-
-    `weight_codec` and `grad_codec` ("int8", "int4", "fp8") encode what travels, in blocks of
-    `codec_block` elements with one scale (ZeRO++: qwZ, qgZ); `frozen_codec` is how weights that are
-    not trained rest and travel (MixZ++). `grad_codec="bf16"` only rounds sums over one node on
-    their way to other nodes. `error_feedback` keeps what encoding gradients loses and adds it to
-    the next ones (LoCo): True, or a dict of `beta` and `reset`.
-    """
-
-    transport: Literal["auto", "shared_memory", "gloo", "nccl"] = "auto"
-    ordered: bool | None = None
-    weight_codec: str | None = None
-    grad_codec: str | None = None
-    node_size: int | None = Field(default=None, ge=1)
-    hierarchical: bool | None = None
-    frozen_codec: str | None = None
-    codec_block: int = 256
-    error_feedback: bool | ErrorFeedback = False
-
-    def codecs(self) -> Codecs:
-        """Return the codecs. Raises ConfigError for an unknown name or block size."""
-
-        def made(setting: str, name: str | None) -> Codec | None:
-            if name is None or name == "bf16":
-                return None
-            try:
-                return codec(name, block=self.codec_block)
-            except ConfigError as error:
-                raise ConfigError(f"comm.{setting}: {error}") from None
-
-        feedback = Feedback() if self.error_feedback is True else None
-        if isinstance(self.error_feedback, ErrorFeedback):
-            feedback = Feedback(self.error_feedback.beta, self.error_feedback.reset)
-        names = ("weight_codec", "grad_codec", "frozen_codec")
-        weight, grad, frozen = (made(name, getattr(self, name)) for name in names)
-        return Codecs(weight, grad, frozen, feedback)
-
-
-State = Literal["weight", "grad", "optimizer"]
-_Share = Annotated[float, Field(allow_inf_nan=True)]  # `Offload` says which numbers it takes
-
-
-class Offload(_Strict):
-    """On which tier each state rests (ZeRO-Offload, ZeRO-Infinity, Offload++).
-
-    `fraction` of each state that leaves the device does so (a number for all, or one per state;
-    "auto" moves the optimizer's until device and host take the same time for a step); `disk_path`
-    is a directory for what rests on disk; `staging_bytes` bounds the buffers of the streamed step
-    (default 64 MiB); `delayed_update` n applies updates one step late from step n on; `verify`
-    checks what is read from disk against its hash.
-    """
-
-    weight: TierName = "device"
-    grad: TierName = "device"
-    optimizer: TierName = "device"
-    fraction: _Share | dict[State, _Share] | Literal["auto"] = 1.0
-    disk_path: str | None = None
-    staging_bytes: int | None = Field(default=None, ge=1 << 16)
-    delayed_update: int | None = Field(default=None, ge=0)
-    verify: bool = False
-    # replaces the link between device and host in tests: tests/support/paced_link.py
-    link: Any = Field(default=None, exclude=True, repr=False)
-
-    @field_validator("weight", "grad", "optimizer", mode="before")
-    @classmethod
-    def _known_tier(cls, tier: Any, info: ValidationInfo) -> Any:
-        if tier not in get_args(TierName):
-            raise ValueError(
-                f"offload.{info.field_name}={tier!r} is not a tier: 'device', 'host' (the memory of"
-                " the CPU) or 'disk' (NVMe)"
-            )
-        return tier
-
-    @field_validator("fraction")
-    @classmethod
-    def _share(cls, fraction: Any) -> Any:
-        shares = {} if fraction == "auto" else {"": fraction}
-        if isinstance(fraction, dict):
-            shares = {f"[{state!r}]": share for state, share in fraction.items()}
-        for state, share in shares.items():
-            if not 0.0 <= share <= 1.0:
-                raise ValueError(
-                    f"offload.fraction{state}={share} is not in [0, 1]: it is the share that leaves"
-                    " the device"
-                )
-        return fraction
-
-    def tier(self, state: State) -> Tier:
-        """Return the tier of one state."""
-        return Tier(getattr(self, state))
-
-    @property
-    def away(self) -> dict[str, Tier]:
-        """The states that leave the device."""
-        tiers = {state: Tier(getattr(self, state)) for state in get_args(State)}
-        return {state: tier for state, tier in tiers.items() if tier is not Tier.DEVICE}
-
-    def fractions(self) -> dict[str, float]:
-        """Return the share of each state that leaves the device ("auto" starts from 1)."""
-        if isinstance(self.fraction, dict):
-            return {**dict.fromkeys(get_args(State), 1.0), **self.fraction}
-        return dict.fromkeys(get_args(State), 1.0 if self.fraction == "auto" else self.fraction)
-
-    def check(self) -> None:
-        """Raise ConfigError for options without effect and invalid combinations."""
-        away, defaults = self.away, Offload()
-        names = ("fraction", "disk_path", "staging_bytes", "delayed_update", "verify")
-        given = [name for name in names if getattr(self, name) != getattr(defaults, name)]
-        if given and not away:
-            raise ConfigError(
-                f"offload.{given[0]} has no effect while every state rests on the device: leave it"
-                " out"
-            )
-        if isinstance(self.fraction, dict):
-            for state in self.fraction:
-                if state not in away:
-                    raise ConfigError(
-                        f"offload.fraction[{state!r}] has no effect: that state rests on the device"
-                    )
-        on_disk = [state for state, tier in away.items() if tier is Tier.DISK]
-        if on_disk and self.disk_path is None:
-            raise ConfigError(
-                f"offload.{on_disk[0]}='disk' needs offload.disk_path, a directory on a local disk"
-            )
-        for name in given:
-            if name in ("disk_path", "verify") and not on_disk:
-                raise ConfigError(
-                    f"offload.{name} has no effect while no state rests on disk: leave it out"
-                )
-        if self.fraction == "auto" and self.optimizer != "host":
-            raise ConfigError(
-                "offload.fraction='auto' balances the steps of device and host: it needs"
-                f" offload.optimizer='host', not {self.optimizer!r}"
-            )
-        if self.delayed_update is not None:
-            if "optimizer" not in away:
-                raise ConfigError(
-                    "offload.delayed_update has no effect while the optimizer's state rests on the"
-                    " device"
-                )
-            if self.fraction == "auto" or self.fractions()["optimizer"] < 1.0:
-                raise ConfigError(
-                    "offload.delayed_update needs the whole optimizer state off the device"
-                    " (fraction=1.0): its parts would be a step apart"
-                )
-
-
-class Config(_Strict):
+class Config(Strict):
     """Everything that ``shard()`` takes besides the model, the optimizer and the mesh."""
 
-    stage: int | None = None
-    policy: str | Policy | None = None
-    precision: str | Precision = "fp32"
-    offload: Offload = Offload()
-    comm: Comm = Comm()
-    units: Any = None
-    prefetch_bytes: int | None = Field(default=None, ge=0)
-    stall_timeout_s: float = Field(default=300.0, gt=0)
-    strict: bool = False
-    verify_every: int | None = Field(default=None, ge=1)
-    broadcast_buffers: bool = False
-    # the norm of a step without clip_grad_norm_()
-    gradient_clipping: float | None = Field(default=None, gt=0)
-    # compared with the product of the next two and the ranks
-    train_batch_size: int | None = Field(default=None, ge=1)
-    train_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)
-    gradient_accumulation_steps: int | None = Field(default=None, ge=1)
+    stage: int | None = Field(
+        default=None,
+        description="The ZeRO stage: 0 (plain data parallel), 1 shards the optimizer's state, 2"
+        " gradients as well, 3 (the default) weights as well.",
+    )
+    policy: str | Policy | None = Field(
+        default=None,
+        description="In place of `stage`, a row of the table of policies by name, a Policy, or"
+        " auto: the fastest row that fits here.",
+    )
+    precision: str | Precision = Field(
+        default="fp32",
+        description="The dtypes: fp32, bf16 or fp16 (the last two beside fp32 masters), or a"
+        " Precision.",
+    )
+    offload: Offload = Field(
+        default=Offload(), description="On which tier (device, host, disk) each state rests."
+    )
+    comm: Comm = Field(default=Comm(), description="How bytes travel.")
+    loss_scale: LossScale | None = Field(
+        default=None, description="How losses are scaled in fp16 (default: as GradScaler does)."
+    )
+    units: Any = Field(
+        default=None,
+        description="The modules that are gathered together, as classes, qualified names or a"
+        " callable(name, module) -> bool (default: found automatically).",
+    )
+    prefetch_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        description="The most bytes of weights gathered ahead of their use (default: chosen).",
+    )
+    stall_timeout_s: float = Field(
+        default=300.0, gt=0, description="After how many seconds a wait for a rank is a StallError."
+    )
+    strict: bool = Field(
+        default=False, description="Whether writes to released parameters are found by value."
+    )
+    verify_every: int | None = Field(
+        default=None,
+        ge=1,
+        description="The number of steps between comparisons of replicated state over the ranks.",
+    )
+    broadcast_buffers: bool = Field(
+        default=False, description="Whether every forward takes rank 0's buffers, as DDP does."
+    )
+    gradient_clipping: float | None = Field(
+        default=None,
+        gt=0,
+        description="The norm that a step clips to where clip_grad_norm_() was not called.",
+    )
+    train_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="The samples of a step, compared with the product of the next two and the"
+        " ranks.",
+    )
+    train_micro_batch_size_per_gpu: int | None = Field(
+        default=None, ge=1, description="The samples of one forward of one rank."
+    )
+    gradient_accumulation_steps: int | None = Field(
+        default=None, ge=1, description="The forwards of a step."
+    )
 
     @field_validator("stage")
     @classmethod
@@ -318,6 +151,12 @@ class Config(_Strict):
         """Return the dtypes in force."""
         return PRECISIONS[self.precision] if isinstance(self.precision, str) else self.precision
 
+    def loss_scaler(self) -> LossScaler | None:
+        """Return the scaler of losses in fp16, and None in other precisions."""
+        if not self.resolved_precision().needs_loss_scaling:
+            return None
+        return LossScaler() if self.loss_scale is None else self.loss_scale.scaler()
+
     def check_batch(self, num_ranks: int) -> None:
         """Raise ConfigError unless the given batch sizes multiply up over `num_ranks`."""
         total, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
@@ -334,6 +173,9 @@ class Config(_Strict):
         """Raise ConfigError for options that this version does not support."""
         self.offload.check()
         self._check_codecs()
+        if self.loss_scale is not None and not self.resolved_precision().needs_loss_scaling:
+            raise ConfigError("loss_scale has no effect without precision='fp16': leave it out")
+        self.loss_scaler()
 
     def _check_codecs(self) -> None:
         comm, policy = self.comm, self.resolved_policy()
@@ -455,23 +297,4 @@ def _config_of(data: dict[str, Any]) -> Config:
     try:
         return Config(**data)
     except ValidationError as error:
-        raise ConfigError(_one_line(error)) from None
-
-
-def _one_line(error: ValidationError, section: str = "") -> str:
-    def fits(one: ErrorDetails) -> tuple[int, bool]:
-        """Rank errors: deeper ones first, then errors of a section's own."""
-        return len(one["loc"]), one["type"] == "value_error"
-
-    first = max(error.errors(), key=fits)
-    place = (*filter(None, [section]), *first["loc"])
-    where = ".".join(map(str, place))
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "finite_number":
-        message = f"{first['input']!r} is not a finite number"
-    if first["type"] == "extra_forbidden":
-        sections: dict[str, type[BaseModel]] = {"comm": Comm, "offload": Offload}
-        model = sections.get(str(place[0]))
-        choices = list(model.model_fields) if model is not None else []
-        return f"{where!r} is not a key of {place[0]}{nearest(str(place[-1]), choices)}"
-    return message if not where or where.split(".")[0] in message else f"{where}: {message}"
+        raise ConfigError(one_line(error, Config)) from None

@@ -18,7 +18,7 @@ What it does not do: look at gradients, skip steps, or talk to other ranks.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from zeroshard.errors import ConfigError
@@ -26,10 +26,16 @@ from zeroshard.errors import ConfigError
 __all__ = ["LossScaler"]
 
 
+_MOVES = ("scale", "streak", "num_skipped", "overflows")
+
+
 @dataclass
 class LossScaler:
-    """The state machine. Construct it with other numbers to start or move differently; all are
-    saved.
+    """The state machine. Construct it with other numbers to start or move differently; what moves
+    is saved.
+
+    With `hysteresis` n the scale outlasts n - 1 overflows, counted since it last grew (with
+    `consecutive_hysteresis`: since the last good step), as DeepSpeed's does.
     """
 
     scale: float = 2.0**16  # what the loss of the next step is multiplied by
@@ -40,6 +46,10 @@ class LossScaler:
     # a loss that is constant zero would grow the scale to infinity, and there is no way back from
     # there
     max_scale: float = 2.0**32
+    dynamic: bool = True
+    hysteresis: int = 1  # overflows that shrink the scale
+    consecutive_hysteresis: bool = False
+    overflows: int = 0  # of `hysteresis`
     streak: int = 0  # good steps since the scale last changed
     num_skipped: int = 0  # overflows since the last good step
 
@@ -61,33 +71,44 @@ class LossScaler:
         """Whether the last step overflowed and the scale cannot shrink any more; twice in a row
         means that the training has diverged.
         """
-        return self.num_skipped > 0 and self.scale == self.min_scale
+        stays = not self.dynamic or self.scale == self.min_scale
+        return self.num_skipped > 0 and stays
 
     def update(self, overflow: bool) -> None:
         """Move to the next step's scale; `overflow` says that some rank's gradients held an inf
         or NaN.
         """
         if overflow:
-            self.scale = max(self.scale * self.backoff_factor, self.min_scale)
             self.streak = 0
             self.num_skipped += 1
+            self.overflows = min(self.overflows + 1, self.hysteresis)
+            if self.dynamic and self.overflows == self.hysteresis:
+                self.scale = max(self.scale * self.backoff_factor, self.min_scale)
             return
         self.num_skipped = 0
         self.streak += 1
+        if self.consecutive_hysteresis:
+            self.overflows = 0
         if self.streak == self.growth_interval:
-            self.scale = min(self.scale * self.growth_factor, self.max_scale)
-            self.streak = 0
+            self.streak = self.overflows = 0
+            if self.dynamic:
+                self.scale = min(self.scale * self.growth_factor, self.max_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything, numbers only."""
-        return asdict(self)
+        """Return what moves, numbers only."""
+        return {name: getattr(self, name) for name in _MOVES}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned. Raises ConfigError, and changes nothing, when
-        keys or numbers are not those of a scaler.
+        """Take over what `state_dict` returned, or returned when it held all numbers. A scale that
+        does not move stays.
+
+        Raises ConfigError, and changes nothing, when keys or numbers are not those of a scaler.
         """
         known = {item.name for item in fields(self)}
-        if state.keys() != known:
-            odd = ", ".join(repr(key) for key in sorted(map(str, state.keys() ^ known)))
-            raise ConfigError(f"this is not the state of a loss scaler: {odd} missing or unknown")
-        vars(self).update(vars(LossScaler(**state)))
+        odd = (state.keys() - known) | (set(_MOVES) - {"overflows"} - state.keys())
+        if odd:
+            names = ", ".join(repr(key) for key in sorted(map(str, odd)))
+            raise ConfigError(f"this is not the state of a loss scaler: {names} missing or unknown")
+        moved = {name: state[name] for name in _MOVES if name in state}
+        loaded = replace(self, **moved)
+        vars(self).update(vars(loaded) if self.dynamic else vars(loaded) | {"scale": self.scale})

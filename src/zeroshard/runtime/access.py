@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -212,7 +213,7 @@ class StateAccess:
         if type(late) is not int or late < 0:
             raise ConfigError(f"{_DELAYED} is {late!r}, not a number of steps")
         if self._scaler is not None and numbers:
-            LossScaler().load_state_dict(numbers)
+            replace(self._scaler).load_state_dict(numbers)
 
     def restored(self, scaler: Mapping[str, float]) -> None:
         """Called when another state has been loaded: gradients are dropped, and `scaler` is

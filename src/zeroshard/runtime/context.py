@@ -28,6 +28,7 @@ from zeroshard.core.precision import Precision
 from zeroshard.core.route import Routes, routes
 from zeroshard.core.wire import Formats, Wire
 from zeroshard.memory import MemoryCounter
+from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.tiering import Tiering
@@ -65,6 +66,7 @@ class Options:
     verify_every: int | None  # steps between comparisons of replicated state
     broadcast_buffers: bool  # every forward takes rank 0's buffers
     clip_norm: float | None  # what a step clips to where the user has not clipped
+    loss_scaler: LossScaler | None  # of fp16
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from zeroshard.core.precision import Precision
 from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardError
 from zeroshard.memory import Trimmer
 from zeroshard.optim.runner import StepOptions
-from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import ShardedOptimizer, check_parameters
 from zeroshard.optim.state_dicts import PartialState
 from zeroshard.runtime.access import StateAccess
@@ -92,7 +91,7 @@ class Engine:
             plans, context, digest, prefetch_bytes=prefetch_bytes
         )
         self._weights, self._backward = weights, backward
-        self._scaler = LossScaler() if context.precision.needs_loss_scaling else None
+        self._scaler = context.options.loss_scaler
         self._finalizer = Finalizer(backward, context, digest, self._scaler)
         rest = Rest(weights, transport=transport, streams=context.streams, faults=faults)
         self._recovery = Recovery(weights, rest, digest, context)

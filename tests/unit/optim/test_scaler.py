@@ -97,7 +97,7 @@ def test_it_moves_as_torchs_scaler_does(
 def test_a_saved_scaler_goes_on_where_it_was(before: str, after: str) -> None:
     first = LossScaler(scale=8.0, growth_interval=3, growth_factor=4.0)
     scales(first, before)
-    second = LossScaler()
+    second = LossScaler(growth_interval=3, growth_factor=4.0)
     second.load_state_dict(first.state_dict())
     assert first == second
     assert scales(first, after) == scales(second, after)
@@ -130,3 +130,30 @@ def test_a_wrong_state_is_refused_and_changes_nothing(change: dict[str, Any], me
 def test_a_scale_that_cannot_move_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         LossScaler(**options)
+
+
+def test_with_hysteresis_the_scale_outlasts_overflows_until_it_has_grown() -> None:
+    scaler = LossScaler(scale=8.0, growth_interval=3, hysteresis=2)
+    assert scales(scaler, "x.x") == [8, 8, 4], "the second overflow shrinks it"
+    assert scales(scaler, "x") == [2], "and each that follows"
+    assert scales(scaler, "...x") == [2, 2, 4, 4], "until it has grown"
+    scaler = LossScaler(scale=8.0, hysteresis=2, consecutive_hysteresis=True)
+    assert scales(scaler, "x.x.xx") == [8, 8, 8, 8, 8, 4], "or until a good step"
+
+
+def test_a_static_scale_stays_also_when_another_is_loaded() -> None:
+    scaler = LossScaler(scale=8.0, growth_interval=1, dynamic=False)
+    assert scales(scaler, "..x.") == [8, 8, 8, 8]
+    scaler.update(overflow=True)
+    assert scaler.at_floor
+    scaler.load_state_dict(LossScaler(scale=2.0).state_dict())
+    assert (scaler.scale, scaler.num_skipped) == (8, 0)
+
+
+def test_a_state_of_all_numbers_as_older_checkpoints_hold_it_is_taken() -> None:
+    scaler = LossScaler(growth_interval=7)
+    old = {"scale": 4.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+    scaler.load_state_dict(
+        old | {"min_scale": 1.0, "max_scale": 2.0**32, "streak": 3, "num_skipped": 0}
+    )
+    assert (scaler.scale, scaler.streak, scaler.growth_interval) == (4, 3, 7)

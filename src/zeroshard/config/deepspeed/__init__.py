@@ -5,10 +5,3 @@ lower.py    keys that become options of ours
 table.py    every key
 reading.py  a file against the table
 """
-
-from __future__ import annotations
-
-from zeroshard.config.deepspeed.reading import Finding, Reading, is_deepspeed, read
-from zeroshard.config.deepspeed.table import KEYS
-
-__all__ = ["KEYS", "Finding", "Reading", "is_deepspeed", "read"]

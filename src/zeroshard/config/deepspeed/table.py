@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zeroshard.config.deepspeed import lower as to
+import zeroshard.config.deepspeed.lower as to
 from zeroshard.config.deepspeed.rows import (
     Key,
     Kind,

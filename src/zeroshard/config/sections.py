@@ -1,0 +1,248 @@
+"""The sections of the configuration: `Comm`, `Offload`, `LossScale`, `ErrorFeedback`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from zeroshard.comm.codec import Codec, codec
+from zeroshard.comm.quantized import Codecs, Feedback
+from zeroshard.config.strict import Strict
+from zeroshard.core.placement import Tier
+from zeroshard.errors import ConfigError
+from zeroshard.optim.scaler import LossScaler
+
+__all__ = ["Comm", "ErrorFeedback", "LossScale", "Offload", "State"]
+
+TierName = Literal["device", "host", "disk"]
+
+
+class ErrorFeedback(Strict):
+    """What encoding gradients loses, added to the next ones (LoCo)."""
+
+    beta: float = Field(default=0.8, gt=0, le=1, description="The weight of each new error.")
+    reset: int | None = Field(
+        default=1024,
+        ge=1,
+        description="The number of sums after which all errors are dropped (None: never).",
+    )
+
+
+class LossScale(Strict):
+    """How losses are scaled in fp16 (``optim/scaler.py``). A checkpoint holds the scale itself, and
+    not these numbers.
+    """
+
+    section = "loss_scale"
+
+    initial: float = Field(
+        default=2.0**16, gt=0, description="The scale of the first step, or of every step."
+    )
+    dynamic: bool = Field(
+        default=True,
+        description="Whether the scale moves; a step that overflows is skipped anyway.",
+    )
+    growth_interval: int = Field(
+        default=2000,
+        ge=1,
+        description="The number of good steps in a row before the scale doubles.",
+    )
+    hysteresis: int = Field(
+        default=1,
+        ge=1,
+        description="The number of overflows since the scale last grew that halve it.",
+    )
+    consecutive_hysteresis: bool = Field(
+        default=False, description="Whether a good step starts the count of `hysteresis` anew."
+    )
+    min: float = Field(default=1.0, gt=0, description="The smallest scale.")
+
+    def scaler(self) -> LossScaler:
+        """Return a scaler that begins here. Raises ConfigError."""
+        options = self.model_dump(exclude={"initial", "min"})
+        floor = self.min if self.dynamic else min(self.min, self.initial)
+        return LossScaler(scale=self.initial, min_scale=floor, **options)
+
+
+class Comm(Strict):
+    """How bytes travel."""
+
+    section = "comm"
+
+    transport: Literal["auto", "shared_memory", "gloo", "nccl"] = Field(
+        default="auto", description="What moves the bytes; auto takes the fastest that works here."
+    )
+    ordered: bool | None = Field(
+        default=None,
+        description="Whether sums are taken in the canonical order where the backend has a faster"
+        " one of its own (nccl); on several hosts it needs `node_size`.",
+    )
+    weight_codec: str | None = Field(
+        default=None, description="The code in which weights travel: int8, int4 or fp8 (qwZ)."
+    )
+    grad_codec: str | None = Field(
+        default=None,
+        description="The code in which gradients travel: int8, int4, fp8 (qgZ), or bf16 for sums"
+        " over a node on their way to other nodes.",
+    )
+    node_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="The number of ranks of a node (default: all); the sums over ranks depend on"
+        " it.",
+    )
+    hierarchical: bool | None = Field(
+        default=None,
+        description="Whether collectives go in two levels, inside nodes and between them (default:"
+        " those that so move fewer bytes between hosts).",
+    )
+    frozen_codec: str | None = Field(
+        default=None,
+        description="The code in which weights that are not trained rest and travel (MixZ++).",
+    )
+    codec_block: int = Field(
+        default=256, description="The number of elements that share one scale in a code."
+    )
+    error_feedback: bool | ErrorFeedback = Field(
+        default=False,
+        description="Whether the loss of encoded gradients is added to the next ones (LoCo).",
+    )
+
+    def codecs(self) -> Codecs:
+        """Return the codecs. Raises ConfigError for an unknown name or block size."""
+
+        def made(setting: str, name: str | None) -> Codec | None:
+            if name is None or name == "bf16":
+                return None
+            try:
+                return codec(name, block=self.codec_block)
+            except ConfigError as error:
+                raise ConfigError(f"comm.{setting}: {error}") from None
+
+        feedback = Feedback() if self.error_feedback is True else None
+        if isinstance(self.error_feedback, ErrorFeedback):
+            feedback = Feedback(self.error_feedback.beta, self.error_feedback.reset)
+        names = ("weight_codec", "grad_codec", "frozen_codec")
+        weight, grad, frozen = (made(name, getattr(self, name)) for name in names)
+        return Codecs(weight, grad, frozen, feedback)
+
+
+State = Literal["weight", "grad", "optimizer"]
+_Share = Annotated[float, Field(allow_inf_nan=True)]  # `Offload` says which numbers it takes
+
+
+class Offload(Strict):
+    """On which tier each state rests (ZeRO-Offload, ZeRO-Infinity, Offload++)."""
+
+    section = "offload"
+
+    weight: TierName = Field(default="device", description="The tier of weights.")
+    grad: TierName = Field(default="device", description="The tier of gradients.")
+    optimizer: TierName = Field(
+        default="device", description="The tier of masters and moments, and where they are stepped."
+    )
+    fraction: _Share | dict[State, _Share] | Literal["auto"] = Field(
+        default=1.0,
+        description="The share of each state that leaves the device, one number or one per state;"
+        " auto moves the optimizer's until device and host take the same time for a step.",
+    )
+    disk_path: str | None = Field(
+        default=None, description="The directory of what rests on disk, on a local disk."
+    )
+    staging_bytes: int | None = Field(
+        default=None,
+        ge=1 << 16,
+        description="The most bytes of the buffers of the streamed step (default: 64 MiB).",
+    )
+    delayed_update: int | None = Field(
+        default=None, ge=0, description="The step from which on updates are applied one step late."
+    )
+    verify: bool = Field(
+        default=False, description="Whether what is read from disk is checked against its hash."
+    )
+    # replaces the link between device and host in tests: tests/support/paced_link.py
+    link: Any = Field(default=None, exclude=True, repr=False)
+
+    @field_validator("weight", "grad", "optimizer", mode="before")
+    @classmethod
+    def _known_tier(cls, tier: Any, info: ValidationInfo) -> Any:
+        if tier not in get_args(TierName):
+            raise ValueError(
+                f"offload.{info.field_name}={tier!r} is not a tier: 'device', 'host' (the memory of"
+                " the CPU) or 'disk' (NVMe)"
+            )
+        return tier
+
+    @field_validator("fraction")
+    @classmethod
+    def _share(cls, fraction: Any) -> Any:
+        shares = {} if fraction == "auto" else {"": fraction}
+        if isinstance(fraction, dict):
+            shares = {f"[{state!r}]": share for state, share in fraction.items()}
+        for state, share in shares.items():
+            if not 0.0 <= share <= 1.0:
+                raise ValueError(
+                    f"offload.fraction{state}={share} is not in [0, 1]: it is the share that leaves"
+                    " the device"
+                )
+        return fraction
+
+    def tier(self, state: State) -> Tier:
+        """Return the tier of one state."""
+        return Tier(getattr(self, state))
+
+    @property
+    def away(self) -> dict[str, Tier]:
+        """The states that leave the device."""
+        tiers = {state: Tier(getattr(self, state)) for state in get_args(State)}
+        return {state: tier for state, tier in tiers.items() if tier is not Tier.DEVICE}
+
+    def fractions(self) -> dict[str, float]:
+        """Return the share of each state that leaves the device ("auto" starts from 1)."""
+        if isinstance(self.fraction, dict):
+            return {**dict.fromkeys(get_args(State), 1.0), **self.fraction}
+        return dict.fromkeys(get_args(State), 1.0 if self.fraction == "auto" else self.fraction)
+
+    def check(self) -> None:
+        """Raise ConfigError for options without effect and invalid combinations."""
+        away, defaults = self.away, Offload()
+        names = ("fraction", "disk_path", "staging_bytes", "delayed_update", "verify")
+        given = [name for name in names if getattr(self, name) != getattr(defaults, name)]
+        if given and not away:
+            raise ConfigError(
+                f"offload.{given[0]} has no effect while every state rests on the device: leave it"
+                " out"
+            )
+        if isinstance(self.fraction, dict):
+            for state in self.fraction:
+                if state not in away:
+                    raise ConfigError(
+                        f"offload.fraction[{state!r}] has no effect: that state rests on the device"
+                    )
+        on_disk = [state for state, tier in away.items() if tier is Tier.DISK]
+        if on_disk and self.disk_path is None:
+            raise ConfigError(
+                f"offload.{on_disk[0]}='disk' needs offload.disk_path, a directory on a local disk"
+            )
+        for name in given:
+            if name in ("disk_path", "verify") and not on_disk:
+                raise ConfigError(
+                    f"offload.{name} has no effect while no state rests on disk: leave it out"
+                )
+        if self.fraction == "auto" and self.optimizer != "host":
+            raise ConfigError(
+                "offload.fraction='auto' balances the steps of device and host: it needs"
+                f" offload.optimizer='host', not {self.optimizer!r}"
+            )
+        if self.delayed_update is not None:
+            if "optimizer" not in away:
+                raise ConfigError(
+                    "offload.delayed_update has no effect while the optimizer's state rests on the"
+                    " device"
+                )
+            if self.fraction == "auto" or self.fractions()["optimizer"] < 1.0:
+                raise ConfigError(
+                    "offload.delayed_update needs the whole optimizer state off the device"
+                    " (fraction=1.0): its parts would be a step apart"
+                )
