@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.agree import REMEDY, agree, differing, through
 from zeroshard.comm.codec import DTYPES as CODED
@@ -26,10 +27,11 @@ from zeroshard.comm.device_mesh import Seat, seat_of
 from zeroshard.comm.select import make_transport
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Transport
-from zeroshard.config import AUTO, Config, build_config
+from zeroshard.config import AUTO, Config, ShardOptions, build_config
 from zeroshard.core.dims import Dims
 from zeroshard.core.launched import meeting_file
 from zeroshard.core.placement import Mesh, Tier
+from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import ConfigError, StorageError, ZeroshardError
@@ -52,7 +54,7 @@ from zeroshard.runtime.guards import OWNED
 from zeroshard.runtime.overlap import check_overlap
 from zeroshard.runtime.streams import make_streams
 from zeroshard.runtime.tiering import Tiering
-from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_units
+from zeroshard.runtime.units import UnitPlan, UnitSpec, named_parameters_once, partition_units
 from zeroshard.state.state import DeviceMemory
 from zeroshard.tier.disk import DiskStore
 from zeroshard.tier.host import HostStore
@@ -102,12 +104,12 @@ def shard(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     stage: int | None = None,
-    policy: Any = None,
+    policy: str | Policy | None = None,
     config: Config | dict[str, Any] | str | Path | None = None,
-    units: Any = None,
-    mesh: Any = None,
+    units: UnitSpec | None = None,
+    mesh: DeviceMesh | None = None,
     sync_from: int | None = None,
-    **overrides: Any,
+    **overrides: Unpack[ShardOptions],
 ) -> Engine:
     """Shard `model` and `optimizer` in place over the data parallel ranks, and return the engine.
 
@@ -277,7 +279,7 @@ def _checked(
     """Check everything on this rank. Nothing is changed or sent. Raises ConfigError."""
     world = 1 if seat.group is None else seat.group.size()
     settings.refuse_unsupported()
-    settings.check_batch(world)
+    settings.batch_sizes(world)
     node_size = _node_size(settings, seat.dims)
     mesh = Mesh.of(world, node_size, seat.dims.others)
     _check_nodes(mesh, settings)

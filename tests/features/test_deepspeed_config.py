@@ -164,9 +164,7 @@ def test_plus_plus_and_mics_are_read_as_rows_and_codecs() -> None:
         ({"zero_optimization": 3}, "zero_optimization=3 is not an object"),
         ({"zero_optimization": {"stage": 4}}, "stage=4 is not one of 0, 1, 2, 3"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16 are both enabled"),
-        ({"fp16": {"enabled": True, "loss_scale": 4}}, "fp16.loss_scale=4 is not a key"),
-        ({"optimizer": {"type": "Adam"}}, "optimizer={'type': 'Adam'} is not a key"),
-        ({"gradient_clipping": -1}, "gradient_clipping"),
+        ({"gradient_clipping": -1}, "gradient_clipping=-1 is negative"),
         ([1], "is a JSON object, not a list"),
     ],
 )

@@ -71,7 +71,7 @@ def test_a_deepspeed_file_decides_stage_and_precision(results: dict[str, Any]) -
 
 
 def test_contradictions_between_file_and_arguments_are_named(results: dict[str, Any]) -> None:
-    fp16, bf16, clip, batch, key = results["refused"]
+    fp16, bf16, clip, batch, key, rate = results["refused"]
     assert "args.fp16" in fp16 and "args.bf16 is on" in bf16
     assert (
         "gradient_clipping=0.7 in the configuration contradicts the training arguments, which"
@@ -79,8 +79,9 @@ def test_contradictions_between_file_and_arguments_are_named(results: dict[str, 
     )
     assert (
         "train_micro_batch_size_per_gpu=7" in batch
-        and "zero_optimization.overlap_comm=True is not a key of DeepSpeed's" in key
+        and "DeepSpeed's zero_optimization.overlap_com=True is not a key of DeepSpeed's" in key
     )
+    assert "optimizer.params.lr=0.01 in the configuration contradicts" in rate
 
 
 def test_fp16_scales_losses_and_the_schedule_waits_for_skipped_steps(

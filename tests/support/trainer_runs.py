@@ -131,7 +131,8 @@ def _refusals(folder: Path) -> list[str]:
         ({"bf16": True}, {"precision": "fp32"}),
         ({}, {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.7}),
         ({}, {"train_micro_batch_size_per_gpu": 7}),
-        ({}, {"zero_optimization": {"stage": 2, "overlap_comm": True}}),
+        ({}, {"zero_optimization": {"stage": 2, "overlap_com": True}}),
+        ({}, {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": "auto"}}}),
     ):
         try:
             _train(folder, "refused", zero, **changes)

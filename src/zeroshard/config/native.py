@@ -8,11 +8,14 @@ dropped.
 from __future__ import annotations
 
 import json
+import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypedDict, get_args
 
 import torch
+import torch.distributed as dist
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from zeroshard.config.deepspeed.reading import Reading, is_deepspeed, read
@@ -25,7 +28,9 @@ from zeroshard.core.precision import PRECISIONS, Precision, dtype_name
 from zeroshard.errors import ConfigError
 from zeroshard.optim.scaler import LossScaler
 
-__all__ = ["AUTO", "Config", "DeepSpeedFile", "build_config", "read_deepspeed"]
+__all__ = ["AUTO", "Config", "DeepSpeedFile", "ShardOptions", "build_config", "read_deepspeed"]
+
+_log = logging.getLogger("zeroshard")
 
 AUTO = "auto"  # the policy that shard() plans
 
@@ -157,17 +162,26 @@ class Config(Strict):
             return None
         return LossScaler() if self.loss_scale is None else self.loss_scale.scaler()
 
-    def check_batch(self, num_ranks: int) -> None:
-        """Raise ConfigError unless the given batch sizes multiply up over `num_ranks`."""
+    def batch_sizes(self, num_ranks: int) -> tuple[int | None, int | None, int | None]:
+        """Return the samples of a step, those of a forward, and the forwards of a step: two of the
+        three give the third. Raises ConfigError where they do not multiply up over `num_ranks`.
+        """
         total, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
         steps = self.gradient_accumulation_steps
+        if total is None and micro is not None and steps is not None:
+            total = micro * steps * num_ranks
+        elif total is not None and micro is not None and steps is None:
+            steps = max(1, total // (micro * num_ranks))
+        elif total is not None and micro is None and steps is not None:
+            micro = max(1, total // (steps * num_ranks))
         if total is None or micro is None or steps is None:
-            return
+            return total, micro, steps
         if total != micro * steps * num_ranks:
             raise ConfigError(
                 f"train_batch_size={total} is not train_micro_batch_size_per_gpu={micro} x"
                 f" gradient_accumulation_steps={steps} x {num_ranks} ranks"
             )
+        return total, micro, steps
 
     def refuse_unsupported(self) -> None:
         """Raise ConfigError for options that this version does not support."""
@@ -237,6 +251,26 @@ class Config(Strict):
         return read_deepspeed(source).config()
 
 
+class ShardOptions(TypedDict, total=False):
+    """The keywords of ``shard()`` that are `Config`'s, for editors and type checkers. None
+    stands for the default, a dict for a section.
+    """
+
+    precision: str | Precision | None
+    offload: Offload | dict[str, Any] | None
+    comm: Comm | dict[str, Any] | None
+    loss_scale: LossScale | dict[str, Any] | None
+    prefetch_bytes: int | None
+    stall_timeout_s: float | None
+    strict: bool | None
+    verify_every: int | None
+    broadcast_buffers: bool | None
+    gradient_clipping: float | None
+    train_batch_size: int | None
+    train_micro_batch_size_per_gpu: int | None
+    gradient_accumulation_steps: int | None
+
+
 @dataclass(frozen=True)
 class DeepSpeedFile(Reading):
     """A DeepSpeed configuration, read; the engine's `Config` if nothing is refused."""
@@ -271,7 +305,11 @@ def build_config(source: Config | dict[str, Any] | str | Path | None, **override
             f" {type(data).__name__}"
         )
     if is_deepspeed(data, Config.model_fields):
-        data = read_deepspeed(data).checked_fields()
+        file = read_deepspeed(data)
+        data = dict(file.checked_fields())
+        if overrides.get("precision") is not None:
+            data.pop("loss_scale", None)  # it belongs to the file's own precision
+        _tell(file.without_effect())
     data = dict(data)
     given = {key: value for key, value in overrides.items() if value is not None}
     if "stage" in given:
@@ -280,6 +318,17 @@ def build_config(source: Config | dict[str, Any] | str | Path | None, **override
         data.pop("stage", None)
     data.update(given)
     return _config_of(data)
+
+
+def _tell(keys: list[str]) -> None:
+    """Log once, on rank 0, which keys of DeepSpeed's make no difference."""
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+    if keys and rank == 0:
+        _log.info(
+            "of the DeepSpeed configuration %s make no difference here; zeroshard config explain"
+            " FILE says why",
+            ", ".join(keys),
+        )
 
 
 def _config_of(data: dict[str, Any]) -> Config:

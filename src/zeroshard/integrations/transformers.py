@@ -15,6 +15,7 @@ before any training runs the plain model.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from transformers import Trainer
 import zeroshard as zs
 
 __all__ = ["ZeroTrainer"]
+
+_log = logging.getLogger("zeroshard")
 
 _OURS = "zeroshard"  # the directory of our checkpoint within the Trainer's
 
@@ -78,6 +81,8 @@ class ZeroTrainer(Trainer):
         self.engine: zs.Engine | None = None
         self._wrapped: _Wrapped | None = None
         self._zero = _completed(zs.Config.read(zero), self.args)
+        if zero is not None and not isinstance(zero, zs.Config):
+            _compare_optimizers(zs.read_deepspeed(zero), self.args)
 
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None
@@ -173,3 +178,52 @@ def _completed(config: zs.Config, args: Any) -> zs.Config:
     if "precision" not in given and args.bf16:
         changes["precision"] = "bf16"
     return config.model_copy(update=changes)
+
+
+_SCHEDULES = {
+    "WarmupLR": "constant_with_warmup",
+    "WarmupDecayLR": "linear",
+    "WarmupCosineLR": "cosine",
+}
+
+
+def _compare_optimizers(file: zs.DeepSpeedFile, args: Any) -> None:
+    """Compare the file's optimizer and scheduler with those that the Trainer makes from `args`.
+
+    Raises ConfigError for a value that contradicts them, as Transformers does; another kind of
+    schedule is a warning, since the files of its documentation have one that is not its default.
+    """
+    given = {
+        f"optimizer.params.{name}": value for name, value in (file.optimizer or ("", {}))[1].items()
+    }
+    kind, settings = file.scheduler or ("", {})
+    given |= {f"scheduler.params.{name}": value for name, value in settings.items()}
+    if file.optimizer is not None:
+        given["optimizer.type"] = file.optimizer[0].lower().removesuffix("w")
+    pairs = {
+        "optimizer.type": str(getattr(args.optim, "value", args.optim))
+        .partition("_")[0]
+        .removesuffix("w"),
+        "optimizer.params.lr": args.learning_rate,
+        "optimizer.params.betas": [args.adam_beta1, args.adam_beta2],
+        "optimizer.params.eps": args.adam_epsilon,
+        "optimizer.params.weight_decay": args.weight_decay,
+        "optimizer.params.adam_w_mode": True,
+        "scheduler.params.warmup_min_lr": 0,
+        "scheduler.params.warmup_max_lr": args.learning_rate,
+    }
+    for name, mine in pairs.items():
+        theirs = given.get(name, "auto")
+        if theirs not in ("auto", mine):
+            raise zs.ConfigError(
+                f"{name}={theirs!r} in the configuration contradicts the training arguments, which"
+                f" say {mine!r}: make them agree, or use 'auto'"
+            )
+    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    if kind and _SCHEDULES.get(kind) != schedule:
+        _log.warning(
+            "scheduler.type=%r of the configuration is not used: the training arguments say"
+            " lr_scheduler_type=%r",
+            kind,
+            schedule,
+        )

@@ -12,7 +12,7 @@ import traceback
 
 from zeroshard._version import __version__
 from zeroshard.errors import ZeroshardError
-from zeroshard.launch import bench, checkpoint, doctor, plan, report
+from zeroshard.launch import bench, checkpoint, config, doctor, plan, report
 from zeroshard.launch.options import LineParser, UsageError, add_run_options, parse_run
 
 __all__ = ["main"]
@@ -68,6 +68,7 @@ def _build_parser() -> tuple[argparse.ArgumentParser, ...]:
     add_run_options(run_parser)
     plan.add_parser(commands)
     checkpoint.add_parser(commands)
+    config.add_parser(commands)
     doctor.add_parser(commands)
     report.add_parser(commands)
     bench_parser = commands.add_parser("bench", help="measure this library beside the others")

@@ -11,8 +11,8 @@ from zeroshard.config.deepspeed.rows import Lower
 from zeroshard.errors import ConfigError
 
 __all__ = [
-    "clipping", "device", "feedback", "half", "hpz", "mics", "option", "path", "quantized", "ratio",
-    "stage",
+    "TIERS", "clipping", "device", "dtype", "feedback", "first_scale", "half", "hpz", "mics",
+    "moving", "option", "path", "quantized", "ratio", "stage", "static_scale",
 ]  # fmt: skip
 
 _ZERO = "zero_optimization"
@@ -84,24 +84,25 @@ def feedback(setting: str) -> Lower:
 
     def lower(value: Any, values: Values) -> dict[str, Any]:
         if not values[f"{_ZERO}.zero_quantized_gradients"]:
-            raise ConfigError("it has no effect without zero_quantized_gradients: leave it out")
+            raise ConfigError("has no effect without zero_quantized_gradients: leave it out")
         return {f"comm.error_feedback.{setting}": value}
 
     return lower
 
 
 def device(section: str, state: str) -> Lower:
-    """The tier of a state. With the optimizer's state on the host gradients go there, too."""
+    """The tier of a state; true and false are an older form of cpu and none. With the optimizer's
+    state gradients leave the device, for the host.
+    """
 
     def lower(value: Any, values: Values) -> dict[str, Any]:
-        if TIERS[value] == "device":
+        tier = TIERS.get(value, "host" if value is True else "device")
+        if tier == "device":
             return {}
-        out = {f"offload.{state}": TIERS[value]}
         if value == "nvme" and values[f"{_ZERO}.{section}.nvme_path"] is None:
-            raise ConfigError("it needs nvme_path, a directory on a local disk")
-        if state == "optimizer" and values[f"{_ZERO}.stage"] in (2, 3):
-            out["offload.grad"] = "host"
-        return out
+            raise ConfigError("needs nvme_path, a directory on a local disk")
+        grad = state == "optimizer" and values[f"{_ZERO}.stage"] in (2, 3)
+        return {f"offload.{state}": tier, **({"offload.grad": "host"} if grad else {})}
 
     return lower
 
@@ -123,7 +124,7 @@ def path(section: str, other: str) -> Lower:
 def ratio(value: Any, values: Values) -> dict[str, Any]:
     """The share of the optimizer's state, and of gradients beside it, that leaves the device."""
     if not 0 <= value <= 1:
-        raise ConfigError("it is not in [0, 1]")
+        raise ConfigError("is not in [0, 1]")
     if values[f"{_ZERO}.offload_optimizer.device"] == "none" or value == 1:
         return {}
     states = ["optimizer", *(["grad"] if values[f"{_ZERO}.stage"] in (2, 3) else [])]
@@ -138,6 +139,57 @@ def half(name: str, others: tuple[str, ...]) -> Lower:
             return {}
         if any(values[f"{other}.enabled"] for other in others):
             raise ConfigError("bf16 and fp16 are both enabled: one of them decides")
-        return {"precision": name}
+        alone = all(values[key] in (None, usual[name]) for key, usual in _USUAL.items())
+        return {"precision" if alone else "precision.compute": name}
+
+    return lower
+
+
+# the dtypes that are ours anyway, by compute dtype
+_USUAL = {
+    "communication_data_type": {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"},
+    "data_types.grad_accum_dtype": {"fp32": "fp32", "bf16": "fp32", "fp16": "fp32"},
+}
+
+
+def _compute(values: Values) -> str:
+    names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
+    return next((name for key, name in names.items() if values[f"{key}.enabled"]), "fp32")
+
+
+def dtype(state: str) -> Lower:
+    """The dtype of gradients on the wire ("reduce") or at rest ("accumulate")."""
+    key = "communication_data_type" if state == "reduce" else "data_types.grad_accum_dtype"
+
+    def lower(value: Any, values: Values) -> dict[str, Any]:
+        compute = _compute(values)
+        if state == "accumulate" and value not in ("fp32", compute):
+            raise ConfigError(f"gradients rest in fp32 or in the compute dtype, {compute}")
+        return {} if value == _USUAL[key][compute] else {f"precision.{state}": value}
+
+    return lower
+
+
+def static_scale(value: Any, values: Values) -> dict[str, Any]:
+    """The scale of every step; 0 for one that moves."""
+    return {"loss_scale.initial": float(value), "loss_scale.dynamic": False} if value else {}
+
+
+def first_scale(value: Any, values: Values) -> dict[str, Any]:
+    """The first scale that moves, as the exponent of 2."""
+    if value > 32:
+        raise ConfigError("loss scales end at 2**32")
+    if not values["fp16.loss_scale"] and 2.0**value < values["fp16.min_loss_scale"]:
+        raise ConfigError(f"2**{value} is less than min_loss_scale")
+    return {} if values["fp16.loss_scale"] else {"loss_scale.initial": 2.0**value}
+
+
+def moving(setting: str) -> Lower:
+    """A number of the scale that moves."""
+
+    def lower(value: Any, values: Values) -> dict[str, Any]:
+        if setting == "min" and not value > 0:
+            raise ConfigError("a scale is greater than 0")
+        return {} if values["fp16.loss_scale"] else {f"loss_scale.{setting}": value}
 
     return lower

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.config.deepspeed.rows import an_object
-from zeroshard.config.deepspeed.table import KEYS, SECTIONS
+from zeroshard.config.deepspeed.table import KEYS, SECTIONS, key_of
 from zeroshard.config.reading import nearest, read_json
 from zeroshard.errors import ConfigError
 
@@ -33,7 +33,7 @@ class Finding:
         """Return the key, its value and the reason, as errors name them."""
         text = repr(self.value)
         text = text if len(text) <= 60 else f"{text[:57]}..."
-        between = " " if self.why.startswith("is ") else ": "
+        between = " " if self.why.startswith(("is ", "has ", "needs ")) else ": "
         return f"{self.key}={text}{between}{self.why}"
 
 
@@ -50,6 +50,18 @@ class Reading:
     def refusals(self) -> list[Finding]:
         """Return the keys that cannot be honoured."""
         return [finding for finding in self.findings if finding.verdict == "refused"]
+
+    def without_effect(self) -> list[str]:
+        """Return the keys that the file sets to another value than DeepSpeed's default, and that
+        make no difference here.
+        """
+        return [
+            finding.key
+            for finding in self.findings
+            if (finding.verdict, finding.source) == ("ignored", "file")
+            and (key := key_of(finding.key)) is not None
+            and finding.value not in (None, key.default)
+        ]
 
     def checked_fields(self) -> dict[str, Any]:
         """Return `fields`. Raises ConfigError with every refused key and its reason, one a line."""
@@ -78,23 +90,37 @@ def read(source: str | Path | dict[str, Any]) -> Reading:
         raise ConfigError(
             f"a DeepSpeed configuration is a JSON object, not a {type(data).__name__}"
         )
+    if data.get("zero_optimization") is True:  # an old form of stage 1
+        data = {**data, "zero_optimization": {"stage": 1}}
     flat = dict(_flat(data, ""))
     wrong = {key: why for key, value in flat.items() if (why := _complaint(key, value))}
-    right = {key: value for key, value in flat.items() if key not in wrong and value != "auto"}
+    right = {key: value for key, value in flat.items() if key not in wrong and not _is_auto(value)}
     values = {name: right.get(name, key.default) for name, key in KEYS.items()}
-    untold = [name for name, key in KEYS.items() if key.tells_default and name not in flat]
+    if _is_auto(flat.get("zero_optimization.stage")):
+        values["zero_optimization.stage"] = 3  # our default
+    untold = [
+        name
+        for name, key in KEYS.items()
+        if key.tells_default and name not in flat and not _is_off(name, values)
+    ]
     findings: list[Finding] = []
     fields: dict[str, Any] = {}
-    for key in (*flat, *untold):
-        source_ = "default" if key in untold else "auto" if _is_auto(flat[key]) else "file"
-        value = values[key] if key in untold else flat[key]
-        finding, options = _found(key, value, source_, wrong.get(key, ""), values)
+    for name in (*flat, *untold):
+        origin = "default" if name in untold else "auto" if _is_auto(flat[name]) else "file"
+        value = values[name] if name in untold else flat[name]
+        finding, options = _found(name, value, origin, wrong.get(name, ""), values)
         findings.append(finding)
-        for name, ours in options.items():
-            _put(fields, name, ours)
+        for option, setting in options.items():
+            _put(fields, option, setting)
     return Reading(
         tuple(findings), fields, _made(data, "optimizer"), _made(data, "scheduler"), data
     )
+
+
+def _is_off(name: str, values: Mapping[str, Any]) -> bool:
+    """Whether the section of a key is there, but not enabled."""
+    switch = f"{name.rpartition('.')[0]}.enabled"
+    return name != switch and switch in values and values[switch] is not True
 
 
 def _is_auto(value: Any) -> bool:
@@ -117,12 +143,13 @@ def _complaint(name: str, value: Any) -> str:
     """Return why a key or its value is not one of DeepSpeed's, or an empty string."""
     if name in SECTIONS:
         return an_object(value)
-    if name not in KEYS:
+    key = key_of(name)
+    if key is None:
         prefix = name[: -len(last)] if (last := name.rpartition(".")[2]) else f"{name}."
         inside = [key[len(prefix) :] for key in KEYS if key.startswith(prefix)]
         choices = list(dict.fromkeys(key.partition(".")[0] for key in inside))
         return f"is not a key of DeepSpeed's{nearest(last, choices)}"
-    return "" if value is None or _is_auto(value) else KEYS[name].kind(value)
+    return "" if value is None or _is_auto(value) else key.kind(value)
 
 
 def _found(
@@ -135,11 +162,14 @@ def _found(
 
     if wrong:
         return finding("refused", wrong), {}
-    key = KEYS[name]
-    if source == "auto":
-        return finding("ignored", "left to whoever fills it in, and to our default"), {}
-    if not key.is_harmless(value):
-        return finding("refused", f"{key.why} {key.instead}".strip()), {}
+    key = key_of(name)
+    assert key is not None, name
+    if source == "auto" and key.lower is not None:
+        return finding("ignored", "left to whoever fills it in, and else to our default"), {}
+    if _is_off(name, values):
+        return finding("ignored", f"{name.rpartition('.')[0]}.enabled is not true"), {}
+    if source != "auto" and not key.harmless(value):
+        return finding("refused", f"{key.why}: {key.instead}"), {}
     if key.lower is None or value is None:
         return finding("ignored", key.why), {}
     try:

@@ -7,16 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
-    "Key",
-    "Kind",
-    "Lower",
-    "an_object",
-    "anything",
-    "count",
-    "flag",
-    "number",
-    "one_of",
-    "text",
+    "Key", "Kind", "Lower", "an_object", "anything", "becomes", "count", "flag", "number", "one_of",
+    "ranks", "refuses", "refuses_section", "text", "tunes", "whole",
 ]  # fmt: skip
 
 Kind = Callable[[Any], str]  # the end of a sentence about a value of another kind, or ""
@@ -49,6 +41,11 @@ def ranks(value: Any) -> str:
     return "" if type(value) is int and (value >= 1 or value == -1) else "is not a number of ranks"
 
 
+def whole(value: Any) -> str:
+    """Take whole numbers from 0."""
+    return "" if type(value) is int and value >= 0 else "is not a whole number"
+
+
 def text(value: Any) -> str:
     """Take text."""
     return "" if isinstance(value, str) else "is not text"
@@ -64,11 +61,11 @@ def anything(value: Any) -> str:
     return ""
 
 
-def one_of(*choices: Any) -> Kind:
-    """Take one of `choices`; a number is not a truth value."""
+def one_of(*choices: Any, also: tuple[Any, ...] = ()) -> Kind:
+    """Take one of `choices`, or of older forms, `also`; a number is not a truth value."""
 
     def kind(value: Any) -> str:
-        if any(type(value) is type(one) and value == one for one in choices):
+        if any(type(value) is type(one) and value == one for one in (*choices, *also)):
             return ""
         return f"is not one of {', '.join(map(str, choices))}"
 
@@ -79,22 +76,56 @@ def one_of(*choices: Any) -> Kind:
 class Key:
     """A key of DeepSpeed's and what it does here.
 
-    With `lower` it becomes an option of ours. Else `refused` says whether a value other than the
-    default (or those in `harmless`) is refused, because it would change a run; `instead` says what
-    to use. A key that is not refused makes no difference here.
+    With `lower` it becomes an option of ours. Else a value that is not `harmless` is refused,
+    because it would change a run; all others make no difference here.
     """
 
-    name: str  # dotted
+    name: str  # dotted; a last part "*" stands for every key of the section
     default: Any
     why: str  # one sentence
     kind: Kind = anything
     lower: Lower | None = None
-    refused: bool = False
-    instead: str = ""
-    harmless: tuple[Any, ...] = ()
+    harmless: Callable[[Any], bool] = lambda value: True
+    instead: str = ""  # of a refused value
     tells_default: bool = False  # also where it is left out, its default has an effect
 
-    def is_harmless(self, value: Any) -> bool:
-        """Whether `value` asks for nothing that does not happen here anyway."""
-        same = [one for one in (self.default, *self.harmless) if type(one) is type(value)]
-        return not self.refused or value is None or value in same
+
+def becomes(
+    name: str, default: Any, kind: Kind, lower: Lower, why: str, *, tells_default: bool = False
+) -> Key:
+    """Return a key that is an option of ours, too."""
+    return Key(name, default, why, kind, lower, tells_default=tells_default)
+
+
+def tunes(name: str, default: Any, why: str) -> Key:
+    """Return a key that changes speed or memory there, and nothing here."""
+    return Key(name, default, why)
+
+
+def refuses(name: str, default: Any, why: str, instead: str = "leave it out") -> Key:
+    """Return a key that asks for something else than happens here, unless it has its default."""
+
+    def harmless(value: Any) -> bool:
+        return value is None or (type(value) is type(default) and value == default)
+
+    return Key(name, default, why, harmless=harmless, instead=instead)
+
+
+def refuses_section(
+    name: str, why: str, instead: str, *, switches: tuple[str, ...] = ("enabled",)
+) -> Key:
+    """Return a whole section that asks for something else than happens here, unless `switches`
+    in it (at any depth) switch it off.
+    """
+
+    def found(value: Any) -> list[Any]:
+        if not isinstance(value, dict):
+            return []
+        own = [setting for key, setting in value.items() if key in switches]
+        return own + [one for inner in value.values() for one in found(inner)]
+
+    def harmless(value: Any) -> bool:
+        settings = found(value)
+        return not value or (bool(settings) and not any(settings))
+
+    return Key(name, None, why, an_object, harmless=harmless, instead=instead)

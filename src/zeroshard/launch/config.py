@@ -1,0 +1,79 @@
+"""``zeroshard config``: what each key of a configuration does, and the schema of ours.
+
+    zeroshard config explain ds_config.json      ours or DeepSpeed's: every key and its effect
+    zeroshard config explain zero.json --json    the same for programs
+    zeroshard config schema                      the JSON schema of ours, for editors
+
+Exit code 3 where a key is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zeroshard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zeroshard.config import Finding
+
+__all__ = ["add_parser"]
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``zeroshard config`` to the commands."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "config",
+        help="say what each key of a configuration does, ours or DeepSpeed's",
+        description="Say what a configuration does here, ours or DeepSpeed's.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example:\n  zeroshard config explain ds_config.json",
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    explain = actions.add_parser(
+        "explain",
+        help="each key of a file, its value, where it comes from, and its effect",
+        description="Exit code 3 where a key is refused.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example:\n  zeroshard config explain ds_config.json",
+    )
+    explain.add_argument("file", type=Path, metavar="FILE", help="JSON, ours or DeepSpeed's")
+    explain.add_argument("--json", action="store_true", help="print JSON")
+    explain.set_defaults(handler=_explain)
+    schema = actions.add_parser("schema", help="print the JSON schema of our form, for editors")
+    schema.set_defaults(handler=_schema)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from zeroshard.config.explain import explain
+
+    form, findings = explain(arguments.file)
+    refused = sum(finding.verdict == "refused" for finding in findings)
+    if arguments.json:
+        keys = [asdict(finding) for finding in findings]
+        print(json.dumps({"form": form, "refused": refused, "keys": keys}, indent=1, default=str))
+    else:
+        print(f"{arguments.file} ({form}'s form)")
+        for finding in findings:
+            print(_lines(finding))
+        if refused:
+            print(f"{refused} of {len(findings)} keys refused")
+    return ConfigError.exit_code if refused else 0
+
+
+def _lines(finding: Finding) -> str:
+    """Return a finding as two lines: the key, then its effect."""
+    value = json.dumps(finding.value, default=str)
+    key = f"{finding.key} = {value}  ({finding.source})" if finding.key else "all together"
+    effect = ": ".join(filter(None, [finding.becomes, finding.why]))
+    return f"{finding.verdict:9} {key}\n          {effect}"
+
+
+def _schema(arguments: argparse.Namespace) -> int:
+    from zeroshard.config.reference import schema
+
+    print(json.dumps(schema(), indent=2))
+    return 0
