@@ -1,10 +1,12 @@
-"""DeepSpeed's configuration read as ours, and what of it has an effect in the engine: clipping
-at the step, batch sizes compared.
+"""DeepSpeed's configuration read as ours, key by key, and what of it has an effect in the engine:
+clipping at the step, batch sizes compared, fp16's loss scale.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,148 @@ import pytest
 import torch
 
 import zeroshard as zs
+from tests.support.deepspeed_files import FILES, NAMES
 from tests.support.harness import run_ranks
 from tests.support.training import train
 from zeroshard import Config, ConfigError
+from zeroshard.config import build_config
+from zeroshard.config.deepspeed.table import KEYS, SECTIONS
+from zeroshard.config.reference import deepspeed_markdown
+
+
+def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in data.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_the_documentation_load_and_every_key_is_accounted_for(name: str) -> None:
+    file = zs.read_deepspeed(FILES[name])
+    assert file.refusals() == []
+    file.config().refuse_unsupported()
+    keys = {finding.key for finding in file.findings}
+    for leaf in _leaves(FILES[name]):
+        parts = leaf.split(".")
+        own = {".".join(parts[: n + 1]) for n in range(len(parts))}
+        assert own & keys or FILES[name].get("zero_optimization") is True, leaf
+    told = {finding.verdict for finding in file.findings}
+    assert told <= {"honoured", "mapped", "ignored"}
+    assert all(finding.why for finding in file.findings)
+    assert Config.from_json(file.config().to_json()) == file.config()
+
+
+def test_every_documented_key_is_in_the_table() -> None:
+    assert [name for name in NAMES if name not in KEYS and name not in SECTIONS] == []
+
+
+def test_the_published_table_is_the_current_one() -> None:
+    path = Path(__file__).parents[2] / "docs" / "deepspeed-keys.md"
+    assert path.read_text() == deepspeed_markdown(), (
+        "python -m zeroshard.config.reference deepspeed > docs/deepspeed-keys.md"
+    )
+
+
+def test_every_refused_key_is_told_at_once_with_its_remedy() -> None:
+    source = {
+        "amp": {"enabled": True},
+        "bf16": {"enable": True},
+        "wandb": {"enabled": True, "project": "a"},
+        "zero_optimization": {"stage": 3, "overlap_com": True, "zenflow": {"topk_ratio": 0.1}},
+        "steps_per_prnt": 10,
+        "gradient_allreduce_op": "sum",
+    }
+    with pytest.raises(ConfigError) as caught:
+        Config.from_deepspeed(source)
+    first, *lines = str(caught.value).split("\n")
+    assert first == "7 keys of DeepSpeed's are refused:" and len(lines) == 7
+    for words in (
+        "amp={'enabled': True}: Apex is not used: use bf16 or fp16",
+        "bf16.enable=True is not a key of DeepSpeed's; did you mean 'enabled'?",
+        "wandb={'enabled': True, 'project': 'a'}: nothing is logged: log engine.memory()",
+        "overlap_com=True is not a key of DeepSpeed's; did you mean 'overlap_comm'?",
+        "offload.delayed_update hides the step on the host",
+        "steps_per_prnt=10 is not a key of DeepSpeed's; did you mean 'steps_per_print'?",
+        "multiply the loss by the number of ranks",
+    ):
+        assert words in str(caught.value)
+    assert len(zs.read_deepspeed(source).refusals()) == 7, "which reads without raising"
+
+
+def test_keys_that_only_tune_are_told_in_one_line_by_every_door(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(FILES["transformers zero3"]))
+    with caplog.at_level(logging.INFO, logger="zeroshard"):
+        config = Config.read(path)
+    [record] = caplog.records
+    said = record.getMessage()
+    assert "zero_optimization.overlap_comm" in said and "optimizer.type" in said
+    assert "wall_clock_breakdown" not in said, "which has its default"
+    assert config == Config.from_deepspeed(path)
+
+
+def test_the_scale_of_fp16_is_deepspeeds_with_its_defaults() -> None:
+    config = Config.from_deepspeed({"fp16": {"enabled": True}})
+    assert config.loss_scale == zs.LossScale(growth_interval=1000, hysteresis=2)
+    moved = {"initial_scale_power": 8, "min_loss_scale": 4, "consecutive_hysteresis": True}
+    scaler = Config.from_deepspeed({"fp16": {"enabled": True, **moved}}).loss_scaler()
+    assert scaler is not None
+    assert (scaler.scale, scaler.min_scale, scaler.consecutive_hysteresis) == (256, 4, True)
+    static = Config.from_deepspeed({"fp16": {"enabled": True, "loss_scale": 0.5}}).loss_scaler()
+    assert static is not None and (static.scale, static.dynamic) == (0.5, False)
+    assert Config.from_deepspeed({"fp16": {"enabled": False, "loss_scale": 8}}).loss_scale is None
+    assert Config.from_deepspeed({"fp16": {"enabled": "auto"}}).loss_scale is None
+    for wrong in ({"initial_scale_power": 40}, {"initial_scale_power": 1, "min_loss_scale": 4}):
+        assert len(zs.read_deepspeed({"fp16": {"enabled": True, **wrong}}).refusals()) == 1
+    with pytest.raises(ConfigError, match="loss_scale has no effect without precision='fp16'"):
+        Config(loss_scale=zs.LossScale()).refuse_unsupported()
+    overridden = build_config({"fp16": {"enabled": True}}, precision="bf16")
+    assert (overridden.precision, overridden.loss_scale) == ("bf16", None)
+
+
+def test_dtypes_of_gradients_become_a_precision() -> None:
+    source: dict[str, Any] = {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
+    assert Config.from_deepspeed(source).precision == zs.Precision("bf16", reduce="fp32")  # type: ignore[arg-type]
+    resting = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
+    precision = Config.from_deepspeed(resting).precision
+    assert precision == zs.Precision("bf16", accumulate="bf16")  # type: ignore[arg-type]
+    usual = {**source, "communication_data_type": "bf16", "data_types": {"grad_accum_dtype": None}}
+    assert Config.from_deepspeed(usual).precision == "bf16"
+    with pytest.raises(ConfigError, match="grad_accum_dtype='fp16': gradients rest in fp32 or"):
+        Config.from_deepspeed({**source, "data_types": {"grad_accum_dtype": "fp16"}})
+
+
+def test_optimizer_and_scheduler_are_kept_for_who_makes_them() -> None:
+    file = zs.read_deepspeed(FILES["transformers zero2"])
+    assert file.optimizer is not None and file.optimizer[0] == "AdamW"
+    assert file.optimizer[1]["lr"] == "auto"
+    assert file.scheduler is not None and file.scheduler[0] == "WarmupLR"
+    assert zs.read_deepspeed({"zero_optimization": {}}).optimizer is None
+
+
+def test_older_forms_are_read() -> None:
+    assert Config.from_deepspeed({"zero_optimization": True}).stage == 1
+    older = Config.from_deepspeed({"zero_optimization": {"stage": 2, "cpu_offload": True}})
+    assert (older.offload.optimizer, older.offload.grad) == ("host", "host")
+    assert Config.from_deepspeed({"bfloat16": {"enabled": True}}).precision == "bf16"
+
+
+def test_two_of_the_three_batch_sizes_give_the_third() -> None:
+    def sizes(total: int | None, micro: int | None, steps: int | None) -> Any:
+        return Config(
+            train_batch_size=total,
+            train_micro_batch_size_per_gpu=micro,
+            gradient_accumulation_steps=steps,
+        ).batch_sizes(2)
+
+    assert sizes(24, 3, None) == sizes(24, None, 4) == sizes(None, 3, 4) == (24, 3, 4)
+    assert sizes(24, None, None) == (24, None, None)
+    with pytest.raises(ConfigError, match="train_batch_size=25 is not train_micro_batch_size"):
+        sizes(25, 3, None)
 
 
 def test_the_keys_that_are_read(tmp_path: Path) -> None:
@@ -171,6 +312,28 @@ def test_plus_plus_and_mics_are_read_as_rows_and_codecs() -> None:
 def test_what_is_not_supported_is_refused_by_name(source: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Config.from_deepspeed(source)
+
+
+def _scaled(rank: int, world: int) -> list[float]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scale = {"enabled": True, "initial_scale_power": 20, "hysteresis": 2, "loss_scale_window": 2}
+    source = {"zero_optimization": {"stage": 2}, "fp16": scale, "gradient_clipping": 0}
+    engine = zs.shard(model, optimizer, config=source)
+    scales = []
+    for factor in (1e4, 1e4, 1e-6, 1e-6):
+        engine.backward(factor * model(torch.ones(2, 4)).float().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        scales.append(engine.loss_scale)
+    engine.close()
+    return scales
+
+
+def test_the_scale_of_a_deepspeed_file_is_that_of_the_engine() -> None:
+    expected = [2.0**20, 2.0**19, 2.0**19, 2.0**20]
+    assert run_ranks(2, _scaled) == [expected] * 2, "the second overflow halves it"
 
 
 def _clipped(rank: int, world: int) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, JsonSchemaWarningKind
 from pydantic_core import CoreSchema
 
 from zeroshard.config.deepspeed.rows import Key
@@ -63,34 +63,36 @@ def deepspeed_markdown() -> str:
 _HEAD = """# DeepSpeed's keys
 
 What each key of a DeepSpeed configuration does here: it *becomes* an option of ours, it makes *no
-difference*, or it is *refused* where it asks for something else than its default. Defaults are
-those of DeepSpeed's code. `zeroshard config explain FILE` says the same of one file. A key that is
-not in this table is refused, with the nearest one.
+difference*, or it is *refused* where it asks for something else than happens here anyway. Defaults
+are those of DeepSpeed's code. `zeroshard config explain FILE` says the same of one file. A key that
+is not in this table is refused, with the nearest one.
 
 Made by `python -m zeroshard.config.reference deepspeed`.
 """
 
 
 def _shown(default: Any) -> str:
-    return "" if default is None else f"`{json.dumps(default)}`"
+    text = f"{default:g}".replace("e+0", "e") if type(default) is float else json.dumps(default)
+    return "" if default is None else f"`{text}`"
 
 
 def _effect(key: Key) -> str:
     if key.lower is not None:
         return f"becomes ours: {key.why}"
     free = key.harmless(object())  # whether any value makes no difference
-    return f"no difference: {key.why}" if free else f"else refused, {key.why}: {key.instead}"
+    return f"no difference: {key.why}" if free else f"refused otherwise: {key.why} ({key.instead})"
 
 
 class _Generator(GenerateJsonSchema):
     """Leaves types without a JSON form open; `schema` writes the form in which they are read."""
 
-    ignored_warning_kinds: ClassVar[set[Any]] = {"skipped-choice", "non-serializable-default"}
-
     def handle_invalid_for_json_schema(
         self, schema: CoreSchema, error_info: str
     ) -> JsonSchemaValue:
         return {}
+
+    def emit_warning(self, kind: JsonSchemaWarningKind, detail: str) -> None:
+        pass  # of defaults without a JSON form
 
 
 def schema() -> dict[str, Any]:

@@ -131,10 +131,8 @@ def _flat(data: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield the dotted names of the keys and their values, without the objects around them."""
     for key, value in data.items():
         name = f"{prefix}{key}"
-        if name in SECTIONS and isinstance(value, dict):
+        if name in SECTIONS and isinstance(value, dict) and value:
             yield from _flat(value, f"{name}.")
-        elif name in SECTIONS and (value is None or value is False):
-            continue
         else:
             yield name, value
 
@@ -163,7 +161,8 @@ def _found(
     if wrong:
         return finding("refused", wrong), {}
     key = key_of(name)
-    assert key is not None, name
+    if key is None:
+        return finding("ignored", "an empty section"), {}
     if source == "auto" and key.lower is not None:
         return finding("ignored", "left to whoever fills it in, and else to our default"), {}
     if _is_off(name, values):
