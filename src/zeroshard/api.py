@@ -115,20 +115,16 @@ def shard(
 
     Both stay the objects they were. `stage` 0 to 3 or `policy` (a row's name, a Policy, or "auto":
     the fastest row that the planner finds to fit here, docs/planner.md) says where each state rests
-    (default: stage 3); `config` is a Config, a dict or a path to JSON, and
-    keywords go before it; `units` are module classes, qualified names or a callable(name, module)
-    -> bool (default: found automatically); `mesh` a DeviceMesh whose data parallel dimensions are
+    (default: stage 3); `config` is a Config, a dict or a path to JSON, of our form or DeepSpeed's,
+    and keywords go before it; `units` are module classes, qualified names or a callable(name,
+    module) -> bool (default: found automatically); `mesh` a DeviceMesh whose data parallel dimensions are
     sharded over: the only one, or the one named "dp", or "dp_replicate" x "dp_shard", the nodes and
     local ranks of hpz, mics and hfsdp (default: all ranks). Beside them "pp" (ranks have other
     parameters) and "tp" (plain parameters are the same) may be there: norm and clip, skipped steps
     and the order of steps are those of the whole mesh, and nothing is reduced along them.
     `sync_from` is a data parallel rank whose weights and buffers all others take (default: the
-    ranks' weights are compared). Further keywords are those of Config: precision,
-    comm, offload, prefetch_bytes, stall_timeout_s, strict (compare what was written to released
-    parameters by value), verify_every (compare replicated state every that many steps),
-    broadcast_buffers (every forward takes rank 0's buffers, as DDP does), gradient_clipping (what a
-    step clips the norm to where ``clip_grad_norm_()`` was not called), and DeepSpeed's three batch
-    sizes, which are compared with the ranks. Collective.
+    ranks' weights are compared). Further keywords are those of Config, which ``help(zs.Config)``
+    describes. Collective.
 
     Raises ConfigError for what cannot be done, and PlanMismatch where the ranks disagree, on every
     rank, before anything is changed.

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import zeroshard as zs
 from zeroshard import ConfigError
 from zeroshard.config import build_config
+from zeroshard.config.deepspeed.table import KEYS
 
 TEXTS: list[tuple[bytes, str]] = [
     (b'{"stage": 2, "comm": {"transport": "\xff"}}', "it is not UTF-8 text, from byte 36 on"),
@@ -171,16 +172,9 @@ def test_deepspeeds_values_of_another_kind_are_named(config: dict[str, Any], mes
         zs.Config.from_deepspeed(config)
 
 
-_SECTION = [
-    "stage",
-    "offload_optimizer",
-    "offload_param",
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zeropp_loco_param",
-]
+_SECTION = sorted({name.split(".")[1] for name in KEYS if name.startswith("zero_optimization.")})
 _WORDS = ["auto", "cpu", "nvme", "host", "zero3", "hpz"]
-_KEYS = [*_SECTION, "device", "ratio", "enabled", "beta"]
+_KEYS = sorted({name.split(".")[-1] for name in KEYS} | {"beta"})
 _VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -195,7 +189,7 @@ _VALUES = st.recursive(
 )
 
 
-_OUTER = st.sampled_from(["bf16", "fp16", "gradient_clipping", "train_batch_size"])
+_OUTER = st.sampled_from(sorted({name.split(".")[0] for name in KEYS} - {"zero_optimization"}))
 _INNER = st.sampled_from([*zs.Comm.model_fields, *zs.Offload.model_fields])
 
 

@@ -26,6 +26,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 def test_every_option_has_a_sentence() -> None:
     for name, field in options().items():
         assert field.description and field.description.endswith("."), name
+    assert "node_size: The number of ranks of a node" in str(zs.Comm.__doc__), "help() says it"
     rows = reference_markdown().splitlines()
     assert len(rows) == 2 + len(options())
     assert any(row.startswith("| `comm.node_size` | `None` | The number of ranks") for row in rows)

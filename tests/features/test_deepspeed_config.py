@@ -137,6 +137,11 @@ def test_optimizer_and_scheduler_are_kept_for_who_makes_them() -> None:
     assert zs.read_deepspeed({"zero_optimization": {}}).optimizer is None
 
 
+def test_two_forms_in_one_file_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'bf16' is a key of DeepSpeed's among keywords of shard"):
+        Config.read({"stage": 2, "bf16": {"enabled": True}})
+
+
 def test_older_forms_are_read() -> None:
     assert Config.from_deepspeed({"zero_optimization": True}).stage == 1
     older = Config.from_deepspeed({"zero_optimization": {"stage": 2, "cpu_offload": True}})

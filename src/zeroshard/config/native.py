@@ -334,6 +334,10 @@ def _tell(keys: list[str]) -> None:
 def _config_of(data: dict[str, Any]) -> Config:
     for key in data:
         if key not in Config.model_fields:
+            if is_deepspeed({key: None}, Config.model_fields):
+                raise ConfigError(
+                    f"{key!r} is a key of DeepSpeed's among keywords of shard(): use one form"
+                )
             hint = nearest(key, list(Config.model_fields))
             raise ConfigError(f"{key!r} is not a keyword of shard(){hint}")
     if isinstance(data.get("precision"), dict):

@@ -112,6 +112,8 @@ def schema() -> dict[str, Any]:
         fields[name] = {**fields[name], "anyOf": form}
     del made["$defs"]["Offload"]["properties"]["link"]  # not for files
     made["$defs"] = {model.__name__: made["$defs"][model.__name__] for model in SECTIONS.values()}
+    for model in (made, *made["$defs"].values()):
+        model["description"] = model["description"].partition("\n\n")[0]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import cleandoc
+from textwrap import fill
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
@@ -22,6 +24,13 @@ class Strict(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False
     )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Add the fields' descriptions to the docstring, for ``help()``."""
+        fields = [f"{name}: {field.description}" for name, field in cls.model_fields.items()]
+        wrapped = [fill(one, 92, subsequent_indent="    ") for one in fields]
+        cls.__doc__ = "\n\n".join([cleandoc(cls.__doc__ or ""), "\n".join(wrapped)])
 
     def __init__(self, **data: Any) -> None:
         try:

@@ -214,6 +214,7 @@ def _compare_optimizers(file: zs.DeepSpeedFile, args: Any) -> None:
     }
     for name, mine in pairs.items():
         theirs = given.get(name, "auto")
+        theirs = list(theirs) if isinstance(theirs, tuple) else theirs
         if theirs not in ("auto", mine):
             raise zs.ConfigError(
                 f"{name}={theirs!r} in the configuration contradicts the training arguments, which"

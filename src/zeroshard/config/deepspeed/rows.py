@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 __all__ = [
@@ -24,14 +25,14 @@ def flag(value: Any) -> str:
 
 def number(value: Any) -> str:
     """Take numbers that are not negative."""
-    if type(value) not in (int, float):
+    if type(value) not in (int, float) or not isfinite(value):
         return "is not a number"
     return "" if value >= 0 else "is negative"
 
 
 def count(value: Any) -> str:
     """Take whole numbers from 1, also as DeepSpeed's files write them: 5e8."""
-    if type(value) not in (int, float):
+    if type(value) not in (int, float) or not isfinite(value):
         return "is not a number"
     return "" if value >= 1 and value == int(value) else "is not a whole number from 1"
 
