@@ -656,7 +656,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--compare", action="store_true", help="train with stages 0, 1, 2 and 3, one after another"
     )
-    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--heads", type=int, default=6)
@@ -722,6 +722,13 @@ def parse() -> argparse.Namespace:
     return args
 
 
+def dtype(args: argparse.Namespace) -> str:
+    """Return the precision that the command line or the configuration names."""
+    compute = zs.Config.read(args.config).resolved_precision().compute
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return str(args.precision or names[compute])
+
+
 def main() -> None:
     args = parse()
     zs.init_distributed()  # zeroshard
@@ -736,7 +743,7 @@ def main() -> None:
             for p in GPT(GPTConfig(args.layers, args.width, args.heads, args.context)).parameters()
         )
     console.print(
-        f"[bold]GPT[/], {num_parameters / 1e6:.2f} M parameters, {args.precision}, {ranks} rank(s);"
+        f"[bold]GPT[/], {num_parameters / 1e6:.2f} M parameters, {dtype(args)}, {ranks} rank(s);"
         f" {len(text) / MB:.1f} MB of text to train on, {len(held_out) / MB:.1f} MB held out"
     )
     results = [
@@ -754,7 +761,7 @@ def main() -> None:
     if args.compare:
         console.print(comparison_table(results), verdict(args, results), sep="\n")
     else:
-        console.print(closing_table(last, num_parameters, args.precision))
+        console.print(closing_table(last, num_parameters, dtype(args)))
     console.print(
         f"Nats per byte on text never seen: unigram model {unigram:.3f}, [bold]this model"
         f" {last.validation:.3f}[/]"

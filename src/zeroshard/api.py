@@ -117,14 +117,14 @@ def shard(
     the fastest row that the planner finds to fit here, docs/planner.md) says where each state rests
     (default: stage 3); `config` is a Config, a dict or a path to JSON, of our form or DeepSpeed's,
     and keywords go before it; `units` are module classes, qualified names or a callable(name,
-    module) -> bool (default: found automatically); `mesh` a DeviceMesh whose data parallel dimensions are
-    sharded over: the only one, or the one named "dp", or "dp_replicate" x "dp_shard", the nodes and
-    local ranks of hpz, mics and hfsdp (default: all ranks). Beside them "pp" (ranks have other
-    parameters) and "tp" (plain parameters are the same) may be there: norm and clip, skipped steps
-    and the order of steps are those of the whole mesh, and nothing is reduced along them.
-    `sync_from` is a data parallel rank whose weights and buffers all others take (default: the
-    ranks' weights are compared). Further keywords are those of Config, which ``help(zs.Config)``
-    describes. Collective.
+    module) -> bool (default: found automatically); `mesh` a DeviceMesh whose data parallel
+    dimensions are sharded over: the only one, or the one named "dp", or "dp_replicate" x
+    "dp_shard", the nodes and local ranks of hpz, mics and hfsdp (default: all ranks). Beside them
+    "pp" (ranks have other parameters) and "tp" (plain parameters are the same) may be there: norm
+    and clip, skipped steps and the order of steps are those of the whole mesh, and nothing is
+    reduced along them. `sync_from` is a data parallel rank whose weights and buffers all others
+    take (default: the ranks' weights are compared). Further keywords are those of Config, which
+    ``help(zs.Config)`` describes. Collective.
 
     Raises ConfigError for what cannot be done, and PlanMismatch where the ranks disagree, on every
     rank, before anything is changed.
