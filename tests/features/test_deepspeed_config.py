@@ -142,6 +142,26 @@ def test_two_forms_in_one_file_are_refused() -> None:
         Config.read({"stage": 2, "bf16": {"enabled": True}})
 
 
+def test_null_stands_for_deepspeeds_default() -> None:
+    zero = {"stage": None, "mics_shard_size": None, "offload_optimizer": {"device": None}}
+    config = Config.from_deepspeed({"zero_optimization": zero, "gradient_clipping": None})
+    assert (config.stage, config.policy, config.gradient_clipping) == (0, None, 1.0)
+    assert not config.offload.away
+
+
+def test_a_section_is_refused_where_a_switch_in_it_is_on() -> None:
+    for off in ({}, {"enabled": False, "job_name": "a"}, {"job_name": "a"}, None):
+        assert zs.read_deepspeed({"tensorboard": off}).refusals() == []
+    nested = {"weight_quantization": {"shared_parameters": {"enabled": True}}}
+    for on in (
+        {"tensorboard": {"enabled": True}},
+        {"compression_training": nested},
+        {"tensor_parallel": {"autotp_size": 4}},
+        {"pipeline": {"stages": 2}},
+    ):
+        assert len(zs.read_deepspeed(on).refusals()) == 1, on
+
+
 def test_older_forms_are_read() -> None:
     assert Config.from_deepspeed({"zero_optimization": True}).stage == 1
     older = Config.from_deepspeed({"zero_optimization": {"stage": 2, "cpu_offload": True}})

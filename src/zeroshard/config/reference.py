@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, JsonSchemaWarningKind
 from pydantic_core import CoreSchema
 
-from zeroshard.config.deepspeed.rows import Key
+from zeroshard.config.deepspeed.rows import Key, an_object
 from zeroshard.config.deepspeed.table import KEYS
 from zeroshard.config.native import AUTO, Config
 from zeroshard.config.sections import Comm, ErrorFeedback, LossScale, Offload
@@ -79,8 +79,10 @@ def _shown(default: Any) -> str:
 def _effect(key: Key) -> str:
     if key.lower is not None:
         return f"becomes ours: {key.why}"
-    free = key.harmless(object())  # whether any value makes no difference
-    return f"no difference: {key.why}" if free else f"refused otherwise: {key.why} ({key.instead})"
+    if not key.instead:
+        return f"no difference: {key.why}"
+    where = "where it is on" if key.kind is an_object else "otherwise"
+    return f"refused {where}: {key.why} ({key.instead})"
 
 
 class _Generator(GenerateJsonSchema):

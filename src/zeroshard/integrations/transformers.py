@@ -200,7 +200,7 @@ def _compare_optimizers(file: zs.DeepSpeedFile, args: Any) -> None:
     given |= {f"scheduler.params.{name}": value for name, value in settings.items()}
     if file.optimizer is not None:
         given["optimizer.type"] = file.optimizer[0].lower().removesuffix("w")
-    pairs = {
+    pairs: dict[str, Any] = {
         "optimizer.type": str(getattr(args.optim, "value", args.optim))
         .partition("_")[0]
         .removesuffix("w"),
@@ -212,6 +212,10 @@ def _compare_optimizers(file: zs.DeepSpeedFile, args: Any) -> None:
         "scheduler.params.warmup_min_lr": 0,
         "scheduler.params.warmup_max_lr": args.learning_rate,
     }
+    if args.warmup_steps == 0 or args.warmup_steps >= 1:  # not a share of steps not yet known
+        pairs["scheduler.params.warmup_num_steps"] = max(1, int(args.warmup_steps))
+    if args.max_steps > 0:
+        pairs["scheduler.params.total_num_steps"] = args.max_steps
     for name, mine in pairs.items():
         theirs = given.get(name, "auto")
         theirs = list(theirs) if isinstance(theirs, tuple) else theirs

@@ -155,9 +155,11 @@ _REST = (
     refuses_section("tensor_parallel", "layers are not cut over ranks",
                     "use torch's parallelize_module, and give shard() the mesh with its 'tp'",
                     switches=("autotp_size",)),
-    refuses_section("expert_parallel", "experts are not cut over ranks", "leave it out"),
+    refuses_section("expert_parallel", "experts are not cut over ranks", "leave it out",
+                    switches=()),
     refuses_section("pipeline", "layers are not cut into stages",
-                    "use torch.distributed.pipelining, and give shard() the mesh with its 'pp'"),
+                    "use torch.distributed.pipelining, and give shard() the mesh with its 'pp'",
+                    switches=()),
     refuses_section("hybrid_engine", "there is no engine for inference",
                     "generate inside engine.gathered()"),
     refuses_section("elasticity", "batch sizes do not follow the number of ranks",
@@ -174,7 +176,7 @@ _REST = (
     refuses_section("quantize_training", "models are trained as they are",
                     "use torch.ao for quantized models"),
     refuses_section("sparse_attention", "models are trained as they are",
-                    "use attention of your model's"),
+                    "use attention of your model's", switches=()),
     refuses_section("nebula", "checkpoints are files", "use zs.Saver"),
 )  # fmt: skip
 

@@ -92,10 +92,14 @@ def read(source: str | Path | dict[str, Any]) -> Reading:
         )
     if data.get("zero_optimization") is True:  # an old form of stage 1
         data = {**data, "zero_optimization": {"stage": 1}}
-    flat = dict(_flat(data, ""))
+    flat = {name: value for name, value in _flat(data, "") if not _is_left_out(name, value)}
     wrong = {key: why for key, value in flat.items() if (why := _complaint(key, value))}
-    right = {key: value for key, value in flat.items() if key not in wrong and not _is_auto(value)}
-    values = {name: right.get(name, key.default) for name, key in KEYS.items()}
+    values = {name: key.default for name, key in KEYS.items()}
+    values |= {
+        name: value
+        for name, value in flat.items()
+        if name not in wrong and value is not None and not _is_auto(value)
+    }
     if _is_auto(flat.get("zero_optimization.stage")):
         values["zero_optimization.stage"] = 3  # our default
     untold = [
@@ -121,6 +125,11 @@ def _is_off(name: str, values: Mapping[str, Any]) -> bool:
     """Whether the section of a key is there, but not enabled."""
     switch = f"{name.rpartition('.')[0]}.enabled"
     return name != switch and switch in values and values[switch] is not True
+
+
+def _is_left_out(name: str, value: Any) -> bool:
+    """Whether a null stands for a default that has an effect."""
+    return value is None and name in KEYS and KEYS[name].tells_default
 
 
 def _is_auto(value: Any) -> bool:

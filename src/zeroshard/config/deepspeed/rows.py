@@ -115,18 +115,17 @@ def refuses(name: str, default: Any, why: str, instead: str = "leave it out") ->
 def refuses_section(
     name: str, why: str, instead: str, *, switches: tuple[str, ...] = ("enabled",)
 ) -> Key:
-    """Return a whole section that asks for something else than happens here, unless `switches`
-    in it (at any depth) switch it off.
+    """Return a whole section that asks for something else than happens here, unless each of
+    `switches` in it, at any depth, is off or left out; without switches, unless it is empty.
     """
 
-    def found(value: Any) -> list[Any]:
+    def settings(value: Any) -> list[Any]:
         if not isinstance(value, dict):
             return []
         own = [setting for key, setting in value.items() if key in switches]
-        return own + [one for inner in value.values() for one in found(inner)]
+        return own + [one for inner in value.values() for one in settings(inner)]
 
     def harmless(value: Any) -> bool:
-        settings = found(value)
-        return not value or (bool(settings) and not any(settings))
+        return not value or (bool(switches) and not any(settings(value)))
 
     return Key(name, None, why, an_object, harmless=harmless, instead=instead)
