@@ -132,13 +132,6 @@ def _refusals(folder: Path) -> list[str]:
         ({}, {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.7}),
         ({}, {"train_micro_batch_size_per_gpu": 7}),
         ({}, {"zero_optimization": {"stage": 2, "overlap_com": True}}),
-        (
-            {},
-            {
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": "auto"}},
-                "gradient_clipping": "auto",
-            },
-        ),
     ):
         try:
             _train(folder, "refused", zero, **changes)

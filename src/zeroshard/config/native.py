@@ -277,7 +277,7 @@ class DeepSpeedFile(Reading):
 
     def config(self) -> Config:
         """Return our configuration. Raises ConfigError with every refused key."""
-        return _config_of(self.checked_fields())
+        return _config_of(dict(self.checked_fields()))
 
 
 def read_deepspeed(source: str | Path | dict[str, Any]) -> DeepSpeedFile:

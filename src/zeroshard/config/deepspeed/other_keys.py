@@ -117,7 +117,7 @@ _ACTIVATIONS = (
 )  # fmt: skip
 
 _DISK = (
-    tunes("aio.block_size", 1048576, "zeroshard doctor --disk measures, and files are read so"),
+    tunes("aio.block_size", 1048576, "files are read and written in pieces of a chosen size"),
     tunes("aio.queue_depth", 8, "reads and writes are queued as far as buffers allow"),
     tunes("aio.intra_op_parallelism", 1, "threads are chosen"),
     tunes("aio.thread_count", 1, "threads are chosen; DeepSpeed does not read it either"),

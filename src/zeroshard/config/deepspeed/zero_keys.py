@@ -43,7 +43,7 @@ _STAGE = (
 _OFFLOAD = (
     becomes(f"{_OPTIMIZER}device", "none", one_of(*to.TIERS),
             to.device("offload_optimizer", "optimizer"),
-            "where masters and moments rest and are stepped; gradients go there, too"),
+            "where masters and moments rest; gradients rest on the host then (stages 2, 3)"),
     becomes(f"{_OPTIMIZER}nvme_path", None, text, to.path("offload_optimizer", "offload_param"),
             "the directory of what rests on disk"),
     becomes(f"{_OPTIMIZER}ratio", 1.0, number, to.ratio, "the share that leaves the device"),
