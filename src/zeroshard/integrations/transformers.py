@@ -80,9 +80,7 @@ class ZeroTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.engine: zs.Engine | None = None
         self._wrapped: _Wrapped | None = None
-        self._zero = _completed(zs.Config.read(zero), self.args)
-        if zero is not None and not isinstance(zero, zs.Config):
-            _compare_optimizers(zs.read_deepspeed(zero), self.args)
+        self._zero = _completed(_read(zero, self.args), self.args)
 
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None
@@ -178,6 +176,22 @@ def _completed(config: zs.Config, args: Any) -> zs.Config:
     if "precision" not in given and args.bf16:
         changes["precision"] = "bf16"
     return config.model_copy(update=changes)
+
+
+def _read(zero: zs.Config | dict[str, Any] | str | Path | None, args: Any) -> zs.Config:
+    """Read the configuration, and compare what a DeepSpeed file says of the optimizer with `args`.
+
+    A clipping that the file leaves out, which is 1.0 in DeepSpeed, is that of `args`.
+    """
+    config = zs.Config.read(zero)
+    if zero is None or isinstance(zero, zs.Config):
+        return config
+    file = zs.read_deepspeed(zero)
+    _compare_optimizers(file, args)
+    sources = {finding.key: finding.source for finding in file.findings}
+    if sources["gradient_clipping"] == "default":
+        config = config.model_copy(update={"gradient_clipping": None})
+    return config
 
 
 _SCHEDULES = {
