@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,20 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.harness import is_running
+from tests.support.launched import HELLO, PROGRAM, STUBBORN, WAIT, Job, wait_until
 from zeroshard.launch.run import SIGNAL_GRACE_S
 
-PROGRAM = str(Path(sys.executable).parent / "zeroshard")
 # torchrun itself would end ranks only after SIGNAL_GRACE_S
 BEFORE_TORCHRUN_S = SIGNAL_GRACE_S - 10.0
 
-# Each rank says who it is, then waits; what it waits in is the test's business.
-HELLO = """
-import os, pathlib, signal, sys, time
-rank = int(os.environ["RANK"])
-here = pathlib.Path(__file__).parent
-(here / f"pid-{rank}.part").write_text(str(os.getpid()))
-(here / f"pid-{rank}.part").rename(here / f"pid-{rank}")
-"""
 GROUP = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -42,69 +33,20 @@ NO_SUCH_STEP = """
     zs.save(here / "saved", engine, step=1)
     zs.load(here / "saved", engine, step=7)
 """
-STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-WAIT = "time.sleep(600)\n"
 
-
-class _Job:
-    """A launcher under test: its process, and the ranks that its script announced."""
-
-    def __init__(
-        self,
-        directory: Path,
-        text: str,
-        *options: str,
-        args: tuple[str, ...] = (),
-        env: dict[str, str] | None = None,
-    ) -> None:
-        self.directory = directory
-        script = directory / "script.py"
-        script.write_text(text)
-        self.process = subprocess.Popen(
-            [PROGRAM, "run", *options, str(script), *args],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **(env or {})},
-            errors="surrogateescape",
-        )
-
-    def ranks(self, count: int) -> list[int]:
-        """The process ids of the ranks, once they have announced themselves."""
-        paths = [self.directory / f"pid-{rank}" for rank in range(count)]
-        _wait_until(
-            lambda: all(path.exists() for path in paths) or self.process.poll() is not None, 60
-        )
-        return [int(path.read_text()) for path in paths]
-
-    def wait_for(self, name: str) -> None:
-        _wait_until((self.directory / name).exists, 60)
-
-    def end(self, timeout: float = 60.0) -> tuple[int, str, str]:
-        stdout, stderr = self.process.communicate(timeout=timeout)
-        return self.process.returncode, stdout, stderr
-
-
-def _wait_until(condition: Callable[[], bool], timeout: float) -> None:
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begin < timeout, f"not within {timeout} s"
-        time.sleep(0.01)
-
-
-Launch = Callable[..., _Job]
+Launch = Callable[..., Job]
 
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
-    jobs: list[_Job] = []
+    jobs: list[Job] = []
 
     def start(
         text: str, *options: str, args: tuple[str, ...] = (), env: dict[str, str] | None = None
-    ) -> _Job:
+    ) -> Job:
         directory = tmp_path / str(len(jobs))
         directory.mkdir()
-        jobs.append(_Job(directory, text, *options, args=args, env=env))
+        jobs.append(Job(directory, text, *options, args=args, env=env))
         return jobs[-1]
 
     yield start
@@ -417,7 +359,7 @@ def test_what_a_failing_rank_has_started_ends_with_it(launch: Launch) -> None:
         if (job.directory / f"child-{rank}").exists()
     ]
     assert children
-    _wait_until(lambda: not any(map(is_running, children)), 5)
+    wait_until(lambda: not any(map(is_running, children)), 5)
 
 
 def test_when_the_launcher_is_killed_nothing_is_left_of_the_job(
@@ -437,7 +379,7 @@ def test_when_the_launcher_is_killed_nothing_is_left_of_the_job(
     children = [int((job.directory / f"child-{rank}").read_text()) for rank in range(2)]
     assert [path.name.startswith("zeroshard-run-") for path in temporary.iterdir()] == [True]
     job.process.kill()
-    _wait_until(
+    wait_until(
         lambda: not any(map(is_running, [*pids, *children])) and not list(temporary.iterdir()), 10
     )
 
@@ -504,7 +446,7 @@ def test_when_the_launcher_is_killed_the_ranks_die(launch: Launch, stop: bool) -
     if stop:
         os.kill(pids[0], signal.SIGSTOP)
     job.process.kill()
-    _wait_until(lambda: not any(map(is_running, pids)), 20)
+    wait_until(lambda: not any(map(is_running, pids)), 20)
     assert job.end()[0] == -signal.SIGKILL
 
 

@@ -15,7 +15,7 @@ from zeroshard.errors import ZeroshardError
 from zeroshard.launch import bench, checkpoint, config, doctor, plan, report
 from zeroshard.launch.options import LineParser, UsageError, add_run_options, parse_run
 
-__all__ = ["main"]
+__all__ = ["explain", "main"]
 
 EXIT_USAGE, EXIT_INTERNAL, EXIT_IO, EXIT_INTERRUPTED = 2, 70, 74, 130
 
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if "--debug" in arguments:
             traceback.print_exc()
-        code, message = _explain(error)
+        code, message = explain(error)
         if message:
             sys.stderr.write(f"zeroshard: {message}\n")
         return code
@@ -39,6 +39,10 @@ def _dispatch(arguments: list[str]) -> int:
     command = arguments[1:] if arguments[:1] == ["--debug"] else arguments
     if command[:1] == ["run"]:  # not by the parser: the arguments after the script are not ours
         options = parse_run(run_parser, [*arguments[: len(arguments) - len(command)], *command[1:]])
+        if options.hosts is not None:
+            from zeroshard.launch.hosts import launch_on_hosts
+
+            return launch_on_hosts(options, options.hosts)
         from zeroshard.launch.run import launch, leave
 
         leave(launch(options))
@@ -75,7 +79,7 @@ def _build_parser() -> tuple[argparse.ArgumentParser, ...]:
     return parser, run_parser, bench_parser
 
 
-def _explain(error: BaseException) -> tuple[int, str]:
+def explain(error: BaseException) -> tuple[int, str]:
     """Return the exit code and the line for an error; no line for a closed pipe."""
     if isinstance(error, UsageError):
         return EXIT_USAGE, str(error)

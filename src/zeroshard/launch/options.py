@@ -13,11 +13,11 @@ import os
 import socket
 import sys
 from dataclasses import dataclass, field
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 __all__ = [
-    "REFUSED", "TORCHRUN_FLAGS", "TORCHRUN_VALUES", "LineParser", "RunOptions", "UsageError",
-    "add_run_options", "parse_run",
+    "REFUSED", "TORCHRUN_FLAGS", "TORCHRUN_VALUES", "HostChoice", "LineParser", "Place",
+    "RunOptions", "UsageError", "add_run_options", "check_target", "parse_run",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -66,8 +66,23 @@ REFUSED = {
         "it only matters for functions, and scripts are always started as fresh processes"
     ),
 }
-OWN_VALUES = ("--nproc", "--nproc-per-node", "--stall-timeout")
+HOST_VALUES = {
+    "--hostfile": "run on the hosts of FILE (lines `HOST slots=N`), over ssh",
+    "--include": "of them only these, with these slots: worker-0@worker-1:0,2",
+    "--exclude": "all but these",
+    "--ssh": "the ssh program and options of it, as one word: 'ssh -p 2222'",
+    "--export": "more environment variables for the hosts, NAME,... (docs/launching.md)",
+}
+OWN_VALUES = ("--nproc", "--nproc-per-node", "--stall-timeout", *HOST_VALUES)
 OWN_FLAGS = ("--debug", "--help", "-h")
+HOST_WORDS = {
+    "--hostfile": "FILE", "--include": "HOSTS", "--exclude": "HOSTS", "--ssh": "COMMAND",
+    "--export": "NAMES",
+}  # fmt: skip
+SHOWN = (  # in --help, of torchrun's
+    "--nnodes", "--node-rank", "--master-addr", "--master-port", "--max-restarts", "--log-dir",
+    "--tee", "--redirects", "--shutdown-timeout", "--module", "--no-python",
+)  # fmt: skip
 NPROC_WORDS = ("auto", "cpu", "gpu", "xpu")
 PLACES_THE_JOB = (
     "--nnodes", "--node-rank", "--master-addr", "--master-port", "--rdzv-backend",
@@ -95,6 +110,33 @@ class LineParser(argparse.ArgumentParser):
 
 
 @dataclass(frozen=True)
+class HostChoice:
+    """The hosts that the line names: ``--hostfile`` and what goes with it, as written."""
+
+    hostfile: str
+    include: str | None = None
+    exclude: str | None = None
+    ssh: str = "ssh"
+    export: tuple[str, ...] = ()
+    master_addr: str | None = None
+    master_port: int = 0  # 0: a free one of the first host
+
+
+@dataclass(frozen=True)
+class Place:
+    """This launcher's place among those of several hosts. `listener` is the socket of the first
+    host where it is open already, and `report` a pipe for the outcome, both descriptors.
+    """
+
+    node_rank: int
+    num_nodes: int
+    master_addr: str
+    master_port: int
+    listener: int = -1
+    report: int = -1
+
+
+@dataclass(frozen=True)
 class RunOptions:
     """A parsed ``zeroshard run`` line; `kind` is script, module or command."""
 
@@ -109,6 +151,8 @@ class RunOptions:
     # end the job when no rank has made progress for so long; None: say it, and go on
     stall_s: float | None = None
     debug: bool = False
+    hosts: HostChoice | None = None  # start launchers there
+    place: Place | None = None  # this is one of them
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -135,12 +179,15 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     debug = "show the log of torch's launcher and our own tracebacks"
     parser.add_argument("--debug", action="store_true", help=debug)
-    group = parser.add_argument_group("torchrun options")
+    group = parser.add_argument_group("several hosts")
+    for name, text in HOST_VALUES.items():
+        group.add_argument(name, metavar=HOST_WORDS.get(name, "VALUE"), help=text)
+    group = parser.add_argument_group("torchrun options (all of them; `torchrun --help` lists all)")
     names = {long: (long, short) for short, long in SHORT.items()}
-    for name, text in TORCHRUN_VALUES.items():
-        group.add_argument(*names.get(name, (name,)), metavar="VALUE", help=text)
-    for name, text in TORCHRUN_FLAGS.items():
-        group.add_argument(*names.get(name, (name,)), action="store_true", help=text)
+    for name, text in {**TORCHRUN_VALUES, **TORCHRUN_FLAGS}.items():
+        how: Any = {"metavar": "VALUE"} if name in TORCHRUN_VALUES else {"action": "store_true"}
+        shown = text if name in SHOWN else argparse.SUPPRESS
+        group.add_argument(*names.get(name, (name,)), help=shown, **how)
 
 
 def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
@@ -158,7 +205,7 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
     if given.module and given.no_python:
         raise UsageError("--module and --no-python exclude each other")
     kind = "module" if given.module else "command" if given.no_python else "script"
-    _check_target(kind, rest[0])
+    check_target(kind, rest[0])
     # from the line, or torchrun's own defaults, which cluster operators set
     places = {
         name: getattr(given, _dest(name)) or os.environ.get(f"PET_{_dest(name).upper()}")
@@ -167,8 +214,10 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
     named = [name for name, value in places.items() if value is not None]
     if given.standalone and named:
         raise UsageError(f"--standalone and {named[0]} exclude each other")
-    _check_port(given)
-    one_host = all(
+    hosts = _host_choice(given, named)
+    if hosts is None:
+        _check_port(given)
+    one_host = hosts is None and all(
         value is None or value in ONE_HOST.get(name, ())
         for name, value in places.items()
         if name != "--master-port"
@@ -184,6 +233,35 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
         grace_s=_seconds("--shutdown-timeout", given.shutdown_timeout, DEFAULT_GRACE_S),
         stall_s=_seconds("--stall-timeout", given.stall_timeout, None),
         debug=given.debug,
+        hosts=hosts,
+    )
+
+
+def _host_choice(given: argparse.Namespace, named: list[str]) -> HostChoice | None:
+    """Return what the line says about hosts; `named` are its options that place the job."""
+    if given.hostfile is None:
+        alone = next((name for name in HOST_VALUES if getattr(given, _dest(name))), None)
+        if alone is not None:
+            raise UsageError(f"{alone} goes with --hostfile")
+        return None
+    others = [name for name in named if name not in ("--master-addr", "--master-port")]
+    others += ["--nproc"] * (given.nproc is not None) + ["--standalone"] * given.standalone
+    others += ["--local-addr"] * (given.local_addr is not None)
+    if others:
+        raise UsageError(
+            f"--hostfile and {others[0]} exclude each other: the hostfile says which hosts there"
+            " are, and how many ranks each has"
+        )
+    if given.max_restarts not in (None, "0"):
+        raise UsageError("--hostfile and --max-restarts exclude each other: queue the job again")
+    return HostChoice(
+        hostfile=given.hostfile,
+        include=given.include,
+        exclude=given.exclude,
+        ssh=given.ssh or "ssh",
+        export=tuple(filter(None, (given.export or "").split(","))),
+        master_addr=given.master_addr,
+        master_port=_port(given.master_port),
     )
 
 
@@ -278,7 +356,8 @@ def _seconds(name: str, text: str | None, default: T) -> float | T:
     return seconds
 
 
-def _check_target(kind: str, target: str) -> None:
+def check_target(kind: str, target: str) -> None:
+    """Raise UsageError for a script or a module that is not here."""
     if kind == "script":
         if not os.path.exists(target):
             raise UsageError(f"script {target!r} not found in {os.getcwd()}")

@@ -9,12 +9,14 @@ A signal to the launcher is passed on to the ranks, which then have ``SIGNAL_GRA
 TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to save. Their exit code is the job's if it is one of the contract
 (75: saved, queue me again), else that is 128 + signal. A second Ctrl-C ends them at once.
 
-On one host everything is bound to loopback, and nothing is unpickled (``one_host.py``). Several
-hosts use torch's rendezvous (SECURITY.md). Hostfiles and Slurm are not supported yet.
+On one host everything is bound to loopback (``one_host.py``). With a hostfile (``hosts.py``) or
+under Slurm one such launcher runs on each host (``many_hosts.py``). Neither unpickles anything;
+torch's own rendezvous, where it is asked for, does (SECURITY.md).
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -22,25 +24,19 @@ import shutil
 import signal
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from zeroshard.launch import worker
+from zeroshard.launch import network, worker
 from zeroshard.launch.leftovers import Janitor
-from zeroshard.launch.options import RunOptions, UsageError
-from zeroshard.launch.supervisor import (
-    CONTRACT_EXIT_CODES,
-    EXIT_PREEMPTED,
-    EXIT_STALL,
-    Failure,
-    Supervisor,
-    exit_code_of,
-)
+from zeroshard.launch.options import Place, RunOptions, UsageError
+from zeroshard.launch.reports import Outcome, report_restart, report_stall, say
+from zeroshard.launch.settings import settings_for
+from zeroshard.launch.supervisor import Failure, Supervisor
 
-__all__ = ["launch", "leave"]
+__all__ = ["SIGNAL_GRACE_S", "launch", "leave"]
 
 # torchrun's own, and Slurm's and Kubernetes' for torchrun; after a failure the Supervisor's counts
 SIGNAL_GRACE_S = 30
@@ -60,12 +56,18 @@ def launch(options: RunOptions) -> int:
         supervisor = Supervisor(
             directory,
             options.grace_s,
-            on_restart=_report_restart,
-            on_stall=_report_stall,
+            on_restart=report_restart,
+            on_stall=report_stall,
             stall_s=options.stall_s,
         )
         supervisor.start()
-        return _run(torchrun, arguments, supervisor, begin)
+        outcome = _run(torchrun, arguments, supervisor)
+        if options.place is not None and options.place.report >= 0:
+            with open(options.place.report, "w") as report:
+                json.dump(outcome.to_json(), report)
+        else:
+            outcome.tell(begin)
+        return outcome.exit_code
 
 
 @contextmanager
@@ -87,7 +89,7 @@ def leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _run(torchrun: Any, arguments: Any, supervisor: Supervisor, begin: float) -> int:
+def _run(torchrun: Any, arguments: Any, supervisor: Supervisor) -> Outcome:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -109,15 +111,7 @@ def _run(torchrun: Any, arguments: Any, supervisor: Supervisor, begin: float) ->
     finally:
         supervisor.stop()
     failures = supervisor.failures(statuses) or agent_failures
-    if ended_by is not None and not (failures and failures[0].status in CONTRACT_EXIT_CODES):
-        _say(f"ended by {ended_by.name}")
-        return 128 + ended_by
-    if supervisor.stalled:
-        return EXIT_STALL
-    if not failures:
-        return 0
-    _report(failures, begin)
-    return exit_code_of(failures[0])
+    return Outcome(failures, supervisor.leavers(statuses), ended_by, supervisor.stalled)
 
 
 def _torchrun_arguments(torchrun: Any, options: RunOptions, directory: str) -> Any:
@@ -134,7 +128,9 @@ def _torchrun_arguments(torchrun: Any, options: RunOptions, directory: str) -> A
         torchrun.parse_min_max_nnodes(arguments.nnodes)
     except (ValueError, RuntimeError) as error:
         raise UsageError(str(error)) from None
-    if options.standalone:
+    if options.place is not None:
+        _place_among_hosts(arguments, options.place)
+    elif options.standalone:
         _place_on_this_host(arguments, options.port)
     # torch replaces ${local_rank} and halves every $$ in the arguments; doubled dollars come out as
     # they went in.
@@ -154,6 +150,20 @@ def _place_on_this_host(arguments: Any, port: int) -> None:
     arguments.local_addr = arguments.local_addr or one_host.LOOPBACK
 
 
+def _place_among_hosts(arguments: Any, place: Place) -> None:
+    from zeroshard.launch import many_hosts
+
+    if arguments.max_restarts:
+        raise UsageError(
+            "--max-restarts is for one host: on several, queue the job again and load its last"
+            " checkpoint"
+        )
+    many_hosts.register(place)
+    arguments.standalone, arguments.nnodes = False, str(place.num_nodes)
+    arguments.rdzv_backend, arguments.rdzv_id = many_hosts.BACKEND, "zeroshard"
+    arguments.rdzv_endpoint = f"{place.master_addr}:{place.master_port}"
+
+
 def _default_nproc() -> str:
     import torch
 
@@ -167,8 +177,14 @@ def _set_environment(
     os.environ[worker.DIRECTORY], os.environ[worker.LAUNCHER_PID] = directory, str(os.getpid())
     grace_s = max(round(options.grace_s), SIGNAL_GRACE_S)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace_s))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // num_ranks, 1)))
-    if options.standalone:
+    for setting in settings_for(os.environ, num_ranks=num_ranks):
+        os.environ[setting.name] = setting.value
+        say(str(setting))
+    if options.place is not None:
+        interface = network.interface_towards(options.place.master_addr)
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    elif options.standalone:
         os.environ[worker.MEETING] = os.path.join(directory, "meeting")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     elif restarts:
@@ -183,67 +199,3 @@ def _silence_torch_launcher() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(prefixes):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"zeroshard run: {line}\n")
-    sys.stderr.flush()
-
-
-def _report_restart(failures: list[Failure]) -> None:
-    for failure in failures[:1]:
-        _say(
-            f"starting again after rank {failure.rank} failed:"
-            f" {failure.how}\n{failure.traceback or failure.message}"
-        )
-
-
-def _report_stall(seconds: float, stacks: dict[int, str], ends: bool) -> None:
-    """Say where every rank is, and whether the job ends for it."""
-    shown = [
-        f"rank {rank}:\n{stack or 'shows no stacks: it is stopped, or waits in the kernel'}"
-        for rank, stack in sorted(stacks.items())
-    ]
-    what = "ended, exit code 71" if ends else "going on; --stall-timeout SECONDS ends such a job"
-    fact = f"no rank has made progress for {seconds:.0f} s, its ranks are shown above"
-    _say("\n".join([*shown, f"zeroshard run: {fact}: {what}"]))
-
-
-def _report(failures: list[Failure], begin: float) -> None:
-    """Other failures that have something to say, a line each; then the first one, whole, last."""
-    first, *others = failures
-    for failure in others:
-        if failure.stacks:
-            _say(f"rank {failure.rank} was here when rank {first.rank} gave up:\n{failure.stacks}")
-        if not failure.silent and not (first.left and failure.traceback):
-            line = textwrap.shorten(failure.message or failure.how, 160, placeholder=" ...")
-            # the first one counts earlier than it was seen, see supervisor.py
-            order = "before" if failure.at < first.at else "after"
-            when = f"{abs(failure.at - first.at):.2f} s {order} the first"
-            _say(f"rank {failure.rank} failed too, {when}: {line}")
-    if first.left:
-        _report_leaver(first, others, begin)
-        return
-    if first.status == EXIT_PREEMPTED:
-        _say(
-            f"preempted {first.at - begin:.2f} s after the start: exit code {EXIT_PREEMPTED},"
-            " please queue it again"
-        )
-        return
-    hint = " (often the kernel, out of memory)" if first.status == -signal.SIGKILL else ""
-    when = f"{first.at - begin:.2f} s after the start"
-    block = f"rank {first.rank} failed first, {when}: {first.how}{hint}"
-    _say("\n".join(filter(None, [block, (first.traceback or first.message).rstrip()])))
-
-
-def _report_leaver(first: Failure, others: list[Failure], begin: float) -> None:
-    """Report a rank whose script ended well while the others waited for it."""
-    for failure in others:
-        if failure.traceback:
-            _say(f"rank {failure.rank} waited for rank {first.rank}:\n{failure.traceback.rstrip()}")
-    _say(
-        f"rank {first.rank} left first, {first.at - begin:.2f} s after the start: its script ended"
-        " with exit code 0 while other ranks waited for it. Where one rank has fewer batches than"
-        " another, put the loop into `with engine.join():`; make the calls that all ranks take"
-        " part in, zs.save() too, on all ranks"
-    )

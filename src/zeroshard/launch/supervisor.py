@@ -40,7 +40,8 @@ from zeroshard.launch.leftovers import end_sessions
 from zeroshard.launch.pulse import Pulse, stacks_of
 
 __all__ = [
-    "CONTRACT_EXIT_CODES", "EXIT_PREEMPTED", "Failure", "Supervisor", "blame_order", "exit_code_of",
+    "CONTRACT_EXIT_CODES", "EXIT_PREEMPTED", "EXIT_STALL", "SIGNAL_LEAD_S", "Failure", "Supervisor",
+    "blame_order", "blame_time", "exit_code_of",
 ]  # fmt: skip
 
 SIGNAL_LEAD_S = 1.0
@@ -70,6 +71,12 @@ class Failure:
     consequence: bool = False
     stalled: bool = False  # it gave up waiting for others
     stacks: str = ""  # where it was when another rank gave up
+    host: str = ""  # where it ran, if there are several
+
+    @property
+    def name(self) -> str:
+        """The rank, and its host where there are several."""
+        return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
 
     @property
     def left(self) -> bool:
@@ -100,18 +107,19 @@ def _signal_name(number: int) -> str:
 
 def blame_order(failures: list[Failure]) -> list[Failure]:
     """The failures, the one to blame first ([Note: blame])."""
+    return sorted(failures, key=blame_time)
 
-    def key(failure: Failure) -> float:
-        if failure.consequence:
-            return failure.at + CONSEQUENCE_LAG_S
-        if not failure.silent:
-            return failure.at
-        if failure.status is None or failure.status >= 0:
-            return failure.at - SILENT_LEAD_S
-        is_consequence = -failure.status in SIGNALS_OF_A_CONSEQUENCE
-        return failure.at if is_consequence else failure.at - SIGNAL_LEAD_S
 
-    return sorted(failures, key=key)
+def blame_time(failure: Failure) -> float:
+    """Return the time at which a failure counts ([Note: blame])."""
+    if failure.consequence:
+        return failure.at + CONSEQUENCE_LAG_S
+    if not failure.silent:
+        return failure.at
+    if failure.status is None or failure.status >= 0:
+        return failure.at - SILENT_LEAD_S
+    is_consequence = -failure.status in SIGNALS_OF_A_CONSEQUENCE
+    return failure.at if is_consequence else failure.at - SIGNAL_LEAD_S
 
 
 def exit_code_of(failure: Failure) -> int:
@@ -280,6 +288,10 @@ class Supervisor:
         if failures and (failures[0].consequence or failures[0].stalled):
             failures = [*self._leavers(generation, statuses), *failures]
         return failures
+
+    def leavers(self, statuses: dict[int, int]) -> list[Failure]:
+        """The ranks of the last generation whose scripts have ended well, in order of time."""
+        return self._leavers(self._generation, statuses)
 
     def _leavers(self, generation: int, statuses: dict[int, int]) -> list[Failure]:
         """Return the ranks whose scripts have ended well, in order of time.

@@ -40,7 +40,7 @@ import types
 from collections.abc import Mapping
 from typing import NoReturn, TextIO
 
-__all__ = ["beat", "main", "meeting_file", "report"]
+__all__ = ["beat", "die_with", "main", "meeting_file", "report"]
 
 DIRECTORY = "ZEROSHARD_RUN_DIRECTORY"
 LAUNCHER_PID = "ZEROSHARD_RUN_PID"
@@ -54,7 +54,7 @@ TIME = struct.Struct("<d")  # CLOCK_MONOTONIC; 0: no heartbeat yet
 def main(argv: list[str]) -> None:
     """Run ``argv`` = [kind, target, *args]; end the process if the target fails."""
     directory, launcher = os.environ.pop(DIRECTORY), int(os.environ.pop(LAUNCHER_PID))
-    _die_with(launcher)
+    die_with(launcher)
     _Launched.meeting, _Launched.directory = os.environ.pop(MEETING, None), directory
     kind, target, *args = argv
     shows = _show(directory, stacks=kind != "command")
@@ -133,7 +133,8 @@ def _show(directory: str, *, stacks: bool) -> bool:
     return True
 
 
-def _die_with(launcher: int) -> None:
+def die_with(launcher: int) -> None:
+    """Have the kernel kill this process when its parent, `launcher`, ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher:  # it died before the kernel was asked
         os._exit(128 + signal.SIGKILL)

@@ -1,0 +1,91 @@
+"""Launchers that a test starts for real, and scripts whose ranks say who they are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["HELLO", "PROGRAM", "STUBBORN", "STUB_SSH", "WAIT", "Job", "stub_ssh", "wait_until"]
+
+PROGRAM = str(Path(sys.executable).parent / "zeroshard")
+# Each rank says who it is, then waits; what it waits in is the test's business.
+HELLO = """
+import os, pathlib, signal, sys, time
+rank = int(os.environ["RANK"])
+here = pathlib.Path(__file__).parent
+(here / f"pid-{rank}.part").write_text(str(os.getpid()))
+(here / f"pid-{rank}.part").rename(here / f"pid-{rank}")
+"""
+STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+WAIT = "time.sleep(600)\n"
+# What sshd does with a command: a shell of the user's, in another session, in another directory,
+# with an environment of its own, that outlives ssh until it looks at its input.
+STUB_SSH = """#!/bin/bash
+while [ "$1" != "--" ]; do shift; done
+host=$2; shift 2
+case "$host" in
+refused*) echo "ssh: connect to host $host port 22: Connection refused" >&2; exit 255;;
+esac
+cd /
+echo "a greeting of the shell's"
+setsid env -i HOME="$HOME" PATH=/usr/bin:/bin bash -c "$*" <&0 &
+wait $!
+"""
+
+
+def stub_ssh(directory: Path) -> str:
+    """Write `STUB_SSH` into `directory`; return its path."""
+    path = directory / "ssh"
+    path.write_text(STUB_SSH)
+    path.chmod(0o755)
+    return str(path)
+
+
+class Job:
+    """A launcher under test: its process, and the ranks that its script announced."""
+
+    def __init__(
+        self,
+        directory: Path,
+        text: str,
+        *options: str,
+        args: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+    ) -> None:
+        self.directory = directory
+        script = directory / "script.py"
+        script.write_text(text)
+        self.process = subprocess.Popen(
+            [PROGRAM, "run", *options, str(script), *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(env or {})},
+            errors="surrogateescape",
+        )
+
+    def ranks(self, count: int) -> list[int]:
+        """The process ids of the ranks, once they have announced themselves."""
+        paths = [self.directory / f"pid-{rank}" for rank in range(count)]
+        wait_until(
+            lambda: all(path.exists() for path in paths) or self.process.poll() is not None, 60
+        )
+        return [int(path.read_text()) for path in paths]
+
+    def wait_for(self, name: str) -> None:
+        wait_until((self.directory / name).exists, 60)
+
+    def end(self, timeout: float = 60.0) -> tuple[int, str, str]:
+        stdout, stderr = self.process.communicate(timeout=timeout)
+        return self.process.returncode, stdout, stderr
+
+
+def wait_until(condition: Callable[[], bool], timeout: float) -> None:
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < timeout, f"not within {timeout} s"
+        time.sleep(0.01)
