@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,11 @@ def add_commands(bench: argparse.ArgumentParser) -> None:
     _add_disk(kinds)
     _add_codec(kinds)
     _add_offload(kinds)
-    report = kinds.add_parser("report", help="print saved results as markdown")
+    report = kinds.add_parser(
+        "report",
+        help="print saved results as markdown",
+        **_epilog("zeroshard bench report results.json"),
+    )
     report.add_argument("files", type=Path, nargs="+", metavar="FILE")
     report.add_argument(
         "--json", action="store_true", help="print medians, intervals and verdicts as JSON instead"
@@ -32,15 +38,24 @@ def add_commands(bench: argparse.ArgumentParser) -> None:
     report.set_defaults(handler=_report)
 
 
+def _epilog(example: str, names: Iterable[str] = ()) -> Any:
+    """Return what a parser needs to end its help with the names it knows and an example."""
+    text = f"example:\n  {example}"
+    if names:
+        known = textwrap.fill(
+            ", ".join(names), 78, initial_indent="  ", subsequent_indent="  ",
+            break_on_hyphens=False, break_long_words=False,
+        )  # fmt: skip
+        text = f"names (benchmarks/plan.py says what each is):\n{known}\n\n{text}"
+    return {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": text}
+
+
 def _add_step(kinds: Any) -> None:
-    contenders = "\n".join(f"  {name:20} {what}" for name, what in CONTENDERS.items())
     step = kinds.add_parser(
         "step",
         help="time of a training step, memory, bytes on the wire",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=(
-            f"contenders:\n{contenders}\n\nexample:\n  zeroshard bench step --sizes medium"
-            " --contenders zero3,torch-ddp,fsdp2"
+        **_epilog(
+            "zeroshard bench step --sizes medium --contenders zero3,torch-ddp,fsdp2", CONTENDERS
         ),
     )
     _add_what(step, CONTENDERS)
@@ -75,6 +90,7 @@ def _add_overhead(kinds: Any) -> None:
     overhead = kinds.add_parser(
         "overhead",
         help="what the engine costs in one process: microseconds per unit and step, and the ratio",
+        **_epilog("zeroshard bench overhead --sizes medium"),
     )
     overhead.add_argument(
         "--sizes",
@@ -103,6 +119,7 @@ def _add_checkpoint(kinds: Any) -> None:
     checkpoint = kinds.add_parser(
         "checkpoint",
         help="saving and loading beside the disk itself and torch.distributed.checkpoint",
+        **_epilog("zeroshard bench checkpoint --gigabytes 4 --folder /mnt/nvme"),
     )
     checkpoint.add_argument(
         "--gigabytes", type=float, default=1.0, help="size of the state (default: 1)"
@@ -129,6 +146,7 @@ def _add_codec(kinds: Any) -> None:
     codec = kinds.add_parser(
         "codec",
         help="encoding and decoding beside a copy in memory, and the wires on which they pay",
+        **_epilog("zeroshard bench codec --codecs int8 --dtypes bf16"),
     )
     codec.add_argument(
         "--codecs",
@@ -176,7 +194,11 @@ def _codec(arguments: argparse.Namespace) -> int:
 
 
 def _add_disk(kinds: Any) -> None:
-    disk = kinds.add_parser("disk", help="the disk tier beside the disk itself and fio")
+    disk = kinds.add_parser(
+        "disk",
+        help="the disk tier beside the disk itself and fio",
+        **_epilog("zeroshard bench disk --path /mnt/nvme"),
+    )
     disk.add_argument(
         "--path",
         type=Path,
@@ -203,18 +225,15 @@ def _add_disk(kinds: Any) -> None:
 
 
 def _add_offload(kinds: Any) -> None:
-    parts = "\n".join(f"  {name:20} {what}" for name, what in OFFLOAD_PARTS.items())
-    contenders = "\n".join(f"  {name:20} {what}" for name, what in OFFLOAD_CONTENDERS.items())
     offload = kinds.add_parser(
         "offload",
         help=(
             "states on host and disk: steps, memory per tier, the host step and the disk step by"
             " themselves, the largest model"
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=(
-            f"parts:\n{parts}\n\ncontenders:\n{contenders}\n\nexample:\n  zeroshard bench offload"
-            " --disk-path /mnt/nvme"
+        **_epilog(
+            "zeroshard bench offload --parts steps --disk-path /mnt/nvme",
+            {**OFFLOAD_PARTS, **OFFLOAD_CONTENDERS},
         ),
     )
     offload.add_argument(

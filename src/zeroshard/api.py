@@ -33,6 +33,7 @@ from zeroshard.core.launched import meeting_file
 from zeroshard.core.placement import Mesh, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision, dtype_name
+from zeroshard.core.slurm import rank_variables
 from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import ConfigError, StorageError, ZeroshardError
 from zeroshard.memory import MemoryCounter, Pages, check_device
@@ -78,13 +79,21 @@ def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -
     """Join the process group that torchrun (or ``zeroshard run``) describes in the environment.
 
     Does nothing for a single process (no ``RANK`` in the environment) or where a group exists
-    already. With CUDA each rank takes the device of its ``LOCAL_RANK``; the backend is then nccl
-    for CUDA and gloo for CPU tensors, else gloo; nccl connects here and now. Ranks that
-    ``zeroshard run`` has started on one host meet in a file that only this user can read.
+    already. Tasks of a Slurm step become ranks: without ``RANK``, torchrun's variables are set from
+    ``SLURM_PROCID`` and its siblings. With CUDA each rank takes the device of its ``LOCAL_RANK``;
+    the backend is then nccl for CUDA and gloo for CPU tensors, else gloo; nccl connects here and
+    now. Ranks that ``zeroshard run`` has started on one host meet in a file that only this user can
+    read.
     """
-    if dist.is_initialized() or "RANK" not in os.environ:
+    if dist.is_initialized():
+        return
+    from_slurm = rank_variables(os.environ)
+    os.environ.update(from_slurm)
+    if "RANK" not in os.environ:
         return
     local_rank, device = int(os.environ.get("LOCAL_RANK", 0)), None
+    if from_slurm and torch.cuda.device_count() == 1:
+        local_rank = 0  # with --gpus-per-task=1 each task sees its own alone
     if torch.cuda.is_available() and local_rank < torch.cuda.device_count():
         torch.cuda.set_device(local_rank)
         backend = backend or "cpu:gloo,cuda:nccl"

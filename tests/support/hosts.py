@@ -1,13 +1,14 @@
-"""Ranks of one machine that pretend to live on different hosts."""
+"""Ranks of one machine that pretend to live on different hosts, and processes of a job."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from zeroshard.comm import rendezvous
 
-__all__ = ["pretended_host"]
+__all__ = ["descendants", "pretended_host"]
 
 
 @contextmanager
@@ -23,3 +24,18 @@ def pretended_host(number: int | None) -> Iterator[None]:
         yield
     finally:
         rendezvous.boot_id = real
+
+
+def descendants(pid: int) -> set[int]:
+    """Return the processes that `pid` has started, and those that they have."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                stat = (entry / "stat").read_text()
+                parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
+    found, new = set[int](), {pid}
+    while new:
+        found |= new
+        new = {one for one, parent in parents.items() if parent in new}
+    return found - {pid}

@@ -31,12 +31,14 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 def add_parser(commands: Any) -> None:
     """Add ``checkpoint`` and its subcommands to the `commands` of an argument parser."""
     text = "show, verify, export and import checkpoints"
-    checkpoint = commands.add_parser("checkpoint", help=text)
+    checkpoint = _add_kind(commands, "checkpoint", text, "zeroshard checkpoint show runs/gpt")
     kinds = checkpoint.add_subparsers(dest="checkpoint", metavar="WHAT", required=True)
-    show = kinds.add_parser("show", help="what is in a checkpoint")
+    text = "what is in a checkpoint"
+    show = _add_kind(kinds, "show", text, "zeroshard checkpoint show runs/gpt --step 1000")
     _add_source(show, "DIR")
     show.set_defaults(handler=_show)
-    verify = kinds.add_parser("verify", help="read every byte, and list all that is damaged")
+    text = "read every byte, and list all that is damaged"
+    verify = _add_kind(kinds, "verify", text, "zeroshard checkpoint verify runs/gpt --all")
     _add_source(verify, "DIR")
     verify.add_argument("--all", action="store_true", help="every step in DIR, not only the newest")
     verify.set_defaults(handler=_verify)

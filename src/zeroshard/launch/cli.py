@@ -15,7 +15,7 @@ from zeroshard.errors import ZeroshardError
 from zeroshard.launch import bench, checkpoint, config, doctor, plan, report
 from zeroshard.launch.options import LineParser, UsageError, add_run_options, parse_run
 
-__all__ = ["explain", "main"]
+__all__ = ["build_parsers", "explain", "main"]
 
 EXIT_USAGE, EXIT_INTERNAL, EXIT_IO, EXIT_INTERRUPTED = 2, 70, 74, 130
 
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    parser, run_parser, bench_parser = _build_parser()
+    parser, run_parser, bench_parser = build_parsers()
     command = arguments[1:] if arguments[:1] == ["--debug"] else arguments
     if command[:1] == ["run"]:  # not by the parser: the arguments after the script are not ours
         options = parse_run(run_parser, [*arguments[: len(arguments) - len(command)], *command[1:]])
@@ -56,7 +56,7 @@ def _dispatch(arguments: list[str]) -> int:
     return int(parsed.handler(parsed))
 
 
-def _build_parser() -> tuple[argparse.ArgumentParser, ...]:
+def build_parsers() -> tuple[argparse.ArgumentParser, ...]:
     """The parser of all, and those of ``run`` and ``bench``, which _dispatch needs."""
     parser = LineParser(
         prog="zeroshard",
@@ -75,7 +75,12 @@ def _build_parser() -> tuple[argparse.ArgumentParser, ...]:
     config.add_parser(commands)
     doctor.add_parser(commands)
     report.add_parser(commands)
-    bench_parser = commands.add_parser("bench", help="measure this library beside the others")
+    bench_parser = commands.add_parser(
+        "bench",
+        help="measure this library beside the others",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example:\n  zeroshard bench step --sizes medium --contenders zero3,fsdp2",
+    )
     return parser, run_parser, bench_parser
 
 

@@ -15,6 +15,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
+from zeroshard.core.slurm import read_step
+
 __all__ = [
     "REFUSED", "TORCHRUN_FLAGS", "TORCHRUN_VALUES", "HostChoice", "LineParser", "Place",
     "RunOptions", "UsageError", "add_run_options", "check_target", "parse_run",
@@ -182,7 +184,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("several hosts")
     for name, text in HOST_VALUES.items():
         group.add_argument(name, metavar=HOST_WORDS.get(name, "VALUE"), help=text)
-    group = parser.add_argument_group("torchrun options (all of them; `torchrun --help` lists all)")
+    group = parser.add_argument_group("torchrun options (more: torchrun --help)")
     names = {long: (long, short) for short, long in SHORT.items()}
     for name, text in {**TORCHRUN_VALUES, **TORCHRUN_FLAGS}.items():
         how: Any = {"metavar": "VALUE"} if name in TORCHRUN_VALUES else {"action": "store_true"}
@@ -215,9 +217,11 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
     if given.standalone and named:
         raise UsageError(f"--standalone and {named[0]} exclude each other")
     hosts = _host_choice(given, named)
-    if hosts is None:
+    place = None if hosts is not None else _slurm_place(given, named)
+    if hosts is None and place is None:
         _check_port(given)
-    one_host = hosts is None and all(
+    one_host = hosts is None and place is None
+    one_host = one_host and all(
         value is None or value in ONE_HOST.get(name, ())
         for name, value in places.items()
         if name != "--master-port"
@@ -234,6 +238,7 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
         stall_s=_seconds("--stall-timeout", given.stall_timeout, None),
         debug=given.debug,
         hosts=hosts,
+        place=place,
     )
 
 
@@ -263,6 +268,26 @@ def _host_choice(given: argparse.Namespace, named: list[str]) -> HostChoice | No
         master_addr=given.master_addr,
         master_port=_port(given.master_port),
     )
+
+
+def _slurm_place(given: argparse.Namespace, named: list[str]) -> Place | None:
+    """Return the place of this launcher, where ``srun`` has started one on each of several nodes
+    and the line says nothing else.
+    """
+    if given.standalone or set(named) - {"--master-addr", "--master-port"}:
+        return None
+    step = read_step(os.environ)
+    if step is None or step.num_tasks == 1:
+        return None
+    if step.num_tasks != step.num_nodes:
+        raise UsageError(
+            f"this step has {step.name}, and zeroshard run needs one task per node: `srun"
+            " --ntasks-per-node=1 zeroshard run ...`; with one task per rank start the script"
+            " itself, `srun python script.py`, in which zs.init_distributed() reads Slurm's"
+            " variables"
+        )
+    address, port = given.master_addr or step.nodes[0], _port(given.master_port) or step.port
+    return Place(step.node_rank, step.num_nodes, address, port)
 
 
 def _hint_at_order(options: list[tuple[str, str | None]], rest: list[str]) -> None:

@@ -4,10 +4,12 @@ contract.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ import pytest
 from tests.support.harness import ROOT
 from zeroshard._version import __version__
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.launch import cli
+from zeroshard.launch import bench, cli
 from zeroshard.launch.options import UsageError
 
 PROGRAM = str(Path(sys.executable).parent / "zeroshard")
@@ -88,9 +90,31 @@ def test_no_command_shows_the_help_as_an_error() -> None:
     assert "zeroshard run --nproc 2" in answer.stderr
 
 
-def test_help_shows_an_example() -> None:
-    assert "example:" in _zeroshard("--help").stdout
-    assert "example:" in _zeroshard("run", "--help").stdout
+TITLES = ("example:", "examples:")
+
+
+def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for kind in action.choices.values():
+                yield from _parsers(kind)
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_the_help_of_every_command_fits_a_screen_and_shows_an_example(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    parser, _, bench_parser = cli.build_parsers()
+    bench.add_commands(bench_parser)
+    found = list(_parsers(parser))
+    assert len(found) >= 17
+    for one in found:
+        lines = one.format_help().splitlines()
+        assert len(lines) <= 50 and max(map(len, lines)) <= 100, (one.prog, len(lines))
+        start = next(index for index, line in enumerate(lines) if line in TITLES)
+        assert lines[start + 1].startswith(("  zeroshard ", "  srun ")), one.prog
 
 
 @pytest.mark.parametrize(
@@ -153,7 +177,7 @@ def test_bench_runs_where_the_benchmarks_are_and_says_in_a_line_where_they_are_n
     (tmp_path / "benchmarks").mkdir()  # of somebody else
     (tmp_path / "benchmarks" / "__init__.py").write_text("raise SystemExit('imported')")
 
-    def bench(*path: Path) -> subprocess.CompletedProcess[str]:
+    def run_bench(*path: Path) -> subprocess.CompletedProcess[str]:
         environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(map(str, path))}
         return subprocess.run(
             [sys.executable, "-m", "zeroshard", "bench", "step", "--help"],
@@ -164,10 +188,10 @@ def test_bench_runs_where_the_benchmarks_are_and_says_in_a_line_where_they_are_n
             timeout=60,
         )
 
-    missing = bench(tmp_path / "installed")
+    missing = run_bench(tmp_path / "installed")
     assert (missing.returncode, missing.stdout) == (2, "")
     assert missing.stderr.startswith("zeroshard: bench: the benchmarks are not part of")
     assert missing.stderr.count("\n") == 1
     shutil.rmtree(tmp_path / "benchmarks")
-    for found in (bench(ROOT / "src"), bench(tmp_path / "installed", ROOT)):
+    for found in (run_bench(ROOT / "src"), run_bench(tmp_path / "installed", ROOT)):
         assert found.returncode == 0 and "--contenders" in found.stdout

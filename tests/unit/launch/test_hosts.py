@@ -1,0 +1,133 @@
+"""What goes to a host over ssh, and what comes back: byte by byte, and past every shell (F11)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.launched import stub_ssh
+from zeroshard.launch import hosts, wire
+from zeroshard.launch.options import UsageError
+from zeroshard.launch.reports import Outcome
+from zeroshard.launch.supervisor import Failure
+
+MARK = "it-was-run"
+SHOW = """
+import json, os, sys
+own = {name: os.environ[name] for name in os.environ if name.startswith("ZEROSHARD_T")}
+print(json.dumps([sys.argv[1:], own, os.getcwd()]))
+"""
+HOSTILE = st.sampled_from(
+    [f"$(touch {MARK})", f"`touch {MARK}`", f"x;touch${{IFS}}{MARK};", f"'; touch {MARK} #",
+     f'"; touch {MARK} #', f"| touch {MARK}", f"\ntouch {MARK}\n", "\\", "!!", "~", "*", "--",
+     "-oProxyCommand=x", "%s", "${IFS}", "\r", "\t", "'", '"', "\udcff", "é", " "]
+)  # fmt: skip
+ANY = st.text(
+    st.characters(min_codepoint=1, max_codepoint=0x10FFFF, exclude_categories=["Cs"]), max_size=12
+)
+TEXTS = st.lists(st.one_of(HOSTILE, ANY), max_size=4).map("".join)
+
+
+# 10 processes with 100 strings each
+@settings(
+    max_examples=10,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(st.lists(TEXTS, min_size=100, max_size=100))
+def test_arguments_environment_and_directory_reach_a_host_as_they_are_and_nothing_runs(
+    tmp_path: Path, texts: list[str]
+) -> None:
+    texts = [os.fsdecode(os.fsencode(text)) for text in texts]  # as a program gets them
+    arguments, values = texts[:50], texts[50:]
+    environment = {f"ZEROSHARD_T{number}": value for number, value in enumerate(values)}
+    name = next((one for one in texts if one.strip(". ") and "/" not in one), "x")
+    directory = tmp_path / "in" / os.fsdecode(os.fsencode(name)[:250])
+    directory.mkdir(parents=True, exist_ok=True)
+    before = os.getcwd()
+    os.chdir(directory)
+    try:
+        orders = hosts.beginning([sys.executable, "-I", "-c", SHOW, *arguments], environment)
+    finally:
+        os.chdir(before)
+    seen = subprocess.run(
+        [stub_ssh(tmp_path), *hosts.SSH_OPTIONS, "--", "worker-0", hosts.COMMAND],
+        input=orders,
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert json.loads(seen.stdout.splitlines()[-1]) == [arguments, environment, str(directory)]
+    assert not list(tmp_path.rglob(MARK)) and not Path("/", MARK).exists()
+
+
+def test_the_command_for_a_host_is_the_same_for_every_job() -> None:
+    assert "zeroshard" not in hosts.COMMAND and sys.executable not in hosts.COMMAND
+    assert hosts.COMMAND.count("'") == 2 and "\\" not in hosts.COMMAND
+
+
+@given(st.binary())
+def test_text_of_the_systems_is_bytes(data: bytes) -> None:
+    data = data.replace(b"\0", b"")
+    text = json.loads(wire.line(wire.to_text(data)))
+    assert os.fsencode(wire.from_text(text)) == data
+
+
+@given(
+    st.binary(max_size=20).filter(lambda before: wire.GREETING not in before + wire.GREETING[:-1]),
+    st.lists(st.tuples(st.sampled_from([wire.OUT, wire.ERR, wire.NOTE]), st.binary())),
+    st.lists(st.integers(1, 30), min_size=1),
+)
+def test_frames_are_read_however_they_are_cut(
+    before: bytes, frames: list[tuple[bytes, bytes]], cuts: list[int]
+) -> None:
+    data = before + wire.GREETING + b"".join(wire.frame(*one) for one in frames)
+    reader, found = wire.Frames(), []
+    while data:
+        size = cuts[len(data) % len(cuts)]
+        found += reader.feed(data[:size])
+        data = data[size:]
+    assert found == frames
+
+
+@pytest.mark.parametrize(
+    "data", [b"x" * (1 << 17), wire.GREETING + b"?\0\0\0\0", wire.GREETING + b"o\xff\0\0\0"]
+)
+def test_bytes_of_others_are_an_error(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"its shell|protocol"):
+        wire.Frames().feed(data)
+
+
+def test_a_host_gets_the_variables_of_the_libraries_and_no_secret() -> None:
+    sent = ["PYTHONPATH", "NCCL_DEBUG", "OMP_NUM_THREADS", "HF_HOME", "TOKENIZERS_PARALLELISM",
+            "TORCH_LOGS", "CUDA_LAUNCH_BLOCKING", "PATH", "LD_LIBRARY_PATH"]  # fmt: skip
+    kept = ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HOME",
+            "USER", "SSH_AUTH_SOCK", "CUDA_VISIBLE_DEVICES", "MY_VALUE",
+            "TORCH_SECRET"]  # fmt: skip
+    environ = dict.fromkeys([*sent, *kept], "x")
+    assert set(hosts.sent_environment(environ, ())) == set(sent)
+    assert set(hosts.sent_environment(environ, ("MY_VALUE", "HF_TOKEN"))) == {
+        *sent, "MY_VALUE", "HF_TOKEN",
+    }  # fmt: skip
+    with pytest.raises(UsageError, match="--export NOT_THERE"):
+        hosts.sent_environment(environ, ("NOT_THERE",))
+
+
+def test_a_failure_keeps_its_age_on_the_way() -> None:
+    now = time.monotonic()
+    sent = Outcome([Failure(3, 77, now - 5.0, -9, "why", "trace")], [Failure(2, 76, now - 6.0, 0)])
+    text = json.dumps(sent.to_json())
+    found = Outcome.from_json(json.loads(text), "worker-1")
+    assert found.failures[0].name == "rank 3 on worker-1"
+    assert found.failures[0].at == pytest.approx(now - 5.0, abs=0.5)
+    assert found.left[0].at == pytest.approx(now - 6.0, abs=0.5)
+    assert (found.exit_code, found.failures[0].message) == (137, "why")
