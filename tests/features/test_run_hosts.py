@@ -25,11 +25,11 @@ ONE_EACH = "127.0.0.2 slots=1\n127.0.0.3 slots=1\n"
 TRAIN = """
 import torch, zeroshard as zs
 
-def train(rank, world):
+def train(rank, world, transport="auto"):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    engine = zs.shard(model, optimizer, stage=3, comm=zs.Comm(transport="gloo"))
+    engine = zs.shard(model, optimizer, stage=3, comm=zs.Comm(transport=transport))
     losses = []
     for step in range(3):
         torch.manual_seed(world * step + rank)
@@ -80,7 +80,7 @@ def _losses(rank: int, world: int) -> list[float]:
     return losses
 
 
-def test_two_hosts_train_as_one_does_with_the_users_arguments_and_environment(
+def test_two_hosts_train_as_one_does_with_the_users_arguments_and_variables(
     start: Start,
 ) -> None:
     arguments = ("a b", "$(touch x)", "", "é\udcff", "'\"\\", "\n", "--nproc", "${local_rank}")

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 __all__ = ["HELLO", "PROGRAM", "STUBBORN", "STUB_SSH", "WAIT", "Job", "stub_ssh", "wait_until"]
@@ -55,12 +55,13 @@ class Job:
         *options: str,
         args: tuple[str, ...] = (),
         env: dict[str, str] | None = None,
+        before: Sequence[str] = (),
     ) -> None:
         self.directory = directory
         script = directory / "script.py"
         script.write_text(text)
         self.process = subprocess.Popen(
-            [PROGRAM, "run", *options, str(script), *args],
+            [*before, PROGRAM, "run", *options, str(script), *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
