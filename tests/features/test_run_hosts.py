@@ -25,13 +25,13 @@ ONE_EACH = "127.0.0.2 slots=1\n127.0.0.3 slots=1\n"
 TRAIN = """
 import torch, zeroshard as zs
 
-def train(rank, world, transport="auto"):
+def train(rank, world, transport="auto", steps=3):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     engine = zs.shard(model, optimizer, stage=3, comm=zs.Comm(transport=transport))
     losses = []
-    for step in range(3):
+    for step in range(steps):
         torch.manual_seed(world * step + rank)
         loss = model(torch.randn(4, 8)).square().mean()
         loss.backward()
@@ -53,6 +53,7 @@ if __name__ == "__main__":
     print(json.dumps([sys.argv[1:], shown, os.getcwd(), losses]), flush=True)
     torch.distributed.destroy_process_group()
 """
+QUIET = {"OMP_NUM_THREADS": "1"}  # else each launcher says what it chose
 Start = Callable[..., Job]
 
 
@@ -60,11 +61,17 @@ Start = Callable[..., Job]
 def start(tmp_path: Path) -> Iterator[Start]:
     jobs: list[Job] = []
 
-    def begin(text: str, *options: str, hosts: str = ONE_EACH, **more: object) -> Job:
+    def begin(
+        text: str,
+        *options: str,
+        hosts: str = ONE_EACH,
+        args: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+    ) -> Job:
         hostfile = tmp_path / "hostfile"
         hostfile.write_text(hosts)
         line = ["--hostfile", str(hostfile), "--ssh", stub_ssh(tmp_path), *options]
-        jobs.append(Job(tmp_path, text, *line, **more))  # type: ignore[arg-type]
+        jobs.append(Job(tmp_path, text, *line, args=args, env={**QUIET, **(env or {})}))
         return jobs[-1]
 
     yield begin
@@ -190,6 +197,36 @@ def test_a_script_that_a_host_lacks_is_named_with_the_host(start: Start, tmp_pat
     )  # fmt: skip
     assert answer.returncode == 2, answer.stderr
     assert "not found in" in answer.stderr.splitlines()[-1], answer.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_one_host_while_another_waits_for_it_is_named(start: Start) -> None:
+    text = HELLO + TRAIN + "zs.init_distributed()\ntrain(rank, 2, 'gloo', 3 + 3 * rank)\n"
+    code, _, stderr = start(text).end(timeout=100)
+    assert code == 71, stderr
+    last = stderr.splitlines()[-1]
+    assert last.startswith("zeroshard run: rank 0 on 127.0.0.2 left first, "), stderr
+
+
+@pytest.mark.slow
+def test_one_launcher_per_node_of_a_slurm_step_makes_one_job(tmp_path: Path) -> None:
+    text = "import torch, zeroshard as zs\nzs.init_distributed()\nvalue = torch.ones(1)\n"
+    text += "torch.distributed.all_reduce(value)\nprint(rank, value.item(), flush=True)\n"
+    text += "torch.distributed.destroy_process_group()\n"
+    jobs = []
+    for node in range(2):
+        directory = tmp_path / str(node)
+        directory.mkdir()
+        step = {
+            "SLURM_STEP_ID": "0", "SLURM_JOB_ID": str(os.getpid()), "SLURM_PROCID": str(node),
+            "SLURM_NODEID": str(node), "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2",
+            "SLURM_STEP_NODELIST": "127.0.0.2,127.0.0.3",
+        }  # fmt: skip
+        jobs.append(Job(directory, HELLO + text, "--nproc", "2", env=step))
+    ends = [job.end(timeout=100) for job in jobs]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    lines = sorted(line for _, stdout, _ in ends for line in stdout.splitlines())
+    assert lines == [f"{rank} 4.0" for rank in range(4)]
 
 
 def test_when_the_launcher_is_killed_nothing_is_left_on_any_host(start: Start) -> None:

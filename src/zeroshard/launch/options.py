@@ -42,7 +42,7 @@ TORCHRUN_VALUES = {
     "--role": "name of the ranks' role",
     "--log-dir": "where redirected output goes",
     "--redirects": "redirect stdout (1), stderr (2) or both (3) of all or some ranks into files",
-    "--tee": "like --redirects, and to the console as well",
+    "--tee": "like --redirects, and to the console as well, each line after [rank N]",
     "--local-ranks-filter": "show only these local ranks' output",
     "--duplicate-stdout-filters": "copy matching stdout lines to one file",
     "--duplicate-stderr-filters": "copy matching stderr lines to one file",

@@ -177,6 +177,7 @@ def _set_environment(
     os.environ[worker.DIRECTORY], os.environ[worker.LAUNCHER_PID] = directory, str(os.getpid())
     grace_s = max(round(options.grace_s), SIGNAL_GRACE_S)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace_s))
+    os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")  # of --tee
     for setting in settings_for(os.environ, num_ranks=num_ranks):
         os.environ[setting.name] = setting.value
         say(str(setting))

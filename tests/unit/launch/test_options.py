@@ -112,6 +112,10 @@ def test_the_grace_is_three_seconds_unless_the_user_says_otherwise() -> None:
         (["-m", "--no-python", "json.tool"], "exclude each other"),
         (["--standalone", "--nnodes", "2", SCRIPT], "--standalone and --nnodes exclude each other"),
         (["--shutdown-timeout", "soon", SCRIPT], "--shutdown-timeout must be a number"),
+        (["--include", "a", SCRIPT], "--include goes with --hostfile"),
+        (["--hostfile", "h", "--nproc", "2", SCRIPT], "--hostfile and --nproc exclude each other"),
+        (["--hostfile", "h", "--nnodes=2", SCRIPT], "--hostfile and --nnodes exclude each other"),
+        (["--hostfile", "h", "--max-restarts=1", SCRIPT], "--hostfile and --max-restarts exclude"),
         (["--master-port", "http", SCRIPT], "--master-port must be a port number"),
         (["-m", "no_such_module_here"], "module 'no_such_module_here' not found"),
         (["no_such_script.py"], "script 'no_such_script.py' not found in"),
@@ -150,3 +154,38 @@ def test_an_option_of_ours_after_the_script_goes_to_the_script_and_is_hinted_at(
         assert _parse(SCRIPT, *late).args == late
         said = capsys.readouterr().err
         assert "options of zeroshard run come before the script" in said and said.count("\n") == 1
+
+
+STEP = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "7",
+    "SLURM_PROCID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[08-09]",
+}
+
+
+def test_one_task_per_node_of_a_slurm_step_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    place = _parse(SCRIPT).place
+    assert place is not None and not _parse(SCRIPT).standalone
+    assert (place.node_rank, place.num_nodes, place.master_addr) == (1, 2, "gpu08")
+    chosen = _parse("--master-port=5000", "--master-addr=x", SCRIPT).place
+    assert chosen is not None and (chosen.master_addr, chosen.master_port) == ("x", 5000)
+    assert _parse("--standalone", SCRIPT).place is None
+    assert _parse("--rdzv-backend=c10d", "--rdzv-endpoint=x:1", SCRIPT).place is None
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
+    with pytest.raises(UsageError, match=r"16 task\(s\) on 2 node\(s\).*one task per node"):
+        _parse(SCRIPT)
+    monkeypatch.delenv("SLURM_STEP_ID")  # a batch script
+    assert _parse(SCRIPT).standalone and _parse(SCRIPT).place is None
+
+
+def test_a_hostfile_takes_a_master_and_torchruns_options(tmp_path: Path) -> None:
+    options = _parse("--hostfile=h", "--master-port=5", "--export=A,B", "--tee=3", SCRIPT)
+    assert options.hosts is not None and options.hosts.export == ("A", "B")
+    assert options.hosts.master_port == 5 and "--tee=3" in options.torchrun
+    assert not options.standalone
