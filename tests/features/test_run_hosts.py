@@ -241,10 +241,13 @@ def test_when_the_launcher_is_killed_nothing_is_left_on_any_host(start: Start) -
 
 @pytest.mark.parametrize(
     ("number", "text", "code"),
-    [(signal.SIGTERM, "", 143), (signal.SIGINT, "", 130),
-     (signal.SIGTERM, "signal.signal(15, lambda *_: os._exit(75))\n", 75)],
+    [
+        pytest.param(signal.SIGTERM, "", 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "", 130, marks=pytest.mark.slow),
+        (signal.SIGTERM, "signal.signal(15, lambda *_: os._exit(75))\n", 75),
+    ],
     ids=["SIGTERM", "SIGINT", "saved"],
-)  # fmt: skip
+)
 def test_a_signal_to_the_launcher_reaches_the_ranks_of_every_host(
     start: Start, number: int, text: str, code: int
 ) -> None:

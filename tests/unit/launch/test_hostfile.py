@@ -46,6 +46,8 @@ def test_a_name_that_is_read_is_one_word_and_no_option(text: str) -> None:
     "line",
     [
         "-oProxyCommand=touch${IFS}x slots=1",
+        "-v slots=1",
+        ".. slots=1",
         "worker 1 slots=1",
         "worker;touch slots=1",
         "worker$(id) slots=1",
