@@ -44,8 +44,11 @@ class Host:
 
 def read(path: str) -> list[Host]:
     """Read a hostfile. Raises UsageError, with the line's number, for what it does not say."""
-    with open(path, "rb") as file:
-        data = file.read(_MAX_BYTES + 1)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"hostfile {path}: {error.strerror}") from None
     if len(data) > _MAX_BYTES:
         raise UsageError(f"hostfile {path}: over {_MAX_BYTES} bytes are no hostfile")
     return parse(data.decode("utf-8", "replace"), path)

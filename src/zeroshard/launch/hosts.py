@@ -38,8 +38,8 @@ from zeroshard.launch.supervisor import SIGNAL_LEAD_S, Failure, blame_order, bla
 __all__ = ["COMMAND", "beginning", "launch_on_hosts", "sent_environment"]
 
 EXIT_IO = 74
-SIGNAL_GRACE_S = 35.0  # a launcher's own, and the way there and back
-ANSWER_S = 2.0
+SIGNAL_GRACE_S = 30.0  # a launcher's own, see run.py
+ANSWER_S = 2.0  # the way to a host and back
 # Reads the interpreter's path, then [directory, command, environment], and becomes that command.
 COMMAND = (
     'exec /bin/sh -c \'IFS= read -r python && exec "$python" -I -X utf8 -c "import io, json, os;'
@@ -63,6 +63,10 @@ _NOT_SENT = ("CUDA_VISIBLE_DEVICES",)  # the slots say which
 def launch_on_hosts(options: RunOptions, choice: HostChoice) -> int:
     """Run the job on the hosts that `choice` names; return the exit code of ``zeroshard run``."""
     hosts = hostfile.choose(hostfile.read(choice.hostfile), choice.include, choice.exclude)
+    try:
+        shlex.split(choice.ssh)
+    except ValueError as error:
+        raise UsageError(f"--ssh {choice.ssh}: {error}") from None
     sent_environment(os.environ, choice.export)  # refuses before anything is started
     return _Job(options, choice, hosts).run()
 
@@ -107,7 +111,7 @@ class _Lines:
 
     def write(self, data: bytes) -> None:
         """Write the lines that are complete; a bar ends its lines with a carriage return."""
-        *lines, self._rest = re.split(rb"(?<=[\r\n])", self._rest + data)
+        *lines, self._rest = re.split(rb"(?<=\n)|(?<=\r)(?=[^\n])", self._rest + data)
         if len(self._rest) > 1 << 20:
             lines, self._rest = [*lines, self._rest + b"\n"], b""
         if lines:
@@ -272,6 +276,10 @@ class _Job:
     def __init__(self, options: RunOptions, choice: HostChoice, hosts: Sequence[Host]) -> None:
         self._begin = time.monotonic()
         self._grace_s = options.grace_s
+        own = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+        self._signal_grace_s = float(
+            own if own.isdecimal() else max(options.grace_s, SIGNAL_GRACE_S)
+        )
         self._selector = selectors.DefaultSelector()
         self._signals = 0
         self._ended_by: int | None = None
@@ -382,7 +390,7 @@ class _Job:
             self._signals += 1
             if self._signals == 1:
                 self._ended_by, self._is_ending = number, True
-                self._end_by = time.monotonic() + SIGNAL_GRACE_S
+                self._end_by = time.monotonic() + self._signal_grace_s + ANSWER_S
                 for connection in self._connections:
                     connection.order({"signal": number})
             elif number == signal.SIGINT:

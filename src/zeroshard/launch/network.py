@@ -33,6 +33,8 @@ def listen(address: str, port: int) -> socket.socket:
             f"{address} is not known here ({error.strerror}): --master-addr names this host as the"
             " others reach it"
         ) from None
+    # IPv4 where there is a choice: every host has it
+    found.sort(key=lambda one: one[0] != socket.AF_INET)
     family, kind, protocol, _, where = found[0]
     if is_loopback(str(where[0])) and not is_loopback(address):
         family, where = socket.AF_INET, ("", port)

@@ -77,6 +77,8 @@ def test_a_wrong_line_is_refused_with_its_number(line: str) -> None:
 
 def test_a_file_without_a_host_or_with_far_too_much_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
+    with pytest.raises(UsageError, match="No such file"):
+        read(str(path))
     path.write_text("# none\n\n")
     with pytest.raises(UsageError, match="names no host"):
         read(str(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.launched import stub_ssh
-from zeroshard.launch import hosts, wire
+from zeroshard.launch import hosts, network, wire
 from zeroshard.launch.options import UsageError
 from zeroshard.launch.reports import Outcome
 from zeroshard.launch.supervisor import Failure
@@ -131,3 +132,32 @@ def test_a_failure_keeps_its_age_on_the_way() -> None:
     assert found.failures[0].at == pytest.approx(now - 5.0, abs=0.5)
     assert found.left[0].at == pytest.approx(now - 6.0, abs=0.5)
     assert (found.exit_code, found.failures[0].message) == (137, "why")
+
+
+@given(st.binary().map(lambda data: data.replace(b"[", b"\r\n")), st.integers(1, 7))
+def test_output_of_a_host_is_the_same_but_for_its_name_before_each_line(
+    data: bytes, size: int
+) -> None:
+    stream = io.BytesIO()
+    lines = hosts._Lines("worker-1", stream)
+    for start in range(0, len(data), size):
+        lines.write(data[start : start + size])
+    lines.close()
+    shown = stream.getvalue()
+    end = b"" if not data or data.endswith(b"\n") else b"\n"
+    assert shown.replace(b"[worker-1] ", b"") == data + end
+    assert all(line.startswith(b"[worker-1] ") for line in shown.split(b"\n")[:-1])
+    assert b"\r[worker-1] \n" not in shown
+
+
+def test_a_port_is_held_from_the_moment_it_is_told() -> None:
+    with network.listen("127.0.0.2", 0) as held:
+        address, port = held.getsockname()
+        assert address == "127.0.0.2"
+        with pytest.raises(UsageError, match=f"--master-port {port} cannot be used"):
+            network.listen("127.0.0.2", port)
+    with pytest.raises(UsageError, match="--master-addr names this host"):
+        network.listen("192.0.2.1", 0)  # an address for examples, which nobody has
+    with pytest.raises(UsageError, match="is not known here"):
+        network.listen("no-such-host.invalid", 0)
+    assert network.interface_towards("127.0.0.3") == "lo"
