@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for job in jobs:
         job.process.kill()
         job.process.communicate()
+    for path in tmp_path.glob("pid-[0-9]"):  # ranks of a host that has not noticed
+        with suppress(ProcessLookupError):
+            os.kill(int(path.read_text()), signal.SIGKILL)
 
 
 def _losses(rank: int, world: int) -> list[float]:
