@@ -6,7 +6,11 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -30,10 +34,47 @@ from zeroshard.planning import shape_of_module, shape_with_activations
 Tiers = tuple[Tier, Tier, Tier]
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 ON_DEVICE: Tiers = (DEVICE, DEVICE, DEVICE)
-CASES: list[tuple[str, Tiers]] = [
-    *((name, ON_DEVICE) for name in ("ddp", "zero1", "zero2", "zero3", "zero3-keep")),
-    ("zero2", (DEVICE, DEVICE, HOST)),
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of a row: its tiers, codecs and micro-batches."""
+
+    row: str
+    tiers: Tiers = ON_DEVICE
+    codecs: tuple[tuple[str, Any], ...] = ()
+    micro_batches: int = 1
+
+    def training(self, way: Way) -> zs.Training:
+        """Return what is planned."""
+        return zs.Training(
+            way.precision,
+            batch=4,
+            sequence=SIZES[way.size][0],
+            micro_batches=self.micro_batches,
+            **dict(self.codecs),
+        )
+
+    def __str__(self) -> str:
+        away = [] if self.tiers == ON_DEVICE else [f"optimizer on {self.tiers[2].value}"]
+        codecs = [f"{name} {value}" for name, value in self.codecs]
+        micro = [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
+        return ", ".join([self.row, *away, *codecs, *micro])
+
+
+CASES = [
+    *(Case(name) for name in ("ddp", "zero1", "zero2", "zero3", "zero3-keep")),
+    Case("zero2", (DEVICE, DEVICE, HOST)),
 ]
+MICRO = [Case(name, micro_batches=2) for name in ("ddp", "zero1", "zero2", "zero3")]
+ENCODED = [
+    Case("zero1", codecs=(("grad_codec", "int8"),)),
+    Case("zero2", codecs=(("grad_codec", "int4"), ("error_feedback", True))),
+    Case("zero3", codecs=(("grad_codec", "int8"),)),
+    Case("zero3", codecs=(("weight_codec", "int8"),)),
+    Case("zero3", codecs=(("weight_codec", "int8"), ("grad_codec", "int4"))),
+]
+NODES = [Case(name) for name in ("zero2", "zero3", "hpz", "mics", "hfsdp")]
 SIZES = {"small": (64, 64, 3, 500), "large": (128, 384, 6, 4000)}  # tokens, width, layers, vocab
 
 
@@ -91,32 +132,64 @@ def _inputs(size: str) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def _measured(
-    kind: str, size: str, name: str, tiers: Tiers, precision: str, transport: str
-) -> tuple[int, int]:
+@dataclass(frozen=True)
+class Way:
+    """How ranks train: as far as all cases of one launch have it in common."""
+
+    world: int
+    kind: str = "gpt"
+    size: str = "large"
+    precision: str = "fp32"
+    transport: str = "gloo"
+    node_size: int | None = None
+
+    @property
+    def machine(self) -> zs.Machine:
+        """The machine that is planned."""
+        machine = zs.Machine.of("CPU", gpus=self.world)
+        return machine if self.node_size is None else replace(machine, node_size=self.node_size)
+
+
+TABLE: dict[str, tuple[Way, list[Case]]] = {
+    "alone": (Way(1, transport="auto"), CASES),
+    "gloo": (Way(2), CASES),
+    "shared": (Way(2, transport="shared_memory"), CASES),
+    "micro": (Way(2), MICRO),
+    "encoded": (Way(2), ENCODED),
+    "nodes": (Way(2, node_size=1), NODES),
+    "nodes-of-2": (Way(4, node_size=2), NODES),
+}
+
+
+def _measured(way: Way, case: Case) -> tuple[int, int]:
     """Return the most bytes that three steps allocate, and that the engine's own meter counts."""
     gc.collect()
+    training = case.training(way)
     with AllocatedBytes() as allocated:
-        model = _built(kind, size)
+        model = _built(way.kind, way.size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        states = zip(("weight", "grad", "optimizer"), tiers, strict=True)
+        states = zip(("weight", "grad", "optimizer"), case.tiers, strict=True)
         engine = zs.shard(
             model,
             optimizer,
-            policy=name,
-            precision=zs.Precision(precision, accumulate=precision),
+            policy=case.row,
+            precision=zs.Precision(way.precision, accumulate=way.precision),
             offload=zs.Offload(**{state: tier.value for state, tier in states}),
-            comm=zs.Comm.model_validate({"transport": transport}),
+            comm=zs.Comm.model_validate(
+                {"transport": way.transport, "node_size": way.node_size, **training.comm()}
+            ),
             stall_timeout_s=60,
         )
         allocated.watch()
-        inputs = _inputs(size)
+        inputs = _inputs(way.size)
         for _ in range(3):
-            output = model(**inputs)
-            loss = output if kind == "gpt" else output.loss
-            del output
-            loss.backward()
-            del loss
+            for left in reversed(range(training.micro_batches)):
+                with engine.no_sync() if left else nullcontext():
+                    output = model(**inputs)
+                    loss = output if way.kind == "gpt" else output.loss
+                    del output
+                    loss.backward()
+                    del loss
             optimizer.step()
             optimizer.zero_grad()
     metered = engine.memory().peak
@@ -124,60 +197,45 @@ def _measured(
     return allocated.peak, metered
 
 
-def _predicted(
-    kind: str, size: str, name: str, tiers: Tiers, precision: str, transport: str, world: int
-) -> tuple[int, int]:
+def _predicted(way: Way, case: Case) -> tuple[int, int]:
     """Return the same two, from the planner, for rank 0."""
-    training = zs.Training(precision, batch=4, sequence=SIZES[size][0])
-    model = _built(kind, size)
+    training, machine = case.training(way), way.machine
+    model = _built(way.kind, way.size)
     shape = shape_of_module(model, training)
-    trace = trace_activations(model, shape, training, _inputs(size))
-    machine = zs.Machine.of("CPU", gpus=world)
-    laid_out = LaidOut(replace(shape, trace=trace), machine.mesh)
-    policy, exchange = ROWS[name].tiered(*tiers), Exchange.of(machine, transport)
+    trace = trace_activations(model, shape, training, _inputs(way.size))
+    laid_out = LaidOut(replace(shape, trace=trace), machine.mesh, training.align)
+    policy, exchange = ROWS[case.row].tiered(*case.tiers), Exchange.of(machine, way.transport)
     rest = rest_bytes(laid_out, policy, training)
     peak = peak_bytes(laid_out, policy, machine, training, rest, exchange=exchange)
     playback = Playback(laid_out, policy, training, exchange)
     for _ in range(2):
         playback.drop_gradients()
-        for _ in playback.run(trace, sync=True):
-            pass
+        for sync in (False,) * (training.micro_batches - 1) + (True,):
+            for _ in playback.run(trace, sync=sync):
+                pass
         playback.wait()
     return peak.total + peak.host, playback.metered
 
 
 def _both(
-    rank: int,
-    world: int,
-    kind: str,
-    size: str,
-    cases: list[tuple[str, Tiers]],
-    precision: str,
-    transport: str,
+    rank: int, world: int, way: Way, cases: Sequence[Case]
 ) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-    out = {}
-    for name, tiers in cases:
-        case = f"{name}{'' if tiers == ON_DEVICE else ', ' + tiers[2].value}"
-        measured = _measured(kind, size, name, tiers, precision, transport)
-        predicted = _predicted(kind, size, name, tiers, precision, transport, world)
-        out[case] = predicted, measured
-    return out
+    return {str(case): (_predicted(way, case), _measured(way, case)) for case in cases}
 
 
-def _check(world: int, kind: str, size: str, precision: str, transport: str) -> None:
-    cases = CASES if size == "large" else CASES[1::2]
-    for seen in run_ranks(world, _both, kind, size, cases, precision, transport, timeout=300):
+def _check(way: Way, cases: Sequence[Case]) -> None:
+    for seen in run_ranks(way.world, _both, way, cases, timeout=300):
         for case, ((peak, metered), (allocated, counted)) in seen.items():
             assert abs(peak / allocated - 1) < 0.03, (case, peak, allocated)
-            assert metered == counted or world > 1, (case, metered, counted)
+            assert metered == counted or way.world > 1, (case, metered, counted)
 
 
 def test_predicted_peaks_are_what_one_rank_allocates() -> None:
-    _check(1, "gpt", "small", "bf16", "auto")
+    _check(Way(1, size="small", precision="bf16", transport="auto"), CASES[1::2])
 
 
 def test_predicted_peaks_are_what_two_ranks_allocate() -> None:
-    _check(2, "gpt", "small", "fp32", "gloo")
+    _check(Way(2, size="small"), CASES[1::2])
 
 
 @pytest.mark.slow
@@ -187,7 +245,7 @@ def test_predicted_peaks_are_what_two_ranks_allocate() -> None:
 def test_predicted_peaks_of_larger_models_are_what_ranks_allocate(
     world: int, transport: str, kind: str, precision: str
 ) -> None:
-    _check(world, kind, "large", precision, transport)
+    _check(Way(world, kind, precision=precision, transport=transport), CASES)
 
 
 def test_a_trace_leaves_nothing_behind_and_the_module_as_it_was() -> None:
@@ -245,12 +303,12 @@ def test_inputs_are_traced_or_refused_and_other_modules_say_so() -> None:
 if __name__ == "__main__":
     from tests.features import test_peak  # ranks find the function by its module's name
 
-    for world, transport in ((1, "auto"), (2, "gloo")):
-        for kind in ("gpt", "llama"):
-            for precision in ("fp32", "bf16"):
-                seen = run_ranks(
-                    world, test_peak._both, kind, "large", CASES, precision, transport, timeout=300
-                )[0]
-                for case, ((peak, _), (allocated, _)) in seen.items():
-                    shown = f"{peak / 1e6:8.1f} {allocated / 1e6:8.1f} {peak / allocated - 1:+.2%}"
-                    print(f"{world} {kind:6} {precision} {case:14} {shown}", flush=True)
+    for name, (way, cases) in test_peak.TABLE.items():
+        if name not in (sys.argv[1:] or test_peak.TABLE):
+            continue
+        for kind, precision in product(("gpt", "llama"), ("fp32", "bf16")):
+            one = replace(way, kind=kind, precision=precision)
+            seen = run_ranks(one.world, test_peak._both, one, cases, timeout=300)[0]
+            for case, ((peak, _), (allocated, _)) in seen.items():
+                shown = f"{peak / 1e6:8.1f} {allocated / 1e6:8.1f} {peak / allocated - 1:+.2%}"
+                print(f"{name:12} {kind:6} {precision} {case:40} {shown}", flush=True)
