@@ -27,8 +27,9 @@ from zeroshard.core.policy import ROWS
 from zeroshard.planner import ModelShape
 from zeroshard.planner.closed_form import closed_form
 from zeroshard.planner.exact import LaidOut, rest_bytes
+from zeroshard.planner.held import Exchange
 from zeroshard.planner.peak import peak_bytes
-from zeroshard.planner.playback import Exchange, Playback
+from zeroshard.planner.playback import Playback
 from zeroshard.planning import shape_of_module, shape_with_activations
 
 Tiers = tuple[Tier, Tier, Tier]
@@ -238,14 +239,23 @@ def test_predicted_peaks_are_what_two_ranks_allocate() -> None:
     _check(Way(2, size="small"), CASES[1::2])
 
 
+def test_predicted_peaks_with_codecs_and_micro_batches_are_what_two_ranks_allocate() -> None:
+    _check(Way(2, size="small"), [ENCODED[0], ENCODED[-1], MICRO[2]])
+
+
+def test_predicted_peaks_over_nodes_are_what_two_ranks_allocate() -> None:
+    _check(Way(2, size="small", node_size=1), NODES[2:4])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
-@pytest.mark.parametrize(("world", "transport"), [(1, "auto"), (2, "gloo")])
+@pytest.mark.parametrize("name", TABLE)
 def test_predicted_peaks_of_larger_models_are_what_ranks_allocate(
-    world: int, transport: str, kind: str, precision: str
+    name: str, kind: str, precision: str
 ) -> None:
-    _check(Way(world, kind, precision=precision, transport=transport), CASES)
+    way, cases = TABLE[name]
+    _check(replace(way, kind=kind, precision=precision), cases)
 
 
 def test_a_trace_leaves_nothing_behind_and_the_module_as_it_was() -> None:

@@ -4,9 +4,9 @@ engine maps past it (shared windows and slots, the host tier).
 
 It asks the engine nothing, and knows nothing of what is planned. Memory that the kernel may take at
 any moment (idle ``Pages``) is not held: such tensors are made by the allocator here. A step on the
-host runs in the thread that asks for it. Cost: a run is about twice as slow. Memory that ranks share
-counts for the rank that reserved it, until it unmaps it; other mapped memory until the end of the
-block.
+host runs in the thread that asks for it. Cost: a run is about twice as slow. Memory that ranks
+share counts for the rank that reserved it, until it unmaps it; other mapped memory until the end
+of the block. Scratch that codecs keep for ever is made anew.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch.autograd.profiler import profile
 
 from zeroshard import memory
-from zeroshard.comm import connect, memfd
+from zeroshard.comm import codec, connect, memfd
 from zeroshard.optim import runner
 
 __all__ = ["AllocatedBytes"]
@@ -109,6 +109,7 @@ class AllocatedBytes:
         def connected(*args: Any, **kwargs: Any) -> Any:
             return _Unseen(connections(*args, **kwargs))
 
+        self._stack.enter_context(mock.patch.object(codec, "_kept", codec._Kept()))
         self._stack.enter_context(mock.patch.object(memfd, "reserve", reserved))
         self._stack.enter_context(mock.patch.object(memfd, "map_bytes", shared))
         self._stack.enter_context(mock.patch.object(memory, "map_pages", mapped))

@@ -20,9 +20,10 @@ from zeroshard.core.placement import Cell, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.planner.closed_form import closed_form
 from zeroshard.planner.exact import LaidOut, LaidOutGroup, StateBytes
+from zeroshard.planner.held import Exchange
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape
-from zeroshard.planner.playback import Exchange, Instant, Playback
+from zeroshard.planner.playback import Instant, Playback
 from zeroshard.planner.trace import ActivationTrace
 from zeroshard.planner.training import Training
 
@@ -72,7 +73,7 @@ def peak_bytes(
     meets = Exchange.of(machine) if exchange is None else exchange
     playback = Playback(laid_out, policy, training, meets)
     resting = {tier: sum(by_tier.get(tier, 0) for by_tier in rest.values()) for tier in Tier}
-    all_states = resting[Tier.DEVICE] + trace.buffers
+    all_states = resting[Tier.DEVICE] + trace.buffers + playback.scratch
     states = all_states - rest["grad"].get(Tier.DEVICE, 0)
 
     found = [(states, 0, 0, 0, 0, 0)]

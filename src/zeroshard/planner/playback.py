@@ -4,8 +4,8 @@ of a pass (trace.py), in bytes.
     gathered      units in use and ahead of use, within the budget (runtime/budget.py, prefetch.py);
                   what a row keeps between forward and backward
     gradients     the pool of buckets (comm/slots.py), which keeps its memory
-    staging       slices of other ranks on their way into a sum, which keep their memory, too; sums
-                  on their way to another tier
+    staging       slices of other ranks on their way into a sum, and sums between two levels, which
+                  keep their memory, too; sums on their way to another tier
     resting       gradients that rest on the device so far, with the sums of micro-batches that no
                   reduce has taken
 
@@ -18,42 +18,17 @@ long anything takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
-from zeroshard.core.layout import Layout
 from zeroshard.core.order import Order, to_evict
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import Policy
-from zeroshard.core.route import Kind
-from zeroshard.planner.exact import LaidOut, LaidOutGroup
-from zeroshard.planner.machine import Machine
+from zeroshard.planner.exact import LaidOut
+from zeroshard.planner.held import CODEC_SCRATCH_BYTES, Exchange, GroupBytes, UnitBytes, group_bytes
 from zeroshard.planner.trace import ActivationTrace, Moment
 from zeroshard.planner.training import Training
 
-__all__ = ["Exchange", "Instant", "Playback"]
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """How ranks meet, as far as memory goes (comm/select.py)."""
-
-    alone: bool  # one rank: nothing to exchange
-    maps_peers: bool  # a gather of what rests sharded on the device moves nothing
-    keyed: bool  # ranks may run their units in different order
-    receives: bool  # slices of other ranks arrive in memory of this one
-    pages: bool  # buckets are whole pages
-    enqueues: bool  # the host runs ahead of the device
-
-    @classmethod
-    def of(cls, machine: Machine, name: str = "auto") -> Exchange:
-        """Return what `machine` takes, or a CPU's transport called `name`."""
-        if machine.gpus == 1:
-            return cls(True, True, True, False, False, machine.accelerator)
-        if machine.accelerator:
-            return cls(False, False, False, True, False, True)
-        shared = name == "shared_memory" or (name == "auto" and machine.mesh.num_nodes == 1)
-        return cls(False, shared, True, not shared, True, False)
+__all__ = ["Instant", "Playback"]
 
 
 @dataclass(frozen=True)
@@ -65,34 +40,6 @@ class Instant:
     gradients: int
     staging: int
     resting: int  # of gradients, sums that no reduce has taken among them, on the device
-
-
-@dataclass(frozen=True)
-class _Group:
-    """One group of one unit, in bytes of this rank."""
-
-    whole: int  # of the weights
-    full: int  # that gathering takes beyond what rests
-    column: int  # kept of it for the backward
-    bucket: int
-    received: int  # of other ranks' slices, for one reduce
-    rest: int  # of its gradient, on the device
-    passing: int  # of its sum on the way to another tier
-    partial: int  # of micro-batches or of a node, on the device
-    trained: bool
-
-
-@dataclass(frozen=True)
-class _Unit:
-    groups: tuple[_Group, ...]
-
-    @cached_property
-    def full(self) -> int:
-        return sum(group.full for group in self.groups)
-
-    @cached_property
-    def column(self) -> int:
-        return sum(group.column for group in self.groups)
 
 
 @dataclass(eq=False)
@@ -108,8 +55,8 @@ class _Reduce:
 
     key: tuple[int, int]  # unit, group
     num_bytes: int
-    buffer: _Buffer | None  # None: the gradient rests in it
-    arriving: _Buffer | None = None
+    buffer: _Buffer | None  # None: the gradient rests in it, or is encoded first
+    others: list[_Buffer] = field(default_factory=list)  # of what arrives
     twice: bool = False  # its memory has been lent again
     turn: int = 0  # number of the hand-over
 
@@ -182,7 +129,7 @@ class _Gathered:
     """The units that are gathered, as runtime/weights.py and prefetch.py decide."""
 
     def __init__(
-        self, units: list[_Unit], rules: _Rules, meter: _Meter, make_room: Callable[[int], None]
+        self, units: list[UnitBytes], rules: _Rules, meter: _Meter, make_room: Callable[[int], None]
     ) -> None:
         self._units, self._rules, self._meter = units, rules, meter
         self._make_room = make_room
@@ -193,12 +140,14 @@ class _Gathered:
         self._ahead: dict[int, None] = {}
         self._columns: dict[int, int] = {}  # unit -> bytes kept of it
         self._kept: dict[int, int] = {}  # unit -> bytes that wait whole for its backward
+        self.decoding = 0  # bytes of the encoding of the unit that was needed last
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all that is gathered or kept."""
+        """The bytes of all that is gathered or kept, and of what is not decoded yet."""
         whole = sum(self._sizes[unit] * count for unit, count in self._here.items())
-        return whole + sum(self._columns.values())
+        encoded = sum(self._units[unit].encoded for unit in self._ahead)
+        return whole + sum(self._columns.values()) + encoded
 
     def begin(self, phase: str) -> None:
         """Start a pass; what was gathered ahead in the last one goes."""
@@ -235,6 +184,7 @@ class _Gathered:
             self._keep(unit, self._sizes[unit] * (self._here[unit] - 1))
             return  # it was kept
         self._ahead.pop(unit, None)
+        self.decoding = self._units[unit].encoded
         self._order.record(self._phase, unit)
         if size:
             self._gather_ahead(unit)
@@ -287,15 +237,26 @@ class _Reduced:
     them there.
     """
 
-    def __init__(self, units: list[_Unit], rules: _Rules, meter: _Meter, pool_bytes: int) -> None:
+    def __init__(
+        self, units: list[UnitBytes], rules: _Rules, meter: _Meter, pool_bytes: int
+    ) -> None:
         self._units, self._rules, self._meter = units, rules, meter
-        self.pool = _Pool(pool_bytes, 4096 if rules.exchange.pages else 64)
-        self.arrivals = _Pool(pool_bytes, 64)
+        page = 4096 if rules.exchange.pages else 64
+        self.pool = _Pool(pool_bytes, page)
+        # slices that arrive; of two levels the sums between them, slices of those, and decoded
+        self._others = [_Pool(pool_bytes, of) for of in (64, page, 64, 64)]
+        self.own = 0  # bytes of buckets that are encoded before they are sent
+        self.passed = 0  # ... and of what came and went during the last event
         self._open: dict[tuple[int, int], _Reduce] = {}
         self._flights: list[_Reduce] = []
         self._partial: dict[tuple[int, int], int] = {}
         self._rest: dict[tuple[int, int], int] = {}
         self._turns = 0
+
+    @property
+    def arriving(self) -> int:
+        """The bytes that pools keep for what arrives."""
+        return sum(pool.num_bytes for pool in self._others)
 
     @property
     def resting(self) -> int:
@@ -311,7 +272,7 @@ class _Reduced:
         """Forget what rests."""
         self._rest.clear()
 
-    def _group(self, key: tuple[int, int]) -> _Group:
+    def _group(self, key: tuple[int, int]) -> GroupBytes:
         return self._units[key[0]].groups[key[1]]
 
     def take(self, key: tuple[int, int], *, sync: bool) -> None:
@@ -330,17 +291,24 @@ class _Reduced:
             self._open[key] = _Reduce(key, 0, None)
             return
         self.make_room(group.bucket)
+        made = self._open[key] = _Reduce(key, group.bucket, None)
+        if group.is_encoded:
+            self.own += group.bucket
+        else:
+            self._lend(made, group.sums.sent)
+        self._meter.add(group.bucket)
+
+    def _lend(self, reduce: _Reduce, num_bytes: int) -> None:
+        """Give `reduce` a buffer of the pool, for which it may wait."""
         waiting = [one for one in self._flights if one.buffer is not None and one.buffer.lent]
-        buffer = self.pool.take(group.bucket, spill=not waiting)
+        buffer = self.pool.take(num_bytes, spill=not waiting)
         while buffer is None:
             self._arrive(waiting.pop(0))
-            buffer = self.pool.take(group.bucket, spill=not waiting)
-        made = self._open[key] = _Reduce(key, group.bucket, buffer)
+            buffer = self.pool.take(num_bytes, spill=not waiting)
         if buffer.loan is not None:
             buffer.loan.twice = True
             self._meter.twice += buffer.loan.num_bytes
-        buffer.loan = made
-        self._meter.add(group.bucket)
+        buffer.loan, reduce.buffer = reduce, buffer
 
     def make_room(self, num_bytes: int) -> None:
         """Wait for reduces until so much fits the budget."""
@@ -376,23 +344,45 @@ class _Reduced:
         else:
             self._rest[key] = group.rest * repeats
         made = self._open.pop(key)
-        if made.buffer is not None:
-            if group.received:
-                made.arriving = self.arrivals.take(group.received, spill=True)
-            made.turn = self._turns
-            self._flights.append(made)
+        if not group.bucket:
+            return
+        if group.is_encoded:
+            self._encode(made, group)
+        sums, inside = group.sums, self._rules.sums_nodes and not sync
+        wanted = (sums.received, sums.column, sums.received_after, sums.decoded)
+        for pool, num_bytes in zip(self._others, wanted[:1] if inside else wanted, strict=False):
+            buffer = pool.take(num_bytes, spill=True) if num_bytes else None
+            made.others += [] if buffer is None else [buffer]
+        made.turn = self._turns
+        self._flights.append(made)
+
+    def _encode(self, reduce: _Reduce, group: GroupBytes) -> None:
+        """The engine's own bucket is encoded, and goes where nothing that was enqueued reads it."""
+        self._lend(reduce, group.sums.sent)
+        self.passed += group.lost
+        if not self._rules.exchange.enqueues:
+            self._end_own(reduce)
+            self.passed += group.bucket
+
+    def _end_own(self, reduce: _Reduce) -> None:
+        self.own -= reduce.num_bytes
+        self._meter.live -= reduce.num_bytes
+        reduce.num_bytes = 0
 
     def _arrive(self, reduce: _Reduce) -> None:
         """Its sum is formed: the pools have their memory back."""
-        for buffer in (reduce.buffer, reduce.arriving):
-            if buffer is not None and (buffer.loan is reduce or buffer is reduce.arriving):
-                buffer.lent = False
-        reduce.arriving = None
+        if reduce.buffer is not None and reduce.buffer.loan is reduce:
+            reduce.buffer.lent = False
+        for buffer in reduce.others:
+            buffer.lent = False
+        reduce.others.clear()
 
     def _end(self, reduce: _Reduce) -> None:
         """The engine has waited for it."""
         self._arrive(reduce)
         self._flights.remove(reduce)
+        if self._group(reduce.key).is_encoded:
+            self._end_own(reduce)
         self._meter.live -= reduce.num_bytes
         if reduce.twice:
             self._meter.twice -= reduce.num_bytes
@@ -413,16 +403,19 @@ class Playback:
     ) -> None:
         """Begin with an engine that holds no gradient, before its first pass."""
         cells, model = policy.default, laid_out.model
-        known = {id(one): _group(one, policy, training, exchange) for one in laid_out.groups}
-        units = [_Unit(tuple(known[id(one)] for one in unit)) for unit in laid_out.by_unit]
+        known = {id(one): group_bytes(one, policy, training, exchange) for one in laid_out.groups}
+        units = [UnitBytes(tuple(known[id(one)] for one in unit)) for unit in laid_out.by_unit]
         nominal = max(sum(group.whole for group in unit.groups) for unit in units)
         dtypes = {group.dtype for unit in model.units for group in unit.groups}
-        widest = max(training.formats(dtype).reduce.bytes_per_element for dtype in dtypes)
+        widest = max(training.formats(dtype).reduce.plain.bytes_per_element for dtype in dtypes)
         scope = laid_out.groups[0].layout.scope(cells.grad) if cells.grad.is_partial else None
         away = cells.weight.tier is not Tier.DEVICE
+        is_coded = any(unit.encoded for unit in units)
+        sends_coded = any(group.is_encoded for unit in units for group in unit.groups)
+        self.scratch = 0 if exchange.enqueues else CODEC_SCRATCH_BYTES * (is_coded or sends_coded)
         rules = _Rules(
             exchange,
-            ordered=not (exchange.alone or exchange.maps_peers) or away,
+            ordered=not (exchange.alone or exchange.maps_peers) or away or is_coded,
             sharded=cells.weight.is_sharded,
             keeps=cells.weight.is_sharded and not cells.between.is_sharded,
             sums_micro_batches=scope is Scope.FULL,
@@ -442,8 +435,8 @@ class Playback:
 
     @property
     def pooled(self) -> tuple[int, int]:
-        """The bytes that pools keep now: of buckets, and of slices that arrive."""
-        return self._reduced.pool.num_bytes, self._reduced.arrivals.num_bytes
+        """The bytes that pools keep now: of buckets, and of what arrives."""
+        return self._reduced.pool.num_bytes, self._reduced.arriving
 
     def drop_gradients(self) -> None:
         """``zero_grad()``: no gradient rests."""
@@ -459,6 +452,7 @@ class Playback:
         gathered.begin("forward")
         for moment in trace.moments:
             unit = moment.unit
+            gathered.decoding = reduced.passed = 0
             if moment.event == "gather":
                 gathered.gather(unit)
             elif moment.event == "release":
@@ -471,48 +465,9 @@ class Playback:
                 gathered.begin("backward" if moment.event == "turn" else "forward")
             buckets, arrivals = self.pooled
             yield Instant(
-                moment, gathered.num_bytes, buckets, arrivals + reduced.passing, reduced.resting
+                moment,
+                gathered.num_bytes + gathered.decoding,
+                buckets + reduced.own,
+                arrivals + reduced.passing + reduced.passed,
+                reduced.resting,
             )
-
-
-def _group(one: LaidOutGroup, policy: Policy, training: Training, exchange: Exchange) -> _Group:
-    cells, layout = policy.default, one.layout
-    formats = training.formats(one.group.dtype)
-    mesh, device = layout.mesh, Tier.DEVICE
-    weight, wire, grad = (
-        round(form.bytes_per_element) for form in (formats.weight, formats.reduce, formats.grad)
-    )
-    whole = layout.numel * weight
-    stays = cells.weight.tier is device
-    is_here = stays and (
-        layout.scope(cells.weight) is Scope.FULL
-        or exchange.alone
-        or (exchange.maps_peers and layout.scope(cells.weight) is Scope.SHARD)
-    )
-    routes = policy.routes(mesh, formats)
-    keeps_column = any(hop.kind is Kind.KEEP for hop in routes.unshard_forward)
-    column = layout.span(0, Scope.NODE_SHARD)
-    trained = one.group.trained
-    own = layout.ranges[0][1] - layout.ranges[0][0]
-    on_device = cells.grad.tier is device
-    # one rank whose gradients rest as they come: there is nothing to sum
-    direct = exchange.alone and formats.reduce == formats.grad and on_device
-    partial = layout.scope(cells.grad) if cells.grad.is_partial else None
-    return _Group(
-        whole=whole,
-        full=0 if is_here else whole,
-        column=(column[1] - column[0]) * weight if keeps_column else 0,
-        bucket=layout.numel * wire if trained and not direct else 0,
-        received=_received(own * wire, layout, exchange),
-        rest=one.held(cells.optim, 0) * grad if on_device else 0,
-        passing=0 if on_device else own * 4,
-        partial=one.held(cells.grad, 0) * grad if partial and on_device else 0,
-        trained=trained,
-    )
-
-
-def _received(own: int, layout: Layout, exchange: Exchange) -> int:
-    """Return the bytes that arrive for one reduce: a slice of every other rank, or their sum."""
-    if not exchange.receives:
-        return 0
-    return own if exchange.enqueues else own * (layout.mesh.size - 1)

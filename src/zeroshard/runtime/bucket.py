@@ -121,6 +121,14 @@ class GradBucket:
             self._residual.encode(codec, buffer.data, coded.data)
         return coded
 
+    def end_encoded(self) -> None:
+        """Give our memory back once it is encoded, where nothing that was enqueued still reads it:
+        whoever is slow to wait for sums would hold a second gradient of the whole model.
+        """
+        if self._codec is not None and not self._streams.enqueues:
+            self._meter.end_loan(self.loan)
+            self.buffer, self.loan, self.views = None, None, []
+
     def close(self) -> None:
         """Let the next gradient open another."""
         self.buffer, self.loan, self.views = None, None, []

@@ -203,6 +203,7 @@ class GradientPath:
         flight = Flight(works, self._streams, "reduce")
         if self.bucket.is_open:
             frees.append(self.bucket.name)
+            self.bucket.end_encoded()
         self.reduction = Reduction(flight, self.bucket.loan, frees, (self.bucket.buffer, *uses))
         self.bucket.close()
 
