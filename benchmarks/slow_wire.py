@@ -104,6 +104,7 @@ ROWS = {
     for row in (
         Row("zero3", "zero3", hierarchical=False),
         Row("zero3-two-level", "zero3", hierarchical=True),
+        Row("zero3-cheapest", "zero3"),
         Row("hpz", "hpz"),
         Row("mics", "mics"),
         Row("hfsdp", "hfsdp"),

@@ -116,6 +116,7 @@ def test_closed_forms_are_those_of_the_table_of_traffic() -> None:
     expected = {
         "zero3": 3,
         "zero3-two-level": 2,
+        "zero3-cheapest": 2,
         "hpz": 1.5,
         "mics": 2,
         "hfsdp": 1.5,

@@ -160,6 +160,7 @@ def test_a_factory_is_planned_in_the_runtimes_units(
         (["--params", "7B", "--comm", "codec_block=x"], "codec_block takes no 'x'"),
         (["--params", "7B", "--comm", "frozen_codec=int8"], "frozen_codec='int8' has no effect"),
         (["--params", "7B", "--fraction", "2"], "fraction=2.0 is not in (0, 1]"),
+        (["--params", "7B", "--fraction", "auto"], "'auto' is found by measuring steps"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -70,7 +70,7 @@ def add_parser(commands: Any) -> None:
     add("--plot", metavar="FILE", type=Path, help="draw the sweep into a PNG (needs matplotlib)")
     codecs = "weight_codec=int8, grad_codec=int4, ... of zs.Comm; may be repeated"
     add("--comm", metavar="KEY=VALUE", action="append", default=[], help=codecs)
-    add("--fraction", metavar="F", type=float, default=1.0, help="of a state off the device: 0.5")
+    add("--fraction", metavar="F", type=_fraction, default=1.0, help="of a state, off device: 0.5")
     add("--json", action="store_true", help="print JSON")
     add("--write", metavar="FILE", type=Path, help="write zs.shard(config=FILE)'s configuration")
     add("--disk-path", metavar="DIR", default=".", help="its directory for disk states")
@@ -192,6 +192,11 @@ _COMM: dict[str, Callable[[str], Any]] = {
     "codec_block": int,
     "error_feedback": {"true": True, "false": False}.__getitem__,
 }
+
+
+def _fraction(text: str) -> float | str:
+    """Return a number, or "auto", which Training refuses with the reason."""
+    return text if text == "auto" else float(text)
 
 
 def _codecs(given: list[str]) -> dict[str, Any]:

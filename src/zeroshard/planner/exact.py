@@ -27,8 +27,8 @@ from zeroshard.planner.model import GroupShape, ModelShape, UnitShape
 from zeroshard.planner.training import Training
 
 __all__ = [
-    "Cut", "LaidOut", "LaidOutGroup", "StateBytes", "placed", "rest_bytes", "step_routes",
-    "traffic_bytes",
+    "Cut", "LaidOut", "LaidOutGroup", "StateBytes", "cells_by_unit", "placed", "rest_bytes",
+    "step_routes", "traffic_bytes",
 ]  # fmt: skip
 
 StateBytes = dict[str, dict[Tier, int]]  # state -> tier -> bytes
@@ -129,10 +129,36 @@ def placed(
     """Return the groups and where `rank`'s states of them are cut; groups of equal units that are
     cut alike once, in the order of the first.
     """
-    cells = policy.default
     groups = laid_out.groups
     if training.fraction < 1.0:  # equal units may be cut differently
         groups = tuple(replace(one, count=1) for unit in laid_out.by_unit for one in unit)
+    count: Counter[tuple[object, Cut]] = Counter()
+    first: dict[tuple[object, Cut], LaidOutGroup] = {}
+    cuts = _cuts(groups, policy.default, training, rank)
+    for one, cut in zip(groups, cuts, strict=True):
+        key = ((one.unit, one.group.dtype, one.group.trained), cut)
+        first.setdefault(key, one)
+        count[key] += one.count
+    return [(replace(one, count=count[key]), key[-1]) for key, one in first.items()]
+
+
+def cells_by_unit(
+    laid_out: LaidOut, policy: Policy, training: Training
+) -> Iterator[tuple[tuple[LaidOutGroup, Cut, Cells], ...]]:
+    """Yield the groups of every unit, in order, with where rank 0's states of them are cut and the
+    cells between which they then move (`step_routes`).
+    """
+    groups = [one for unit in laid_out.by_unit for one in unit]
+    cuts = iter(_cuts(groups, policy.default, training, 0))
+    for unit in laid_out.by_unit:
+        pairs = [(one, next(cuts)) for one in unit]
+        yield tuple((one, cut, _whole_cells(one, cut, policy.default)) for one, cut in pairs)
+
+
+def _cuts(
+    groups: Sequence[LaidOutGroup], cells: Cells, training: Training, rank: int
+) -> Iterator[Cut]:
+    """Yield where `rank`'s states of `groups`, those of all units in order, are cut."""
     trained = [one for one in groups if one.group.trained]
 
     def split(cell: Cell, held: Sequence[int]) -> list[int]:
@@ -142,14 +168,8 @@ def placed(
     stepped = [one.held(cells.optim, rank) for one in trained]
     weights = split(cells.weight, [one.held(cells.weight, rank) for one in groups])
     pairs = iter(zip(split(cells.grad, stepped), split(cells.optim, stepped), strict=True))
-    count: Counter[tuple[object, Cut]] = Counter()
-    first: dict[tuple[object, Cut], LaidOutGroup] = {}
     for one, weight in zip(groups, weights, strict=True):
-        cut = Cut(weight, *(next(pairs) if one.group.trained else (0, 0)))
-        key = ((one.unit, one.group.dtype, one.group.trained), cut)
-        first.setdefault(key, one)
-        count[key] += one.count
-    return [(replace(one, count=count[key]), key[-1]) for key, one in first.items()]
+        yield Cut(weight, *(next(pairs) if one.group.trained else (0, 0)))
 
 
 def rest_bytes(laid_out: LaidOut, policy: Policy, training: Training, rank: int = 0) -> StateBytes:

@@ -20,15 +20,16 @@ where every step runs in the same order).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from zeroshard.core.placement import Cell, Tier
+from zeroshard.core.placement import Cell, Cells, Tier
 from zeroshard.core.policy import Policy
-from zeroshard.core.route import Hop, Kind, Route, Routes
+from zeroshard.core.route import Hop, Kind, Route, Routes, routes
 from zeroshard.core.wire import Formats
 from zeroshard.planner.durations import STEP, Durations
-from zeroshard.planner.exact import LaidOutGroup
+from zeroshard.planner.exact import Cut, LaidOutGroup, cells_by_unit
 from zeroshard.planner.lanes import Job, Task
+from zeroshard.planner.training import Training
 
 __all__ = ["Mark", "Program"]
 
@@ -48,15 +49,23 @@ class Mark:
 
 @dataclass(frozen=True)
 class _Group:
-    """A group with its routes and formats."""
+    """A group with its cells, routes and formats."""
 
     one: LaidOutGroup
+    cut: Cut
+    cells: Cells
     routes: Routes
     formats: Formats
 
     def bytes_of(self, cell: Cell, per_element: float) -> float:
         """Return the bytes of a trained group's state in `cell` on rank 0."""
         return self.one.held(cell, 0) * per_element if self.one.group.trained else 0.0
+
+    @property
+    def resting_bytes(self) -> float:
+        """The bytes of its gradient that rest on the device."""
+        cell, size = self.cells.grad, self.formats.grad.bytes_per_element
+        return self.bytes_of(cell, size) if cell.tier is Tier.DEVICE else self.cut.grad * size
 
     def reduce(self, number: int, micro_batches: int) -> Route:
         """Return the reduce of micro-batch `number`: see Routes.step, inside no_sync."""
@@ -83,6 +92,16 @@ class _Unit:
         """The groups that have gradients."""
         return tuple(group for group in self.groups if group.one.group.trained)
 
+    @property
+    def sums_leave(self) -> bool:
+        """Whether sums of gradients rest on another tier."""
+        return any(group.cells.grad.tier is not Tier.DEVICE for group in self.trained)
+
+    @property
+    def steps_off_device(self) -> bool:
+        """Whether the host steps the unit."""
+        return any(group.cells.optim.tier is not Tier.DEVICE for group in self.trained)
+
 
 class Program:
     """The jobs of one step, and the memory that they take beside what rests."""
@@ -93,13 +112,18 @@ class Program:
         self._durations = durations
         self._cells = policy.default
         laid_out, training = durations.laid_out, durations.training
-        kinds: dict[int, list[_Group]] = {}
-        for one in laid_out.groups:
-            formats = one.formats(policy.default, training)
-            group = _Group(one, policy.routes(laid_out.mesh, formats), formats)
-            kinds.setdefault(one.unit, []).append(group)
-        made = {number: self._make(number, groups) for number, groups in kinds.items()}
-        self._units = [made[kind] for kind in laid_out.alike]
+        made: dict[object, _Unit] = {}
+        self._units: list[_Unit] = []
+        placed = cells_by_unit(laid_out, policy, training)
+        for kind, groups in zip(laid_out.alike, placed, strict=True):
+            # units of one kind differ where a fraction cuts them; one cut in two leaves as a whole
+            key = kind, tuple((cut, cells) for _, cut, cells in groups)
+            if key not in made:
+                made[key] = self._make(kind, [self._group(*one, training) for one in groups])
+            self._units.append(made[key])
+        uses = [(number, unit.uses) for number, unit in enumerate(laid_out.model.units)]
+        # to which a forward comes again at its end, and a backward first
+        self._again = [number for number, times in uses for _ in range(times - 1)]
         self._largest = max((unit.whole_bytes for unit in self._units), default=0.0)
         # runtime/budget.py: where the host runs ahead, two reduces are under way
         self.budget = (3 + durations.machine.accelerator) * self._largest
@@ -121,14 +145,19 @@ class Program:
         self._average()
         self._step()
 
+    def _group(self, one: LaidOutGroup, cut: Cut, cells: Cells, training: Training) -> _Group:
+        formats = one.formats(self._cells, training)
+        of = routes(cells, self._durations.laid_out.mesh, formats)
+        return _Group(one, cut, cells, of, formats)
+
     def _make(self, number: int, groups: Sequence[_Group]) -> _Unit:
-        durations, cells = self._durations, self._cells
+        durations = self._durations
         gathered = kept = whole = 0.0
         for group in groups:
             numel, hops = group.one.layout.numel, group.routes.unshard_forward.hops
             num_bytes = numel * group.formats.weight.bytes_per_element
             whole += num_bytes
-            if hops and not all(durations.is_mapped(hop, cells) for hop in hops):
+            if hops and not all(durations.is_mapped(hop, group.cells) for hop in hops):
                 gathered += num_bytes
             kept += sum(hop.held_bytes(hop.target, numel) for hop in hops if hop.kind is Kind.KEEP)
         forward = self._tasks(groups, (group.routes.unshard_forward for group in groups))
@@ -146,7 +175,7 @@ class Program:
             task
             for group, route in zip(groups, routes, strict=True)
             for hop in route
-            for task in self._durations.hop(hop, group.one.layout.numel, self._cells)
+            for task in self._durations.hop(hop, group.one.layout.numel, group.cells)
         )
 
     # ------------------------------------------------------------------------------ enqueueing
@@ -195,9 +224,9 @@ class Program:
         first = (sent[0], False) if sent else (self._last, True)
         self._mark(*first, "gathered", unit.gathered_bytes)
 
-    def _unshard(self, number: int, phase: str, following: Iterable[int]) -> list[int]:
-        """Return the jobs after which `number` may be used; start gathering those `following` as
-        far as the budget goes.
+    def _unshard(self, number: int, phase: str, following: Iterable[tuple[int, str]]) -> list[int]:
+        """Return the jobs after which `number` may be used; start gathering those `following`, each
+        for a phase, as far as the budget goes.
         """
         unit = self._units[number]
         if number not in self._here and (unit.unshard[phase] or unit.gathered_bytes):
@@ -206,7 +235,7 @@ class Program:
         self._ahead.pop(number, None)
         left = self.budget - self._live
         allowed = min(left, self._largest - sum(self._ahead.values()))
-        for other in following if unit.gathered_bytes and allowed > 0 else ():
+        for other, then in following if unit.gathered_bytes and allowed > 0 else ():
             if other in self._here:
                 continue
             size = self._units[other].gathered_bytes
@@ -215,7 +244,7 @@ class Program:
                 break
             if size:
                 self._ahead[other] = size
-                self._start(other, phase)
+                self._start(other, then)
         return self._gathers.pop(number, [])
 
     def _release(self, number: int) -> None:
@@ -228,42 +257,67 @@ class Program:
     # ------------------------------------------------------------------------------ passes
 
     def _forwards(self) -> None:
-        for number, unit in enumerate(self._units):
-            following = range(number + 1, len(self._units))
-            self._compute(unit.forward, number, self._unshard(number, "forward", following))
-            for task in unit.keep:
-                self._compute(task, number)
-            self._mark(self._last, True, "kept", unit.kept_bytes)
+        # a unit that is tied comes back from where a backward would find it
+        passes = [(number, "forward") for number in range(len(self._units))]
+        passes += [(number, "backward") for number in self._again]
+        for at, (number, phase) in enumerate(passes):
+            unit, later = self._units[number], at < len(self._units) and number in self._again
+            needs = self._unshard(number, phase, passes[at + 1 :])
+            # of a tied embedding, the product with the vocabulary is at the end
+            self._compute(
+                replace(unit.forward, duration=0.0) if later else unit.forward, number, needs
+            )
+            if phase == "forward":
+                for task in unit.keep:
+                    self._compute(task, number)
+                self._mark(self._last, True, "kept", unit.kept_bytes)
             if self._cells.between.is_sharded:
                 self._release(number)
-            elif number in self._here:  # kept beside the budget, until its backward
-                self._live -= unit.gathered_bytes
+            elif number in self._here and phase == "forward":
+                self._live -= unit.gathered_bytes  # kept beside the budget, until its backward
 
     def _backwards(self, micro_batch: int) -> None:
         micro_batches = self._durations.training.micro_batches
-        for number in reversed(range(len(self._units))):
-            unit = self._units[number]
-            if number in self._here and not self._cells.between.is_sharded:
-                self._live += unit.gathered_bytes
-            needs = self._unshard(number, "backward", range(number - 1, -1, -1))
+        order = [*self._again, *reversed(range(len(self._units)))]
+        passes = [(number, "backward") for number in order]
+        buffers: dict[int, float] = {}  # of units whose backward has begun
+        for at, number in enumerate(order):
+            unit, is_first = self._units[number], number not in buffers
             routes = [group.reduce(micro_batch, micro_batches) for group in unit.trained]
-            buffer = sum(  # none where nothing leaves compute
-                group.one.layout.numel * group.formats.reduce.plain.bytes_per_element
-                for group, route in zip(unit.trained, routes, strict=True)
-                if any(hop.lane != "compute" for hop in route)
-            )
-            if buffer:
-                self._make_room(buffer)
-                self._live += buffer
-            job = self._compute(unit.backward, number, needs)
-            self._mark(job, False, "buckets", buffer)
+            needs: list[int] = []
+            if is_first:
+                needs, buffers[number] = self._begin_backward(number, routes, passes[at + 1 :])
+            task = unit.backward if is_first else replace(unit.backward, duration=0.0)
+            job, buffer = self._compute(task, number, needs), buffers[number]
+            if is_first:
+                self._mark(job, False, "buckets", buffer)
+            if at < len(self._again):  # the rest of its gradient comes at the end
+                continue
             self._release(number)
             self._mark(job, True, "kept", -unit.kept_bytes)
             last = self._reduce(number, routes, buffer)
-            if micro_batch == 0 and self._cells.grad.tier is Tier.DEVICE:
-                for group in unit.trained:
-                    size = group.formats.grad.bytes_per_element
-                    self._mark(last, True, "grad", group.bytes_of(self._cells.grad, size))
+            for group in unit.trained if micro_batch == 0 else ():
+                self._mark(last, True, "grad", group.resting_bytes)
+
+    def _begin_backward(
+        self, number: int, routes: Sequence[Route], following: Iterable[tuple[int, str]]
+    ) -> tuple[list[int], float]:
+        """Gather a unit, and take its gradient buffer; return the jobs to wait for, and its size:
+        none where nothing leaves compute.
+        """
+        unit = self._units[number]
+        if number in self._here and not self._cells.between.is_sharded:
+            self._live += unit.gathered_bytes
+        needs = self._unshard(number, "backward", following)
+        buffer = sum(
+            group.one.layout.numel * group.formats.reduce.plain.bytes_per_element
+            for group, route in zip(unit.trained, routes, strict=True)
+            if any(hop.lane != "compute" for hop in route)
+        )
+        if buffer:
+            self._make_room(buffer)
+            self._live += buffer
+        return needs, buffer
 
     # ------------------------------------------------------------------------------ gradients
 
@@ -281,7 +335,7 @@ class Program:
         self._mark(on_lane, True, "buckets", -buffer)
         if buffer:
             self._reduces[number] = (buffer, on_lane)
-        if self._cells.grad.tier is not Tier.DEVICE:
+        if self._units[number].sums_leave:
             self._wait_for_reduces(_IN_FLIGHT)
         return last
 
@@ -314,15 +368,16 @@ class Program:
     def _step(self) -> None:
         """Step the device's part at once, or each unit where its state rests; then publish."""
         durations, moved = self._durations, 0.0
-        if self._cells.optim.tier is Tier.DEVICE:
-            for unit in self._units:
-                state, grad = self._stepped_bytes(unit)
-                moved += 2 * state + 3 * grad  # averages are divided first
+        here = [unit for unit in self._units if not unit.steps_off_device]
+        for unit in here:
+            state, grad = self._stepped_bytes(unit)
+            moved += 2 * state + 3 * grad  # averages are divided first
+        if moved:
             self._compute(durations.in_memory("compute", "step", moved, STEP), -1)
         steps: list[int] = []
         writes: list[int] = []
         for number, unit in enumerate(self._units):
-            if unit.trained and self._cells.optim.tier is not Tier.DEVICE:
+            if unit.steps_off_device:
                 self._step_off_device(number, steps, writes)
             hops = [
                 [hop for hop in group.routes.publish if hop.lane != "gather"]
@@ -342,16 +397,19 @@ class Program:
         """Step one unit on the host: from disk through a ring, with gradients of the device after a
         copy that the host waits for.
         """
-        durations, cells = self._durations, self._cells
-        state, grad = self._stepped_bytes(self._units[number])
-        on_disk = cells.optim.tier is Tier.DISK
+        durations, unit = self._durations, self._units[number]
+        state, grad = self._stepped_bytes(unit)
+        on_disk = self._cells.optim.tier is Tier.DISK
+        grads_leave = unit.sums_leave
         needs = steps[-1:]
         if on_disk:
             free = [*steps[-_AHEAD - 1 : -_AHEAD], *writes[-_RING : len(writes) - _RING + 1]]
-            read_bytes = state + (grad if cells.grad.tier is Tier.DISK else 0.0)
+            read_bytes = state + (
+                grad if grads_leave and self._cells.grad.tier is Tier.DISK else 0.0
+            )
             read = durations.transfer("tier read", "read", read_bytes, disk=True)
             needs = needs + self._send([read], number, free)
-        if cells.grad.tier is Tier.DEVICE:
+        if not grads_leave:
             copy = durations.transfer("tier write", "write", grad, disk=False)
             needs = needs + self._send([copy], number, steps[-1:])
         steps += self._send([durations.on_host("step", 2 * state + grad)], number, needs)

@@ -113,12 +113,28 @@ def test_no_lane_does_two_things_at_once_and_the_step_is_as_long_as_each(
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.sampled_from(MIXES), _meshes, _gpus, _micro_batches, st.booleans())
+@given(
+    st.sampled_from(MIXES),
+    _meshes,
+    _gpus,
+    _micro_batches,
+    st.sampled_from(["plain", "frozen", "tied"]),
+    st.sampled_from([1.0, 0.5]),
+)
 def test_every_byte_of_the_routes_moves_once(
-    policy: Policy, mesh: tuple[int, int], gpu: str, micro_batches: int, frozen: bool
+    policy: Policy,
+    mesh: tuple[int, int],
+    gpu: str,
+    micro_batches: int,
+    kind: str,
+    fraction: float,
 ) -> None:
-    machine, training = _machine(*mesh, gpu), Training(micro_batches=micro_batches)
-    laid_out = LaidOut(_model(frozen), machine.mesh)
+    machine = _machine(*mesh, gpu)
+    training = Training(micro_batches=micro_batches, fraction=fraction)
+    model = _model(kind == "frozen")
+    if kind == "tied":
+        model = replace(model, units=(replace(model.units[0], uses=2), *model.units[1:]))
+    laid_out = LaidOut(model, machine.mesh)
     timeline = simulate(laid_out, policy, machine, training)
     moved: Counter[str] = Counter()
     for event in timeline.events:
@@ -220,6 +236,31 @@ def test_levels_end_with_what_rests_and_nothing_gathered(
     assert last == pytest.approx(expected)
     assert all(size >= 0 for level in levels for size in level.num_bytes.values())
     assert levels[0].num_bytes.get("grad", 0) == 0
+
+
+def test_a_tied_unit_is_gathered_again_at_the_end_of_a_forward_and_reduced_last() -> None:
+    machine, training, plain = _machine(2, 2), Training(), _model()
+    model = replace(plain, units=(replace(plain.units[0], uses=2), *plain.units[1:]))
+    events = simulate(LaidOut(model, machine.mesh), row("zero3"), machine, training).events
+    name = model.units[0].name
+    runs = [one.name for one in events if (one.lane, one.unit) == ("compute", name)]
+    runs = [one for one in runs if one in ("forward", "backward")]
+    assert runs == ["forward", "forward", "backward", "backward"]
+    reduces = [one.unit for one in events if one.lane == "reduce"]
+    assert reduces[-1] == name
+    compute = Durations(LaidOut(model, machine.mesh), machine, training).compute_s()
+    busy = [one for one in events if one.name in ("forward", "backward")]
+    assert _busy(busy) == pytest.approx(compute)
+
+
+def test_a_fraction_leaves_the_last_units_to_the_host() -> None:
+    machine, policy = _machine(1, 2), row("zero2").tiered(DEVICE, DEVICE, HOST)
+    names = [unit.name for unit in _model().units]
+    for fraction, first in ((1.0, 0), (0.5, 1)):
+        timeline = _simulated(policy, machine, Training(fraction=fraction))
+        on_host = [one.unit for one in timeline.events if (one.lane, one.name) == ("host", "step")]
+        here = [one for one in timeline.events if (one.lane, one.name) == ("compute", "step")]
+        assert on_host and set(on_host) <= set(names[first:]) and bool(here) == (fraction < 1.0)
 
 
 def test_weights_that_are_kept_are_gathered_once_and_columns_inside_the_node() -> None:
