@@ -29,15 +29,16 @@ def _rows(rank: int, world: int, transport: str, fused: bool, steps: int) -> dic
 
 
 @pytest.mark.parametrize(
-    ("world", "fused"),
+    ("world", "fused", "steps"),
     [
-        (2, True),
-        pytest.param(2, False, marks=pytest.mark.slow),
-        pytest.param(4, True, marks=pytest.mark.slow),
+        (2, True, 40),
+        pytest.param(2, True, STEPS, marks=pytest.mark.slow),
+        pytest.param(2, False, STEPS, marks=pytest.mark.slow),
+        pytest.param(4, True, STEPS, marks=pytest.mark.slow),
     ],
 )
-def test_all_rows_give_the_same_bits_after_200_steps(world: int, fused: bool) -> None:
-    for differences in run_ranks(world, _rows, "shared_memory", fused, STEPS, timeout=110):
+def test_all_rows_give_the_same_bits_after_many_steps(world: int, fused: bool, steps: int) -> None:
+    for differences in run_ranks(world, _rows, "shared_memory", fused, steps, timeout=110):
         assert not any(differences.values()), differences
 
 

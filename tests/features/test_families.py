@@ -21,6 +21,7 @@ from tests.support.harness import run_ranks
 STEPS = 6
 
 
+@pytest.mark.parametrize("steps", [4, pytest.param(STEPS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
     [
@@ -28,8 +29,8 @@ STEPS = 6
         for name in FAMILIES
     ],
 )
-def test_family_trains_to_ddps_bits_at_every_stage(name: str) -> None:
-    for differences in run_ranks(2, compare, name, STEPS, timeout=100):
+def test_family_trains_to_ddps_bits_at_every_stage(name: str, steps: int) -> None:
+    for differences in run_ranks(2, compare, name, steps, timeout=100):
         assert not any(differences.values()), differences
 
 

@@ -15,7 +15,7 @@ from tests.fuzz.runner import command, report, run_program
 from tests.fuzz.shrink import shrink
 
 CHUNK = 25
-QUICK = 150
+QUICK = 75
 SLOW = 3000
 
 
@@ -112,9 +112,9 @@ def test_what_later_seeds_have_found(name: str, tmp_path: Path) -> None:
 
 
 def test_a_seed_draws_one_program_and_describes_it() -> None:
-    programs = [draw(seed) for seed in range(200)]
-    assert programs == [draw(seed) for seed in range(200)]
-    assert len(set(programs)) == 200
+    programs = [draw(seed) for seed in range(60)]
+    assert programs == [draw(seed) for seed in range(60)]
+    assert len(set(programs)) == 60
     assert all(repair(program) == program for program in programs), "drawn programs are in order"
     assert command(programs[7]) == "python -m tests.fuzz 7"
     assert describe(Program(7)).splitlines()[0] == "Program(seed=7)"
