@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["HostMemory"]
+__all__ = ["HostMemory", "numbers_of"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class HostMemory:
     @classmethod
     def now(cls, root: Path = Path("/")) -> HostMemory:
         """Ask the system, whose files are below `root`."""
-        meminfo = _fields(root / "proc/meminfo")
+        meminfo = numbers_of(root / "proc/meminfo")
         page = os.sysconf("SC_PAGE_SIZE")
         total = meminfo.get("MemTotal:", 0) << 10 or os.sysconf("SC_PHYS_PAGES") * page
         available = meminfo.get("MemAvailable:", total >> 10) << 10
@@ -34,7 +34,7 @@ class HostMemory:
             most = _number(root / limit_file)
             if most is None or most >= total:  # unlimited
                 continue
-            stat = _fields((root / limit_file).with_name("memory.stat"))
+            stat = numbers_of((root / limit_file).with_name("memory.stat"))
             used = (_number(root / usage_file) or 0) - stat.get(cache, 0)
             limit = most if limit is None else min(limit, most)
             available = min(available, max(0, most - used))
@@ -71,8 +71,8 @@ def _number(path: Path) -> int | None:
         return None
 
 
-def _fields(path: Path) -> dict[str, int]:
-    """Return the numbers of `path` by the first word of their lines."""
+def numbers_of(path: Path) -> dict[str, int]:
+    """Return the numbers of `path`, by the first word of their lines; {} if it cannot be read."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -65,7 +65,9 @@ class _Group:
     def resting_bytes(self) -> float:
         """The bytes of its gradient that rest on the device."""
         cell, size = self.cells.grad, self.formats.grad.bytes_per_element
-        return self.bytes_of(cell, size) if cell.tier is Tier.DEVICE else self.cut.grad * size
+        if cell.tier is Tier.DEVICE:
+            return self.bytes_of(cell, size)
+        return 0.0 if cell.is_partial else self.cut.grad * size  # sums that wait are never cut
 
     def reduce(self, number: int, micro_batches: int) -> Route:
         """Return the reduce of micro-batch `number`: see Routes.step, inside no_sync."""

@@ -48,9 +48,9 @@ def simulate(laid_out: LaidOut, policy: Policy, machine: Machine, training: Trai
     """Return the events of rank 0 in one step of `training`, all micro-batches, and its memory.
 
     The step begins where the last one has ended. Levels are bytes by state: "weight", "master",
-    "grad", "optimizer" (those of ``exact.rest_bytes``; what rests on another tier is "weight on
-    host" and so on), and beside them on the device "gathered" weights, gradient "buckets" and what
-    is "kept" for the backward.
+    "grad", "optimizer" (those of ``exact.rest_bytes``; what rests on another tier is "weight
+    (host)" and so on, as in a trace), and beside them on the device "gathered" weights, gradient
+    "buckets" and what is "kept" for the backward.
     """
     program = Program(Durations(laid_out, machine, training), policy)
     program.build()
@@ -138,7 +138,7 @@ def _levels(
     now: dict[str, float] = dict.fromkeys(("gathered", "buckets", "kept"), 0.0)
     for state, by_tier in rest_bytes(laid_out, policy, training).items():
         for tier, num_bytes in by_tier.items():
-            name = state if tier is Tier.DEVICE else f"{state} on {tier.value}"
+            name = state if tier is Tier.DEVICE else f"{state} ({tier.value})"
             now[name] = 0.0 if name == "grad" else float(num_bytes)
     changes = [
         (

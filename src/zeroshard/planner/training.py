@@ -80,9 +80,10 @@ class Training:
             raise ConfigError(
                 "error_feedback has no effect without an int8, int4 or fp8 grad_codec"
             )
-        if isinstance(self.fraction, str):
+        given: object = self.fraction
+        if isinstance(given, str):
             raise ConfigError(
-                f"fraction={self.fraction!r} is found by measuring steps, which a plan has none of:"
+                f"fraction={given!r} is found by measuring steps, which a plan has none of:"
                 " give a number from 0 to 1, such as the one that the run's log names"
             )
         if not 0.0 < self.fraction <= 1.0:

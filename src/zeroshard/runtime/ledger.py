@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zeroshard.core.host_memory import numbers_of
 from zeroshard.errors import StorageError
 from zeroshard.runtime.engine import Engine, living_engines, open_engines
 from zeroshard.runtime.reports import MemoryReport, describe_bytes
@@ -254,11 +255,8 @@ def _name(engine: Engine) -> str:
 
 def _kilobytes(path: Path, field: str) -> int | None:
     """Return the bytes in the line of `path` that starts with `field`; None where there is none."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(field)), None)
+    found = numbers_of(path).get(field)
+    return None if found is None else found << 10
 
 
 def _sums(report: MemoryReport) -> dict[str, int]:

@@ -228,7 +228,7 @@ def test_levels_end_with_what_rests_and_nothing_gathered(
     levels = simulate(laid_out, policy, machine, training).levels
     rest = rest_bytes(laid_out, policy, training)
     expected = {
-        state if tier is DEVICE else f"{state} on {tier.value}": num_bytes
+        state if tier is DEVICE else f"{state} ({tier.value})": num_bytes
         for state, by_tier in rest.items()
         for tier, num_bytes in by_tier.items()
     }
