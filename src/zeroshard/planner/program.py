@@ -266,9 +266,8 @@ class Program:
             unit, later = self._units[number], at < len(self._units) and number in self._again
             needs = self._unshard(number, phase, passes[at + 1 :])
             # of a tied embedding, the product with the vocabulary is at the end
-            self._compute(
-                replace(unit.forward, duration=0.0) if later else unit.forward, number, needs
-            )
+            task = replace(unit.forward, duration=0.0) if later else unit.forward
+            self._compute(task, number, needs)
             if phase == "forward":
                 for task in unit.keep:
                     self._compute(task, number)
