@@ -228,7 +228,9 @@ def _check(way: Way, cases: Sequence[Case]) -> None:
     for seen in run_ranks(way.world, _both, way, cases, timeout=300):
         for case, ((peak, metered), (allocated, counted)) in seen.items():
             assert abs(peak / allocated - 1) < 0.03, (case, peak, allocated)
-            assert metered == counted or way.world > 1, (case, metered, counted)
+            # how many buckets are lent at a time is a matter of time, but for those that go at once
+            is_certain = way.world == 1 or "grad_codec" in case
+            assert metered == counted or not is_certain, (case, metered, counted)
 
 
 def test_predicted_peaks_are_what_one_rank_allocates() -> None:
