@@ -128,6 +128,11 @@ def shape_of_module(model: nn.Module, training: Training, spec: Any = None) -> M
     for number, unit in enumerate(plans):
         groups: dict[tuple[str, bool], list[tuple[str, tuple[int, ...]]]] = {}
         for name, parameter in unit.parameters.items():
+            if not parameter.is_floating_point() or parameter.dtype.itemsize == 1:
+                raise ConfigError(
+                    f"parameter {name!r} is {parameter.dtype}: plans know fp32, bf16 and fp16; plan"
+                    " the model without quantization, and name a row to shard this one"
+                )
             key = (dtype_name(dtypes[id(parameter)]), parameter.requires_grad)
             groups.setdefault(key, []).append((name, tuple(parameter.shape)))
         shapes = (GroupShape(tuple(part), *key) for key, part in groups.items())

@@ -198,6 +198,14 @@ def test_a_written_configuration_shards_a_model(
     engine.close()
 
 
+def test_a_model_with_integer_parameters_is_refused_by_the_parameters_name() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    whole = torch.zeros(8, 8, dtype=torch.int8)
+    model[0].weight = torch.nn.Parameter(whole, requires_grad=False)
+    with pytest.raises(zs.ConfigError, match="'0.weight' is torch.int8: plans know fp32"):
+        zs.plan(model, zs.Machine.of("CPU"))
+
+
 def test_a_configuration_with_codecs_and_a_fraction_shards_a_model() -> None:
     training = zs.Training(
         checkpointing=True,
