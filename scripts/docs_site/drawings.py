@@ -1,0 +1,241 @@
+#!/usr/bin/env python3
+"""Draw the pictures of docs/img: the table of rows, a unit's route, the lanes, the tiers.
+
+    python -m scripts.docs_site.drawings         # write the SVG files
+
+Colours are CSS variables: a picture follows the site's light or dark scheme, and the reader's where
+it is opened by itself. The table is drawn from ``core.policy.ROWS``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+from zeroshard.core.placement import Cell, Scope
+from zeroshard.core.policy import ROWS
+
+__all__ = ["DRAWINGS", "write"]
+
+FOLDER = Path(__file__).parents[2] / "docs" / "img"
+LIGHT = "--ink:#1f2733;--soft:#5a6575;--line:#aab4c3;--own:#3566c8;--all:#c6d6f5;--sum:#f0b860"
+DARK = "--ink:#e6eaf2;--soft:#a8b2c4;--line:#5b6678;--own:#7ea6f4;--all:#33466b;--sum:#8a5a17"
+STYLE = (
+    f".zs{{{LIGHT};--on:#ffffff;font-family:system-ui,sans-serif;max-width:100%;height:auto}}"
+    f"@media(prefers-color-scheme:dark){{.zs{{{DARK};--on:#10141c}}}}"
+    f'[data-md-color-scheme="default"] .zs{{{LIGHT};--on:#ffffff}}'
+    f'[data-md-color-scheme="slate"] .zs{{{DARK};--on:#10141c}}'
+)
+PARTS = 4  # ranks of the table's picture: 2 nodes of 2
+
+
+@dataclass
+class Picture:
+    """An SVG that is drawn on: boxes, words and arrows."""
+
+    width: int
+    height: int
+    title: str
+    shapes: list[str] = field(default_factory=list)
+
+    def box(
+        self, x: float, y: float, w: float, h: float, fill: str = "none", line: str = "line"
+    ) -> None:
+        """Draw a rectangle; `fill` and `line` are names of colours."""
+        colour = fill if fill == "none" else f"var(--{fill})"
+        edge = line if line == "none" else f"var(--{line})"
+        self.shapes.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="3" style="fill:{colour};'
+            f'stroke:{edge}"/>'
+        )
+
+    def words(
+        self, x: float, y: float, text: str, *, size: int = 13, colour: str = "ink",
+        anchor: str = "start", bold: bool = False,
+    ) -> None:  # fmt: skip
+        """Write `text` with its base line at `y`."""
+        weight = "600" if bold else "400"
+        self.shapes.append(
+            f'<text x="{x:g}" y="{y:g}" style="fill:var(--{colour});font-size:{size}px;'
+            f'font-weight:{weight};text-anchor:{anchor}">{escape(text)}</text>'
+        )
+
+    def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
+        """Draw an arrow, horizontal or vertical."""
+        self.shapes.append(
+            f'<path d="M{x:g} {y:g}L{to_x:g} {to_y:g}" style="stroke:var(--soft);fill:none;'
+            'stroke-width:1.5"/>'
+        )
+        along_x, along_y = (to_x > x) - (to_x < x), (to_y > y) - (to_y < y)
+        left, right = (-7 * along_x + 4 * along_y, -7 * along_y + 4 * along_x), (
+            -7 * along_x - 4 * along_y, -7 * along_y - 4 * along_x,
+        )  # fmt: skip
+        self.shapes.append(
+            f'<path d="M{to_x:g} {to_y:g}l{left[0]} {left[1]}L{to_x + right[0]:g}'
+            f' {to_y + right[1]:g}Z" style="fill:var(--soft)"/>'
+        )
+
+    def label(self, x: float, y: float, w: float, h: float, text: str, fill: str) -> None:
+        """Draw a filled box with words in its middle; lines are divided by ``|``."""
+        self.box(x, y, w, h, fill, "none" if fill != "none" else "line")
+        lines = text.split("|")
+        colour = "on" if fill == "own" else "ink"
+        for number, line in enumerate(lines):
+            middle = y + h / 2 + 4.5 + 15 * (number - (len(lines) - 1) / 2)
+            self.words(x + w / 2, middle, line, size=12, colour=colour, anchor="middle")
+
+    def text(self) -> str:
+        """Return the file."""
+        return (
+            f'<svg class="zs" xmlns="http://www.w3.org/2000/svg" width="{self.width}"'
+            f' height="{self.height}" viewBox="0 0 {self.width} {self.height}" role="img">'
+            f"<title>{escape(self.title)}</title><style>{STYLE}</style>\n"
+            + "\n".join(self.shapes)
+            + "\n</svg>\n"
+        )
+
+
+def _cell(picture: Picture, x: float, y: float, cell: Cell) -> None:
+    """Draw what each of four ranks holds of one state: the filled part of its bar."""
+    for rank in range(PARTS):
+        left = x + 23 * rank + (8 if rank >= PARTS // 2 else 0)
+        picture.box(left, y, 17, 32)
+        first, count = 0, PARTS
+        if cell.scope is Scope.SHARD:
+            first, count = rank, 1
+        elif cell.scope is Scope.NODE_SHARD:
+            first, count = 2 * (rank % 2), 2
+        fill = "sum" if cell.is_partial else "own" if count < PARTS else "all"
+        picture.box(left + 1, y + 1 + 7.5 * first, 15, 7.5 * count, fill, "none")
+
+
+def table() -> str:
+    """Draw the table: rows of the policy, columns of states, bars of ranks."""
+    picture = Picture(800, 104 + 46 * len(ROWS), "The table: where each state rests on four ranks")
+    columns = {
+        "weight": "weight", "between": "weight between", "grad": "gradient between",
+        "optim": "master, moments",
+    }  # fmt: skip
+    below = {"between": "forward, backward", "grad": "micro-batches"}
+    for number, (name, title) in enumerate(columns.items()):
+        picture.words(130 + 172 * number, 20, title, bold=True)
+        picture.words(130 + 172 * number, 37, below.get(name, ""), bold=True)
+    for number, (row, policy) in enumerate(ROWS.items()):
+        y = 52 + 46 * number
+        picture.words(8, y + 21, row, size=14, bold=True)
+        for place, name in enumerate(columns):
+            _cell(picture, 130 + 172 * place, y, getattr(policy.default, name))
+    y = 52 + 46 * len(ROWS) + 14
+    for x, colour, text in (
+        (8, "all", "whole on every rank"), (190, "own", "a part of it"),
+        (318, "sum", "a sum not yet formed over the ranks"),
+    ):  # fmt: skip
+        picture.box(x, y, 14, 14, colour, "none")
+        picture.words(x + 21, y + 12, text, colour="soft")
+    picture.words(792, y + 12, "a bar is a rank: 2 nodes of 2", colour="soft", anchor="end")
+    return picture.text()
+
+
+ROUTE = {  # phase: what stages 1, 2 and 3 do there, by its kind
+    "before forward": ("nothing", "nothing", "all-gather|weights"),
+    "forward": ("compute", "compute", "compute,|then reshard"),
+    "before backward": ("nothing", "nothing", "all-gather|weights"),
+    "backward": ("compute", "compute", "compute,|then reshard"),
+    "gradients": ("reduce-scatter,|last micro-batch", "reduce-scatter,|each micro-batch",
+                  "reduce-scatter,|each micro-batch"),
+    "step": ("own part", "own part", "own part"),
+    "after the step": ("all-gather|weights", "all-gather|weights", "nothing"),
+}  # fmt: skip
+
+
+def route() -> str:
+    """Draw the way of one unit through a step at stages 1, 2 and 3."""
+    width, left = 124, 70
+    picture = Picture(left + width * len(ROUTE) + 4, 262, "The route of one unit through a step")
+    for column, (phase, texts) in enumerate(ROUTE.items()):
+        x = left + width * column
+        picture.words(x + 55, 20, phase, bold=True, anchor="middle")
+        for row, text in enumerate(texts):
+            y = 36 + 64 * row
+            moves = "gather" in text or "scatter" in text
+            fill = "none" if text == "nothing" else "own" if moves else "all"
+            picture.label(x, y, 110, 44, "–" if text == "nothing" else text, fill)
+            if column:
+                picture.arrow(x - 13, y + 22, x - 2, y + 22)
+    for row in range(3):
+        picture.words(4, 62 + 64 * row, f"stage {row + 1}", size=14, bold=True)
+    for x, colour, text in ((70, "own", "moves between ranks"), (246, "all", "this rank alone")):
+        picture.box(x, 236, 14, 14, colour, "none")
+        picture.words(x + 21, 248, text, colour="soft")
+    return picture.text()
+
+
+def lanes() -> str:
+    """Draw three units on the three lanes at stage 3."""
+    picture = Picture(884, 226, "Lanes: gathers and reduces run beside compute")
+    step, begin = 71.0, 84.0
+    for row, (name, about) in enumerate(
+        (("gather", "weights"), ("compute", "your stream"), ("reduce", "gradients"))
+    ):
+        picture.words(4, 52 + 56 * row, name, size=14, bold=True)
+        picture.words(4, 68 + 56 * row, about, size=11, colour="soft")
+        picture.shapes.append(
+            f'<path d="M{begin} {76 + 56 * row}H876" style="stroke:var(--line)"/>'
+        )
+
+    def put(row: int, slot: float, text: str, fill: str, length: float = 1.0) -> None:
+        picture.label(begin + step * slot, 36 + 56 * row, step * length - 4, 36, text, fill)
+
+    for slot, unit in enumerate("ABC"):
+        put(0, slot, f"gather {unit}", "own")
+        put(1, slot + 1, f"forward {unit}", "all")
+    for slot, unit in ((4, "C"), (5, "B"), (6.5, "A")):
+        put(0, slot, f"gather {unit}", "own")
+    for slot, unit in ((5, "C"), (6.5, "B"), (8, "A")):
+        put(1, slot, f"backward {unit}", "all", 1.5)
+        put(2, slot + 1.5, f"reduce {unit}", "sum")
+    put(1, 10.5, "step", "all", 0.6)
+    picture.words(begin, 20, "time", size=12, colour="soft")
+    picture.arrow(begin + 32, 16, 876, 16)
+    picture.words(
+        begin, 216, "Units are gathered ahead in the order of the last pass. Compute waits for the"
+        " first gather of each pass, and for the last reduce.", size=12, colour="soft",
+    )  # fmt: skip
+    return picture.text()
+
+
+def tiers() -> str:
+    """Draw the three memories, and what of each state may rest in which."""
+    picture = Picture(820, 268, "Tiers: device, host and disk")
+    for row, (name, about) in enumerate(
+        (
+            ("device", "the GPU's memory; on CPU the host's"),
+            ("host", "the CPU's memory, pinned on CUDA"),
+            ("disk", "a directory on a local NVMe disk"),
+        )
+    ):
+        y = 8 + 88 * row
+        picture.box(8, y, 804, 62)
+        picture.words(20, y + 26, name, size=15, bold=True)
+        picture.words(20, y + 46, about, size=11, colour="soft")
+    for x, text in ((330, "weights"), (490, "gradients"), (650, "master,|moments")):
+        for row in range(3):
+            picture.label(x, 16 + 88 * row, 140, 46, text, "own" if row == 0 else "all")
+        for row in range(2):
+            picture.arrow(x + 58, 63 + 88 * row, x + 58, 102 + 88 * row)
+            picture.arrow(x + 82, 103 + 88 * row, x + 82, 64 + 88 * row)
+    return picture.text()
+
+
+DRAWINGS = {"table": table, "route": route, "lanes": lanes, "tiers": tiers}
+
+
+def write() -> None:
+    """Write every picture to docs/img."""
+    for name, draw in DRAWINGS.items():
+        (FOLDER / f"{name}.svg").write_text(draw())
+
+
+if __name__ == "__main__":
+    write()
