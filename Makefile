@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test suite coverage test-slow test-matrix mutate bench lint clean
+.PHONY: help train test suite coverage test-slow test-matrix mutate bench lint docs docs-serve clean
 
 help:
 	@echo "make train       train a GPT with ZeRO-3 on $(NPROC) processes and show it   (ARGS='--steps 100 ...')"
@@ -24,6 +24,8 @@ help:
 	@echo "make mutate      deliberate faults, one at a time: which of them the tests find   (ARGS='--only codec')"
 	@echo "make bench       the step benchmark, DeepSpeed included   (ARGS='...')"
 	@echo "make lint        ruff (rules and format), mypy, the limits of scripts/shape.py"
+	@echo "make docs        the documentation site, into site/: broken links and anchors fail"
+	@echo "make docs-serve  the same on a local port, built again when a page changes"
 	@echo "make clean       remove .venv and every cache"
 
 train: $(VENV)/.ready-base
@@ -57,8 +59,14 @@ lint: $(VENV)/.ready-test
 	$(BIN)/mypy
 	$(BIN)/python scripts/shape.py --check
 
+docs: $(VENV)/.ready-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+
+docs-serve: $(VENV)/.ready-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve $(ARGS)
+
 clean:
-	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* dist
+	rm -rf site $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* dist
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "zeroshard needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -82,6 +90,6 @@ $(VENV)/.ready-base: $(VENV)/.ready-torch pyproject.toml
 	$(PIP) install -e .
 	@touch $@
 
-$(VENV)/.ready-test $(VENV)/.ready-bench: $(VENV)/.ready-%: $(VENV)/.ready-torch pyproject.toml
+$(VENV)/.ready-test $(VENV)/.ready-bench $(VENV)/.ready-docs: $(VENV)/.ready-%: $(VENV)/.ready-torch pyproject.toml
 	$(PIP) install -e ".[$*]"
 	@touch $@

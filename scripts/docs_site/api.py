@@ -9,6 +9,7 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 __all__ = ["api_page", "public_names"]
@@ -84,15 +85,20 @@ def _file(module: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
+@cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def _definition(module: str, name: str) -> ast.AST:
     """Return the definition of `name`, which `module` has or imports."""
-    tree = ast.parse(_file(module).read_text())
+    tree = _parsed(_file(module))
     for node in tree.body:
         if isinstance(node, FUNCTION | ast.ClassDef) and node.name == name:
             return node
-        is_ours = isinstance(node, ast.ImportFrom) and str(node.module).startswith("zeroshard")
-        if is_ours and any((one.asname or one.name) == name for one in node.names):
-            return _definition(str(node.module), name)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("zeroshard"):
+            if any((one.asname or one.name) == name for one in node.names):
+                return _definition(str(node.module), name)
     named = (value for assigned, value in _assigned(tree) if assigned == name)
     return next(named, ast.Constant(None))
 
@@ -127,7 +133,9 @@ def _constructor(node: ast.ClassDef, name: str) -> list[str]:
 def _signature(node: FUNCTION, name: str) -> list[str]:
     """Return the call as code: one line, or a parameter per line where it is long."""
     decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
-    result = "" if node.name == "__init__" else f" -> {ast.unparse(node.returns or ast.Name('None'))}"
+    result = (
+        "" if node.name == "__init__" else f" -> {ast.unparse(node.returns or ast.Name('None'))}"
+    )
     if "property" in decorators:
         return ["```python", f"{name}{result.replace(' ->', ':')}  # property", "```", ""]
     if any(found.endswith("contextmanager") for found in decorators):

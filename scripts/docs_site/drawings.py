@@ -160,7 +160,7 @@ def route() -> str:
             y = 36 + 64 * row
             moves = "gather" in text or "scatter" in text
             fill = "none" if text == "nothing" else "own" if moves else "all"
-            picture.label(x, y, 110, 44, "–" if text == "nothing" else text, fill)
+            picture.label(x, y, 110, 44, "" if text == "nothing" else text, fill)
             if column:
                 picture.arrow(x - 13, y + 22, x - 2, y + 22)
     for row in range(3):
@@ -187,12 +187,12 @@ def lanes() -> str:
     def put(row: int, slot: float, text: str, fill: str, length: float = 1.0) -> None:
         picture.label(begin + step * slot, 36 + 56 * row, step * length - 4, 36, text, fill)
 
-    for slot, unit in enumerate("ABC"):
+    for slot, unit in ((0.0, "A"), (1.0, "B"), (2.0, "C")):
         put(0, slot, f"gather {unit}", "own")
         put(1, slot + 1, f"forward {unit}", "all")
-    for slot, unit in ((4, "C"), (5, "B"), (6.5, "A")):
+    for slot, unit in ((4.0, "C"), (5.0, "B"), (6.5, "A")):
         put(0, slot, f"gather {unit}", "own")
-    for slot, unit in ((5, "C"), (6.5, "B"), (8, "A")):
+    for slot, unit in ((5.0, "C"), (6.5, "B"), (8.0, "A")):
         put(1, slot, f"backward {unit}", "all", 1.5)
         put(2, slot + 1.5, f"reduce {unit}", "sum")
     put(1, 10.5, "step", "all", 0.6)

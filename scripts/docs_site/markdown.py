@@ -54,7 +54,7 @@ def blocks(text: str) -> list[Block]:
             opened = None
         else:
             body.append(line.removeprefix(opened[1]))
-    assert opened is None, f"the block of line {opened and opened[0]} has no end"
+    assert opened is None, f"a block has no end: {opened}"
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 __all__ = ["ERRORS", "Message", "messages", "messages_page"]
@@ -36,7 +37,8 @@ class Message:
     module: str
 
 
-def messages() -> list[Message]:
+@cache
+def messages() -> tuple[Message, ...]:
     """Return the messages of the package, sorted by class and text, each once."""
     trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
     public = {name: name for name in ERRORS}
@@ -49,7 +51,7 @@ def messages() -> list[Message]:
         if module.startswith(BECOMES_CONFIG_ERROR):
             classes["ValueError"] = "ConfigError"
         found |= set(_of(tree, module, classes))
-    return sorted(found)
+    return tuple(sorted(found))
 
 
 def _derived(tree: ast.Module) -> Iterator[tuple[str, str]]:

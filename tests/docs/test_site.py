@@ -1,0 +1,182 @@
+"""The documentation holds together without mkdocs: links, anchors, navigation, generated pages."""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+from functools import cache
+
+import pytest
+
+from scripts.docs_site import drawings, hooks
+from scripts.docs_site.api import SECTIONS, api_page, public_names
+from scripts.docs_site.markdown import anchors, blocks, commands, links, slug
+from scripts.docs_site.messages import ERRORS, messages
+from scripts.docs_site.pages import ROOT, generated_pages
+from tests.support.harness import ROOT as TREE
+from zeroshard import errors
+from zeroshard.launch import bench, options
+from zeroshard.launch.cli import _build_parser
+from zeroshard.launch.supervisor import CONTRACT_EXIT_CODES
+
+DOCS = ROOT / "docs"
+OUTSIDE = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "examples/README.md")
+
+
+@cache
+def _generated() -> dict[str, str]:
+    return {f"docs/{path}": text for path, text in generated_pages().items()}
+
+
+@cache
+def _texts() -> dict[str, str]:
+    """Return every Markdown file by its path in the repository, generated pages included."""
+    written = [*DOCS.rglob("*.md"), *(ROOT / name for name in OUTSIDE)]
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in written} | _generated()
+
+
+def _broken(place: str, text: str) -> list[str]:
+    """Return the links of the file `place` that lead nowhere."""
+    found = []
+    for line, link in links(text):
+        target, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", link):
+            continue
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(place), target))
+        path = place if not target else path
+        if path not in _texts() and not (ROOT / path).exists():
+            found.append(f"{place}:{line}: {link}: there is no {path}")
+        elif anchor and (path not in _texts() or anchor not in anchors(_texts()[path])):
+            found.append(f"{place}:{line}: {link}: {path} has no heading #{anchor}")
+    return found
+
+
+def test_every_link_and_anchor_leads_somewhere() -> None:
+    copied = {"docs/changelog.md", "docs/security.md"}  # their links are those of the originals
+    pages = {place: text for place, text in _texts().items() if place not in copied}
+    assert sum(len(links(text)) for text in pages.values()) > 120
+    assert [each for place, text in pages.items() for each in _broken(place, text)] == []
+
+
+def test_a_link_that_leads_nowhere_is_found() -> None:
+    text = "See [this](tour.md#forward), [that](tour.md#sideways) and [it](nothing.md).\n"
+    assert [each.partition(": ")[2] for each in _broken("docs/x.md", text)] == [
+        "tour.md#sideways: docs/tour.md has no heading #sideways",
+        "nothing.md: there is no docs/nothing.md",
+    ]
+
+
+def test_anchors_are_those_of_the_site() -> None:
+    assert slug("`shard()` and `engine.clip_grad_norm_`") == "shard-and-engineclip_grad_norm_"
+    assert anchors("# A b\n\n## A b\n\n    # code\n\n```\n# code\n```\n") == {"a-b", "a-b_1"}
+
+
+def test_the_navigation_names_every_page_once() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    lines = [line for line in nav.splitlines() if not line.lstrip().startswith("#")]
+    named = re.findall(r"[\w/-]+\.md", "\n".join(lines))
+    pages = {path.removeprefix("docs/") for path in _texts() if path.startswith("docs/")}
+    assert len(named) == len(set(named))
+    assert set(named) == pages
+
+
+def test_the_reference_has_every_public_name() -> None:
+    placed = [name for names in SECTIONS.values() for name in names.split()]
+    assert sorted(placed) == sorted(public_names())
+    text = api_page()
+    assert all(f"\n### {name}\n" in text for name in placed)
+    assert "\n#### Engine.clip_grad_norm_\n" in text
+    assert "clip_grad_norm_(max_norm: float) -> torch.Tensor" in text
+
+
+def test_the_pictures_are_those_that_the_script_draws() -> None:
+    for name, draw in drawings.DRAWINGS.items():
+        assert (DOCS / "img" / f"{name}.svg").read_text() == draw(), "scripts/docs_site/drawings.py"
+
+
+def test_messages_are_collected_from_every_class_of_error() -> None:
+    found = messages()
+    assert {one.error for one in found} == set(ERRORS) and len(found) > 300
+    texts = [one.text for one in found]
+    assert any("holds no checkpoint" in text for text in texts)
+    raised = [name for name in errors.__all__ if name != "ZeroshardError"]
+    assert sorted(raised) == sorted(ERRORS)
+    page = _texts()["docs/errors.md"]
+    assert [name for name in ERRORS if f"\n### {name}\n" not in page] == []
+
+
+def test_the_page_of_errors_has_every_exit_code() -> None:
+    table = re.findall(r"^\| (\d+) \|", _texts()["docs/errors.md"], re.M)
+    declared = {getattr(errors, name).exit_code for name in errors.__all__}
+    assert {0, 1, 2, *declared, *CONTRACT_EXIT_CODES} == set(map(int, table))
+
+
+def test_links_out_of_the_site_are_mended() -> None:
+    link = hooks.LINK.search("[the policy](../../src/zeroshard/core/policy.py)")
+    assert link is not None
+    text = hooks._mended(link, "docs/design/x.md", "design/x.md")
+    assert text == "the policy (`src/zeroshard/core/policy.py`)"
+    link = hooks.LINK.search("[security](../../SECURITY.md#reporting)")
+    assert link is not None
+    text = hooks._mended(link, "docs/design/x.md", "design/x.md")
+    assert text == "[security](../security.md#reporting)"
+
+
+def _parse(command: str) -> None:
+    """Parse a command line as the program would. Raises SystemExit or UsageError."""
+    import shlex
+
+    words = shlex.split(command, comments=True)[1:]
+    parser, run_parser, bench_parser = _build_parser()
+    if words[:1] == ["run"]:
+        options.parse_run(run_parser, words[1:])
+        return
+    if words[:1] == ["bench"]:
+        bench.add_commands(bench_parser)
+    parser.parse_args(words)
+
+
+def test_every_command_line_in_the_documentation_parses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(options, "_check_target", lambda kind, target: None)
+    monkeypatch.setattr(options, "_check_port", lambda given: None)
+    count = 0
+    for place, text in _texts().items():
+        if place in _generated():
+            continue
+        for line, command in commands(text):
+            if "[" in command or "--help" in command:
+                continue
+            count += 1
+            try:
+                _parse(command)
+            except (SystemExit, options.UsageError) as error:
+                pytest.fail(f"{place}:{line}: {command}: {error} {capsys.readouterr().err}")
+    assert count > 30
+
+
+def test_a_command_line_with_an_unknown_option_is_found() -> None:
+    with pytest.raises(SystemExit):
+        _parse("zeroshard plan --parms 7.5B")
+    with pytest.raises(options.UsageError, match="unknown option --nprocs"):
+        _parse("zeroshard run --nprocs 2 train.py")
+
+
+def test_only_hooks_imports_mkdocs() -> None:
+    assert TREE == ROOT
+    for path in (ROOT / "scripts" / "docs_site").glob("*.py"):
+        tree = ast.parse(path.read_text())
+        names = [
+            ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)
+        ]
+        assert path.name == "hooks.py" or not any("mkdocs" in name for name in names), path
+
+
+def test_no_page_names_what_it_cannot_show() -> None:
+    """Fenced blocks have a language, so that they are coloured and found by the snippet test."""
+    for place, text in _texts().items():
+        assert [b.line for b in blocks(text) if not b.language and place.count("/") < 2] == [], (
+            place
+        )

@@ -1,0 +1,169 @@
+"""The snippets of README.md and of docs/ run: Python on two CPU ranks, console blocks as they are.
+
+The comment on the line before a block says what is special about it:
+
+    <!-- not run: REASON -->     counted, and limited below
+    <!-- continues -->           goes on from the block before
+    <!-- file: train.py -->      is written to that file, which a console block of the page uses
+
+A Python block finds the names of a training script there: ``torch``, ``nn``, ``F``, ``dist``,
+``zs``, a small GPT as ``model``, its ``optimizer``, a ``loader``, and ``engine`` where it makes
+none. ``wandb`` and TensorBoard are replaced by objects that take every call.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import zeroshard as zs
+from examples.train_gpt import GPT, GPTConfig
+from scripts.docs_site.markdown import Block, blocks
+from tests.support.harness import ROOT, run_ranks
+from zeroshard.runtime.engine import open_engines
+
+MAX_NOT_RUN = 12
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+NVME = "/mnt/nvme"  # a directory of the documentation; each test has its own
+
+
+def _snippets(page: Path) -> list[tuple[int, str]]:
+    """Return the Python programs of a page with their lines; continued blocks are joined."""
+    found: list[tuple[int, str]] = []
+    for block in blocks(page.read_text()):
+        if block.language != "python" or not block.is_run or block.mark.startswith("file: "):
+            continue
+        if block.mark == "continues":
+            line, text = found.pop()
+            found.append((line, text + block.text))
+        else:
+            found.append((block.line, block.text))
+    return found
+
+
+def _cases() -> Iterator[Any]:
+    for page in PAGES:
+        for line, text in _snippets(page):
+            name = page.relative_to(ROOT).as_posix()
+            yield pytest.param(text, id=f"{name}:{line}")
+
+
+def _gpt() -> tuple[GPT, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=2, width=32, heads=2, context=16))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def _namespace(text: str) -> dict[str, Any]:
+    """Return the names that `text` may use."""
+    model, optimizer = _gpt()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = [torch.randint(256, (2, 2, 16), generator=generator) for _ in range(4)]
+    names: dict[str, Any] = {
+        "__name__": "snippet", "torch": torch, "nn": nn, "F": F, "dist": dist, "zs": zs,
+        "GPT": GPT, "config": model.config, "model": model, "optimizer": optimizer,
+        "loader": [(x, y) for x, y in batches], "x": batches[0][0], "y": batches[0][1],
+        "rank": dist.get_rank(), "seed": 0,
+    }  # fmt: skip
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
+    stored = {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
+    if "engine" in {node.id for node in nodes} - stored:
+        names["engine"] = zs.shard(model, optimizer, stage=3)
+    return names
+
+
+def _stand_ins() -> dict[str, ModuleType]:
+    found: dict[str, ModuleType] = {}
+    for name in ("wandb", "tensorboard", "torch.utils.tensorboard"):
+        found[name] = MagicMock(name=name)
+    return found
+
+
+def _run(rank: int, world_size: int, text: str, folder: str) -> None:
+    before, modules = Path.cwd(), dict(sys.modules)
+    os.chdir(folder)
+    sys.modules.update(_stand_ins())
+    try:
+        exec(compile(text, "snippet", "exec"), _namespace(text))
+        for engine in open_engines():
+            engine.close()
+    finally:
+        os.chdir(before)
+        for name in _stand_ins():
+            sys.modules.pop(name, None)
+            if name in modules:
+                sys.modules[name] = modules[name]
+
+
+@pytest.mark.parametrize("text", list(_cases()))
+def test_a_python_block_runs_on_two_ranks(text: str, tmp_path: Path) -> None:
+    run_ranks(2, _run, text.replace(NVME, str(tmp_path)), str(tmp_path))
+
+
+def _consoles() -> Iterator[Any]:
+    for page in PAGES:
+        found = blocks(page.read_text())
+        files = [block for block in found if block.mark.startswith("file: ")]
+        for block in found:
+            if block.language == "console" and block.is_run:
+                name = page.relative_to(ROOT).as_posix()
+                yield pytest.param(block, files, id=f"{name}:{block.line}")
+
+
+@pytest.mark.parametrize(("block", "files"), list(_consoles()))
+def test_a_console_block_prints_what_it_shows(
+    block: Block, files: list[Block], tmp_path: Path
+) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for file in files:
+        (tmp_path / file.mark.removeprefix("file: ")).write_text(file.text)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    printed, shown = "", []
+    for line in block.text.splitlines():
+        if line.startswith("$ "):
+            done = subprocess.run(
+                line[2:], shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
+            )
+            printed = done.stdout + done.stderr
+            assert done.returncode == 0, f"{line}\n{printed}"
+        else:
+            shown = [re.escape(part) for part in line.split("...")]
+            assert re.search(".*".join(shown), printed), f"{line!r} is not in\n{printed}"
+
+
+def test_every_file_of_a_page_is_used_by_a_command_of_it() -> None:
+    for page in PAGES:
+        found = blocks(page.read_text())
+        consoles = " ".join(block.text for block in found if block.language == "console")
+        names = [b.mark.removeprefix("file: ") for b in found if b.mark.startswith("file: ")]
+        assert [name for name in names if name not in consoles] == [], page
+
+
+def test_few_blocks_are_not_run_and_each_says_why() -> None:
+    marks = [block.mark for page in PAGES for block in blocks(page.read_text())]
+    kept = [mark for mark in marks if mark.startswith("not run")]
+    assert all(re.fullmatch(r"not run: \w.{10,}", mark) for mark in kept), kept
+    assert len(kept) <= MAX_NOT_RUN
+    known = re.compile(r"(not run: .*|continues|file: [\w.]+)?$")
+    unknown = [m for m in marks if not known.match(m) and "models table" not in m]
+    assert unknown == []
+
+
+def test_a_block_that_fails_is_told(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="no_such_name"):
+        run_ranks(2, _run, "engine = zs.shard(model)\nno_such_name()\n", str(tmp_path))
