@@ -97,8 +97,9 @@ def _definition(module: str, name: str) -> ast.AST:
         if isinstance(node, FUNCTION | ast.ClassDef) and node.name == name:
             return node
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("zeroshard"):
-            if any((one.asname or one.name) == name for one in node.names):
-                return _definition(str(node.module), name)
+            found = [one.name for one in node.names if (one.asname or one.name) == name]
+            if found:
+                return _definition(str(node.module), found[0])
     named = (value for assigned, value in _assigned(tree) if assigned == name)
     return next(named, ast.Constant(None))
 
