@@ -15,18 +15,15 @@ from pathlib import Path
 __all__ = ["api_page", "public_names"]
 
 SOURCE = Path(__file__).parents[2] / "src"
-SECTIONS = {  # every public name has its place here: tests/docs/test_site.py
-    "Start": "init_distributed shard",
-    "Configuration": "Config Comm Offload Policy Precision",
-    "The engine": "Engine MemoryReport TrafficReport",
-    "Memory": "memory_table MemoryTable",
-    "Checkpoints": "save Saver load Restored latest_step load_pretrained LoadReport",
-    "Weights": "deferred_init materialize EMA",
-    "zeroshard.nn": "nn.checkpoint nn.checkpoint_blocks nn.uncheckpoint_blocks nn.TiledLinear"
-    " nn.tile_linears nn.join_tiles",
-    "Planner": "plan Plan Machine Training",
-    "Errors": "ZeroshardError ConfigError PlanMismatch StateError StallError PeerLostError"
-    " StorageError CheckpointError",
+SECTIONS = {  # the modules whose public names a section has; other names come under "More"
+    "Start": ("zeroshard.api",),
+    "Configuration": ("zeroshard.config", "zeroshard.core"),
+    "The engine": ("zeroshard.runtime",),
+    "Checkpoints": ("zeroshard.checkpoint",),
+    "zeroshard.nn": ("zeroshard.nn",),
+    "Planner": ("zeroshard.planning", "zeroshard.planner"),
+    "Errors": ("zeroshard.errors",),
+    "More": ("",),
 }
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -50,11 +47,11 @@ def api_page() -> str:
         "`import zeroshard as zs`. Made from the docstrings when the site is built. Methods and"
         " functions that are *collective* must be called on every rank.",
     ]
-    for section, names in SECTIONS.items():
-        out += ["", f"## {section}"]
-        for name in names.split():
-            node = _definition(homes[name], name.rpartition(".")[2])
-            out += _described(node, name)
+    for section, modules in SECTIONS.items():
+        names = [name for name, home in homes.items() if home.startswith(modules)]
+        out += ["", f"## {section}"] if names else []
+        for name in names:
+            out += _described(_definition(homes.pop(name), name.rpartition(".")[2]), name)
     out += ["", "## Integrations"]
     folder = SOURCE / "zeroshard" / "integrations"
     for path in sorted([*folder.glob("[a-z]*.py"), *folder.glob("[a-z]*/__init__.py")]):
@@ -62,7 +59,8 @@ def api_page() -> str:
         module, tree = f"zeroshard.integrations.{stem}", ast.parse(path.read_text())
         out += ["", f"### {module}", "", *_docstring(tree)]
         for name in _declared(tree):
-            out += _described(_definition(module, name), name)
+            node = _definition(module, name)
+            out += [] if node is None else _described(node, name)
     return "\n".join(out) + "\n"
 
 
@@ -90,8 +88,8 @@ def _parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def _definition(module: str, name: str) -> ast.AST:
-    """Return the definition of `name`, which `module` has or imports."""
+def _definition(module: str, name: str) -> ast.AST | None:
+    """Return the definition of `name`, which `module` has or imports; None where it has none."""
     tree = _parsed(_file(module))
     for node in tree.body:
         if isinstance(node, FUNCTION | ast.ClassDef) and node.name == name:
@@ -101,10 +99,10 @@ def _definition(module: str, name: str) -> ast.AST:
             if found:
                 return _definition(str(node.module), found[0])
     named = (value for assigned, value in _assigned(tree) if assigned == name)
-    return next(named, ast.Constant(None))
+    return next(named, None)
 
 
-def _described(node: ast.AST, name: str, level: int = 3) -> list[str]:
+def _described(node: ast.AST | None, name: str, level: int = 3) -> list[str]:
     """Return heading, signature, docstring, and of a class its fields and public methods."""
     out = ["", f"{'#' * level} {name}", ""]
     if isinstance(node, FUNCTION):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 __all__ = ["Block", "anchors", "blocks", "commands", "links", "prose", "slug"]
 
@@ -31,7 +32,9 @@ class Block:
     @property
     def is_run(self) -> bool:
         """Whether the tests run it: Python and console blocks that no mark excepts."""
-        return self.language in ("python", "console") and not self.mark.startswith("not run")
+        kind, _, what = self.mark.partition(": ")
+        lacks = kind == "needs" and find_spec(what) is None
+        return self.language in ("python", "console") and kind != "not run" and not lacks
 
 
 def blocks(text: str) -> list[Block]:

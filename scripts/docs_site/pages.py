@@ -1,7 +1,7 @@
 """The pages that are made when the site is built: their place in the site and their Markdown.
 
-The reference of the configuration is ``zeroshard.config.reference_markdown()`` where the package
-has it, and a table of the fields of ``Config`` otherwise.
+The reference of the configuration is ``zeroshard.config.reference`` where the package has that
+module, and a table of the fields of ``Config`` otherwise.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +40,22 @@ def configuration_page() -> str:
     """Return the reference of the keywords of ``zeroshard.shard``."""
     from zeroshard import config
 
-    described = getattr(config, "reference_markdown", None)
-    if described is not None:
-        return str(described())
     out = [
         "# Configuration reference",
         "",
         "The keywords of [`zs.shard`](api.md#shard), and the keys of its JSON form"
         ' (`config="zero.json"`). A key that does not exist, and an option without effect, raise'
         " ConfigError.",
+        "",
     ]
+    if find_spec("zeroshard.config.reference") is not None:
+        described = import_module("zeroshard.config.reference")
+        return "\n".join(out) + "\n" + str(described.reference_markdown())
     for name in ("Config", "Comm", "Offload"):
         model = getattr(config, name)
-        out += ["", f"## {name}", "", "| key | type | default |", "|---|---|---|"]
+        out += [f"## {name}", "", "| key | type | default |", "|---|---|---|"]
         out += list(_fields(model))
-        out += ["", f"[`{name}`](api.md#{name.lower()}) says what each key does."]
+        out += ["", f"[`{name}`](api.md#{name.lower()}) says what each key does.", ""]
     return "\n".join(out) + "\n"
 
 

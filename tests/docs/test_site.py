@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import posixpath
 import re
+import shlex
 from functools import cache
 
 import pytest
 
+import zeroshard as zs
 from scripts.docs_site import drawings, hooks
-from scripts.docs_site.api import SECTIONS, api_page, public_names
+from scripts.docs_site.api import api_page, public_names
 from scripts.docs_site.markdown import anchors, blocks, commands, links, slug
 from scripts.docs_site.messages import ERRORS, messages
 from scripts.docs_site.pages import ROOT, generated_pages
@@ -82,10 +84,9 @@ def test_the_navigation_names_every_page_once() -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    placed = [name for names in SECTIONS.values() for name in names.split()]
-    assert sorted(placed) == sorted(public_names())
     text = api_page()
-    assert all(f"\n### {name}\n" in text for name in placed)
+    assert set(zs.__all__) - {"nn", "__version__"} <= set(public_names())
+    assert [name for name in public_names() if text.count(f"\n### {name}\n") != 1] == []
     assert "\n#### Engine.clip_grad_norm_\n" in text
     assert "clip_grad_norm_(max_norm: float) -> torch.Tensor" in text
 
@@ -125,8 +126,6 @@ def test_links_out_of_the_site_are_mended() -> None:
 
 def _parse(command: str) -> None:
     """Parse a command line as the program would. Raises SystemExit or UsageError."""
-    import shlex
-
     words = shlex.split(command, comments=True)[1:]
     parser, run_parser, bench_parser = _build_parser()
     if words[:1] == ["run"]:
@@ -138,10 +137,8 @@ def _parse(command: str) -> None:
 
 
 def test_every_command_line_in_the_documentation_parses(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(options, "_check_target", lambda kind, target: None)
-    monkeypatch.setattr(options, "_check_port", lambda given: None)
     count = 0
     for place, text in _texts().items():
         if place in _generated():
@@ -153,6 +150,8 @@ def test_every_command_line_in_the_documentation_parses(
             try:
                 _parse(command)
             except (SystemExit, options.UsageError) as error:
+                if " not found" in str(error):  # the reader's script
+                    continue
                 pytest.fail(f"{place}:{line}: {command}: {error} {capsys.readouterr().err}")
     assert count > 30
 

@@ -3,6 +3,7 @@
 The comment on the line before a block says what is special about it:
 
     <!-- not run: REASON -->     counted, and limited below
+    <!-- needs: MODULE -->       runs where the module is installed
     <!-- continues -->           goes on from the block before
     <!-- file: train.py -->      is written to that file, which a console block of the page uses
 
@@ -159,7 +160,7 @@ def test_few_blocks_are_not_run_and_each_says_why() -> None:
     kept = [mark for mark in marks if mark.startswith("not run")]
     assert all(re.fullmatch(r"not run: \w.{10,}", mark) for mark in kept), kept
     assert len(kept) <= MAX_NOT_RUN
-    known = re.compile(r"(not run: .*|continues|file: [\w.]+)?$")
+    known = re.compile(r"(not run: .*|continues|needs: [\w.]+|file: [\w.]+)?$")
     unknown = [m for m in marks if not known.match(m) and "models table" not in m]
     assert unknown == []
 
