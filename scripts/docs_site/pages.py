@@ -70,12 +70,12 @@ def _fields(model: Any) -> Iterator[str]:
 
 def command_line_page() -> str:
     """Return the help of every command, from the parsers."""
-    from zeroshard.launch.cli import _build_parser
+    from zeroshard.launch.cli import build_parsers
 
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = HELP_COLUMNS  # argparse asks for it
     try:
-        parser = _build_parser()[0]
+        parser = build_parsers()[0]
         out = [
             "# Command line reference",
             "",

@@ -19,7 +19,7 @@ from scripts.docs_site.pages import ROOT, generated_pages
 from tests.support.harness import ROOT as TREE
 from zeroshard import errors
 from zeroshard.launch import bench, options
-from zeroshard.launch.cli import _build_parser
+from zeroshard.launch.cli import build_parsers
 from zeroshard.launch.supervisor import CONTRACT_EXIT_CODES
 
 DOCS = ROOT / "docs"
@@ -127,7 +127,7 @@ def test_links_out_of_the_site_are_mended() -> None:
 def _parse(command: str) -> None:
     """Parse a command line as the program would. Raises SystemExit or UsageError."""
     words = shlex.split(command, comments=True)[1:]
-    parser, run_parser, bench_parser = _build_parser()
+    parser, run_parser, bench_parser = build_parsers()
     if words[:1] == ["run"]:
         options.parse_run(run_parser, words[1:])
         return
