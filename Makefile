@@ -60,7 +60,7 @@ lint: $(VENV)/.ready-test
 	$(BIN)/python scripts/shape.py --check
 
 docs: $(VENV)/.ready-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 docs-serve: $(VENV)/.ready-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve $(ARGS)
