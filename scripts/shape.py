@@ -25,8 +25,12 @@ PACKAGE = ROOT / "src" / "zeroshard"
 FOLDERS = ("src", "benchmarks", "tests", "scripts", "examples")
 COLUMNS = 100
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
-# a call and a class whose parameters and fields the users' programs name: no limit holds there
-PUBLIC = {"api.py shard", "config/native.py Config"}
+# calls and a class whose parameters and fields the users' programs name: no limit holds there
+PUBLIC = {
+    "api.py shard",
+    "config/native.py Config",
+    *(f"checkpoint/{name}" for name in ("save.py save", "save.py __init__", "load.py load")),
+}
 # what a condition asks for when it reads the table again: tier, codec, placement or transport
 TABLE_WORDS = re.compile(
     "Scope|Tier|aliased|away|codec|coded_rest|device|is_coded|is_local|is_partial|is_sharded|keyed"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -23,7 +25,7 @@ from tests.support.training import (
     take_steps,
     two_groups,
 )
-from zeroshard.errors import ConfigError
+from zeroshard.errors import CheckpointError, ConfigError
 
 
 def _frozen_in_optimizer(rank: int, world: int) -> None:
@@ -94,3 +96,39 @@ def _thawed(rank: int, world: int) -> None:
 
 def test_a_frozen_parameter_that_is_switched_on_later_is_refused_by_name() -> None:
     run_ranks(2, _thawed)
+
+
+def _alone(rank: int, world: int, folder: Path) -> None:
+    def sharded(row: str) -> tuple[nn.Module, torch.optim.Optimizer, zs.Engine]:
+        model = seeded(lora)()
+        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+        return model, optimizer, zs.shard(model, optimizer, policy=row)
+
+    model, optimizer, engine = sharded("zero3")
+    take_steps(rank, 2, model, optimizer)
+    path = zs.save(folder / "adapter", engine, step=2, frozen=False)
+    whole = zs.save(folder / "whole", engine, step=2)
+    sizes = [sum(file.stat().st_size for file in step.iterdir()) for step in (path, whole)]
+    trained, every = (
+        sum(p.numel() for p in model.parameters() if p.requires_grad or keep)
+        for keep in (False, True)
+    )
+    assert sizes[1] - sizes[0] > 4 * (every - trained), sizes
+    take_steps(rank, 2, model, optimizer)
+    expected = engine.full_state_dict(rank0_only=False)
+    engine.close()
+    for row in ROWS:
+        for saved in ("adapter", "whole"):
+            model, optimizer, engine = sharded(row)
+            if saved == "adapter":
+                with pytest.raises(CheckpointError, match="is not in the checkpoint"):
+                    zs.load(folder / saved, engine)
+            assert zs.load(folder / saved, engine, frozen=False).skipped == []
+            take_steps(rank, 2, model, optimizer)
+            state = engine.full_state_dict(rank0_only=False)
+            assert all(torch.equal(state[name], expected[name]) for name in expected), row
+            engine.close()
+
+
+def test_a_checkpoint_without_frozen_parameters_resumes_in_every_row(tmp_path: Path) -> None:
+    run_ranks(2, _alone, tmp_path)

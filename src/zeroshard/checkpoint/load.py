@@ -77,6 +77,7 @@ def load(
     strict: bool = True,
     fallback: Literal["previous"] | None = None,
     verify: bool = True,
+    frozen: bool = True,
 ) -> Restored:
     """Read the newest checkpoint in `directory`, or that of `step`, into `engine`. Collective.
 
@@ -85,7 +86,8 @@ def load(
     State that differed between ranks is loaded on as many ranks as saved it. Without `strict`,
     whatever does not fit (missing, unexpected and reshaped parameters, param groups, states) is
     left out and named in ``Restored.skipped``. ``fallback="previous"`` replaces a damaged step by
-    the one before it. `verify` off reads without comparing hashes.
+    the one before it. `verify` off reads without comparing hashes. Without `frozen` the engine's
+    frozen parameters stay as they are.
 
     Raises CheckpointError on every rank, with nothing changed: if ``load_state_dict()`` of one of
     `states` fails, all get their former ``state_dict()`` back, and one that refuses it is named.
@@ -100,7 +102,8 @@ def load(
     while True:
         number = candidates.pop()
         try:
-            restored = _load_step(directory, number, engine, dict(states or {}), strict, verify)
+            options = {"strict": strict, "verify": verify, "frozen": frozen}
+            restored = _load_step(directory, number, engine, dict(states or {}), **options)
         except CheckpointError as error:
             if not candidates:
                 raise CheckpointError("; ".join([*damaged, str(error)])) from error
@@ -137,8 +140,10 @@ def _load_step(
     step: int,
     engine: Engine,
     states: dict[str, Stateful],
+    *,
     strict: bool,
     verify: bool,
+    frozen: bool,
 ) -> Restored:
     with ExitStack() as stack:
         # also for invalid values, a disk that fails, no memory
@@ -150,15 +155,15 @@ def _load_step(
                     " that all ranks share?"
                 )
             saved = StepReader(path, stack, engine.states.trimmer(), verify=verify)
-            reading = _Reading(saved, engine, states)
+            reading = _Reading(saved, engine, states, frozen=frozen)
             if strict and reading.misfits:
                 raise _Misfit(
                     f"{path} does not fit {type(engine.module).__name__}: {_some(reading.misfits)};"
                     " strict=False loads what fits"
                 )
-            if engine.states.is_lost and reading.misfits:
+            if engine.states.is_lost and reading.left_out:
                 raise _Misfit(
-                    f"{path} would leave out {_some(reading.misfits)}, and what rests here is lost"
+                    f"{path} would leave out {_some(reading.left_out)}, and what rests here is lost"
                     " since a tier failed: load all of it"
                 )
             reading.read()
@@ -189,7 +194,9 @@ class _Misfit(CheckpointError):
 class _Reading:
     """One checkpoint on its way into one engine."""
 
-    def __init__(self, saved: StepReader, engine: Engine, states: dict[str, Stateful]) -> None:
+    def __init__(
+        self, saved: StepReader, engine: Engine, states: dict[str, Stateful], *, frozen: bool
+    ) -> None:
         self.misfits: list[str] = []  # an error where strict
         self.skipped: list[str] = []
         self.extra: Any = None
@@ -203,13 +210,19 @@ class _Reading:
         # by id of the piece: the state that the optimizer would keep of it, of a few elements
         self._trials: dict[int, dict[str, Any]] = {}
         self._values: dict[str, Any] = {}
-        self._there = self._match()
+        self._left_alone: list[str] = []  # frozen parameters, where they are not asked for
+        self._there = self._match(frozen=frozen)
         self._groups = self._match_groups()
         self._check_states()
 
+    @property
+    def left_out(self) -> list[str]:
+        """What this load leaves as it is."""
+        return self.misfits + self._left_alone
+
     # ------------------------------------------------------------------ matching
 
-    def _match(self) -> dict[int, str]:
+    def _match(self, *, frozen: bool) -> dict[int, str]:
         """Return each parameter's name in the checkpoint, by id, and collect what does not fit."""
         saved = self._saved.manifest.parameters
         by_any_name = {one: name for name, entry in saved.items() for one in (name, *entry.aliases)}
@@ -218,6 +231,10 @@ class _Reading:
         parameters = dict(self._engine.module.named_parameters())
         for name, entry in parameters_of(self._engine).items():
             known = [alias for alias in (name, *entry.aliases) if alias in by_any_name]
+            if not (frozen or entry.trained):
+                self._left_alone.append(name)
+                left.pop(by_any_name[known[0]] if known else name, None)
+                continue
             if not known:
                 self.misfits.append(f"parameter {name!r} is not in the checkpoint")
                 continue
@@ -418,7 +435,7 @@ class _Reading:
         engine = self._engine
         self._load_states()
         engine.states.restored(self._values.get(SCALER, {}))
-        with torch.no_grad(), engine.states.repairing(everything=not self.misfits):
+        with torch.no_grad(), engine.states.repairing(everything=not self.left_out):
             with engine.states.rewriting():
                 for target, source in self._copies:
                     with _too_late():

@@ -82,14 +82,17 @@ def names_of(module: nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def parameters_of(engine: Engine) -> dict[str, ParameterEntry]:
-    """Return the entry of every parameter, by the first of its names."""
+def parameters_of(engine: Engine, *, frozen: bool = True) -> dict[str, ParameterEntry]:
+    """Return the entry of every parameter, by the first of its names; without `frozen` of every
+    trained one.
+    """
     names, layouts = names_of(engine.module), engine.states.parameter_layouts()
     out = {}
     for parameter in engine.module.parameters():
         first, *others = names[id(parameter)]
         shape, (stride, trained) = tuple(parameter.shape), layouts[id(parameter)]
-        out[first] = ParameterEntry(shape, stride, trained, tuple(others))
+        if trained or frozen:
+            out[first] = ParameterEntry(shape, stride, trained, tuple(others))
     return out
 
 
@@ -151,8 +154,13 @@ def in_memory_order(
     return flatten(laid_out)[start:stop]
 
 
-def collect(engine: Engine, states: Mapping[str, Stateful], extra: Any) -> RankPart:
-    """Return this rank's part, before `divide`. Raises CheckpointError for unsupported state."""
+def collect(
+    engine: Engine, states: Mapping[str, Stateful], extra: Any, *, frozen: bool = True
+) -> RankPart:
+    """Return this rank's part, before `divide`; without `frozen` no frozen parameter is in it.
+
+    Raises CheckpointError for unsupported state.
+    """
     part = RankPart([])
     if engine.states.unsaved is not None:
         raise CheckpointError(f"what rests must not be saved: {engine.states.unsaved}")
@@ -168,7 +176,7 @@ def collect(engine: Engine, states: Mapping[str, Stateful], extra: Any) -> RankP
                 f"states: the name {name!r} cannot be used (no '|' or '@', and not"
                 f" {', '.join(_RESERVED)})"
             )
-    _collect_pieces(engine, averages, part)
+    _collect_pieces(engine, averages, part, frozen=frozen)
     _collect_groups(engine, part)
     values: dict[str, Any] = {
         name: _state_dict(name, state) for name, state in states.items() if name not in averages
@@ -211,13 +219,17 @@ def divide(engine: Engine, part: RankPart) -> None:
                 part.states[name] = {"same" if alike else "own": value}
 
 
-def _collect_pieces(engine: Engine, averages: Mapping[str, EMA], part: RankPart) -> None:
+def _collect_pieces(
+    engine: Engine, averages: Mapping[str, EMA], part: RankPart, *, frozen: bool
+) -> None:
     stepped: dict[int, list[ParamShard]] = {}
     for owned in engine.states.stepped_pieces():
         stepped.setdefault(id(owned.parameter), []).append(owned)
-    names = names_of(engine.module)
+    names, wanted = names_of(engine.module), parameters_of(engine, frozen=frozen)
     for piece in engine.states.resting_pieces(share=True):
         name = names[id(piece.parameter)][0]
+        if name not in wanted:
+            continue
         values = piece.tensor if piece.state.on_device else piece.borrowed
         part.add(name, VALUE, piece.start, values, piece.state.dtype, stop=piece.stop)
         for average, ema in averages.items():

@@ -75,6 +75,7 @@ def save(
     extra: Any = None,
     keep_last: int | None = None,
     keep_every: int | None = None,
+    frozen: bool = True,
 ) -> Path:
     """Write ``directory/step-NNNNNNNNNN`` and return the path once it is on disk. Collective.
 
@@ -83,13 +84,15 @@ def save(
     loss scaler are always saved; gradients are not: save after ``optimizer.step()``. With
     `keep_last` only the newest so many steps stay, and those that `keep_every` divides. With
     ``offload.delayed_update`` a save waits for the pending update and applies it, so its run
-    continues with the bits of a run that loads, not of one that does not save.
+    continues with the bits of a run that loads, not of one that does not save. Without `frozen`
+    no frozen parameter is saved: an adapter's checkpoint stays small, and ``zs.load(frozen=False)``
+    leaves alone what it lacks.
 
     Raises CheckpointError on every rank if any rank cannot write; earlier checkpoints are then
     unchanged.
     """
-    keep: Any = {"keep_last": keep_last, "keep_every": keep_every}
-    with Saver(directory, engine, states=states, background=False, **keep) as saver:
+    options: Any = {"keep_last": keep_last, "keep_every": keep_every, "frozen": frozen}
+    with Saver(directory, engine, states=states, background=False, **options) as saver:
         return saver.save(step, extra=extra)
 
 
@@ -113,6 +116,7 @@ class Saver:
         keep_last: int | None = None,
         keep_every: int | None = None,
         background: bool = True,
+        frozen: bool = True,
         timeout_s: float = 600.0,
     ) -> None:
         check_arguments(directory, engine, states)
@@ -128,6 +132,7 @@ class Saver:
         self._engine = engine
         self._states = dict(states or {})
         self._keep = {"keep_last": keep_last, "keep_every": keep_every}
+        self._frozen = frozen  # whether frozen parameters are saved, too
         self._background = background and not engine.states.rests_on_disk
         if background and engine.states.rests_on_disk and engine.rank == 0:
             reason = "a copy in memory of what rests on disk would undo the offload"
@@ -241,7 +246,7 @@ class Saver:
         except StorageError as failed:  # on every rank
             raise CheckpointError(f"what rests cannot be saved: {failed}") from failed
         with on_all_ranks(engine, "zs.save()", f"step {step} cannot be collected"):
-            part = collect(engine, self._states, extra)
+            part = collect(engine, self._states, extra, frozen=self._frozen)
         divide(engine, part)
         metadata = {"format": "zeroshard", "rank": str(engine.rank), "step": str(step)}
         size = str(shard_bytes(part.stored, metadata)).encode()
@@ -252,7 +257,8 @@ class Saver:
                     nonce = self._open(step, num_bytes, stack)
             nonce = engine.exchange(nonce.encode(), "zs.save()")[0].decode()
             path = working_path(self.directory, step, nonce)
-            return _Job(step, part, metadata, path, stack.pop_all(), parameters_of(engine))
+            parameters = parameters_of(engine, frozen=self._frozen)
+            return _Job(step, part, metadata, path, stack.pop_all(), parameters)
 
     def _open(self, step: int, num_bytes: int, stack: ExitStack) -> str:
         """On rank 0: lock, clean up, check space, make the hidden directory; return its nonce."""
