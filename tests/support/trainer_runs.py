@@ -1,11 +1,11 @@
 """Trainer runs on every rank, started by ``zeroshard run``: argument 1 is a folder for checkpoints,
-argument 2 the file for rank 0's results, or "resume" to go on from the third step of "halves" on as
-many ranks as there are, and print the results.
+argument 2 the file for rank 0's results.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -41,6 +41,7 @@ def _train(
     *,
     steps: int = 6,
     resume: bool = False,
+    accumulated: int = 2,
     **changes: Any,
 ) -> dict[str, Any]:
     # the ranks' models differ until the trainer makes them one
@@ -64,7 +65,7 @@ def _train(
         output_dir=str(folder / name),
         max_steps=steps,
         per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
+        gradient_accumulation_steps=accumulated,
         learning_rate=1e-2,
         weight_decay=0.1,
         max_grad_norm=0.5,
@@ -127,7 +128,7 @@ def _train(
 def _refusals(folder: Path) -> list[str]:
     messages = []
     for changes, zero in (
-        ({"fp16": True}, None),
+        ({"fp16": True}, {"precision": "bf16"}),
         ({"bf16": True}, {"precision": "fp32"}),
         ({}, {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.7}),
         ({}, {"train_micro_batch_size_per_gpu": 7}),
@@ -140,13 +141,31 @@ def _refusals(folder: Path) -> list[str]:
     return messages
 
 
+def _lacks(folder: Path) -> list[str]:
+    """Return the messages where a checkpoint is not what the trainer would have saved."""
+    copies = {"of plain": "plain", "of weights": "constant", "of samples": "constant"}
+    if os.environ["RANK"] == "0":
+        for name, source in copies.items():
+            shutil.copytree(folder / source / "checkpoint-3", folder / name / "checkpoint-3")
+        shutil.rmtree(folder / "of weights" / "checkpoint-3" / "zeroshard")
+    torch.distributed.barrier()
+    messages: list[str] = []
+    try:
+        _train(folder, "of plain", resume=True)
+    except zs.CheckpointError as error:
+        messages.append(str(error))
+    listener = logging.Handler()
+    listener.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeroshard").addHandler(listener)
+    _train(folder, "of weights", resume=True, steps=4, **_WARMUP)
+    _train(folder, "of samples", {"stage": 1}, resume=True, steps=4, accumulated=4, **_WARMUP)
+    logging.getLogger("zeroshard").removeHandler(listener)
+    return messages
+
+
 def main() -> None:
     folder, results = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    if sys.argv[2] == "resume":
-        zero = {"stage": 1, "precision": "bf16"}
-        print(json.dumps(_train(folder, "on one rank", zero, resume=True, **_WARMUP)))
-        return
     runs = {"plain": _train(folder, "plain")}
     for stage in (1, 2, 3):
         runs[f"stage{stage}"] = _train(folder, f"stage{stage}", {"stage": stage})
@@ -164,11 +183,9 @@ def main() -> None:
     }
     runs["fp16"] = _train(folder, "fp16", half, steps=12)
     _train(folder, "halves", deepspeed, steps=3, **_WARMUP)
-    if os.environ["RANK"] == "0":
-        shutil.copytree(folder / "halves", folder / "on one rank")
     runs["constant"] = _train(folder, "constant", deepspeed, **_WARMUP)
     runs["halves"] = _train(folder, "halves", deepspeed, resume=True, **_WARMUP)
-    refused = _refusals(folder)
+    refused, lacks = _refusals(folder), _lacks(folder)
     if os.environ["RANK"] == "0":
         weights = {name: load_file(folder / name / "final" / "model.safetensors") for name in runs}
         for name, run in runs.items():
@@ -180,7 +197,7 @@ def main() -> None:
                 all(torch.equal(value, weights[like][key]) for key, value in weights[name].items()),
             ]
             run["dtype"] = str(next(iter(weights[name].values())).dtype)
-        results.write_text(json.dumps({"runs": runs, "refused": refused}))
+        results.write_text(json.dumps({"runs": runs, "refused": refused, "lacks": lacks}))
 
 
 if __name__ == "__main__":

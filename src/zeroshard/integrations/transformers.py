@@ -4,20 +4,27 @@
     # or zero=zs.Config(stage=3), zero={"stage": 2}
     trainer.train()
 
+    class ZeroSFTTrainer(ZeroTrainerMixin, SFTTrainer): ...       # any subclass of Trainer
+
 The Trainer lets a subclass wrap the model (``_wrap_model``) and then leaves its preparation alone.
 The model is sharded in place; the loop calls a thin module around it that has ``no_sync``, which
-Accelerate looks for. Clipping, saving and resuming go through the engine.
+Accelerate looks for. Accelerate is told of no precision, so that it neither casts nor scales the
+loss: the engine does. Clipping, saving and resuming go through the engine.
 
 A Trainer checkpoint holds the whole weights in Transformers' format, and in ``zeroshard/`` one of
-ours (masters, optimizer, schedule), which resumes on any number of ranks and any stage. Evaluation
-before any training runs the plain model.
+ours (masters, optimizer, schedule), which resumes on any number of ranks and any stage. Of a peft
+model both hold the adapter alone. Evaluation before any training runs the plain model.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -25,11 +32,26 @@ from transformers import Trainer
 
 import zeroshard as zs
 
-__all__ = ["ZeroTrainer"]
-
-_log = logging.getLogger("zeroshard")
+__all__ = ["ZeroTrainer", "ZeroTrainerMixin"]
 
 _OURS = "zeroshard"  # the directory of our checkpoint within the Trainer's
+_log = logging.getLogger("zeroshard")
+
+# training arguments that cannot act on a model that the engine shards
+_REFUSED = {
+    "fsdp": "which shards the model itself: leave it out, and say how in zero=",
+    "deepspeed": "which shards the model itself: leave it out, and say how in zero=",
+    "torch_compile": (
+        "since compiling around the model would compile the engine's hooks: leave it out, and"
+        " compile the blocks before, module.forward = torch.compile(module.forward)"
+    ),
+    "auto_find_batch_size": (
+        "since one rank that retries a step is alone in it: leave it out, and choose the batch"
+        " size (zeroshard plan predicts the memory)"
+    ),
+    "fp16_full_eval": "which does not convert a sharded model: leave it out, and use fp16=True",
+    "bf16_full_eval": "which does not convert a sharded model: leave it out, and use bf16=True",
+}
 
 
 class _Wrapped(nn.Module):
@@ -51,12 +73,17 @@ class _Wrapped(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
 
+def _unwrap(unwrap: Callable[..., nn.Module], model: nn.Module, **options: Any) -> nn.Module:
+    """Accelerate's unwrap_model, which knows our wrapper, too: the Trainer looks at the class."""
+    return unwrap(model.module if isinstance(model, _Wrapped) else model, **options)
+
+
 class _Steps:
     """Tells Accelerate whether the last step was skipped, and with it the scheduler's."""
 
     def __init__(self, engine: zs.Engine) -> None:
         self._engine = engine
-        self._seen = 0
+        self._seen = engine.steps_skipped
 
     @property
     def step_was_skipped(self) -> bool:
@@ -64,38 +91,54 @@ class _Steps:
         return self._seen > before
 
 
-class ZeroTrainer(Trainer):
-    """A Trainer that trains sharded.
+_Base: Any = object  # it stands before a subclass of Trainer, whose methods super() finds
+
+
+class ZeroTrainerMixin(_Base):  # type: ignore[misc]
+    """Makes a subclass of Trainer train sharded; it stands before that class.
 
     `zero` says how: a ``zeroshard.Config``, a dict of its keywords, or a path to JSON of either
-    zeroshard's or DeepSpeed's form (default: stage 3). Precision comes from it (fp16 only from it),
-    or from ``args.bf16``; batch sizes and clipping that it names must be those of `args`. Raises
-    ConfigError where the two contradict each other, and for ``args.fp16``, whose GradScaler would
-    scale a second time.
+    zeroshard's or DeepSpeed's form (default: stage 3). Precision comes from it, or from
+    ``args.bf16`` and ``args.fp16``; batch sizes and clipping that it names must be those of `args`.
+    Raises ConfigError where the two contradict each other, and for arguments that cannot act on a
+    sharded model.
     """
 
     def __init__(
         self, *args: Any, zero: zs.Config | dict[str, Any] | str | Path | None = None, **kwargs: Any
     ) -> None:
-        super().__init__(*args, **kwargs)
         self.engine: zs.Engine | None = None
         self._wrapped: _Wrapped | None = None
-        self._zero = _completed(_read(zero, self.args), self.args)
+        self._asked = zero
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the Accelerator without precision: no autocast and no GradScaler beside ours."""
+        self._zero = _completed(_read(self._asked, self.args), self.args)
+        precision = getattr(self.args, "mixed_precision", None)
+        self.args.mixed_precision = "no"
+        self.args._n_gpu = min(self.args.n_gpu, 1)  # one process drives one device
+        with mock.patch.dict(os.environ, {"ACCELERATE_MIXED_PRECISION": "no"}):
+            super().create_accelerator_and_postprocess()
+        self.args.mixed_precision = precision
+        self.accelerator.unwrap_model = partial(_unwrap, self.accelerator.unwrap_model)
 
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None
     ) -> nn.Module:
+        if self.engine is not None and self.engine.module is not self.model:
+            self.engine.close()  # model_init has made another
+            self.engine = None
+        if not training:
+            return model if self._wrapped is None or self.engine is None else self._wrapped
         if self.engine is None:
-            if not training:
-                return model
             optimizer = self.optimizer  # which the Trainer makes before it wraps the model
-            assert isinstance(optimizer, torch.optim.Optimizer)
             assert isinstance(self.model, nn.Module)
             self.engine = zs.shard(self.model, optimizer, config=self._zero, sync_from=0)
             self._wrapped = _Wrapped(self.model, self.engine)
-            self.accelerator._optimizers.append(_Steps(self.engine))
             if self._zero.resolved_precision().needs_loss_scaling:
                 self.accelerator.backward = self._scaled_backward
+        self.accelerator._optimizers.append(_Steps(self.engine))  # every train() empties the list
         assert self._wrapped is not None
         return self._wrapped
 
@@ -111,53 +154,113 @@ class ZeroTrainer(Trainer):
         assert self.engine is not None
         return self.engine.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
 
+    # ------------------------------------------------------------------ saving and loading
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the whole weights as ``save_pretrained`` does; every rank must call it."""
+        """Save the whole weights as ``save_pretrained`` does, of a peft model the adapter alone;
+        every rank must call it.
+        """
         if self.engine is None:
             super().save_model(output_dir, _internal_call)
             return
-        state = self.engine.full_state_dict()
-        if self.args.should_save:
-            self._save(output_dir, state_dict=state)
+        if (trained := self._adapter()) is None:
+            state = self.engine.full_state_dict()
+            if self.args.should_save:
+                self._save(output_dir, state_dict=state)
+        else:
+            with self.engine.gathered(trained.values()):
+                if self.args.should_save:
+                    self._save(output_dir, state_dict={n: p.detach() for n, p in trained.items()})
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
+
+    def _adapter(self) -> dict[str, nn.Parameter] | None:
+        """Return the trained parameters of a peft model by name; None of any other model."""
+        if not hasattr(self.model, "peft_config"):
+            return None
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.engine is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
         directory, step = Path(output_dir) / _OURS, self.state.global_step
-        zs.save(directory, self.engine, step=step, states=self._states())
+        zs.save(directory, self.engine, step=step, extra=self._samples(), **self._parts())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self.engine is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        zs.load(Path(checkpoint) / _OURS, self.engine, states=self._states())
+        directory = Path(checkpoint) / _OURS
+        if not directory.is_dir():
+            if (Path(checkpoint) / "optimizer.pt").is_file():
+                raise zs.CheckpointError(
+                    f"{checkpoint} was saved by a Trainer that does not shard, and its optimizer.pt"
+                    " cannot be read by shares: begin with its weights (from_pretrained)"
+                )
+            _log.warning("%s holds weights alone: optimizer and schedule begin anew", checkpoint)
+            return
+        restored = zs.load(directory, self.engine, **self._parts())
+        if restored.extra != self._samples() and self.is_world_process_zero():
+            _log.warning(
+                "a step took %s samples in %s and takes %s now: the data goes on after as many"
+                " steps, not samples",
+                restored.extra,
+                checkpoint,
+                self._samples(),
+            )
 
-    def _states(self) -> dict[str, Any]:
-        return {} if self.lr_scheduler is None else {"scheduler": self.lr_scheduler}
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.engine is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        elif not (Path(resume_from_checkpoint) / _OURS).is_dir():  # else all of it is loaded later
+            self._load_weights(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
+        self._load_weights(self.state.best_model_checkpoint)
+
+    def _load_weights(self, checkpoint: str) -> None:
+        assert self.engine is not None
+        if (trained := self._adapter()) is None:
+            zs.load_pretrained(self.engine, checkpoint)
+            return
+        with self.engine.gathered(trained.values(), writeback=True):
+            self.model.load_adapter(checkpoint, self.model.active_adapters[0], is_trainable=True)
+
+    def _parts(self) -> dict[str, Any]:
+        """Return which states a checkpoint holds beside the engine's, and whether frozen weights
+        are in it: those of a peft model come from elsewhere.
+        """
+        states = {} if self.lr_scheduler is None else {"scheduler": self.lr_scheduler}
+        return {"states": states, "frozen": self._adapter() is None}
+
+    def _samples(self) -> int:
+        """Return how many samples a step takes."""
+        args = self.args
+        return int(self._train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+
+class ZeroTrainer(ZeroTrainerMixin, Trainer):
+    """A Trainer that trains sharded, as `ZeroTrainerMixin` says."""
 
 
 def _completed(config: zs.Config, args: Any) -> zs.Config:
     """Return `config` completed from TrainingArguments. Raises ConfigError if they contradict."""
-    if args.fp16:
-        raise zs.ConfigError(
-            "args.fp16 brings a GradScaler of its own: leave it out, and say precision='fp16' in"
-            " the configuration"
-        )
-    for name in ("fsdp", "deepspeed"):
+    for name, reason in _REFUSED.items():
         if getattr(args, name, None):
-            raise zs.ConfigError(
-                f"args.{name} has no effect under ZeroTrainer, which shards the model itself: leave"
-                " it out, and say how in zero="
-            )
+            raise zs.ConfigError(f"args.{name} has no effect under ZeroTrainer, {reason}")
+    changes: dict[str, Any] = {"gradient_clipping": None}  # the Trainer clips
     given = config.model_fields_set
-    if args.bf16 and "precision" in given and config.precision != "bf16":
-        raise zs.ConfigError(
-            f"args.bf16 is on, but the configuration says precision={config.precision!r}: make them"
-            " agree, or leave one out"
-        )
+    for precision in ("bf16", "fp16"):
+        if not getattr(args, precision):
+            continue
+        if "precision" in given and config.precision != precision:
+            raise zs.ConfigError(
+                f"args.{precision} is on, but the configuration says"
+                f" precision={config.precision!r}: make them agree, or leave one out"
+            )
+        changes["precision"] = precision
     micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     pairs = {
         "train_micro_batch_size_per_gpu": micro,
@@ -172,9 +275,6 @@ def _completed(config: zs.Config, args: Any) -> zs.Config:
                 f"{name}={mine} in the configuration contradicts the training arguments, which say"
                 f" {value}: make them agree, or use 'auto'"
             )
-    changes: dict[str, Any] = {"gradient_clipping": None}  # the Trainer clips
-    if "precision" not in given and args.bf16:
-        changes["precision"] = "bf16"
     return config.model_copy(update=changes)
 
 
