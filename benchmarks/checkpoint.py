@@ -42,6 +42,7 @@ from zeroshard.checkpoint.load import load
 from zeroshard.checkpoint.manifest import CHUNK_BYTES
 from zeroshard.checkpoint.save import Saver, save
 from zeroshard.checkpoint.shards import as_bytes
+from zeroshard.runtime.engine import states_of
 
 __all__ = ["Comparison", "run"]
 
@@ -91,7 +92,7 @@ class _Rig:
         self.optimizer.zero_grad()
         self.folder = folder
         self.warm = warm
-        pieces = [piece.tensor for piece in self.engine.states.resting_pieces()]
+        pieces = [piece.tensor for piece in states_of(self.engine).resting_pieces()]
         moments = [
             value
             for state in self.optimizer.state.values()

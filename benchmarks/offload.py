@@ -43,6 +43,7 @@ from benchmarks.raw_disk import Options as DiskOptions
 from benchmarks.raw_disk import Raw
 from benchmarks.results import ComparisonResult, ContenderResult, Largest, Run
 from zeroshard.core.placement import Tier
+from zeroshard.runtime.engine import states_of
 from zeroshard.tier.disk import DiskStore
 from zeroshard.tier.swapdir import SwapDirectory
 
@@ -93,7 +94,7 @@ class _Rig:
                 storage.flush()  # gradients on their way to the disk are the backward's
         begin = time.perf_counter()
         self._optimizer.step()
-        self._engine.states.join_step()
+        states_of(self._engine).join_step()
         self.whole_s = time.perf_counter() - begin
         self._optimizer.zero_grad()
         return self._runner.step_s

@@ -1,7 +1,13 @@
-"""Train a random Llama on local text with Transformers' Trainer, sharded: the one changed line
-is ``ZeroTrainer`` for ``Trainer``.
+"""Train a random Llama on local text with Transformers' Trainer, sharded, in either of two ways.
+
+Natively the one changed line is ``ZeroTrainer`` for ``Trainer``:
 
     zeroshard run --nproc 2 examples/train_hf.py --config examples/zero.json --max-steps 60
+
+A script for DeepSpeed stays as it is, with ``Trainer`` and ``TrainingArguments(deepspeed=FILE)``;
+``--as-deepspeed`` lets zeroshard answer in DeepSpeed's place:
+
+    zeroshard run --nproc 2 --as-deepspeed examples/train_hf.py --deepspeed zero.json
 
 Nothing is downloaded: the model is built from a small configuration, the text is the source of
 Python's own standard library, byte by byte.
@@ -16,11 +22,12 @@ import os
 import sysconfig
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 from zeroshard.integrations.transformers import ZeroTrainer
 
@@ -46,11 +53,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument(
         "--config",
         default=str(Path(__file__).with_name("zero.json")),
-        help="JSON: zeroshard's keywords, or DeepSpeed's form",
+        help="JSON for ZeroTrainer: zeroshard's keywords, or DeepSpeed's form",
     )
+    way.add_argument("--deepspeed", help="DeepSpeed's JSON, for Trainer itself")
     parser.add_argument("--max-steps", type=int, default=60)
     parser.add_argument("--output", help="where checkpoints go (default: a temporary folder)")
     parser.add_argument(
@@ -91,26 +100,22 @@ def main() -> None:
             save_steps=max(1, options.max_steps // 2),
             report_to=[],
             use_cpu=not torch.cuda.is_available(),
+            deepspeed=options.deepspeed,
         )
         subset = torch.utils.data.Subset(validation, range(64))
-        trainer = ZeroTrainer(
-            model=model,
-            args=arguments,
-            train_dataset=train,
-            eval_dataset=subset,
-            zero=options.config,
-        )
+        given: dict[str, Any] = {"model": model, "args": arguments, "train_dataset": train}
+        if options.deepspeed is None:
+            trainer = ZeroTrainer(zero=options.config, eval_dataset=subset, **given)
+        else:
+            trainer = Trainer(eval_dataset=subset, **given)
         trainer.train(resume_from_checkpoint=options.resume or None)
         result = trainer.evaluate()
         trainer.save_model()
-        assert trainer.engine is not None
         if trainer.is_world_process_zero():
-            memory = trainer.engine.memory()
-            print(trainer.engine)
-            print(
-                f"at rest on this rank: {memory.total / 1e6:.1f} MB of"
-                f" {sum(p.numel() for p in model.parameters()) * 16 / 1e6:.1f} MB unsharded"
-            )
+            if isinstance(trainer, ZeroTrainer):
+                assert trainer.engine is not None
+                print(trainer.engine)
+                print(trainer.engine.memory())
             print(f"validation loss: {result['eval_loss']:.3f} nats per byte")
 
 

@@ -27,6 +27,7 @@ import pytest
 import zeroshard as zs
 import zeroshard.checkpoint.save as saving
 import zeroshard.checkpoint.steps as steps
+from tests.support import inside
 from tests.support.broken_storage import file_limit
 from tests.support.checkpoints import Training, check_everything, make, train_and_save
 from tests.support.harness import run_ranks
@@ -225,6 +226,7 @@ import zeroshard as zs
 import zeroshard.checkpoint.steps as steps
 from tests.support.checkpoints import check_everything, make
 from tests.faults.test_checkpoint_disk import late
+from tests.support import inside
 
 zs.init_distributed()
 rank, folder = int(os.environ["RANK"]), Path(MOUNT) / "checkpoints"
@@ -252,7 +254,7 @@ assert 10**5 < max(sizes) < sum(sizes) < free, (sizes, free)
 if rank == 0:
     # room for one file of the two
     (folder.parent / "ballast").write_bytes(bytes(free - max(sizes) - 10**5))
-training.engine.exchange(b"")
+inside.exchange(training.engine, b"")
 refused(lambda: training.save(folder, 2), "step 2")
 steps.SLACK_BYTES = -(1 << 40)  # as if the space had gone after it was looked at
 refused(lambda: training.save(folder, 2), "No space left on device", "safetensors")
@@ -263,7 +265,7 @@ with late() if rank == 1 else nullcontext():
     saver.close()
 if rank == 0:
     (folder.parent / "ballast").unlink()
-training.engine.exchange(b"")
+inside.exchange(training.engine, b"")
 training.step(rank, 2)
 training.save(folder, 2, keep_last=1)
 assert sorted(os.listdir(folder)) == [".lock", "step-0000000002"]
@@ -384,10 +386,10 @@ def _held(rank: int, world: int, folder: Path) -> str:
     """Rank 0 alone looks at the lock, and finds another writer."""
     training = make("zero3")
     with steps.lock(folder) if rank == 0 else nullcontext():
-        training.engine.exchange(b"")
+        inside.exchange(training.engine, b"")
         with pytest.raises(CheckpointError) as error:
             training.save(folder, 1)
-        training.engine.exchange(b"")
+        inside.exchange(training.engine, b"")
     training.save(folder, 1)
     training.engine.close()
     return str(error.value)

@@ -20,6 +20,7 @@ from torch import nn
 import zeroshard as zs
 import zeroshard.checkpoint.save as saving
 import zeroshard.checkpoint.steps as steps
+from tests.support import inside
 from tests.support.checkpoints import check_everything, make
 from tests.support.harness import run_ranks
 from zeroshard import CheckpointError, ConfigError, PlanMismatch
@@ -158,7 +159,7 @@ def _faults(rank: int, world: int, folder: Path, background: bool, failing: int)
                     told.append("")
                 except CheckpointError as error:
                     told.append(str(error))
-            if engine.exchange(b"on" if left <= 0 else b"over")[failing] == b"over":
+            if inside.exchange(engine, b"on" if left <= 0 else b"over")[failing] == b"over":
                 break
         saver.save(1000)
     assert check_everything(folder) == [] and not list(folder.glob(".saving*"))
@@ -229,7 +230,7 @@ def _gone(rank: int, world: int, folder: Path, failing: int) -> str:
     with mock.patch.object(saving, "write_shard", write), pytest.raises(CheckpointError) as error:
         saver.save(1)
         saver.close()
-    assert engine.exchange(b"here")
+    assert inside.exchange(engine, b"here")
     training.save(folder, 2)
     training.engine.close()
     return str(error.value)

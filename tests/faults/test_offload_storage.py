@@ -30,6 +30,7 @@ from tests.support.broken_storage import Broken, patched
 from tests.support.harness import ROOT, run_ranks, spawn_ranks
 from tests.support.training import TRANSPORTS, Net, Run, batch, make_model, two_groups
 from zeroshard import CheckpointError, StateError, StorageError
+from zeroshard.runtime.engine import states_of
 
 CUT, STEPS = 1, 4  # where the checkpoint is, and the steps of a whole run
 
@@ -328,7 +329,7 @@ def _reference(rank: int, world: int, case: Case, folder: Path) -> tuple[Run, Pa
         if step == CUT:
             zs.save(place, training.engine, step=CUT)
         training.step(step)
-    training.engine.states.finish_step()
+    states_of(training.engine).finish_step()
     run = Run(
         [loss for losses in training.losses.values() for loss in losses],
         training.engine.full_state_dict(rank0_only=False),
@@ -378,7 +379,7 @@ def _fault(
         for step in range(CUT):
             training.step(step)
         if not case.exact:
-            engine.states.finish_step()  # as the save of the reference did
+            states_of(engine).finish_step()  # as the save of the reference did
     broken = Broken(case.verb, case.key)
     first = 0 if case.fresh else CUT
     with (
@@ -400,7 +401,7 @@ def _fault(
             step, expected.losses[step * case.micro_batches :][: case.micro_batches]
         )
     ]
-    engine.states.finish_step()
+    states_of(engine).finish_step()
     seen.differs = Run(losses, engine.full_state_dict(rank0_only=False)).differs_from(expected)
     engine.close()
     deadline = time.monotonic() + 2
@@ -941,7 +942,7 @@ def _resumed(rank: int, world: int, path: str) -> tuple[list[str], list[str]]:
         path,
         "shared_memory",
     )
-    training.engine.exchange(b"")
+    inside.exchange(training.engine, b"")
     left = [name for name in _swaps(path) if name in found]
     zs.load(Path(path) / "checkpoints", training.engine)
     reference = Training(rank, Case("", "", "", "", False), path, "shared_memory")
@@ -958,7 +959,7 @@ def _resumed(rank: int, world: int, path: str) -> tuple[list[str], list[str]]:
         differs += Run([], run.engine.full_state_dict(rank0_only=False)).differs_from(
             Run([], expected)
         )
-        run.engine.exchange(b"")
+        inside.exchange(run.engine, b"")
         run.engine.close()
     reference.engine.close()
     return left, differs

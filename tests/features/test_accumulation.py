@@ -26,6 +26,7 @@ from tests.support.training import (
     two_groups,
 )
 from zeroshard.runtime import segment as segment_module
+from zeroshard.runtime.engine import states_of
 from zeroshard.state import gradient as resting
 
 State = dict[str, torch.Tensor]
@@ -298,7 +299,7 @@ def _moment_differs(rank: int, world: int, row: str, key: str) -> str:
         if step == 2 and rank == 1:
             piece = next(
                 piece
-                for piece in engine.states.stepped_pieces()
+                for piece in states_of(engine).stepped_pieces()
                 if piece.name == "blocks.1.up.weight"
             )
             optimizer.state[piece.tensor][key].view(-1).view(torch.int32)[-1] ^= 1

@@ -24,6 +24,7 @@ import zeroshard as zs
 from benchmarks.fake_world import fake_world
 from tests.support.lane_sanitizer import LaneSanitizer
 from tests.support.python_calls import count_calls
+from zeroshard.runtime.engine import states_of
 
 WORLD = 8
 UNITS = 6
@@ -157,7 +158,7 @@ def test_updated_weights_leave_the_host_without_a_wait(tier: dict[str, Any]) -> 
         sanitizer.host_waits.clear()
         training.step()
         assert training.engine is not None
-        training.engine.states.join_step()
+        states_of(training.engine).join_step()
         assert [wait for wait in sanitizer.host_waits if wait.startswith("aten.copy_")] == []
         assert set(WAITS) < set(sanitizer.host_waits)  # of the step's thread, for gradients
 

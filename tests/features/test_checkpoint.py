@@ -412,12 +412,12 @@ def _failing(rank: int, world: int, folder: Path, background: bool) -> None:
         saver.save(4)
         saver.close()
         assert zs.latest_step(folder) == 4
-        engine.exchange(b"")
+        inside.exchange(engine, b"")
         if rank == 0:
             for path in (folder / "step-0000000004").iterdir():
                 path.unlink()
             (folder / "step-0000000004").rmdir()
-        engine.exchange(b"")
+        inside.exchange(engine, b"")
     take_steps(rank, [1], *made)
     engine.close()
 

@@ -17,6 +17,7 @@ from tests.support.harness import run_ranks
 from tests.support.training import make_sharded, take_steps
 from zeroshard import CheckpointError
 from zeroshard.checkpoint.manifest import Manifest, ParameterEntry, ShardEntry, TensorEntry
+from zeroshard.runtime.engine import states_of
 
 # ---------------------------------------------------------------------------------- delayed updates
 
@@ -37,7 +38,7 @@ def _delayed(rank: int, world: int, folder: Path, cut: int) -> None:
             take_steps(rank, cut, model, optimizer)
             zs.save(folder, engine, step=cut)
         losses = take_steps(rank, range(cut, cut + 3), model, optimizer)
-        engine.states.finish_step()
+        states_of(engine).finish_step()
         ends.append((losses, engine.full_state_dict(rank0_only=False)))
         engine.close()
     (losses, saved), (again, loaded) = ends

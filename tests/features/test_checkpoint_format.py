@@ -22,6 +22,7 @@ from tests.support.golden.make import make as make_golden
 from tests.support.harness import run_ranks
 from zeroshard.checkpoint.manifest import FORMAT, ITEMSIZE, VERSION, Manifest, digest
 from zeroshard.checkpoint.steps import list_steps
+from zeroshard.runtime.engine import states_of
 
 DOCUMENT = (
     Path(__file__).resolve().parent.parent.parent / "docs" / "checkpoint-format.md"
@@ -58,7 +59,7 @@ def _saved(
     training.save(folder, 2)
     moments = {
         owned.name: {"start": owned.piece.start} | training.optimizer.state[owned.tensor]
-        for owned in training.engine.states.stepped_pieces()
+        for owned in states_of(training.engine).stepped_pieces()
     }
     state = training.engine.full_state_dict(rank0_only=False)
     training.engine.close()
@@ -178,12 +179,12 @@ def _load_golden(rank: int, world: int, path: Path, row: str) -> list[Any]:
         )
         assert extra["curve"].tolist() == [0.25, 0.0] and extra["curve"][1].signbit()
     pieces: list[Any] = []
-    for piece in engine.states.resting_pieces(share=True):
+    for piece in states_of(engine).resting_pieces(share=True):
         pieces.append([piece.name, "value", piece.start, piece.tensor.tolist()])
         if piece.master is not None:
             number, span = piece.master
             pieces.append([piece.name, "average", piece.start, ema.averages[number][span].tolist()])
-    for owned in engine.states.stepped_pieces():
+    for owned in states_of(engine).stepped_pieces():
         for key, value in optimizer.state.get(owned.tensor, {}).items():
             pieces.append([owned.name, f"state.{key}", owned.piece.start, value.tolist()])
     engine.close()

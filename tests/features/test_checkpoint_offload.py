@@ -16,9 +16,11 @@ import torch
 from safetensors.torch import save_file
 
 import zeroshard as zs
+from tests.support import inside
 from tests.support.harness import run_ranks
 from tests.support.training import Net, batch, make_model, take_steps, two_groups
 from zeroshard import CheckpointError, ConfigError
+from zeroshard.runtime.engine import states_of
 
 CUT, MORE = 2, 2  # steps before the checkpoint, and after it
 
@@ -79,7 +81,7 @@ class Made:
         self.losses = take_steps(rank, steps, self.model, self.optimizer, self.engine, clip=0.5)
 
     def state(self) -> dict[str, torch.Tensor]:
-        self.engine.states.finish_step()
+        states_of(self.engine).finish_step()
         return self.engine.full_state_dict(rank0_only=False)
 
     def differs_from(self, other: Made) -> list[str]:
@@ -89,7 +91,7 @@ class Made:
         )
 
     def close(self) -> None:
-        self.engine.exchange(b"")
+        inside.exchange(self.engine, b"")
         self.engine.close()
 
 
@@ -415,7 +417,7 @@ def _pretrained(rank: int, world: int, name: str, folder: Path, swap: Path) -> l
         save_file(expected, folder / "model.safetensors")
     layout = Layout(name, "zero3", world)
     run, reference = layout.made(swap), layout.made(swap, "device")
-    run.engine.exchange(b"")
+    inside.exchange(run.engine, b"")
     wrong = []
     for made in (run, reference):
         report = zs.load_pretrained(made.engine, folder)
@@ -454,7 +456,7 @@ def _damaged(rank: int, world: int, folder: Path, swap: Path) -> tuple[str, list
         with file.open("r+b") as opened:  # in the last tensor
             opened.seek(file.stat().st_size - 8)
             opened.write(b"\x55" * 4)
-    run.engine.exchange(b"")
+    inside.exchange(run.engine, b"")
     with pytest.raises(CheckpointError) as caught:
         zs.load(folder, run.engine)
     for made in (run, reference):

@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from tests.support import inside
 from tests.support.harness import run_ranks
 from tests.support.training import Block, Net, batch, make_model, two_groups
+from zeroshard.runtime.engine import states_of
 
 ROWS = ("ddp", "zero1", "zero2", "zero3")
 CUT, MORE = 3, 3  # steps before the checkpoint, and after it
@@ -73,7 +75,9 @@ def _steps(
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        losses.append(sum(float(answer) for answer in engine.exchange(repr(total.item()).encode())))
+        losses.append(
+            sum(float(answer) for answer in inside.exchange(engine, repr(total.item()).encode()))
+        )
     return losses
 
 
@@ -217,9 +221,9 @@ def _collected(rank: int, world: int, layout: Layout, folder: Path) -> dict[str,
     zs.load(folder, engine)
     out = {
         f"{piece.name}|value|{piece.start}": piece.tensor.float().clone()
-        for piece in engine.states.resting_pieces(share=True)
+        for piece in states_of(engine).resting_pieces(share=True)
     }
-    for owned in engine.states.stepped_pieces():
+    for owned in states_of(engine).stepped_pieces():
         for key, value in optimizer.state[owned.tensor].items():
             out[f"{owned.name}|{key}|{owned.piece.start}"] = value.clone()
     engine.close()

@@ -28,6 +28,7 @@ from tests.support.training import (
     two_groups,
 )
 from zeroshard.errors import ConfigError
+from zeroshard.runtime.engine import states_of
 
 BF16 = torch.bfloat16
 
@@ -250,7 +251,7 @@ def _closed(rank: int, world: int, row: str, precision: str, transport: str) -> 
     weights = engine.full_state_dict(rank0_only=False)
     masters = {
         piece.name: (piece.start, piece.stop, piece.tensor.clone())
-        for piece in engine.states.resting_pieces()
+        for piece in states_of(engine).resting_pieces()
     }
     engine.close()
     again = copy.deepcopy(model)

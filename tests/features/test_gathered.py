@@ -19,6 +19,7 @@ from tests.support.training import (
     two_groups,
 )
 from zeroshard.errors import StateError
+from zeroshard.runtime.engine import states_of
 
 
 def _written_back(rank: int, world: int, row: str) -> None:
@@ -73,7 +74,7 @@ def test_writeback_leaves_the_masters_of_what_was_not_edited(
 
     def masters() -> dict[str, torch.Tensor]:
         found = {}
-        for piece in engine.states.resting_pieces():
+        for piece in states_of(engine).resting_pieces():
             with piece.borrowed() as numbers:
                 found[piece.name] = numbers.clone()
         return found

@@ -18,6 +18,7 @@ import zeroshard as zs
 from tests.support.harness import run_ranks
 from tests.support.training import ROWS, TRANSPORTS, batch, make_model, take_steps, two_groups
 from zeroshard import CheckpointError, PlanMismatch
+from zeroshard.runtime.engine import states_of
 
 
 class Conv(nn.Module):
@@ -79,7 +80,9 @@ def _load(rank: int, world: int, directory: str, transport: str, precision: str)
         state = engine.full_state_dict(rank0_only=False)
         for name, value in expected.items():
             assert torch.equal(state[name], value.to(state[name].dtype)), (row, name)
-        masters = {p.name: p for p in engine.states.resting_pieces() if p.parameter.requires_grad}
+        masters = {
+            p.name: p for p in states_of(engine).resting_pieces() if p.parameter.requires_grad
+        }
         for name, piece in masters.items():
             assert torch.equal(
                 piece.tensor, expected[name].reshape(-1)[piece.start : piece.stop]

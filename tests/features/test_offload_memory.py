@@ -27,6 +27,7 @@ from zeroshard.core.layout import ALIGN
 from zeroshard.core.placement import Mesh, Tier
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.precision import PRECISIONS
+from zeroshard.runtime.engine import states_of
 
 MIB = 1 << 20
 LAYERS = 12  # units are small beside the model: a state that was left behind stands out
@@ -319,7 +320,7 @@ def _large(rank: int, world: int, path: str) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(loss.item())
         seconds.append(time.perf_counter() - begin)
-    engine.states.join_step()
+    states_of(engine).join_step()
     peak = _status()["VmHWM"]
     states = 16 * sum(p.numel() for p in model.parameters())
     inside.close_stores(engine)

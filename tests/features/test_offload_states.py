@@ -14,6 +14,7 @@ import zeroshard as zs
 from tests.features.test_memory import _live_storages
 from tests.support.harness import run_ranks
 from tests.support.training import batch, make_model, two_groups
+from zeroshard.runtime.engine import states_of
 
 
 def _train(
@@ -58,7 +59,7 @@ def _sleep(
             errors.append(str(error))
     seen["errors"] = errors
     seen["pieces"] = all(
-        bool(piece.tensor.isnan().all()) for piece in engine.states.stepped_pieces()
+        bool(piece.tensor.isnan().all()) for piece in states_of(engine).stepped_pieces()
     )
     engine.reload_states()
 

@@ -23,6 +23,7 @@ import zeroshard as zs
 from tests.support.training import batch, make_model, two_groups
 from zeroshard import memory
 from zeroshard.host_pages import PinnedPages
+from zeroshard.runtime.engine import states_of
 from zeroshard.tier import host, link, staging
 
 CPU, DEVICE = torch.device("cpu"), torch.device("cuda", 0)
@@ -130,13 +131,13 @@ def test_states_on_the_host_are_registered_to_the_byte_and_unregistered_once(
         model(*batch(0, step)).backward()
         assert register.num_bytes == _on_host(engine) > 0
         optimizer.step()
-        engine.states.join_step()
+        states_of(engine).join_step()
         assert register.num_bytes == _on_host(engine) > 0
         optimizer.zero_grad()
     registered = register.num_registered
     model(*batch(0, 3)).backward()
     optimizer.step()
-    engine.states.join_step()
+    states_of(engine).join_step()
     assert register.num_registered == registered  # a step registers nothing anew
     engine.close()
     del engine, optimizer, model

@@ -22,6 +22,7 @@ from zeroshard.core.cost import Wires
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
 from zeroshard.core.precision import PRECISIONS, Precision
+from zeroshard.runtime.engine import states_of
 
 WIDTH = 64  # every parameter but the embedding and the head fills whole slots, so padding is small
 
@@ -201,8 +202,8 @@ def _adapter(rank: int, world: int, row: str) -> dict[str, Any]:
     payload = []
     for step in range(3):
         if step == 2:
-            with engine.states.rewriting():  # as a load does: each rank writes its own part
-                for piece in engine.states.resting_pieces():
+            with states_of(engine).rewriting():  # as a load does: each rank writes its own part
+                for piece in states_of(engine).resting_pieces():
                     if piece.name == "embed.weight":
                         piece.write(torch.full((piece.stop - piece.start,), 0.5))
         engine.reset_traffic()

@@ -13,6 +13,7 @@ import torch
 import zeroshard as zs
 from tests.support import inside
 from tests.support.training import Net
+from zeroshard.runtime.engine import states_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,7 +53,7 @@ class _Timed:
         return (time.perf_counter() - begin) / num
 
     def _settle(self) -> None:
-        self.engine.states.join_step()
+        states_of(self.engine).join_step()
         torch.cuda.synchronize()
 
     @property

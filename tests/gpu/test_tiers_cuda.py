@@ -26,6 +26,7 @@ from zeroshard import memory
 from zeroshard.core.placement import Tier
 from zeroshard.optim.copies import TileOptimizer
 from zeroshard.optim.shards import Taken
+from zeroshard.runtime.engine import states_of
 from zeroshard.tier.link import link_of
 
 pytestmark = [
@@ -84,7 +85,7 @@ def _train(
     state = engine.full_state_dict(rank0_only=False)
     pieces = [
         (piece.tensor.device.type, piece.taken is not Taken.BY_USER)
-        for piece in engine.states.stepped_pieces()
+        for piece in states_of(engine).stepped_pieces()
     ]
     out = {"losses": losses, "state": state, "tiers": engine.memory().tiers, "pieces": pieces}
     engine.close()
@@ -175,7 +176,7 @@ def test_the_host_step_works_in_pinned_memory(
         model(*_data(0, number)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    engine.states.join_step()
+    states_of(engine).join_step()
     assert len(seen) > 4 * len(list(model.parameters())) / 2 and set(seen) == {("cpu", True)}
     for storage in getattr(inside.stores(engine).get(Tier.HOST), "storages", []):
         assert torch.frombuffer(storage._memory, dtype=torch.uint8).is_pinned(), storage.key
@@ -290,7 +291,7 @@ def test_what_leaves_the_device_leaves_its_memory() -> None:
         model(*_data(0, 0)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        engine.states.join_step()
+        states_of(engine).join_step()
         torch.cuda.synchronize()
         used[name] = (torch.cuda.memory_allocated() - before) / numel  # bytes per parameter
         engine.close()

@@ -18,6 +18,7 @@ from tests.support.training import Net, take_steps, two_groups
 from zeroshard.checkpoint.manifest import digest
 from zeroshard.checkpoint.shards import ShardReader, as_bytes
 from zeroshard.checkpoint.steps import check_files, list_steps, read_manifest
+from zeroshard.runtime.engine import states_of
 
 
 class Counting(Net):
@@ -66,9 +67,9 @@ class Training:
         """Return a hash of everything that a load may change on this rank, by name."""
         out = {
             f"{piece.name}[{piece.start}:]": digest(as_bytes(piece.tensor))
-            for piece in self.engine.states.resting_pieces()
+            for piece in states_of(self.engine).resting_pieces()
         }
-        for owned in self.engine.states.stepped_pieces():
+        for owned in states_of(self.engine).stepped_pieces():
             for key, value in sorted(self.optimizer.state.get(owned.tensor, {}).items()):
                 out[f"{owned.name}.{key}"] = digest(as_bytes(torch.as_tensor(value)))
         out |= {name: digest(as_bytes(buffer)) for name, buffer in self.model.named_buffers()}

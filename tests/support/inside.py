@@ -1,7 +1,7 @@
 """What tests ask of an engine's inside: the only file in tests that knows its private names.
 
 A test that can say what it means through the public API (``engine.memory()``,
-``engine.traffic()``, ``engine.states``) does that instead.
+``engine.traffic()``, ``states_of(engine)``) does that instead.
 """
 
 from __future__ import annotations
@@ -18,10 +18,17 @@ from zeroshard.core.placement import Tier
 from zeroshard.memory import MemoryCounter
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.shards import ParamShard
+from zeroshard.runtime.engine import states_of
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit, UnitState
 from zeroshard.tier.store import Store
+
+
+def exchange(engine: zs.Engine, payload: bytes) -> list[bytes]:
+    """Return every rank's `payload`, in rank order: the ranks meet here."""
+    return states_of(engine).peers.exchange(payload, "inside.exchange()")
+
 
 # ------------------------------------------------------------------------------------------- units
 
@@ -271,5 +278,5 @@ def close_stores(engine: zs.Engine) -> None:
     """Wait for a step under way and close the stores; the model stays as it is, unlike in
     ``engine.close()``, which brings all of it to the device.
     """
-    engine.states.join_step()
+    states_of(engine).join_step()
     engine._context.tiering.close()

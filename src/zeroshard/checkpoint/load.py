@@ -43,7 +43,7 @@ from zeroshard.errors import CheckpointError, ConfigError, StorageError
 from zeroshard.optim.copies import fitted_state, state_after_trial
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.ema import EMA
-from zeroshard.runtime.engine import Engine, RestingPiece
+from zeroshard.runtime.engine import Engine, RestingPiece, states_of
 
 __all__ = ["Restored", "latest_step", "load"]
 
@@ -96,7 +96,7 @@ def load(
     """
     check_arguments(directory, engine, states)
     directory = Path(directory)
-    engine.states.begin_load()
+    states_of(engine).begin_load()
     candidates = _candidates(directory, engine, step)
     damaged: list[str] = []
     while True:
@@ -128,7 +128,7 @@ def _candidates(directory: Path, engine: Engine, step: int | None) -> list[int]:
             steps = list(list_steps(directory))
             if not steps:
                 raise CheckpointError(f"{directory} holds no checkpoint")
-    answer = engine.exchange(",".join(map(str, steps)).encode(), "zs.load()")[0]
+    answer = states_of(engine).peers.exchange(",".join(map(str, steps)).encode(), "zs.load()")[0]
     steps = [int(number) for number in answer.decode().split(",")]
     if step is not None and step not in steps:
         raise _NoSuchStep(f"{directory} holds no step {step}; its newest is {steps[-1]}")
@@ -154,21 +154,21 @@ def _load_step(
                     f"{directory} holds no step {step} that this rank can see: is it on storage"
                     " that all ranks share?"
                 )
-            saved = StepReader(path, stack, engine.states.trimmer(), verify=verify)
+            saved = StepReader(path, stack, states_of(engine).trimmer(), verify=verify)
             reading = _Reading(saved, engine, states, frozen=frozen)
             if strict and reading.misfits:
                 raise _Misfit(
                     f"{path} does not fit {type(engine.module).__name__}: {_some(reading.misfits)};"
                     " strict=False loads what fits"
                 )
-            if engine.states.is_lost and reading.left_out:
+            if states_of(engine).is_lost and reading.left_out:
                 raise _Misfit(
                     f"{path} would leave out {_some(reading.left_out)}, and what rests here is lost"
                     " since a tier failed: load all of it"
                 )
             reading.read()
         mine = saved.text_hash.encode()
-        if len(set(engine.exchange(mine, "zs.load()"))) > 1:
+        if len(set(states_of(engine).peers.exchange(mine, "zs.load()"))) > 1:
             raise CheckpointError(
                 f"the ranks see different checkpoints under {directory}: is it on storage that all"
                 " ranks share?"
@@ -274,7 +274,7 @@ class _Reading:
             return None
         mine = [
             sorted(self._there.get(id(parameter), "?") for parameter in group)
-            for group in self._engine.states.param_groups()
+            for group in states_of(self._engine).param_groups()
         ]
         theirs = [sorted(group["params"]) for group in saved["groups"]]
         if mine != theirs:
@@ -318,7 +318,7 @@ class _Reading:
             if name in self._states or name in (RNG, EXTRA, SCALER):
                 self._read_state(name)
         try:
-            self._engine.states.check_restored(self._values.get(SCALER, {}))
+            states_of(self._engine).check_restored(self._values.get(SCALER, {}))
         except (ConfigError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{self._saved.path}: the loss scaler does not take what was saved: {error}"
@@ -330,7 +330,7 @@ class _Reading:
             for name, state in self._states.items()
             if isinstance(state, EMA) and self._averages(name)
         }
-        for piece in self._engine.states.resting_pieces():
+        for piece in states_of(self._engine).resting_pieces():
             name = self._there.get(id(piece.parameter))
             if name is None:
                 continue
@@ -371,7 +371,7 @@ class _Reading:
             if kind.startswith(STATE):
                 kinds.setdefault(name, []).append(kind)
         again = self._engine.policy.default.optim.tier is Tier.DISK
-        for owned in self._engine.states.stepped_pieces():
+        for owned in states_of(self._engine).stepped_pieces():
             there = self._there.get(id(owned.parameter))
             if there is not None:
                 read = partial(self._state_of, there, owned, kinds.get(there, ()))
@@ -434,9 +434,9 @@ class _Reading:
         """Load everything that was read. Collective; every rank has read and verified."""
         engine = self._engine
         self._load_states()
-        engine.states.restored(self._values.get(SCALER, {}))
-        with torch.no_grad(), engine.states.repairing(everything=not self.left_out):
-            with engine.states.rewriting():
+        states_of(engine).restored(self._values.get(SCALER, {}))
+        with torch.no_grad(), states_of(engine).repairing(everything=not self.left_out):
+            with states_of(engine).rewriting():
                 for target, source in self._copies:
                     with _too_late():
                         numbers = source()
@@ -446,7 +446,7 @@ class _Reading:
                         target.write(numbers)
                     del numbers
                     self._saved.release_memory()
-            engine.states.overwritten(self._there)
+            states_of(engine).overwritten(self._there)
             for buffer, value in self._buffers:
                 buffer.copy_(value)
             if engine.optimizer is not None and self._groups is not None:
@@ -501,7 +501,7 @@ class _Reading:
                 optimizer.state[owned.tensor] = state
             self._saved.release_memory()
 
-        self._engine.states.set_states(take_over)
+        states_of(self._engine).set_states(take_over)
         for group, options in zip(optimizer.param_groups, groups, strict=True):
             group.update(options)
 

@@ -26,7 +26,7 @@ from zeroshard.core.repartition import overlap
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.ema import EMA
-from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.engine import Engine, states_of
 from zeroshard.state.full import flatten
 
 __all__ = [
@@ -86,7 +86,7 @@ def parameters_of(engine: Engine, *, frozen: bool = True) -> dict[str, Parameter
     """Return the entry of every parameter, by the first of its names; without `frozen` of every
     trained one.
     """
-    names, layouts = names_of(engine.module), engine.states.parameter_layouts()
+    names, layouts = names_of(engine.module), states_of(engine).parameter_layouts()
     out = {}
     for parameter in engine.module.parameters():
         first, *others = names[id(parameter)]
@@ -104,9 +104,9 @@ def check_arguments(directory: object, engine: object, states: object) -> None:
             f"engine is a {type(engine).__name__}, not the zeroshard.Engine that shard()"
             f" returned{swapped}"
         )
-    if engine.states.other_axes:
+    if axes := states_of(engine).other_axes:
         raise ConfigError(
-            f"checkpoints hold one data parallel group, and the mesh has {engine.states.other_axes}"
+            f"checkpoints hold one data parallel group, and the mesh has {axes}"
             " beside: save engine.full_state_dict() of each group under a name of its own"
         )
     if not isinstance(directory, (str, Path)):
@@ -162,9 +162,9 @@ def collect(
     Raises CheckpointError for unsupported state.
     """
     part = RankPart([])
-    if engine.states.unsaved is not None:
-        raise CheckpointError(f"what rests must not be saved: {engine.states.unsaved}")
-    if engine.states.has_pending_gradients:
+    if states_of(engine).unsaved is not None:
+        raise CheckpointError(f"what rests must not be saved: {states_of(engine).unsaved}")
+    if states_of(engine).has_pending_gradients:
         raise CheckpointError(
             "there are gradients that no step has taken, and a checkpoint holds none: save after"
             " optimizer.step()"
@@ -181,7 +181,7 @@ def collect(
     values: dict[str, Any] = {
         name: _state_dict(name, state) for name, state in states.items() if name not in averages
     }
-    values |= {RNG: generators(), EXTRA: extra, SCALER: engine.states.scaler_state()}
+    values |= {RNG: generators(), EXTRA: extra, SCALER: states_of(engine).scaler_state()}
     part.encoded = {name: _encoded(name, value) for name, value in values.items()}
     part.encoded |= {
         f"{BUFFER}{name}": (None, {f"{BUFFER}{name}": tensor})
@@ -205,7 +205,7 @@ def _state_dict(name: str, state: Stateful) -> dict[str, Any]:
 def divide(engine: Engine, part: RankPart) -> None:
     """Assign states and buffers: rank 0 writes all, others what differs there. Collective."""
     mine = {name: _fingerprint(*pair) for name, pair in part.encoded.items()}
-    answers = engine.exchange(json.dumps(mine).encode(), "zs.save()")
+    answers = states_of(engine).peers.exchange(json.dumps(mine).encode(), "zs.save()")
     everyone = [json.loads(answer) for answer in answers]
     for name, (value, tensors) in part.encoded.items():
         alike = all(other.get(name) == everyone[0].get(name) for other in everyone)
@@ -223,10 +223,10 @@ def _collect_pieces(
     engine: Engine, averages: Mapping[str, EMA], part: RankPart, *, frozen: bool
 ) -> None:
     stepped: dict[int, list[ParamShard]] = {}
-    for owned in engine.states.stepped_pieces():
+    for owned in states_of(engine).stepped_pieces():
         stepped.setdefault(id(owned.parameter), []).append(owned)
     names, wanted = names_of(engine.module), parameters_of(engine, frozen=frozen)
-    for piece in engine.states.resting_pieces(share=True):
+    for piece in states_of(engine).resting_pieces(share=True):
         name = names[id(piece.parameter)][0]
         if name not in wanted:
             continue
@@ -260,7 +260,7 @@ def _collect_state(
                 f"optimizer state {key!r} of parameter {name!r} has shape {list(value.shape)}, not"
                 " that of the parameter"
             )
-        numbers = engine.states.optimizer_state(owned, key, start, stop)
+        numbers = states_of(engine).optimizer_state(owned, key, start, stop)
         part.add(name, f"{STATE}{key}", start, numbers, value.dtype, stop=stop)
 
 
@@ -268,7 +268,7 @@ def _collect_groups(engine: Engine, part: RankPart) -> None:
     if engine.optimizer is None:
         return
     names = names_of(engine.module)
-    groups = zip(engine.optimizer.param_groups, engine.states.param_groups(), strict=True)
+    groups = zip(engine.optimizer.param_groups, states_of(engine).param_groups(), strict=True)
     for index, (group, parameters) in enumerate(groups):
         options = {
             key: encode(value, f"optimizer param group {index}: {key}", no_tensors)

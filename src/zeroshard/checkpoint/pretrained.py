@@ -27,7 +27,7 @@ from zeroshard.checkpoint.manifest import ParameterEntry, row_stride
 from zeroshard.checkpoint.pieces import in_memory_order, names_of, persistent_buffers
 from zeroshard.errors import CheckpointError
 from zeroshard.nn.deferred import allocate
-from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.engine import Engine, states_of
 
 __all__ = ["LoadReport", "load_pretrained", "weight_files"]
 
@@ -79,7 +79,11 @@ def load_pretrained(
             error = refused
         if isinstance(target, Engine):
             both = {"missing": report.missing, "unexpected": report.unexpected}
-            target.agree({what: ", ".join(names) for what, names in both.items()}, error)
+            states_of(target).peers.agree(
+                {what: ", ".join(names) for what, names in both.items()},
+                error,
+                "zs.load_pretrained()",
+            )
         elif error is not None:
             raise error
         with torch.no_grad():
@@ -94,15 +98,15 @@ def load_pretrained(
 
 
 def _fill_engine(engine: Engine, files: _Files, found: _Found) -> None:
-    with engine.states.rewriting():
-        for piece in engine.states.resting_pieces():
+    with states_of(engine).rewriting():
+        for piece in states_of(engine).resting_pieces():
             name = found.parameters.get(id(piece.parameter))
             if name is not None:
                 shape = tuple(piece.parameter.shape)
                 entry = ParameterEntry(shape, row_stride(shape), trained=False)
                 read = partial(files.read, name, shape)
                 piece.write(in_memory_order(read, entry, piece.stride, piece.start, piece.stop))
-    engine.states.overwritten(found.parameters)
+    states_of(engine).overwritten(found.parameters)
 
 
 def _fill_module(model: nn.Module, files: _Files, found: _Found) -> None:

@@ -55,7 +55,7 @@ from zeroshard.checkpoint.steps import (
 )
 from zeroshard.errors import CheckpointError, ConfigError, PeerLostError, PlanMismatch, StorageError
 from zeroshard.memory import Pages
-from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.engine import Engine, states_of
 
 __all__ = ["Saver", "on_all_ranks", "raise_on_all", "save"]
 
@@ -133,8 +133,8 @@ class Saver:
         self._states = dict(states or {})
         self._keep = {"keep_last": keep_last, "keep_every": keep_every}
         self._frozen = frozen  # whether frozen parameters are saved, too
-        self._background = background and not engine.states.rests_on_disk
-        if background and engine.states.rests_on_disk and engine.rank == 0:
+        self._background = background and not states_of(engine).rests_on_disk
+        if background and states_of(engine).rests_on_disk and engine.rank == 0:
             reason = "a copy in memory of what rests on disk would undo the offload"
             _log.info("saves of %s are written in the foreground: %s", self.directory, reason)
         self._timeout_s = timeout_s  # how long rank 0 waits for the other ranks' files
@@ -178,11 +178,11 @@ class Saver:
             return
         try:
             while not job.tried.wait(_LOOK_S):
-                self._engine.states.check_peers("a save in the background")
+                states_of(self._engine).peers.check("a save in the background")
             job.failure_elsewhere = _first_failure(self._engine, job.failure, "zs.save()")
             while self._writer is not None and self._writer.is_alive():
                 self._writer.join(_LOOK_S)
-                self._engine.states.check_peers("a save in the background")
+                states_of(self._engine).peers.check("a save in the background")
         except PeerLostError:
             self._hurry.set()
             self._join_writer()
@@ -207,7 +207,7 @@ class Saver:
 
     def _agree_on(self, step: int) -> None:
         """Raise PlanMismatch if the ranks save different steps, ConfigError for an invalid one."""
-        steps = self._engine.exchange(repr(step).encode(), "zs.save()")
+        steps = states_of(self._engine).peers.exchange(repr(step).encode(), "zs.save()")
         if len(set(steps)) > 1:
             said = ", ".join(f"rank {rank} step={text.decode()}" for rank, text in enumerate(steps))
             raise PlanMismatch(
@@ -239,10 +239,10 @@ class Saver:
 
     def _prepare(self, step: int, extra: Any) -> _Job:
         engine = self._engine
-        if engine.states.is_lost:
-            raise CheckpointError(f"what rests must not be saved: {engine.states.unsaved}")
+        if states_of(engine).is_lost:
+            raise CheckpointError(f"what rests must not be saved: {states_of(engine).unsaved}")
         try:
-            engine.states.finish_step()
+            states_of(engine).finish_step()
         except StorageError as failed:  # on every rank
             raise CheckpointError(f"what rests cannot be saved: {failed}") from failed
         with on_all_ranks(engine, "zs.save()", f"step {step} cannot be collected"):
@@ -250,12 +250,12 @@ class Saver:
         divide(engine, part)
         metadata = {"format": "zeroshard", "rank": str(engine.rank), "step": str(step)}
         size = str(shard_bytes(part.stored, metadata)).encode()
-        num_bytes, nonce = sum(map(int, engine.exchange(size, "zs.save()"))), ""
+        num_bytes, nonce = sum(map(int, states_of(engine).peers.exchange(size, "zs.save()"))), ""
         with ExitStack() as stack:
             with on_all_ranks(engine, "zs.save()", f"step {step} cannot be begun"):
                 if engine.rank == 0:
                     nonce = self._open(step, num_bytes, stack)
-            nonce = engine.exchange(nonce.encode(), "zs.save()")[0].decode()
+            nonce = states_of(engine).peers.exchange(nonce.encode(), "zs.save()")[0].decode()
             path = working_path(self.directory, step, nonce)
             parameters = parameters_of(engine, frozen=self._frozen)
             return _Job(step, part, metadata, path, stack.pop_all(), parameters)
@@ -493,5 +493,5 @@ def raise_on_all(engine: Engine, error: Exception | None, call: str) -> None:
 def _first_failure(engine: Engine, error: Exception | None, call: str) -> str | None:
     """Return the `error` of the first rank that has one, and which rank that is. Collective."""
     mine = "" if error is None else f"rank {engine.rank}: {error}"
-    answers = engine.exchange(mine.encode(), call)
+    answers = states_of(engine).peers.exchange(mine.encode(), call)
     return next((answer.decode() for answer in answers if answer), None)

@@ -17,8 +17,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from zeroshard.comm.agree import agree
+from zeroshard.comm.transport import Control
 from zeroshard.core.placement import Tier
-from zeroshard.errors import ConfigError, StateError, StorageError
+from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardError
 from zeroshard.memory import Trimmer
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import ShardedOptimizer
@@ -31,9 +33,37 @@ from zeroshard.runtime.reports import Accounts
 from zeroshard.runtime.rest import Rest, RestingPiece
 from zeroshard.runtime.weights import Weights
 
-__all__ = ["StateAccess"]
+__all__ = ["Peers", "StateAccess"]
 
 _DELAYED = "delayed_steps"
+
+
+class Peers:
+    """The data parallel ranks of one engine, for messages beside its collectives."""
+
+    def __init__(self, states: StateAccess, control: Control) -> None:
+        self._states = states
+        self._control = control
+
+    def exchange(self, payload: bytes, call: str) -> list[bytes]:
+        """Return every rank's `payload`, in rank order. Collective; PlanMismatch, on every rank,
+        where other ranks are in another `call`.
+        """
+        self._states.check_open()
+        return self._control.exchange(payload, call)
+
+    def agree(self, report: Mapping[str, str], error: ZeroshardError | None, call: str) -> None:
+        """Raise on every rank where one has an `error` or another `report`, which would
+        otherwise be a hang on the others. Collective.
+        """
+        self._states.check_open()
+        agree(self._control.exchange, report, call=call, error=error)
+
+    def check(self, during: str) -> None:
+        """Raise PeerLostError, saying what it was `during`, where another rank is known to have
+        ended.
+        """
+        self._control.check_peers(during)
 
 
 class StateAccess:
@@ -59,6 +89,7 @@ class StateAccess:
         self._faults = context.faults
         self._sharded: ShardedOptimizer | None = None
         self.accounts = Accounts(weights.units, context)
+        self.peers = Peers(self, context.transport.control)
         self.is_closed = False
 
     def attach(self, sharded: ShardedOptimizer) -> None:
@@ -178,12 +209,6 @@ class StateAccess:
     def param_groups(self) -> list[list[nn.Parameter]]:
         """Return the model's parameters of each of the optimizer's param groups."""
         return [] if self._sharded is None else [list(group) for group in self._sharded.parameters]
-
-    def check_peers(self, what: str) -> None:
-        """Raise PeerLostError, saying that it was during `what`, where another rank is known to
-        have ended.
-        """
-        self._context.transport.control.check_peers(what)
 
     def scaler_state(self) -> dict[str, float]:
         """Return the fp16 loss scaler's state, empty in other precisions, and how many steps

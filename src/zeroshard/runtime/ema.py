@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import torch
 
 from zeroshard.errors import ConfigError
-from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.engine import Engine, refusing_steps, states_of
 
 __all__ = ["EMA"]
 
@@ -44,7 +44,7 @@ class EMA:
             )
         self.decay = decay
         self._engine = engine
-        self.averages = [master.clone() for master in engine.states.masters()]
+        self.averages = [master.clone() for master in states_of(engine).masters()]
 
     @property
     def bytes(self) -> int:
@@ -56,7 +56,7 @@ class EMA:
         """Move the average towards the weights; call it after ``optimizer.step()``. Nothing is
         sent.
         """
-        torch._foreach_lerp_(self.averages, self._engine.states.masters(), 1.0 - self.decay)
+        torch._foreach_lerp_(self.averages, states_of(self._engine).masters(), 1.0 - self.decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -68,16 +68,18 @@ class EMA:
         """
         self._swap()
         try:
-            with self._engine.refusing_steps(
-                "the weights are swapped for their average: step outside EMA.swapped()"
+            with refusing_steps(
+                self._engine,
+                "the weights are swapped for their average: step outside EMA.swapped()",
             ):
                 yield
         finally:
             self._swap()
 
     def _swap(self) -> None:
-        with torch.no_grad(), self._engine.states.rewriting():
-            for average, master in zip(self.averages, self._engine.states.masters(), strict=True):
+        states = states_of(self._engine)
+        with torch.no_grad(), states.rewriting():
+            for average, master in zip(self.averages, states.masters(), strict=True):
                 for here, there in zip(
                     torch.split(average, _CHUNK), torch.split(master, _CHUNK), strict=True
                 ):

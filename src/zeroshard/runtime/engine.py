@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,37 +21,36 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.comm.agree import agree
 from zeroshard.core.digest import Digest
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
-from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardError
-from zeroshard.memory import Trimmer
-from zeroshard.optim.runner import StepOptions
+from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.optim.sharded import ShardedOptimizer, check_parameters
-from zeroshard.optim.state_dicts import PartialState
 from zeroshard.runtime.access import StateAccess
-from zeroshard.runtime.backward import Backward
-from zeroshard.runtime.budget import Budget
-from zeroshard.runtime.build import Context, build_units, make_master
+from zeroshard.runtime.build import Context, make_master
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.forked import refuse_in_children
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.join import Join
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.offload_states import OffloadedStates
+from zeroshard.runtime.parts import input_dtype, make_weights_and_gradients, step_settings
 from zeroshard.runtime.recovery import Recovery
-from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.repartition import StepTiles
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, describe_bytes
 from zeroshard.runtime.rest import Rest, RestingPiece
 from zeroshard.runtime.trace import tracing
-from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, named_parameters_once
-from zeroshard.runtime.weights import Weights
 from zeroshard.runtime.whole import Whole
 
-__all__ = ["Engine", "RestingPiece", "living_engines", "open_engines"]
+__all__ = [
+    "Engine",
+    "RestingPiece",
+    "living_engines",
+    "open_engines",
+    "refusing_steps",
+    "states_of",
+]
 
 _log = logging.getLogger("zeroshard")
 NOT_GIVEN_BACK = "rank %d: close() has not given everything back: %s"
@@ -67,7 +66,19 @@ def living_engines() -> list[Engine]:
 
 def open_engines() -> list[Engine]:
     """Return those of them that are not closed."""
-    return [engine for engine in living_engines() if not engine.states.is_closed]
+    return [engine for engine in living_engines() if not engine._states.is_closed]
+
+
+def states_of(engine: Engine) -> StateAccess:
+    """Return what the package itself asks of an engine beside its public methods: checkpoints,
+    averages, reports.
+    """
+    return engine._states
+
+
+def refusing_steps(engine: Engine, why: str) -> AbstractContextManager[None]:
+    """Raise StateError with `why` for an ``optimizer.step()`` of `engine` inside."""
+    return engine._loop.refusing_steps(why)
 
 
 class Engine:
@@ -87,7 +98,7 @@ class Engine:
         self.precision: Precision = context.precision  # the dtypes in force
         self._context = context
         transport, faults, digest = context.transport, context.faults, Digest()
-        weights, backward = _make_weights_and_gradients(
+        weights, backward = make_weights_and_gradients(
             plans, context, digest, prefetch_bytes=prefetch_bytes
         )
         self._weights, self._backward = weights, backward
@@ -96,17 +107,17 @@ class Engine:
         rest = Rest(weights, transport=transport, streams=context.streams, faults=faults)
         self._recovery = Recovery(weights, rest, digest, context)
         self._loop = Loop(module, context, weights, backward, self._finalizer, rest, self._recovery)
-        self.states = StateAccess(
+        self._states = StateAccess(
             context, weights, rest, backward, self._finalizer, self._recovery, self._scaler
         )
         self._whole = Whole(
-            module, weights, self._finalizer, transport, faults, self.states.join_step
+            module, weights, self._finalizer, transport, faults, self._states.join_step
         )
         self._hooks = Hooks(
             module,
             plans,
             self._loop,
-            input_dtype=_input_dtype(context),
+            input_dtype=input_dtype(context),
             write_back=self._whole.store_unit,
             owner=self,
         )
@@ -166,7 +177,7 @@ class Engine:
         elementwise; StorageError on every rank where one has no room for masters and moments on
         their tier.
         """
-        self.states.check_open()
+        self._states.check_open()
         if self._sharded is not None:
             raise ConfigError(
                 "an optimizer is attached already: one engine has one optimizer; use param groups,"
@@ -181,7 +192,7 @@ class Engine:
                         segment.fill_master()
         self._context.faults.agree()
         tiles = StepTiles(self._weights.units, self._context)
-        settings = _step_settings(self._context, self._weights.units)
+        settings = step_settings(self._context, self._weights.units)
         sharded = ShardedOptimizer(optimizer, self._loop, *settings)
         with self._context.faults.noted(lost=True):
             sharded.attach(tiles.all)
@@ -192,7 +203,7 @@ class Engine:
             raise
         self._sharded, self._tiles = sharded, tiles
         self._loop.attach(sharded, tiles)
-        self.states.attach(sharded)
+        self._states.attach(sharded)
         self._backward.attach(sharded)
 
     def optimizer_part(self) -> dict[str, Any]:
@@ -202,7 +213,7 @@ class Engine:
         It is no checkpoint by itself: `zeroshard.save` writes one, which loads on any number of
         ranks.
         """
-        self.states.check_open()
+        self._states.check_open()
         if self._sharded is None:
             raise StateError("no optimizer is attached: give it to shard() or engine.attach()")
         return self._sharded.part()
@@ -219,7 +230,7 @@ class Engine:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward of `loss` (0-d); in fp16 of the scaled loss."""
-        self.states.check_open()
+        self._states.check_open()
         with self._backward.of_loss(scaled=self._scaler is not None):
             (loss.float() * self._scaler.scale if self._scaler is not None else loss).backward()  # type: ignore[no-untyped-call]
 
@@ -241,7 +252,7 @@ class Engine:
         it after the context, or load its state from a rank with the most batches. Collective;
         raises PlanMismatch where ranks with data do different things.
         """
-        self.states.check_open()
+        self._states.check_open()
         if self._sharded is None:
             raise ConfigError("join() needs an optimizer: give it to shard() or engine.attach()")
         if self._context.mesh.others:
@@ -258,20 +269,8 @@ class Engine:
         Returns the norm before, a 0-d fp32 tensor, the same number on every rank and in every row.
         Raises StateError without a gradient.
         """
-        self.states.check_open()
+        self._states.check_open()
         return self._finalizer.clip(float(max_norm))
-
-    def refusing_steps(self, why: str) -> AbstractContextManager[None]:
-        """Raise StateError with `why` for an ``optimizer.step()`` inside."""
-        return self._loop.refusing_steps(why)
-
-    def agree(self, report: Mapping[str, str], error: ZeroshardError | None) -> None:
-        """Raise on every rank where one has an `error` or another `report`, which would
-        otherwise be a hang on the others. Collective.
-        """
-        self.states.check_open()
-        exchange = self._context.transport.control.exchange
-        agree(exchange, report, call="zs.load_pretrained()", error=error)
 
     # -------------------------------------------------- parameters and gradients, whole and at rest
 
@@ -286,31 +285,24 @@ class Engine:
         With `writeback`, edits inside are kept: those of rank 0, or the same on every rank; others
         raise StateError at the end. Edits without it are lost and raise where they are seen.
         """
-        self.states.check_readable()
+        self._states.check_readable()
         if writeback:
-            self.states.finish_step()
+            self._states.finish_step()
         return self._whole.gathered(params, writeback=writeback)
 
     def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, torch.Tensor]:
         """Return the model's whole ``state_dict()`` on CPU, streamed a unit at a time; empty on
         other ranks unless `rank0_only` is False.
         """
-        self.states.check_readable()
+        self._states.check_readable()
         return self._whole.full_state_dict(rank0_only=rank0_only)
 
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return the averaged gradient of `param` [its shape] on every rank, or None where no
         rank used it. Collective.
         """
-        self.states.check_open()
+        self._states.check_open()
         return self._whole.full_grad(param)
-
-    def exchange(self, payload: bytes, call: str = "engine.exchange()") -> list[bytes]:
-        """Return every rank's `payload`, in rank order. Collective; PlanMismatch, on every rank,
-        where other ranks are in another `call`.
-        """
-        self.states.check_open()
-        return self._context.transport.control.exchange(payload, call)
 
     @property
     def rank(self) -> int:
@@ -329,19 +321,11 @@ class Engine:
         of the latter.
         """
         self._backward.collect_dropped()
-        return self.states.accounts.report()
+        return self._states.accounts.report()
 
     def traffic(self) -> TrafficReport:
         """Return the payload bytes and calls per collective since `reset_traffic`."""
-        counted = self._context.transport.traffic
-        by_operation: dict[str, int] = {}
-        by_link: dict[str, int] = {}
-        calls: dict[str, int] = {}
-        for (operation, link), num_bytes in counted.bytes.items():
-            by_operation[operation] = by_operation.get(operation, 0) + num_bytes
-            by_link[link] = by_link.get(link, 0) + num_bytes
-            calls[operation] = calls.get(operation, 0) + counted.calls[operation, link]
-        return TrafficReport(by_operation, calls, by_link, dict(counted.between))
+        return TrafficReport.of(self._context.transport.traffic)
 
     def reset_traffic(self) -> None:
         """Count payload from zero."""
@@ -362,14 +346,14 @@ class Engine:
         Not collective: some ranks may trace and others not. Raises StateError of a closed engine
         and inside another trace of it, StorageError where the directory cannot be written.
         """
-        self.states.check_open()
+        self._states.check_open()
         labels = {
             "model": type(self.module).__name__,
             "policy": self.policy.name,
             "precision": self._context.precision.describe(),
             "ranks": str(self.world),
         }
-        return tracing(directory, self._context, self._weights.units, self.states.accounts, labels)
+        return tracing(directory, self._context, self._weights.units, self._states.accounts, labels)
 
     # ------------------------------------------------------------------ phases
 
@@ -379,7 +363,7 @@ class Engine:
         Until `reload_states`, whatever needs a state raises StateError. Raises StateError inside a
         backward or ``gathered()``.
         """
-        self.states.check_open()
+        self._states.check_open()
         if self._offloaded is not None:
             return self._offloaded.num_bytes
         if (
@@ -391,7 +375,7 @@ class Engine:
                 "offload_states() inside a forward, a backward or gathered(): call it between steps"
             )
         self._backward.reductions.wait()
-        self.states.join_step()
+        self._states.join_step()
         self._weights.end_pass()
         offloaded = OffloadedStates(
             self._weights, self._sharded, self._context.transport, self._context.device
@@ -403,7 +387,7 @@ class Engine:
 
     def reload_states(self) -> None:
         """Bring back what `offload_states` took away, bit for bit. Collective."""
-        self.states.check_open()
+        self._states.check_open()
         if self._offloaded is not None:
             self._offloaded.end()
             self._offloaded = None
@@ -418,8 +402,8 @@ class Engine:
         Where ranks have finished different numbers of steps, forwards and steps are refused until
         zs.load(). Collective, over the whole mesh where it has other axes.
         """
-        self.states.check_open()
-        self.states.end_step()
+        self._states.check_open()
+        self._states.end_step()
         self._context.axes.give_up()
         self._context.transport.abandon()
         self._context.axes.abandon()
@@ -438,13 +422,13 @@ class Engine:
         it is, NaN where it cannot be read: that is logged where it is known, and else a
         StorageError on every rank once everything has been given back.
         """
-        if self.states.is_closed:
+        if self._states.is_closed:
             return
-        self.states.check_open()
+        self._states.check_open()
         told = self._context.faults.refusal if self._context.faults.is_lost else None
         self.reload_states()
         self._backward.abandon()
-        self.states.join_step()
+        self._states.join_step()
         self._weights.end_step()
         self._whole.restore_plain()
         self._hooks.remove()
@@ -460,64 +444,10 @@ class Engine:
         self._context.axes.close()
         self._context.tiering.close()
         self._context.memory.release_idle()
-        self.states.close()
-        if held := self.states.accounts.unreleased():
+        self._states.close()
+        if held := self._states.accounts.unreleased():
             _log.warning(NOT_GIVEN_BACK, self.rank, describe_bytes(held))
         if told is not None:
             _log.warning("the module is given back although a tier failed before: %s", told)
         elif failure is not None:
             raise failure
-
-
-def _make_weights_and_gradients(
-    plans: Sequence[UnitPlan], context: Context, digest: Digest, *, prefetch_bytes: int | None
-) -> tuple[Weights, Backward]:
-    """Bring the model to rest, and make what gathers it and what takes its gradients."""
-    units = build_units(plans, context)
-    budget = Budget(units, context.meter, prefetch_bytes, enqueues=context.streams.enqueues)
-    # gathers need every rank: all gather the same units in the same order
-    ordered = (
-        not context.transport.one_sided
-        or context.policy.weights_leave_the_device
-        or any(unit.is_coded for unit in units)
-    )
-    reductions = Reductions(
-        units,
-        budget,
-        streams=context.streams,
-        digest=digest,
-        transport=context.transport,
-        ordered=ordered,
-    )
-    weights = Weights(
-        units,
-        budget,
-        reductions.make_room,
-        streams=context.streams,
-        digest=digest,
-        ordered=ordered,
-        trimmer=context.tiering.trimmer() if context.device.type == "cpu" else Trimmer(None),
-    )
-    return weights, Backward(weights, reductions)
-
-
-def _step_settings(context: Context, units: Sequence[Unit]) -> tuple[PartialState, StepOptions]:
-    """Return what the optimizer's step knows of the engine."""
-    transport, tiering = context.transport, context.tiering
-    is_part = transport.size > 1 and any(unit.cells.optim.is_sharded for unit in units)
-    part = PartialState(transport.rank, transport.size, is_part=is_part)
-    return part, StepOptions(
-        context.device,
-        enqueues=context.streams.enqueues,
-        into_forward=context.steps_into_forward,
-        delayed_update=tiering.delayed_update,
-        timed=tiering.automatic,
-        trimmer=tiering.trimmer(),
-        probe=context.streams.probe,
-    )
-
-
-def _input_dtype(context: Context) -> torch.dtype | None:
-    """Return the dtype into which the model's inputs are cast, None to leave them alone."""
-    as_given = context.dtypes.as_given or context.precision.weight_is_master
-    return None if as_given else context.precision.compute

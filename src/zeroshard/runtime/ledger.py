@@ -23,7 +23,7 @@ import torch
 
 from zeroshard.core.host_memory import numbers_of
 from zeroshard.errors import StorageError
-from zeroshard.runtime.engine import Engine, living_engines, open_engines
+from zeroshard.runtime.engine import Engine, living_engines, open_engines, states_of
 from zeroshard.runtime.reports import MemoryReport, describe_bytes
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def memory_table(*engines: Engine, by_unit: bool = False) -> MemoryTable:
     """
     counted = []
     for engine in engines or open_engines():
-        states, accounts = engine.states, engine.states.accounts
+        states, accounts = states_of(engine), states_of(engine).accounts
         report = engine.memory()  # first: it takes note of gradients that the user has cleared
         name = _name(engine)
         units = accounts.by_unit() if by_unit and not states.is_closed else {}
@@ -234,10 +234,10 @@ def leaks() -> list[str]:
     """
     found = []
     for engine in living_engines():
-        accounts = engine.states.accounts
-        if engine.states.is_closed:
+        accounts = states_of(engine).accounts
+        if states_of(engine).is_closed:
             where, held = "closed", accounts.unreleased()
-        elif engine.states.has_pending_gradients:
+        elif states_of(engine).has_pending_gradients:
             continue
         else:
             where, held = "between steps", {"temporary": engine.memory().temporary}

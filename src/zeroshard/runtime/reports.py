@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from zeroshard.comm.transport import Traffic
 from zeroshard.core.placement import Tier
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.context import Context
@@ -32,6 +33,25 @@ class MemoryReport:
         """Bytes at rest, all states together."""
         return sum(self.at_rest.values())
 
+    def __str__(self) -> str:
+        """Return a table: a state per line, a tier per column, then the sums and what is gathered
+        or in buffers.
+        """
+        tiers = sorted({tier for by_tier in self.tiers.values() for tier in by_tier})
+        rows: list[tuple[str, ...]] = [("bytes of this rank", *tiers, "total")]
+        rows += [
+            (state, *(f"{by_tier.get(tier, 0):,}" for tier in tiers), f"{self.at_rest[state]:,}")
+            for state, by_tier in self.tiers.items()
+            if by_tier
+        ]
+        rows.append(("at rest", *(f"{self._on(tier):,}" for tier in tiers), f"{self.total:,}"))
+        beside = {"gathered or in buffers": self.temporary, "the most of that": self.peak}
+        rows += [(name, *[""] * len(tiers), f"{count:,}") for name, count in beside.items()]
+        return "\n".join(_columns(rows))
+
+    def _on(self, tier: str) -> int:
+        return sum(by_tier.get(tier, 0) for by_tier in self.tiers.values())
+
 
 @dataclass(frozen=True)
 class TrafficReport:
@@ -42,6 +62,27 @@ class TrafficReport:
     links: dict[str, int]  # bytes per link class
     # per collective: of these bytes, those that came from other nodes (`comm.node_size`)
     between_nodes: dict[str, int]
+
+    @classmethod
+    def of(cls, counted: Traffic) -> TrafficReport:
+        """Sum what a transport has `counted`, by collective and by link class."""
+        by_operation: dict[str, int] = {}
+        by_link: dict[str, int] = {}
+        calls: dict[str, int] = {}
+        for (operation, link), num_bytes in counted.bytes.items():
+            by_operation[operation] = by_operation.get(operation, 0) + num_bytes
+            by_link[link] = by_link.get(link, 0) + num_bytes
+            calls[operation] = calls.get(operation, 0) + counted.calls[operation, link]
+        return cls(by_operation, calls, by_link, dict(counted.between))
+
+    def __str__(self) -> str:
+        """Return a table: a collective per line, then the sum, and the bytes by link class."""
+        counts = (self.calls, self.bytes, self.between_nodes)
+        rows: list[tuple[str, ...]] = [("collective", "calls", "bytes", "between nodes")]
+        rows += [(name, *(f"{count.get(name, 0):,}" for count in counts)) for name in self.bytes]
+        rows.append(("total", *(f"{sum(count.values()):,}" for count in counts)))
+        links = [f"over {link}: {count:,} bytes" for link, count in self.links.items()]
+        return "\n".join([*_columns(rows), *links])
 
     @property
     def total(self) -> int:
@@ -88,6 +129,15 @@ class Accounts:
         counted = {"temporary": self._meter.live}
         counted |= {tier.value: store.account.live for tier, store in self._stores.items()}
         return {name: num_bytes for name, num_bytes in counted.items() if num_bytes}
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return rows of text as lines: the first column to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in rows
+    ]
 
 
 def describe_bytes(by_name: Mapping[str, int]) -> str:

@@ -24,6 +24,7 @@ from torch import nn
 import zeroshard as zs
 from tests.support.harness import close_pools, run_ranks
 from zeroshard.checkpoint.manifest import VERSION
+from zeroshard.runtime.engine import states_of
 
 HERE = Path(__file__).resolve().parent
 STEP = 300
@@ -97,12 +98,12 @@ def write(rank: int, world: int, folder: Path) -> dict[str, Any]:
     }
     zs.save(folder, engine, step=STEP, states={"schedule": schedule, "average": ema}, extra=extra)
     pieces: list[Any] = []
-    for piece in engine.states.resting_pieces(share=True):
+    for piece in states_of(engine).resting_pieces(share=True):
         pieces.append([piece.name, "value", piece.start, piece.tensor.float().tolist()])
         if piece.master is not None:
             number, span = piece.master
             pieces.append([piece.name, "average", piece.start, ema.averages[number][span].tolist()])
-    for owned in engine.states.stepped_pieces():
+    for owned in states_of(engine).stepped_pieces():
         for key, value in optimizer.state[owned.tensor].items():
             pieces.append([owned.name, f"state.{key}", owned.piece.start, value.tolist()])
     draws = [random.random(), float(np.random.rand()), torch.rand(1).item()]

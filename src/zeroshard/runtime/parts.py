@@ -1,0 +1,75 @@
+"""The parts that an engine is put together from, out of a model and its context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zeroshard.core.digest import Digest
+from zeroshard.memory import Trimmer
+from zeroshard.optim.runner import StepOptions
+from zeroshard.optim.state_dicts import PartialState
+from zeroshard.runtime.backward import Backward
+from zeroshard.runtime.budget import Budget
+from zeroshard.runtime.build import Context, build_units
+from zeroshard.runtime.reductions import Reductions
+from zeroshard.runtime.unit import Unit
+from zeroshard.runtime.units import UnitPlan
+from zeroshard.runtime.weights import Weights
+
+__all__ = ["input_dtype", "make_weights_and_gradients", "step_settings"]
+
+
+def make_weights_and_gradients(
+    plans: Sequence[UnitPlan], context: Context, digest: Digest, *, prefetch_bytes: int | None
+) -> tuple[Weights, Backward]:
+    """Bring the model to rest, and make what gathers it and what takes its gradients."""
+    units = build_units(plans, context)
+    budget = Budget(units, context.meter, prefetch_bytes, enqueues=context.streams.enqueues)
+    # gathers need every rank: all gather the same units in the same order
+    ordered = (
+        not context.transport.one_sided
+        or context.policy.weights_leave_the_device
+        or any(unit.is_coded for unit in units)
+    )
+    reductions = Reductions(
+        units,
+        budget,
+        streams=context.streams,
+        digest=digest,
+        transport=context.transport,
+        ordered=ordered,
+    )
+    weights = Weights(
+        units,
+        budget,
+        reductions.make_room,
+        streams=context.streams,
+        digest=digest,
+        ordered=ordered,
+        trimmer=context.tiering.trimmer() if context.device.type == "cpu" else Trimmer(None),
+    )
+    return weights, Backward(weights, reductions)
+
+
+def step_settings(context: Context, units: Sequence[Unit]) -> tuple[PartialState, StepOptions]:
+    """Return what the optimizer's step knows of the engine."""
+    transport, tiering = context.transport, context.tiering
+    is_part = transport.size > 1 and any(unit.cells.optim.is_sharded for unit in units)
+    part = PartialState(transport.rank, transport.size, is_part=is_part)
+    return part, StepOptions(
+        context.device,
+        enqueues=context.streams.enqueues,
+        into_forward=context.steps_into_forward,
+        delayed_update=tiering.delayed_update,
+        timed=tiering.automatic,
+        trimmer=tiering.trimmer(),
+        probe=context.streams.probe,
+    )
+
+
+def input_dtype(context: Context) -> torch.dtype | None:
+    """Return the dtype into which the model's inputs are cast, None to leave them alone."""
+    as_given = context.dtypes.as_given or context.precision.weight_is_master
+    return None if as_given else context.precision.compute

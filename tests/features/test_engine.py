@@ -1,0 +1,44 @@
+"""The engine as an object: its public names, and what its reports print."""
+
+from __future__ import annotations
+
+import zeroshard as zs
+from tests.support.harness import run_ranks
+from tests.support.training import make_model, make_sharded, take_steps
+
+NAMES = {
+    "it is": "module optimizer policy precision rank world units",
+    "a step": "attach backward clip_grad_norm_ join loss_scale no_sync steps_skipped",
+    "parameters, gradients, state": "gathered full_state_dict full_grad optimizer_part",
+    "reports": "memory traffic reset_traffic trace offload_fraction",
+    "phases and the end": "offload_states reload_states reset close",
+}
+
+
+def test_dir_of_an_engine_shows_the_users_names() -> None:
+    engine = zs.shard(make_model())
+    expected = {name for names in NAMES.values() for name in names.split()}
+    assert {name for name in dir(engine) if not name.startswith("_")} == expected
+    engine.close()
+
+
+def _printed(rank: int, world: int) -> tuple[list[str], list[str], zs.MemoryReport, int]:
+    model, optimizer, engine = make_sharded("zero3", offload=zs.Offload(optimizer="host"))
+    take_steps(rank, 1, model, optimizer)
+    memory, traffic = engine.memory(), engine.traffic()
+    engine.close()
+    return str(memory).splitlines(), str(traffic).splitlines(), memory, traffic.total
+
+
+def test_reports_of_memory_and_traffic_print_as_tables() -> None:
+    memory, traffic, report, total = run_ranks(2, _printed)[0]
+    assert memory[0].split() == ["bytes", "of", "this", "rank", "device", "host", "total"]
+    rows = {line[:24].strip(): line[24:].split() for line in memory[1:]}
+    assert rows["weight"] == [f"{report.at_rest['weight']:,}", "0", f"{report.at_rest['weight']:,}"]
+    assert rows["optimizer"][1] == f"{report.tiers['optimizer']['host']:,}"
+    assert rows["at rest"][-1] == f"{report.total:,}"
+    assert rows["the most of that"] == [f"{report.peak:,}"]
+    assert len({len(line) for line in memory}) == 1, "the columns are aligned"
+    assert traffic[0].split() == ["collective", "calls", "bytes", "between", "nodes"]
+    assert any(line.split()[::2] == ["total", f"{total:,}"] for line in traffic)
+    assert traffic[-1].startswith("over ")
