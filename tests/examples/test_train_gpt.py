@@ -122,6 +122,18 @@ def test_all_stages_have_equal_losses_on_two_ranks(tmp_path: Path) -> None:
     assert held[3] < held[0] / 1.8 and held == sorted(held, reverse=True)
 
 
+def test_a_log_has_a_line_per_step_and_is_drawn(tmp_path: Path) -> None:
+    log, picture = tmp_path / "log.jsonl", tmp_path / "loss.png"
+    run_example("--steps", "4", "--precision", "fp16", "--log", str(log), ranks=1)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["loss_scale"] > 1 and line["memory/master"] > 0 for line in lines)
+    assert all(line["steps_skipped"] or line["grad_norm"] > 0 for line in lines)
+    draw = [sys.executable, str(ROOT / "examples" / "plot_log.py"), str(log), str(picture)]
+    subprocess.run(draw, check=True, timeout=60)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_stage_3_learns_and_shows_what_it_took_on_two_ranks() -> None:
     shown = run_example("--steps", "60", "--lr", "1e-2")
     for expected in (

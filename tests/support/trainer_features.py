@@ -111,7 +111,7 @@ class Runs:
         kind: Any = Seq2SeqTrainingArguments if sequences else TrainingArguments
         options: dict[str, Any] = {
             "args": kind(**given | changes),
-            "train_dataset": rows(0, 64, ragged=name == "ragged"),
+            "train_dataset": rows(0, 96, ragged=name == "ragged"),
             "eval_dataset": rows(1, 6),
         }
         options |= {"model_init": lambda: make()} if name == "model_init" else {"model": make()}

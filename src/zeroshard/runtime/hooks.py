@@ -378,6 +378,8 @@ class Hooks:
                 )
             for unit in units:
                 if unit.index not in self._loads:
+                    if unit.is_lent:
+                        continue  # gathered(writeback=True) keeps what is loaded into its copies
                     unit.acquire(Use.USER)
                     self.loop.weights.unshard(unit, "forward")
                     context = unit.writable()
@@ -386,6 +388,8 @@ class Hooks:
 
         def after_load(module: nn.Module, incompatible: Any) -> None:
             for unit in units:
+                if unit.index not in self._loads:
+                    continue
                 self._loads[unit.index][2] -= 1
                 if self._loads[unit.index][2]:
                     continue

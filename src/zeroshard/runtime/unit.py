@@ -74,6 +74,7 @@ class Unit:
         # other units' modules lie inside its own, so that its backward goes on around theirs
         self.holds_others = holds_others
         self.dozing = False
+        self.is_lent = False  # its parameters are copies that the user may edit
         # parameters whose gradient has come in this backward, by id, and the last graph task that
         # brought it
         self.arrived: dict[int, int] = {}
@@ -308,9 +309,11 @@ class Unit:
         copies = [segment.flat.full.clone() for segment in self.segments]
         for segment, copy in zip(self.segments, copies, strict=True):
             segment.seen.lend(segment.flat.buffer.views_of(copy))
+        self.is_lent = True
         try:
             yield copies
         finally:
+            self.is_lent = False
             for segment in self.segments:
                 segment.attach()
 

@@ -65,6 +65,11 @@ class Whole:
             if not writeback:
                 yield
                 return
+            if lent := [unit.name for unit in units if unit.is_lent]:
+                raise StateError(
+                    f"gathered(writeback=True) of unit {lent[0]!r} inside another one: edit in one"
+                    " of them"
+                )
             with ExitStack() as stack:
                 copies = [stack.enter_context(unit.writable()) for unit in units]
                 values = _by_parameter(units, copies)
