@@ -12,6 +12,9 @@ ZeRO.
     # three steps, lane by lane: what waits for what
     zeroshard run --nproc 2 examples/train_gpt.py --steps 100 --trace traces
     zeroshard report traces/ZeRO-3
+    # a line of numbers per step, and a picture of them
+    zeroshard run --nproc 2 examples/train_gpt.py --log log.jsonl
+    python examples/plot_log.py log.jsonl loss.png
     # one process needs no launcher
     python examples/train_gpt.py --steps 50
 
@@ -63,7 +66,7 @@ TRACED = range(3, 6)  # the steps of --trace, counted from the first: after the 
 MB = 1e6
 PREEMPTED = 75  # the exit code that asks a scheduler to queue the job again
 # what does not change the numbers of a training
-NOT_SETTINGS = ("data", "json", "trace", "checkpoint", "save_every", "keep_last", "resume")
+NOT_SETTINGS = ("data", "json", "log", "trace", "checkpoint", "save_every", "keep_last", "resume")
 
 
 # ---- the model: a decoder-only transformer
@@ -396,6 +399,21 @@ class Result:
     sample: str
 
 
+def numbers_of(engine: zs.Engine, loss: float, norm: float) -> dict[str, float]:
+    """Return what a tracker draws of a step: ``wandb.log(numbers, step=step)``, or for TensorBoard
+    ``writer.add_scalar(name, number, step)`` of each. Not collective: any rank may call it alone.
+    """
+    memory = engine.memory()  # zeroshard
+    return {
+        "loss": loss,  # this rank's
+        "grad_norm": norm,  # before clipping, of all ranks
+        "loss_scale": engine.loss_scale,
+        "steps_skipped": engine.steps_skipped,
+        "memory/peak": memory.peak,
+        **{f"memory/{state}": num_bytes for state, num_bytes in memory.at_rest.items()},
+    }
+
+
 def process_mb() -> float:
     """Return the memory of this process in MB; a page shared by two processes counts half in
     each.
@@ -486,8 +504,13 @@ def train(
                     loss = model(inputs, targets) / args.accumulate
                     engine.backward(loss)  # zeroshard: loss.backward(), scaled under fp16
                 losses[-1] += loss.item()
-            engine.clip_grad_norm_(1.0)  # zeroshard
+            norm = engine.clip_grad_norm_(1.0)  # zeroshard
             memory = engine.memory()
+            if args.log and rank == 0:
+                numbers = {"run": name, "step": step + 1, "lr": schedule.get_last_lr()[0]}
+                numbers |= numbers_of(engine, losses[-1], norm.item())
+                with args.log.open("a") as log:
+                    print(json.dumps(numbers), file=log)
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
@@ -671,6 +694,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="text to train on")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument(
+        "--log", type=Path, metavar="FILE", help="add a line of JSON to it at every step"
+    )
     parser.add_argument(
         "--trace",
         type=Path,
