@@ -4,6 +4,7 @@ saving, resuming, evaluation, generation.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -313,3 +314,17 @@ def _rescaled(rank: int, world: int) -> None:
 
 def test_weights_that_evaluation_rescales_are_written_back() -> None:
     run_ranks(2, _rescaled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["native", "deepspeed"])
+def test_the_example_trains_natively_and_with_a_plain_trainer(way: str, tmp_path: Path) -> None:
+    script, config = ROOT / "examples" / "train_hf.py", ROOT / "examples" / "zero.json"
+    command = [sys.executable, str(script), "--max-steps", "2", "--output", str(tmp_path)]
+    if way == "deepspeed":
+        command += ["--deepspeed", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    if way == "native":
+        assert done.returncode == 0 and "at rest" in done.stdout, done.stderr
+    elif importlib.util.find_spec("deepspeed") is None:  # Transformers says so itself
+        assert done.returncode != 0 and "deepspeed" in done.stderr.lower()

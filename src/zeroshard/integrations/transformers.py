@@ -29,6 +29,7 @@ from unittest import mock
 import torch
 from torch import nn
 from transformers import Trainer
+from transformers.utils import is_peft_available
 
 import zeroshard as zs
 
@@ -176,7 +177,11 @@ class ZeroTrainerMixin(_Base):  # type: ignore[misc]
 
     def _adapter(self) -> dict[str, nn.Parameter] | None:
         """Return the trained parameters of a peft model by name; None of any other model."""
-        if not hasattr(self.model, "peft_config"):
+        if not is_peft_available():
+            return None
+        from peft import PeftModel
+
+        if not isinstance(self.model, PeftModel):
             return None
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
