@@ -22,6 +22,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +30,6 @@ from unittest import mock
 import torch
 from torch import nn
 from transformers import Trainer
-from transformers.utils import is_peft_available
 
 import zeroshard as zs
 
@@ -177,7 +177,7 @@ class ZeroTrainerMixin(_Base):  # type: ignore[misc]
 
     def _adapter(self) -> dict[str, nn.Parameter] | None:
         """Return the trained parameters of a peft model by name; None of any other model."""
-        if not is_peft_available():
+        if find_spec("peft") is None:
             return None
         from peft import PeftModel
 
