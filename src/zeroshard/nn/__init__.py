@@ -7,18 +7,20 @@
                                                              (checkpointing.py)
 
 Deferred initialisation (deferred.py, recorder.py, hollow.py, tape.py) is offered as
-``zs.deferred_init`` and ``zs.materialize``.
+``zs.deferred_init`` and ``zs.materialize``; ``zs.nn.is_deferred`` says what has no memory yet.
 """
 
 from __future__ import annotations
 
 from zeroshard.nn.checkpointing import checkpoint, checkpoint_blocks, uncheckpoint_blocks
+from zeroshard.nn.deferred import is_deferred
 from zeroshard.nn.tiled import TiledLinear, join_tiles, tile_linears
 
 __all__ = [
     "TiledLinear",
     "checkpoint",
     "checkpoint_blocks",
+    "is_deferred",
     "join_tiles",
     "tile_linears",
     "uncheckpoint_blocks",

@@ -130,6 +130,12 @@ class ParamShard:
         assert resting is not None, f"the gradient of {self.name} is used and not held"
         return resting.fetch(self.start, self.stop)
 
+    def set_grad(self, numbers: torch.Tensor) -> None:
+        """Set its slice of the averaged gradient, which some rank used, to `numbers`."""
+        resting = self.segment.gradient()
+        assert resting is not None, f"the gradient of {self.name} is not held"
+        resting.store(self.start, self.stop, numbers)
+
     def leave_memory(self) -> None:
         """Let go of its master on the device, whose memory is about to be released."""
         tensor = self.tensor

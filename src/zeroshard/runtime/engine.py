@@ -228,11 +228,12 @@ class Engine:
 
     # ------------------------------------------------------------------ a step
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Run the backward of `loss` (0-d); in fp16 of the scaled loss."""
         self._states.check_open()
         with self._backward.of_loss(scaled=self._scaler is not None):
-            (loss.float() * self._scaler.scale if self._scaler is not None else loss).backward()  # type: ignore[no-untyped-call]
+            scaled = loss if self._scaler is None else loss.float() * self._scaler.scale
+            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Say that more micro-batches follow before the step: gradients rest where the policy's

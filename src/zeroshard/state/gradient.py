@@ -329,6 +329,21 @@ class RestingGradient:
                 with self.state.borrowed(low, high, write=True) as there:
                     there.zero_()
 
+    def store(self, start: int, stop: int, numbers: torch.Tensor) -> None:
+        """Set a range of the average to `numbers` [stop - start], of any dtype and device."""
+        self._wait_for_reader()
+        self._squares.clear()
+        with self._losing():
+            self.wait_writes()
+            pending = self.scaling.is_pending and self.lost is None
+            for low, high in self._blocks(0, self.state.numel) if pending else ():
+                with self.state.borrowed(low, high, write=True) as there:
+                    self.scaling.apply_to(there)
+            self.scaling.applied()
+            for low, high in self._blocks(start, stop) if self.lost is None else ():
+                with self.state.borrowed(low, high, write=True) as there:
+                    there.copy_(numbers[low - start : high - start])
+
     def fetch(self, start: int, stop: int) -> torch.Tensor:
         """Return a range as it would be on the device: there a view, else a copy."""
         if self.on_device:
