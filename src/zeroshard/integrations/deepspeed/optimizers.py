@@ -58,7 +58,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -191,6 +191,7 @@ class ZeROOptimizer(torch.optim.Optimizer):
         self.overflow = False  # whether the last step was skipped
         self.parameter_offload = _NoHooks()
         self._engine = engine
+        self._skipped = engine.steps_skipped
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -211,10 +212,11 @@ class ZeROOptimizer(torch.optim.Optimizer):
 
     cur_scale = loss_scale
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        skipped = self._engine.steps_skipped
+    def step(self, closure: Any = None) -> Any:
         loss = self.optimizer.step(closure)
-        self.overflow = self._engine.steps_skipped > skipped
+        # since the last step, not since this call: a clip finds the overflow
+        self.overflow = self._engine.steps_skipped > self._skipped
+        self._skipped = self._engine.steps_skipped
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -16,11 +16,20 @@ from torch import nn
 
 import zeroshard as zs
 
-__all__ = ["ZeroParamStatus", "ZeroParamType", "engine_of", "mark", "own", "release", "unmark"]
+__all__ = [
+    "ZeroParamStatus", "ZeroParamType", "engine_of", "mark", "own", "release", "unmark",
+    "was_used",
+]  # fmt: skip
 
 _ATTRIBUTES = ("ds_id", "ds_shape", "ds_numel", "ds_status")
 _owners: weakref.WeakKeyDictionary[zs.Engine, set[int]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
+_used: list[bool] = []  # whether any engine was made in this process
+
+
+def was_used() -> bool:
+    """Whether `own` was ever called."""
+    return bool(_used)
 
 
 class ZeroParamStatus(Enum):
@@ -43,6 +52,7 @@ class ZeroParamType(Enum):
 
 def own(engine: zs.Engine) -> None:
     """Note that `engine` holds its module's parameters."""
+    _used[:] = [True]
     _owners[engine] = {id(parameter) for parameter in engine.module.parameters()}
 
 

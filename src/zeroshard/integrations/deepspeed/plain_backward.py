@@ -42,7 +42,7 @@ class PlainBackward:
         tensors = [one for one in leaves if one.requires_grad and one.grad_fn is not None]
         divided: list[Any] = []  # the nodes of outputs that have been divided
         for tensor in tensors:
-            tensor.register_hook(self._hook(tensor.grad_fn, divided))
+            tensor.register_hook(self._hook(tensor.grad_fn, divided))  # type: ignore[no-untyped-call]
 
     def _hook(self, node: Any, divided: list[Any]) -> Callable[[torch.Tensor], torch.Tensor]:
         def divide(grad: torch.Tensor) -> torch.Tensor:

@@ -225,7 +225,7 @@ class WarmupCosineLR(Schedule):
 class OneCycle(Schedule):
     """One cycle up and down (betas[0] down and up), then a decay. See `_PARAMS` for its numbers."""
 
-    _PARAMS: dict[str, Any] = {  # noqa: RUF012 (read only: DeepSpeed's names and defaults)
+    _PARAMS: dict[str, Any] = {
         "decay_lr_rate": 0.0,
         "cycle_first_step_size": 2000,
         "cycle_second_step_size": None,  # None: as the first

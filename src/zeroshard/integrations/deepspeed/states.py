@@ -280,9 +280,7 @@ def _whole(engine: zs.Engine, param: nn.Parameter, pieces: list[_Piece]) -> torc
     return flat.as_strided(param.shape, _stride(engine, param))
 
 
-def _in_memory_order(
-    engine: zs.Engine, param: nn.Parameter, value: torch.Tensor
-) -> torch.Tensor:
+def _in_memory_order(engine: zs.Engine, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
     """Return the elements of `value` as the parameter's memory holds them, 1-D."""
     shape = tuple(param.shape)
     if value.numel() != prod(shape):

@@ -139,7 +139,7 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         one = isinstance(params, torch.Tensor)
-        given: list[Any] = [params] if one else list(params or ())  # type: ignore[arg-type,list-item]
+        given: list[Any] = [params] if one else list(params or ())
         self._params = list({id(parameter): parameter for parameter in given}.values())
         self._modifier_rank = modifier_rank
         self._enabled = enabled
@@ -247,9 +247,7 @@ class TiledLinear(zs.nn.TiledLinear):
                     f"{name}={value!r}: a tiled layer takes and returns what nn.Linear does here;"
                     " leave it out"
                 )
-        super().__init__(
-            in_features, out_features, bias, in_tiles=in_splits, out_tiles=out_splits
-        )
+        super().__init__(in_features, out_features, bias, in_tiles=in_splits, out_tiles=out_splits)
         if init_linear is not None:
             weights = {"weight": init_linear.weight, "bias": init_linear.bias}
             self.load_state_dict({key: one for key, one in weights.items() if one is not None})
@@ -258,7 +256,7 @@ class TiledLinear(zs.nn.TiledLinear):
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
     """Lend the module of an engine with all its parameters gathered, to generate with."""
-    gathering: AbstractContextManager[None] = GatheredParameters(list(model.parameters()))  # type: ignore[assignment]
+    gathering: AbstractContextManager[None] = GatheredParameters(list(model.parameters()))
     with gathering:
         yield model.module
 

@@ -1,0 +1,31 @@
+"""DeepSpeed's engine and names on zeroshard, and a stand-in for ``import deepspeed``.
+
+    from zeroshard.integrations import deepspeed            # in place of `import deepspeed`
+    engine, optimizer, loader, schedule = deepspeed.initialize(model=model, config="zero.json")
+
+start.py           initialize()
+engine.py          the engine: settings.py (its getters), files.py (checkpoints), batches.py
+optimizers.py      optimizers by name, DeepSpeed's classes, the wrapper; schedules.py
+zero.py states.py  whole parameters, masters, gradients, optimizer states; owners.py
+comm.py small.py   torch.distributed, the logger, the accelerator, ...
+shim.py names.py   ``import deepspeed``, and which names there are (docs/design/deepspeed.md)
+
+Names are looked up when they are first used: the shim is put in place before torch is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from zeroshard.integrations.deepspeed.names import MODULES
+
+__all__ = ["DeepSpeedEngine", "add_config_arguments", "initialize"]
+
+
+def __getattr__(name: str) -> Any:
+    home = MODULES[""].get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = home.partition(":")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)

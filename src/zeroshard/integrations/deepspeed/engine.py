@@ -1,0 +1,212 @@
+"""The engine that ``initialize()`` returns: DeepSpeed's loop over zeroshard's engine.
+
+    loss = engine(batch)        the sharded module
+    engine.backward(loss)       divided by the accumulation steps; reduced as the stage says
+    engine.step()               at a boundary: norm, clip, step, clear, scheduler; counts always
+
+Invariant: at a boundary the weights are those of DistributedDataParallel with the same
+accumulation, clipping and schedule. A skipped step (fp16's overflow, or any gradient that is not
+finite) moves neither weights nor schedule. What it does not do: pipelines, tensor parallelism and
+inference (names.py says what to use).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.integrations.deepspeed import owners
+from zeroshard.integrations.deepspeed.batches import Batch, Progress
+from zeroshard.integrations.deepspeed.files import Files
+from zeroshard.integrations.deepspeed.optimizers import ZeROOptimizer
+from zeroshard.integrations.deepspeed.plain_backward import PlainBackward
+from zeroshard.integrations.deepspeed.settings import Settings
+
+__all__ = ["DeepSpeedEngine"]
+
+_log = logging.getLogger("DeepSpeed")
+
+
+class DeepSpeedEngine(Settings, Files, nn.Module):
+    """A sharded module with its optimizer and schedule. Made by `initialize`; attributes that it
+    does not have are the module's.
+    """
+
+    def __init__(
+        self,
+        engine: zs.Engine,
+        config: dict[str, Any],
+        batch: Batch,
+        clipping: float,
+    ) -> None:
+        super().__init__()
+        self.module = engine.module
+        self.engine = engine  # zeroshard's
+        self.optimizer = None if engine.optimizer is None else ZeROOptimizer(engine)
+        self.lr_scheduler: Any = None
+        self.training_dataloader: Any = None
+        self.config = config
+        self.batch = batch
+        self.clipping = clipping
+        self.progress = Progress()
+        self._boundary: bool | None = None  # as set_gradient_accumulation_boundary() says
+        self._collecting = False  # inside no_sync()
+        self._plain = PlainBackward(self.gradient_accumulation_steps)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise AttributeError(f"neither the engine nor its module has {name!r}") from None
+            return getattr(module, name)
+
+    # ------------------------------------------------------------------ a step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self.module(*args, **kwargs)
+        if self.training:
+            self._plain.watch(outputs)
+        return outputs
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """Run the backward of `loss`, divided by the accumulation steps where `scale_wrt_gas`;
+        return that loss.
+        """
+        self._trained("backward()")
+        steps = self.gradient_accumulation_steps()
+        if scale_wrt_gas and steps > 1:
+            loss = loss / steps
+        with ExitStack() as stack:
+            stack.enter_context(self._plain.paused())
+            if self.zero_optimization_stage() < 2 and not self.is_gradient_accumulation_boundary():
+                stack.enter_context(self.engine.no_sync())
+            self.engine.backward(loss, retain_graph=retain_graph)
+        return loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return `loss` as a plain ``.backward()`` takes it. Raises ConfigError for fp16."""
+        if self.engine.precision.needs_loss_scaling:
+            raise zs.ConfigError(
+                "engine.scale() in fp16: call engine.backward(loss), which scales the loss itself"
+            )
+        return loss
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether this micro-batch is the last before a step."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.progress.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the micro-batches from here on are at a boundary; None: count them."""
+        self._boundary = is_boundary
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """At a boundary take the optimizer's step, else count. Raises StateError in no_sync()."""
+        self._trained("step()")
+        if self._collecting:
+            raise zs.StateError("engine.step() inside no_sync(): call it after the context")
+        self.progress.applied = False
+        if self.is_gradient_accumulation_boundary():
+            self._take_step(lr_kwargs or {})
+        self.progress.micro_steps += 1
+
+    def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
+        assert self.optimizer is not None
+        self.progress.norm = self.engine.clip_grad_norm_(self.clipping or math.inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.progress.applied = not self.optimizer.overflow
+        if self.optimizer.overflow:
+            self.progress.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        self.progress.global_steps += 1
+        self.progress.global_samples += self.train_batch_size()
+        every = self.config.get("steps_per_print")
+        if every and self.progress.global_steps % every == 0 and self.engine.rank == 0:
+            _log.info(
+                "step=%d, skipped=%d, lr=%s",
+                self.progress.global_steps, self.progress.skipped_steps, self.get_lr(),
+            )  # fmt: skip
+
+    def _trained(self, call: str) -> None:
+        if self.optimizer is None:
+            raise zs.StateError(
+                f"engine.{call} without an optimizer: give initialize() one, or an optimizer"
+                " section"
+            )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Sum up the gradients of backwards inside without reducing them, at every stage; what a
+        rank keeps meanwhile is what its stage's row says.
+        """
+        before, self._collecting = self._collecting, True
+        try:
+            with self.engine.no_sync():
+                yield
+        finally:
+            self._collecting = before
+
+    coalesce_grad_reduction = no_sync  # what is left is reduced once, by the step
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        if self.optimizer is None:
+            super().zero_grad(set_to_none)
+        else:
+            self.optimizer.zero_grad()
+
+    # ------------------------------------------------------------------ the rest of its life
+
+    def compile(
+        self,
+        backend: Any = None,
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+    ) -> None:
+        """Compile the forward of each unit below the root; gathers stay between them. Raises
+        ConfigError for a `schedule` of passes.
+        """
+        if schedule is not None:
+            raise zs.ConfigError("compile(schedule=): DeepCompile's passes are not supported")
+        options = dict(compile_kwargs or {})
+        if backend is not None:
+            options["backend"] = backend
+        for name in self.engine.units:
+            block: Any = dict(self.module.named_modules()).get(name)
+            if block is not None and block is not self.module:
+                block.forward = torch.compile(block.forward, **options)
+
+    def offload_states(self, include: Any = None, **_: Any) -> None:
+        """Bring every state to the host until `reload_states`. Raises ConfigError for some of
+        them (`include`).
+        """
+        if include is not None:
+            raise zs.ConfigError("offload_states(include=): all states go together; leave it out")
+        self.engine.offload_states()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` took away."""
+        self.engine.reload_states()
+
+    def empty_partition_cache(self) -> None:
+        """Do nothing: no gathered parameter outlives its use."""
+
+    def destroy(self) -> None:
+        """Give back a plain module and a plain optimizer. Collective."""
+        owners.unmark(self.module.parameters())
+        owners.release(self.engine)
+        self.engine.close()

@@ -1,0 +1,215 @@
+"""``deepspeed.initialize``: from a model, a configuration and what the caller brings to an engine.
+
+    configuration . process group . optimizer . shard (rank 0's values count) . schedule . loader
+
+Every argument of DeepSpeed's is taken or refused with the reason, before the model is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import copy
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+import zeroshard as zs
+from zeroshard.integrations.deepspeed import comm, owners
+from zeroshard.integrations.deepspeed.batches import complete_batch
+from zeroshard.integrations.deepspeed.engine import DeepSpeedEngine
+from zeroshard.integrations.deepspeed.optimizers import make_optimizer
+from zeroshard.integrations.deepspeed.schedules import make_schedule
+
+__all__ = ["add_config_arguments", "initialize"]
+
+_log = logging.getLogger("DeepSpeed")
+_OPTIONS = (
+    "distributed_port", "mpu", "dist_init_required", "collate_fn", "config", "mesh_param",
+    "config_params",
+)  # fmt: skip
+# keys that the engine itself takes: the rest is zeroshard's configuration
+_ENGINES = ("optimizer", "scheduler", "steps_per_print", "dataloader_drop_last",
+            "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")  # fmt: skip
+_GATHERS = "stage3_gather_16bit_weights_on_model_save"
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    **options: Any,
+) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:
+    """Shard `model` and return (engine, optimizer, data loader, schedule). Collective.
+
+    `optimizer` and `lr_scheduler` may be callables, of the parameters and of the optimizer; they go
+    before the configuration's sections. `training_data` becomes a loader of this rank's part.
+    Options are distributed_port, dist_init_required, collate_fn and the configuration (`config`,
+    `config_params` or ``args.deepspeed_config``: a dict, a path, JSON or base64). `mpu` and
+    `mesh_param` are refused: other axes than the data parallel one are zeroshard.shard(mesh=).
+    """
+    for name in options:
+        if name not in _OPTIONS:
+            raise zs.ConfigError(f"initialize() has no argument {name!r}")
+    if model is None:
+        raise zs.ConfigError("initialize() needs a model")
+    for name in ("mpu", "mesh_param"):
+        if options.get(name) is not None:
+            raise zs.ConfigError(
+                f"initialize({name}=): only data parallel ranks are known here; for tensor or"
+                " pipeline parallel ones call zeroshard.shard(mesh=) with a DeviceMesh"
+            )
+    config = _read_config(args, options)
+    comm.init_distributed(
+        distributed_port=options.get("distributed_port", 29500),
+        dist_init_required=options.get("dist_init_required"),
+    )
+    if isinstance(model, DeepSpeedEngine):
+        raise zs.ConfigError("the model is an engine already: give initialize() engine.module")
+    optimizer = _optimizer(optimizer, model_parameters, model, config)
+    engine = _sharded(model, optimizer, config)
+    engine.lr_scheduler = _schedule(lr_scheduler, engine, config)
+    engine.training_dataloader = _loader(training_data, engine, options.get("collate_fn"))
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+# ---------------------------------------------------------------------- the configuration
+
+
+def _read_config(args: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of the one configuration that is given. Raises ConfigError."""
+    given = options.get("config")
+    given = options.get("config_params") if given is None else given
+    of_args = getattr(args, "deepspeed_config", None)
+    if given is not None and of_args is not None:
+        raise zs.ConfigError(
+            "args.deepspeed_config and config= both name a configuration: leave out one of them"
+        )
+    given = of_args if given is None else given
+    if given is None:
+        raise zs.ConfigError("initialize() needs a configuration: config=, or --deepspeed_config")
+    data = copy.deepcopy(given) if isinstance(given, dict) else _parsed(given)
+    for name in [key for key in data if "." in key]:  # "section.key", as TRL writes them
+        section, _, key = name.partition(".")
+        data.setdefault(section, {})[key] = data.pop(name)
+    return data
+
+
+def _parsed(text: Any) -> dict[str, Any]:
+    """Return the configuration in a file, or in JSON text, also in base64."""
+    if isinstance(text, os.PathLike) or os.path.exists(text):
+        return zs.read_deepspeed(Path(text)).data
+    try:
+        decoded = text if text.lstrip().startswith("{") else base64.urlsafe_b64decode(text)
+        data = json.loads(decoded)
+    except ValueError:
+        raise zs.ConfigError(
+            f"config={text!r} is neither a file, nor JSON, nor JSON in base64"
+        ) from None
+    return zs.read_deepspeed(data).data
+
+
+def _ours(config: dict[str, Any]) -> zs.Config:
+    """Return zeroshard's part of a configuration. Raises ConfigError naming what is refused."""
+    data = {key: value for key, value in config.items() if key not in _ENGINES}
+    section = data.get("zero_optimization")
+    if isinstance(section, dict):
+        kept = {key: value for key, value in section.items() if key != _GATHERS}
+        data["zero_optimization"] = kept
+    return zs.read_deepspeed(data).config()
+
+
+def _section(config: dict[str, Any], name: str) -> tuple[str, dict[str, Any]] | None:
+    """Return the type and the parameters of ``optimizer`` or ``scheduler``."""
+    section = config.get(name)
+    if section is None:
+        return None
+    if not isinstance(section, dict) or not isinstance(section.get("type"), str):
+        raise zs.ConfigError(f"the section {name!r} needs a type: {section!r}")
+    params = section.get("params") or {}
+    left = {key: value for key, value in params.items() if value != "auto"}
+    return section["type"], left
+
+
+# ---------------------------------------------------------------------- its parts
+
+
+def _optimizer(given: Any, parameters: Any, model: nn.Module, config: dict[str, Any]) -> Any:
+    if isinstance(given, torch.optim.Optimizer):
+        return given
+    section = _section(config, "optimizer")
+    if given is None and section is None:
+        return None
+    if parameters is None:
+        parameters = [one for one in model.parameters() if one.requires_grad]
+    parameters = list(parameters)
+    if given is not None:
+        return given(parameters)
+    assert section is not None
+    return make_optimizer(*section, parameters)
+
+
+def _sharded(model: nn.Module, optimizer: Any, config: dict[str, Any]) -> DeepSpeedEngine:
+    settings = _ours(config)
+    batch = complete_batch(config, comm.get_world_size())
+    clipping = settings.gradient_clipping or 0.0
+    settings = settings.model_copy(update={"gradient_clipping": None})  # the engine clips
+    if torch.cuda.is_available():
+        model.to(torch.device("cuda", torch.cuda.current_device()))
+    engine = zs.shard(model, optimizer, config=settings, sync_from=0)
+    owners.own(engine)
+    out = DeepSpeedEngine(engine, config, batch, clipping)
+    if out.zero_optimization_stage() == 3:
+        owners.mark(model.parameters())
+    if engine.rank == 0:
+        _log.info("zeroshard in DeepSpeed's place: %r, %s", engine, batch)
+    return out
+
+
+def _schedule(given: Any, engine: DeepSpeedEngine, config: dict[str, Any]) -> Any:
+    section = _section(config, "scheduler")
+    if given is not None:
+        made = not hasattr(given, "step") and callable(given)
+        return given(engine.optimizer) if made else given
+    if section is None or engine.optimizer is None:
+        return None
+    return make_schedule(*section, engine.optimizer)
+
+
+def _loader(data: Any, engine: DeepSpeedEngine, collate_fn: Any) -> DataLoader[Any] | None:
+    if data is None:
+        return None
+    sampler: DistributedSampler[Any] | None = None
+    if not isinstance(data, IterableDataset):
+        sampler = DistributedSampler(data, engine.dp_world_size, engine.global_rank)
+    return DataLoader(
+        data,
+        batch_size=engine.train_micro_batch_size_per_gpu(),
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=bool(engine.config.get("dataloader_drop_last", False)),
+    )
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` and ``--deepspeed_config`` to a program's parser.
+
+    A ``--local_rank`` that the parser has already takes its default from LOCAL_RANK: no launcher
+    of ours passes the option.
+    """
+    group = parser.add_argument_group("DeepSpeed")
+    group.add_argument("--deepspeed", action="store_true", help="for the program's own use")
+    group.add_argument("--deepspeed_config", help="DeepSpeed's configuration, a JSON file")
+    if any(action.dest == "local_rank" for action in parser._actions):
+        parser.set_defaults(local_rank=comm.get_local_rank())
+    return parser

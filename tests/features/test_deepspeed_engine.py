@@ -1,0 +1,516 @@
+"""DeepSpeed's engine on zeroshard: the arithmetic of plain data parallel training, and its calls.
+
+Every case runs on two ranks beside DistributedDataParallel with the same accumulation, clipping
+and schedule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import zeroshard as zs
+from tests.support.harness import run_ranks
+from tests.support.training import Net, batch, make_model
+from zeroshard.integrations import deepspeed
+from zeroshard.integrations.deepspeed import optimizers, schedules, small, start, states, zero
+from zeroshard.integrations.deepspeed.batches import complete_batch
+
+STAGES = (0, 1, 2, 3)
+STEPS, MICRO = 4, 2
+SCHEDULE = {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 3}}
+
+
+def config(stage: int, **keys: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": MICRO,
+        "gradient_clipping": 0.05,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.01}},
+        "scheduler": SCHEDULE,
+        "zero_optimization": {"stage": stage},
+    } | keys
+
+
+def made(stage: int, **keys: Any) -> tuple[Net, Any]:
+    model = make_model(layers=2)
+    engine, *_ = deepspeed.initialize(model=model, config=config(stage, **keys))
+    return model, engine
+
+
+def one_step(engine: Any, rank: int, step: int) -> list[float]:
+    losses = []
+    for micro in range(MICRO):
+        loss = engine(*batch(rank, step * MICRO + micro))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def by_ddp(rank: int, *, clip: float = 0.05) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same training with torch alone."""
+    model = make_model(layers=2)
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    schedule = schedules.make_schedule("WarmupLR", dict(SCHEDULE["params"]), optimizer)  # type: ignore[call-overload]
+    losses = []
+    for step in range(STEPS):
+        for micro in range(MICRO):
+            last = micro == MICRO - 1
+            with contextlib.nullcontext() if last else wrapped.no_sync():
+                loss = wrapped(*batch(rank, step * MICRO + micro))
+                (loss / MICRO).backward()
+            losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def _near(ours: Any, theirs: Any, **tolerance: float) -> None:
+    torch.testing.assert_close(ours, theirs, **(tolerance or {"rtol": 1e-5, "atol": 1e-6}))
+
+
+def _equals_ddp(rank: int, world: int) -> None:
+    expected, weights = by_ddp(rank)
+    for stage in STAGES:
+        model, engine = made(stage)
+        losses = [loss for step in range(STEPS) for loss in one_step(engine, rank, step)]
+        _near(losses, expected)
+        for name, value in engine.module_state_dict().items():
+            _near(value, weights[name])
+        assert engine.global_steps == STEPS and engine.micro_steps == STEPS * MICRO
+        assert engine.global_samples == STEPS * 4 * MICRO * world
+        assert engine.zero_optimization_stage() == stage
+        assert engine.was_step_applied() and engine.get_global_grad_norm() > 0.05
+        engine.destroy()
+        # plain again: the module trains by itself
+        model(*batch(rank, 0)).backward()
+
+
+def test_losses_and_weights_are_those_of_ddp_at_every_stage() -> None:
+    run_ranks(2, _equals_ddp)
+
+
+def _plain_backward(rank: int, world: int) -> None:
+    expected, weights = by_ddp(rank)
+    for stage in (1, 3):
+        _, engine = made(stage)
+        losses = []
+        for step in range(STEPS):
+            for micro in range(MICRO):
+                loss = engine(*batch(rank, step * MICRO + micro))
+                loss.backward()
+                engine.step()
+                losses.append(loss.item())
+        _near(losses, expected)
+        _near(engine.module_state_dict()["head.weight"], weights["head.weight"])
+        engine.destroy()
+
+
+def test_a_plain_backward_is_divided_by_the_accumulation_steps_too() -> None:
+    run_ranks(2, _plain_backward)
+
+
+def test_of_a_loss_and_its_logits_only_the_loss_is_divided() -> None:
+    from zeroshard.integrations.deepspeed.plain_backward import PlainBackward
+
+    weight = torch.ones(3, requires_grad=True)
+    plain = PlainBackward(lambda: 4)
+    logits = weight * 2
+    loss = logits.sum()
+    plain.watch({"loss": loss, "logits": logits})
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None and weight.grad.tolist() == [0.5] * 3
+    weight.grad = None
+    one, other = weight.sum(), (weight * 3).sum()
+    plain.watch((one, other))
+    (one + other).backward()
+    assert weight.grad is not None and weight.grad.tolist() == [1.0] * 3
+
+
+def _no_sync(rank: int, world: int) -> None:
+    expected, weights = by_ddp(rank)
+    for stage in STAGES:
+        _, engine = made(stage)
+        for step in range(STEPS):
+            for micro in range(MICRO):
+                context = engine.no_sync() if micro + 1 < MICRO else contextlib.nullcontext()
+                with context:
+                    engine.backward(engine(*batch(rank, step * MICRO + micro)))
+                    if micro + 1 < MICRO:
+                        with pytest.raises(zs.StateError, match="no_sync"):
+                            engine.step()
+            engine.set_gradient_accumulation_boundary(True)
+            assert engine.is_gradient_accumulation_boundary()
+            engine.step()
+            engine.set_gradient_accumulation_boundary(None)
+        _near(engine.module_state_dict()["head.weight"], weights["head.weight"])
+        engine.destroy()
+
+
+def test_no_sync_sums_gradients_at_every_stage() -> None:
+    run_ranks(2, _no_sync)
+
+
+def _skips(rank: int, world: int) -> None:
+    for stage in (1, 3):
+        half = {"fp16": {"enabled": True}}
+        _, engine = made(stage, gradient_accumulation_steps=1, **half)
+        rates = []
+        for step in range(4):
+            loss = engine(*batch(rank, step))
+            engine.backward(loss * (math.inf if step == 1 and rank == 0 else 1.0))
+            before = engine.module_state_dict()
+            engine.step()
+            rates.append(engine.get_lr()[0])
+            same = torch.equal(before["head.weight"], engine.module_state_dict()["head.weight"])
+            skipped = step == 1
+            assert engine.optimizer.overflow == skipped == (not engine.was_step_applied())
+            assert same == (skipped or step == 0), step  # the warmup begins at rate 0
+        assert engine.skipped_steps == 1 and engine.global_steps == 4
+        assert rates[0] == rates[1] == 0.0 < rates[2] < rates[3]  # the schedule stood still
+        assert engine.loss_scale == engine.optimizer.loss_scale == 2.0**15
+        with pytest.raises(zs.ConfigError, match="engine.backward"):
+            engine.scale(torch.ones(()))
+        engine.destroy()
+
+
+def test_an_overflow_moves_neither_the_weights_nor_the_schedule() -> None:
+    run_ranks(2, _skips)
+
+
+def _saves(rank: int, world: int, path: str) -> None:
+    _, engine = made(1)
+    one_step(engine, rank, 0)
+    one_step(engine, rank, 1)
+    assert engine.save_checkpoint(path, client_state={"epoch": 3, "seen": [1, 2]})
+    after = [one_step(engine, rank, 2), one_step(engine, rank, 3)]
+    weights = engine.module_state_dict()
+    engine.destroy()
+    assert Path(path, "latest").read_text() == "global_step2"
+    assert Path(path, "global_step2").is_dir()
+    for stage in (1, 2, 3):  # another row, where it goes on as if nothing had been
+        _, engine = made(stage)
+        found, state = engine.load_checkpoint(path)
+        assert found == str(Path(path, "global_step2")) and state == {"epoch": 3, "seen": [1, 2]}
+        assert engine.global_steps == 2 and engine.lr_scheduler.last_batch_iteration == 1
+        _near([one_step(engine, rank, 2), one_step(engine, rank, 3)], after)
+        _near(engine.module_state_dict(), weights)
+        engine.destroy()
+    _, engine = made(3)
+    assert engine.load_checkpoint(str(Path(path, "nothing"))) == (None, {})
+    engine.load_checkpoint(path, tag="global_step2", load_module_only=True)
+    assert engine.global_steps == 0 and engine.lr_scheduler.last_batch_iteration == -1
+    head = engine.module.head.weight
+    assert states.safe_get_full_optimizer_state(head, "exp_avg") is None
+    assert engine.save_checkpoint(path, tag="model") and engine.save_checkpoint(path, tag="model")
+    assert Path(path, "latest").read_text() == "model"
+    engine.save_16bit_model(path, "weights.bin")
+    saved = torch.load(Path(path, "weights.bin"), weights_only=True)
+    _near(saved["head.weight"], engine.module_state_dict()["head.weight"])
+    with pytest.raises(zs.ConfigError, match="custom_load_fn"):
+        engine.load_checkpoint(path, custom_load_fn=print)
+    engine.destroy()
+
+
+def test_a_checkpoint_resumes_under_another_stage(tmp_path: Path) -> None:
+    run_ranks(2, _saves, str(tmp_path))
+
+
+def _states(rank: int, world: int, keys: dict[str, Any]) -> None:
+    for stage in STAGES if not keys else (2, 3):
+        section = {"zero_optimization": {"stage": stage} | keys.get("zero_optimization", {})}
+        others = {key: value for key, value in keys.items() if key != "zero_optimization"}
+        _, engine = made(stage, gradient_accumulation_steps=1, **others, **section)
+        weight = engine.module.blocks[0].up.weight
+        assert states.safe_get_full_optimizer_state(weight, "exp_avg") is None
+        engine.backward(engine(*batch(rank, 0)))
+        grad = states.safe_get_full_grad(weight)
+        assert grad is not None and grad.shape == weight.shape and grad.abs().sum() > 0
+        local = states.safe_get_local_grad(weight)
+        assert local is not None and (local.numel() < weight.numel()) == (stage > 1)
+        states.safe_set_full_grad(weight, grad * 0 + 1e-4)
+        _near(states.safe_get_full_grad(weight), grad * 0 + 1e-4)
+        engine.step()
+        assert states.safe_get_full_grad(weight) is None
+        moment = states.safe_get_full_optimizer_state(weight, "exp_avg")
+        assert moment is not None and moment.unique().numel() == 1  # of equal gradients
+        value = torch.arange(weight.numel()).view(weight.shape) / 7.0
+        states.safe_set_full_optimizer_state(weight, value, "exp_avg")
+        _near(states.safe_get_full_optimizer_state(weight, "exp_avg"), value, rtol=0, atol=0)
+        other = states.safe_get_full_optimizer_state(weight, "exp_avg_sq")
+        assert other is not None and other.unique().numel() == 1  # as it was
+        states.safe_set_full_fp32_param(weight, value)
+        _near(states.safe_get_full_fp32_param(weight), value, rtol=0, atol=0)
+        part = states.safe_get_local_fp32_param(weight)
+        assert part is not None
+        states.safe_set_local_fp32_param(weight, part * 2)
+        _near(states.safe_get_full_fp32_param(weight), value * 2, rtol=0, atol=0)
+        whole = engine.module_state_dict()["blocks.0.up.weight"]
+        _near(whole, (value * 2).to(whole.dtype), rtol=0, atol=0)
+        with pytest.raises(zs.StateError, match="no state 'momentum'"):
+            states.safe_set_full_optimizer_state(weight, value, "momentum")
+        engine.destroy()
+
+
+def test_masters_gradients_and_moments_are_read_and_set_whole() -> None:
+    run_ranks(2, _states, {})
+
+
+def test_they_are_on_the_host_and_in_bf16_too() -> None:
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    run_ranks(2, _states, {"bf16": {"enabled": True}, "zero_optimization": offload})
+
+
+def _gathered(rank: int, world: int) -> None:
+    plain = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        plain.weight.fill_(rank)
+    with zero.GatheredParameters(plain.parameters(), modifier_rank=1):
+        pass
+    assert plain.weight.unique().tolist() == [1.0]
+    for stage in STAGES:
+        _, engine = made(stage)
+        weight = engine.module.head.weight
+        assert hasattr(weight, "ds_id") == (stage == 3) and weight.shape == (37, 19)
+        for modifier in (0, 1):
+            with zero.GatheredParameters([weight], modifier_rank=modifier):
+                if stage == 3:
+                    assert weight.ds_status is zero.ZeroParamStatus.AVAILABLE
+                if rank == modifier:
+                    with torch.no_grad():
+                        weight.data.fill_(5.0 + modifier)
+            with zero.GatheredParameters(weight):
+                assert weight.unique().tolist() == [5.0 + modifier]
+            master = states.safe_get_full_fp32_param(weight)
+            assert master is not None and master.unique().tolist() == [5.0 + modifier]
+        if stage == 3:
+            assert weight.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE
+        with zero.unwrap_model_for_generation(engine) as module, torch.no_grad():
+            assert module(batch(rank, 0)[0]).shape[-1] == 37
+        engine.destroy()
+        assert not hasattr(weight, "ds_id")
+
+
+def test_gathered_parameters_take_the_modifiers_edits() -> None:
+    run_ranks(2, _gathered)
+
+
+def _init(rank: int, world: int) -> None:
+    torch.manual_seed(100 + rank)  # rank 0's values count
+    with zero.Init(config_dict_or_path=config(3)):
+        model = Net(width=160, layers=2)
+    big = model.blocks[0].up.weight
+    assert zs.nn.is_deferred(big)
+    with zero.GatheredParameters([big]):
+        assert not zs.nn.is_deferred(big)
+    torch.manual_seed(100)
+    expected = Net(width=160, layers=2).state_dict()
+    engine, *_ = deepspeed.initialize(model=model, config=config(3))
+    for name, value in engine.module_state_dict().items():
+        _near(value, expected[name], rtol=0, atol=0)
+    engine.destroy()
+    with zero.Init(dtype=torch.bfloat16):
+        assert torch.nn.Linear(2, 2).weight.dtype is torch.bfloat16
+    assert torch.nn.Linear(2, 2).weight.dtype is torch.float32
+
+
+def test_a_model_built_under_zero_init_has_rank_0s_values() -> None:
+    run_ranks(2, _init)
+
+
+def _arguments(rank: int, world: int) -> None:
+    """What initialize() takes besides a configuration with everything in it."""
+    data = [tuple(part[0] for part in batch(0, index)) for index in range(32)]
+    keys = {key: value for key, value in config(2).items() if key not in ("optimizer", "scheduler")}
+    made_rate: Callable[..., Any] = lambda opt: torch.optim.lr_scheduler.LambdaLR(  # noqa: E731
+        opt, lambda step: 1.0 / (1 + step)
+    )
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    parsed = start.add_config_arguments(parser).parse_args([])
+    assert parsed.local_rank >= 0 and parsed.deepspeed_config is None
+    parsed.deepspeed_config = keys
+    engine, optimizer, loader, schedule = deepspeed.initialize(
+        args=parsed,
+        model=make_model(layers=1),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9),
+        lr_scheduler=made_rate,
+        training_data=data,
+        distributed_port=29555,
+    )
+    assert len(loader) == 32 // (4 * world) and loader.batch_size == 4
+    for inputs in loader:
+        engine.backward(engine(*inputs))
+        engine.step()
+    assert schedule.get_last_lr() == [0.5 / (1 + len(loader) // MICRO)]
+    assert optimizer.param_groups[0]["momentum"] == 0.9 and engine.get_mom() == [0.9]
+    assert engine.train_batch_size() == 4 * MICRO * world
+    engine.set_train_batch_size(4 * world)
+    assert engine.gradient_accumulation_steps() == 1
+    engine.set_train_micro_batch_size(6)
+    assert engine.train_batch_size() == 6 * world
+    assert engine.vocab_size_of_nothing if hasattr(engine, "vocab_size_of_nothing") else True
+    assert engine.embed is engine.module.embed  # the module's attributes
+    engine.offload_states()
+    engine.reload_states()
+    engine.destroy()
+    for wrong, text in (
+        ({"mpu": object()}, "mpu="),
+        ({"mesh_param": (1, 2)}, "mesh_param="),
+        ({"config": None}, "needs a configuration"),
+        ({"config": keys | {"train_batch_size": 7}}, "train_batch_size=7"),
+        ({"config": keys | {"zero_optimisation": {}}}, "zero_optimization"),
+        ({"config": keys | {"optimizer": {"type": "OneBitAdam"}}}, "zero_quantized_gradients"),
+        ({"config": keys | {"optimizer": {"type": "Lamb"}}}, "norms of whole parameters"),
+        ({"colour": 1}, "'colour'"),
+    ):
+        given: dict[str, Any] = {"config": keys} | wrong
+        with pytest.raises(zs.ConfigError, match=text):
+            deepspeed.initialize(model=make_model(layers=1), **given)
+    dist.barrier()
+
+
+def test_arguments_are_taken_or_refused_with_the_reason() -> None:
+    run_ranks(2, _arguments)
+
+
+# ---------------------------------------------------------------------- one process
+
+
+def _rates(kind: str, count: int, /, group_lr: float = 0.1, **params: Any) -> list[float]:
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=group_lr)
+    schedule = schedules.make_schedule(kind, params, optimizer)
+    rates = [optimizer.param_groups[0]["lr"]]
+    for _ in range(count):
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+        assert schedule.get_last_lr() == rates[-1:]
+    return rates
+
+
+def test_schedules_give_deepspeeds_numbers() -> None:
+    """Worked by hand: the first number is the rate before the first step."""
+    log4 = math.log(4)
+    cases: list[tuple[str, dict[str, Any], list[float]]] = [
+        ("WarmupLR", {"warmup_max_lr": 0.8, "warmup_num_steps": 4, "warmup_type": "linear"},
+         [0, 0, 0.2, 0.4, 0.6, 0.8, 0.8]),
+        ("WarmupLR", {"warmup_max_lr": 0.8, "warmup_num_steps": 4},
+         [0, 0, 0.8 * math.log(2) / log4, 0.8 * math.log(3) / log4, 0.8, 0.8]),
+        ("WarmupLR", {"warmup_num_steps": 1, "warmup_min_lr": 0.02, "warmup_type": "linear"},
+         [0.02, 0.02, 0.06, 0.1, 0.1]),
+        ("WarmupDecayLR", {"total_num_steps": 6, "warmup_max_lr": 0.8, "warmup_num_steps": 2,
+                           "warmup_type": "linear"},
+         [0, 0, 0.4, 0.8, 0.6, 0.4, 0.2, 0, 0]),
+        ("WarmupCosineLR", {"total_num_steps": 4, "warmup_num_steps": 2, "cos_min_ratio": 0.5,
+                            "warmup_type": "linear"},
+         [0, 0, 0.05, 0.075, 0.05, 0.05]),
+        ("LRRangeTest", {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2},
+         [0.1, 0.15, 0.2, 0.25]),
+        ("LRRangeTest", {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2,
+                         "lr_range_test_staircase": True},
+         [0.1, 0.1, 0.2, 0.2]),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_first_step_size": 2,
+                      "decay_step_size": 1, "decay_lr_rate": 1.0},
+         [0.1, 0.3, 0.5, 0.3, 0.1, 0.05, 0.1 / 3]),
+    ]  # fmt: skip
+    for kind, params, expected in cases:
+        # OneCycle's last point of the cycle is its start again, as DeepSpeed counts
+        assert _rates(kind, len(expected) - 1, **params) == pytest.approx(expected), kind
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    cycle = schedules.OneCycle(optimizer, 0.1, 0.5, cycle_first_step_size=2)
+    betas = [optimizer.param_groups[0]["betas"]]
+    for _ in range(4):
+        cycle.step()
+        betas.append(optimizer.param_groups[0]["betas"])
+    assert [pair[0] for pair in betas] == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9])
+    assert {pair[1] for pair in betas} == {0.99}
+
+
+def test_a_schedule_goes_on_where_it_was_saved() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    first = schedules.WarmupLR(optimizer, warmup_num_steps=9)
+    first.step()
+    first.step()
+    second = schedules.WarmupLR(optimizer, warmup_max_lr=0.1, warmup_num_steps=9)
+    second.load_state_dict(first.state_dict())
+    first.step()
+    rate = optimizer.param_groups[0]["lr"]
+    second.step()
+    assert optimizer.param_groups[0]["lr"] == rate == second.get_lr()[0]
+    for wrong in ({"warmup_num_steps": 0}, {"warmup_type": "cubic"}, {"speed": 1}):
+        with pytest.raises(zs.ConfigError, match=next(iter(wrong))):
+            schedules.make_schedule("WarmupLR", wrong, optimizer)
+    with pytest.raises(zs.ConfigError, match="WarmupDecayLR"):
+        schedules.make_schedule("StepLR", {}, optimizer)
+
+
+def test_optimizers_are_made_by_deepspeeds_names() -> None:
+    def of(kind: str, **params: Any) -> torch.optim.Optimizer:
+        return optimizers.make_optimizer(kind, params, [torch.nn.Parameter(torch.ones(4))])
+
+    assert type(of("Adam", lr=1e-3, torch_adam=True)) is torch.optim.AdamW
+    assert type(of("Adam", adam_w_mode=False)) is torch.optim.Adam
+    assert of("AdamW").defaults["weight_decay"] == 0.0
+    assert type(of("SGD", lr=0.1)) is torch.optim.SGD
+    assert type(of("adagrad")) is torch.optim.Adagrad
+    assert type(of("RMSprop")) is torch.optim.RMSprop
+    for kind, text in (("Muon", "whole matrices"), ("Nothing", "torch.optim"), ("lr", "torch")):
+        with pytest.raises(zs.ConfigError, match=text):
+            of(kind)
+    with pytest.raises(zs.ConfigError, match="gradient_clipping"):
+        of("Adam", max_grad_norm=1.0)
+    with pytest.raises(zs.ConfigError, match="speed"):
+        of("SGD", speed=1)
+    parameters: Any = [torch.nn.Parameter(torch.ones(4))]
+    assert type(optimizers.DeepSpeedCPUAdam(parameters, adamw_mode=False)) is torch.optim.Adam
+    lion = optimizers.Lion(parameters, lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
+    parameters[0].grad = torch.tensor([1.0, -2.0, 0.0, 3.0])
+    lion.step()
+    _near(parameters[0].detach(), torch.tensor([0.85, 1.05, 0.95, 0.85]))
+
+
+def test_two_batch_sizes_give_the_third() -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    for given, expected in (
+        ((32, 4, None), (32, 4, 2)),
+        ((32, None, 4), (32, 2, 4)),
+        ((None, 4, 3), (48, 4, 3)),
+        ((32, None, None), (32, 8, 1)),
+        ((None, 4, "auto"), (16, 4, 1)),
+    ):
+        batch_ = complete_batch(dict(zip(names, given, strict=True)), 4)
+        assert (batch_.train, batch_.micro, batch_.steps) == expected, given
+    for wrong in ((None, None, 2), (33, 4, None), (2, None, None), (0, 4, 1)):
+        with pytest.raises(zs.ConfigError, match="batch"):
+            complete_batch(dict(zip(names, wrong, strict=True)), 4)
+
+
+def test_the_small_modules_do_what_their_names_say() -> None:
+    loader = small.RepeatingLoader([1, 2])
+    assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
+    nested = {"a": [torch.ones(2)[:1]], "b": 3}
+    copied = small.clone_tensors_for_torch_save(nested)
+    assert copied["b"] == 3 and copied["a"][0].untyped_storage().nbytes() == 4
+    assert torch.device(small.get_accelerator().current_device_name()).type in ("cpu", "cuda")
+    value = torch.ones(3, requires_grad=True)
+    small.configure(checkpoint_in_cpu=True)
+    assert small.is_configured()
+    small.checkpoint(lambda x: x.exp().sum(), value).backward()
+    assert value.grad is not None
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+    assert zero.set_z3_leaf_modules(module, [torch.nn.ReLU, "Linear"]) == list(module)
+    tiled = zero.TiledLinear(6, 4, in_splits=2, out_splits=2, init_linear=torch.nn.Linear(6, 4))
+    assert tiled(torch.ones(1, 6)).shape == (1, 4)
