@@ -178,11 +178,11 @@ def _skips(rank: int, world: int) -> None:
             same = torch.equal(before["head.weight"], engine.module_state_dict()["head.weight"])
             skipped = step == 1
             assert engine.optimizer.overflow == skipped == (not engine.was_step_applied())
-            assert same == (skipped or step == 0), step  # the warmup begins at rate 0
+            assert same == (step < 3), step  # the warmup begins with two steps at rate 0
         assert engine.skipped_steps == 1 and engine.global_steps == 4
         assert rates[0] == rates[1] == 0.0 < rates[2] < rates[3]  # the schedule stood still
         assert engine.loss_scale == engine.optimizer.loss_scale == 2.0**15
-        with pytest.raises(zs.ConfigError, match="engine.backward"):
+        with pytest.raises(zs.ConfigError, match=r"engine\.backward"):
             engine.scale(torch.ones(()))
         engine.destroy()
 
@@ -240,7 +240,10 @@ def _states(rank: int, world: int, keys: dict[str, Any]) -> None:
         grad = states.safe_get_full_grad(weight)
         assert grad is not None and grad.shape == weight.shape and grad.abs().sum() > 0
         local = states.safe_get_local_grad(weight)
-        assert local is not None and (local.numel() < weight.numel()) == (stage > 1)
+        assert local is not None
+        held = torch.tensor(local.numel())
+        dist.all_reduce(held)
+        assert held == weight.numel() * (world if stage == 0 else 1)
         states.safe_set_full_grad(weight, grad * 0 + 1e-4)
         _near(states.safe_get_full_grad(weight), grad * 0 + 1e-4)
         engine.step()
@@ -362,7 +365,7 @@ def _arguments(rank: int, world: int) -> None:
     assert engine.gradient_accumulation_steps() == 1
     engine.set_train_micro_batch_size(6)
     assert engine.train_batch_size() == 6 * world
-    assert engine.vocab_size_of_nothing if hasattr(engine, "vocab_size_of_nothing") else True
+    assert not hasattr(engine, "nothing")
     assert engine.embed is engine.module.embed  # the module's attributes
     engine.offload_states()
     engine.reload_states()

@@ -76,7 +76,7 @@ HOST_VALUES = {
     "--export": "more environment variables for the hosts, NAME,... (docs/launching.md)",
 }
 OWN_VALUES = ("--nproc", "--nproc-per-node", "--stall-timeout", *HOST_VALUES)
-OWN_FLAGS = ("--debug", "--help", "-h")
+OWN_FLAGS = ("--as-deepspeed", "--debug", "--help", "-h")
 HOST_WORDS = {
     "--hostfile": "FILE", "--include": "HOSTS", "--exclude": "HOSTS", "--ssh": "COMMAND",
     "--export": "NAMES",
@@ -155,6 +155,7 @@ class RunOptions:
     debug: bool = False
     hosts: HostChoice | None = None  # start launchers there
     place: Place | None = None  # this is one of them
+    as_deepspeed: bool = False  # `import deepspeed` is zeroshard's stand-in in the ranks
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -177,6 +178,15 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help=(
             "end the job, with the stacks of every rank, when no rank has made progress (a forward,"
             " a step) for so long; 0: never look (default: show the stacks after 600 s, and go on)"
+        ),
+    )
+    parser.add_argument(
+        "--as-deepspeed",
+        action="store_true",
+        help=(
+            "let `import deepspeed` be zeroshard's stand-in, in the script and in Transformers and"
+            " Accelerate; --local_rank is not passed on: LOCAL_RANK is set, and"
+            " add_config_arguments() makes it the option's default"
         ),
     )
     debug = "show the log of torch's launcher and our own tracebacks"
@@ -206,6 +216,8 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
     _check_nproc(given.nproc)
     if given.module and given.no_python:
         raise UsageError("--module and --no-python exclude each other")
+    if given.as_deepspeed and given.no_python:
+        raise UsageError("--as-deepspeed acts on Python scripts: leave out --no-python")
     kind = "module" if given.module else "command" if given.no_python else "script"
     check_target(kind, rest[0])
     # from the line, or torchrun's own defaults, which cluster operators set
@@ -239,6 +251,7 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
         debug=given.debug,
         hosts=hosts,
         place=place,
+        as_deepspeed=given.as_deepspeed,
     )
 
 

@@ -181,6 +181,8 @@ def _set_environment(
     for setting in settings_for(os.environ, num_ranks=num_ranks):
         os.environ[setting.name] = setting.value
         say(str(setting))
+    if options.as_deepspeed:
+        os.environ[worker.AS_DEEPSPEED] = "1"
     if options.place is not None:
         interface = network.interface_towards(options.place.master_addr)
         if interface is not None:

@@ -14,8 +14,9 @@ It keeps a file with the time of the rank's last heartbeat (``core/launched.py``
 stacks of all threads to another on `STACKS_SIGNAL`. The launcher prints the traceback, last.
 
 Invariant: an end is announced *before* anything is torn down, so its time is earlier than that of
-every failure it causes in another rank. Standard library only, and no import of zeroshard: it must
-cost nothing and shadow nothing of the user's.
+every failure it causes in another rank. Standard library only, and no import of zeroshard (but for
+the stand-in that ``--as-deepspeed`` asks for): it must cost nothing and shadow nothing of the
+user's.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ __all__ = ["beat", "die_with", "main", "meeting_file", "report"]
 DIRECTORY = "ZEROSHARD_RUN_DIRECTORY"
 LAUNCHER_PID = "ZEROSHARD_RUN_PID"
 MEETING = "ZEROSHARD_RUN_MEETING"
+AS_DEEPSPEED = "ZEROSHARD_RUN_AS_DEEPSPEED"
 MODULE = "zeroshard_launched"  # as core/launched.py looks for it
 PR_SET_PDEATHSIG = 1
 STACKS_SIGNAL = signal.SIGRTMIN + 9  # no user's, no library's that we know of
@@ -56,6 +58,7 @@ def main(argv: list[str]) -> None:
     directory, launcher = os.environ.pop(DIRECTORY), int(os.environ.pop(LAUNCHER_PID))
     die_with(launcher)
     _Launched.meeting, _Launched.directory = os.environ.pop(MEETING, None), directory
+    as_deepspeed = os.environ.pop(AS_DEEPSPEED, None)
     kind, target, *args = argv
     shows = _show(directory, stacks=kind != "command")
     hello = {
@@ -70,6 +73,8 @@ def main(argv: list[str]) -> None:
         os.execvp(target, [target, *args])
     sys.modules[MODULE] = sys.modules[__name__]
     faulthandler.enable()
+    if as_deepspeed is not None:
+        importlib.import_module("zeroshard.integrations.deepspeed.shim").install()
     try:
         _run_script(target, args) if kind == "script" else _run_module(target, args)
     except SystemExit as error:

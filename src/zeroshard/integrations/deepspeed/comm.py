@@ -5,8 +5,8 @@ Every name that is not here is torch.distributed's own.
 
 from __future__ import annotations
 
-import logging
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +16,6 @@ import zeroshard as zs
 
 __all__ = ["get_local_rank", "get_rank", "get_world_size", "init_distributed", "is_initialized"]
 
-_log = logging.getLogger("DeepSpeed")
 _DEFAULT = timedelta(minutes=30)
 # what only concerns how DeepSpeed looks for MPI, and what it prints
 _WITHOUT_EFFECT = ("auto_mpi_discovery", "verbose", "config")
@@ -60,7 +59,19 @@ def init_distributed(
 
 def is_initialized() -> bool:
     """Whether there is a process group."""
+    _tell_accelerate()
     return dist.is_initialized()
+
+
+def _tell_accelerate() -> None:
+    """Let Accelerate count CPU ranks: it asks `is_initialized` while it looks for the ranks, and
+    with DeepSpeed on a machine without an accelerator it knows no backend, and then one process.
+    """
+    module = sys.modules.get("accelerate.state")
+    if module is not None and "RANK" in os.environ:
+        state = module.PartialState._shared_state
+        if state.get("backend", "") is None:
+            state["backend"] = "gloo"
 
 
 def get_rank(group: Any = None) -> int:

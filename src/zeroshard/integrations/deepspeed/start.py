@@ -13,6 +13,7 @@ import copy
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -172,8 +173,18 @@ def _sharded(model: nn.Module, optimizer: Any, config: dict[str, Any]) -> DeepSp
     if out.zero_optimization_stage() == 3:
         owners.mark(model.parameters())
     if engine.rank == 0:
-        _log.info("zeroshard in DeepSpeed's place: %r, %s", engine, batch)
+        _tell(f"in DeepSpeed's place: {engine!r}, {batch}")
     return out
+
+
+def _tell(line: str) -> None:
+    """Log what is in force; where it stands in for DeepSpeed, on stderr, since Transformers sets
+    the logger's level.
+    """
+    if "deepspeed" in sys.modules:
+        sys.stderr.write(f"zeroshard: {line}\n")
+    else:
+        _log.info("zeroshard %s", line)
 
 
 def _schedule(given: Any, engine: DeepSpeedEngine, config: dict[str, Any]) -> Any:

@@ -241,18 +241,22 @@ def _set_states(
     if optimizer is None:
         raise zs.StateError("this engine has no optimizer, and so no optimizer state")
     engine.states.finish_step()
+    keys = [optimizer.state.get(shard.tensor, {}).keys() for shard in _shards(engine, param)]
+    lacking = sorted({str(one) for held in keys if key not in held for one in held} | {""})
+    lacks = any(key not in held for held in keys)
+    answers = engine.exchange(json.dumps([lacks, lacking[1:]]).encode(), _CALL)
+    for rank_lacks, held in map(json.loads, answers):
+        if rank_lacks:  # on every rank
+            raise zs.StateError(
+                f"the optimizer has no state {key!r} of this parameter; it has"
+                f" {', '.join(map(repr, held)) or 'none before its first step'}"
+            )
 
     def replace(shard: Any) -> None:
-        if shard.parameter is not param:
-            return
-        state = optimizer.state.get(shard.tensor, {})
-        if key not in state:
-            raise zs.StateError(
-                f"the optimizer has no state {key!r} of {shard.name!r} yet: it has"
-                f" {', '.join(map(repr, state)) or 'none'}; take a step first"
-            )
-        numbers = part(shard.piece.start, shard.piece.stop)
-        state[key] = numbers.detach().to(shard.tensor.device, state[key].dtype, copy=True)
+        if shard.parameter is param:
+            state = optimizer.state[shard.tensor]
+            numbers = part(shard.piece.start, shard.piece.stop)
+            state[key] = numbers.detach().to(shard.tensor.device, state[key].dtype, copy=True)
 
     engine.states.set_states(replace)
 

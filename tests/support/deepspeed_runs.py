@@ -1,0 +1,162 @@
+"""Transformers' Trainer with a DeepSpeed configuration, and nothing of zeroshard's: run plain on
+one process, or by ``zeroshard run --as-deepspeed``. Argument 1 is a folder, the others are runs:
+
+    llama:3:cpu:fp32          family, stage ("plain": no configuration), offload device (or
+                              "schedule": DeepSpeed's own), precision
+    llama:3:cpu:fp32+resumed  the same from its third step on
+
+Each writes FOLDER/<run>.json on rank 0 (losses, norms, rates, where its checkpoints are).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+STEPS, SAMPLES, LENGTH = 6, 4, 24  # samples: of all ranks, in a micro-batch
+
+
+def _data() -> list[dict[str, torch.Tensor]]:
+    library = Path(sysconfig.get_path("stdlib"))
+    text = b"".join((library / name).read_bytes() for name in ("abc.py", "ast.py", "bdb.py"))
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long() % 128
+    rows = tokens[: tokens.numel() // LENGTH * LENGTH].view(-1, LENGTH)
+    return [{"input_ids": row, "labels": row} for row in rows[:200]]
+
+
+def _model(family: str, folder: Path) -> Any:
+    set_seed(3)
+    if family == "loaded":  # the same numbers through from_pretrained, and zero.Init at stage 3
+        seed = folder / "seed"
+        if os.environ.get("RANK", "0") == "0":
+            _model("llama", folder).save_pretrained(seed)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        return LlamaForCausalLM.from_pretrained(seed, dtype=torch.float32)
+    if family == "llama":
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=128,
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+            )
+        )
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=128,
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    )
+
+
+def _config(stage: str, device: str) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": int(stage)}
+    if stage == "3":
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    if device == "cpu":
+        zero["offload_optimizer"] = {"device": device}
+    if device == "cpu" and stage == "3":
+        zero["offload_param"] = {"device": device}
+    config: dict[str, Any] = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "zero_optimization": zero,
+    }
+    if stage == "2":  # takes the optimizer from the file, the others the Trainer's
+        numbers = ("lr", "betas", "eps", "weight_decay")
+        config["optimizer"] = {"type": "AdamW", "params": dict.fromkeys(numbers, "auto")}
+    if device == "schedule":
+        numbers = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
+        params: dict[str, Any] = dict.fromkeys(numbers, "auto") | {"warmup_type": "linear"}
+        config["scheduler"] = {"type": "WarmupLR", "params": params}
+    return config
+
+
+def _trainer(run: str, folder: Path, **changes: Any) -> Trainer:
+    AcceleratorState._reset_state(reset_partial_state=True)  # several runs in one process
+    PartialState._reset_state()
+    GradientState._reset_state()
+    family, stage, device, precision = run.split(":")
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if stage != "plain":
+        changes["deepspeed"] = _config(stage, device)
+    arguments = TrainingArguments(
+        output_dir=str(folder / run),
+        max_steps=STEPS,
+        per_device_train_batch_size=SAMPLES // world,
+        gradient_accumulation_steps=2,
+        learning_rate=3e-3,
+        weight_decay=0.1,
+        max_grad_norm=0.5,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=4,
+        logging_steps=1,
+        save_steps=3,
+        report_to=[],
+        disable_tqdm=True,
+        seed=3,
+        bf16=precision == "bf16",
+        **changes,
+    )
+    return Trainer(model=_model(family, folder), args=arguments, train_dataset=_data())
+
+
+def _report(trainer: Trainer) -> dict[str, Any]:
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "losses": [entry["loss"] for entry in logs],
+        "norms": [entry["grad_norm"] for entry in logs],
+        "rates": [entry["learning_rate"] for entry in logs],
+        "engine": type(trainer.model_wrapped).__module__,
+    }
+
+
+def main() -> None:
+    folder, runs = Path(sys.argv[1]), sys.argv[2:]
+    for name in runs:
+        run, _, resumes = name.partition("+")
+        trainer = _trainer(run, folder)
+        checkpoint = str(folder / run / "checkpoint-3") if resumes else None
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model(str(folder / f"{name}.model"))
+        report = _report(trainer)
+        if trainer.is_deepspeed_enabled:
+            report["evaluated"] = trainer.evaluate(_data()[:8])["eval_loss"]
+        if trainer.is_world_process_zero():
+            (folder / f"{name}.json").write_text(json.dumps(report))
+        trainer.accelerator.free_memory()
+
+
+if __name__ == "__main__":
+    main()
