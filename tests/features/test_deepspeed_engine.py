@@ -141,7 +141,7 @@ def test_of_a_loss_and_its_logits_only_the_loss_is_divided() -> None:
 
 
 def _no_sync(rank: int, world: int) -> None:
-    expected, weights = by_ddp(rank)
+    _, weights = by_ddp(rank)
     for stage in STAGES:
         _, engine = made(stage)
         for step in range(STEPS):

@@ -127,6 +127,9 @@ def _trainer(run: str, folder: Path, **changes: Any) -> Trainer:
         disable_tqdm=True,
         seed=3,
         bf16=precision == "bf16",
+        # else the Trainer multiplies T5's loss by the ranks, under DDP as well: T5 takes, and
+        # does not use, the count of tokens
+        average_tokens_across_devices=False,
         **changes,
     )
     return Trainer(model=_model(family, folder), args=arguments, train_dataset=_data())
