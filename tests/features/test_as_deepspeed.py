@@ -83,9 +83,27 @@ def test_every_stage_tier_and_precision_trains_and_resumes(tmp_path: Path) -> No
     loaded = ["loaded:3:none:fp32"]
     resumed = [f"llama:{stage}:{device}:fp32+resumed" for stage in STAGES for device in DEVICES]
     scheduled = ["llama:3:schedule:fp32"]
-    results = _run(tmp_path, [*sharded, *loaded, *resumed, *scheduled], plain)
+    lora = ["lora:3:none:fp32", "lora:2:cpu:fp32"]
+    loops = [f"accelerate:{stage}:{device}:fp32" for stage in STAGES for device in DEVICES]
+    every = [*sharded, *loaded, *resumed, *scheduled, *lora, *loops]
+    results = _run(tmp_path, every, [*plain, "lora:plain:none:fp32"])
     for run in (*sharded, *loaded):
         _check(results, run)
+    for run in lora:
+        ours, expected = results[run], results["lora:plain:none:fp32"]
+        assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-6), run
+        adapters = [tmp_path / f"{one}.model" / "adapter_model.safetensors" for one in
+                    (run, "lora:plain:none:fp32")]  # fmt: skip
+        saved, there = map(load_file, adapters)
+        assert saved.keys() == there.keys() and saved
+        for name, value in saved.items():
+            assert (value - there[name]).abs().max() < 1e-5, (run, name)
+    first = results[loops[0]]["losses"]
+    for run in loops:
+        loop = results[run]
+        assert loop["kind"].endswith("DEEPSPEED") and "lm_head.weight" in loop["names"]
+        assert loop["losses"] == pytest.approx(first, rel=1e-6), run
+        assert loop["losses"][12:] == loop["losses"][6:12], "loaded where it was saved"
     for run in resumed:
         whole = results[run.partition("+")[0]]
         assert results[run]["losses"][-3:] == whole["losses"][-3:], run

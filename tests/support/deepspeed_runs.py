@@ -20,7 +20,10 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DeepSpeedPlugin
+from peft import LoraConfig, get_peft_model
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -51,6 +54,9 @@ def _model(family: str, folder: Path) -> Any:
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         return LlamaForCausalLM.from_pretrained(seed, dtype=torch.float32)
+    if family == "lora":
+        lora = LoraConfig(target_modules=["q_proj", "v_proj"], r=4, task_type="CAUSAL_LM")
+        return get_peft_model(_model("llama", folder), lora)
     if family == "llama":
         return LlamaForCausalLM(
             LlamaConfig(
@@ -104,9 +110,7 @@ def _config(stage: str, device: str) -> dict[str, Any]:
 
 
 def _trainer(run: str, folder: Path, **changes: Any) -> Trainer:
-    AcceleratorState._reset_state(reset_partial_state=True)  # several runs in one process
-    PartialState._reset_state()
-    GradientState._reset_state()
+    _reset()
     family, stage, device, precision = run.split(":")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if stage != "plain":
@@ -135,6 +139,49 @@ def _trainer(run: str, folder: Path, **changes: Any) -> Trainer:
     return Trainer(model=_model(family, folder), args=arguments, train_dataset=_data())
 
 
+def _accelerate(run: str, folder: Path) -> dict[str, Any]:
+    """The same training as a loop of Accelerate's, with its state saved and loaded midway."""
+    _reset()
+    _, stage, device, _ = run.split(":")
+    config = _config(stage, device) | {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+    config.pop("optimizer", None)
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    model = _model("llama", folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    loader = torch.utils.data.DataLoader(_data(), batch_size=SAMPLES // 2)  # type: ignore[var-annotated,arg-type]
+    model, optimizer, loader, rate = accelerator.prepare(model, optimizer, loader, rate)
+    losses, saved = [], folder / f"{run}.state"
+    again = False
+    batches = list(loader)[: 2 * STEPS]
+    while len(losses) < 3 * STEPS:
+        for batch in batches[STEPS:] if again else batches:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                rate.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            if len(losses) == STEPS:
+                accelerator.save_state(str(saved))
+        accelerator.load_state(str(saved))
+        again = True
+    weights = accelerator.get_state_dict(model)
+    names = None if weights is None else sorted(weights)
+    accelerator.free_memory()
+    return {"losses": losses, "names": names, "kind": str(accelerator.distributed_type)}
+
+
+def _reset() -> None:
+    """Forget the run before: several are in one process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+    GradientState._reset_state()
+
+
 def _report(trainer: Trainer) -> dict[str, Any]:
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {
@@ -149,6 +196,11 @@ def main() -> None:
     folder, runs = Path(sys.argv[1]), sys.argv[2:]
     for name in runs:
         run, _, resumes = name.partition("+")
+        if run.startswith("accelerate:"):
+            found = _accelerate(run, folder)
+            if os.environ["RANK"] == "0":
+                (folder / f"{name}.json").write_text(json.dumps(found))
+            continue
         trainer = _trainer(run, folder)
         checkpoint = str(folder / run / "checkpoint-3") if resumes else None
         trainer.train(resume_from_checkpoint=checkpoint)
