@@ -121,7 +121,7 @@ def _trainer(run: str, folder: Path, **changes: Any) -> Trainer:
         per_device_train_batch_size=SAMPLES // world,
         gradient_accumulation_steps=2,
         learning_rate=3e-3,
-        weight_decay=0.1,
+        weight_decay=0.0,  # the optimizer of a file decays norms too, and the Trainer's does not
         max_grad_norm=0.5,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=4,
