@@ -39,7 +39,7 @@ def _run(folder: Path, sharded: list[str], plain: list[str]) -> dict[str, Any]:
 
 def _check(results: dict[str, Any], run: str) -> None:
     """The same losses, norms, rates and weights as on one process."""
-    family, _, _, precision = run.split(":")
+    family, stage, _, precision = run.split(":")
     plain = f"{'llama' if family == 'loaded' else family}:plain:none:{precision}"
     ours, expected = results[run], results[plain]
     assert ours["engine"].startswith("zeroshard.") and len(ours["losses"]) == 6
@@ -47,7 +47,10 @@ def _check(results: dict[str, Any], run: str) -> None:
     assert ours["losses"] == pytest.approx(expected["losses"], **tolerance), run
     loose = {"rel": 1e-4} if precision == "fp32" else {"rel": 0.1}
     assert ours["norms"] == pytest.approx(expected["norms"], **loose), run
-    assert ours["rates"] == pytest.approx(expected["rates"]), run
+    if stage == "2":  # the engine steps the schedule, before the Trainer logs its rate
+        assert ours["rates"][:-1] == pytest.approx(expected["rates"][1:]), run
+    else:
+        assert ours["rates"] == pytest.approx(expected["rates"]), run
     saved, there = (
         load_file(results["folder"] / f"{one}.model" / "model.safetensors") for one in (run, plain)
     )
