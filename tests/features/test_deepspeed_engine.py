@@ -286,6 +286,14 @@ def _gathered(rank: int, world: int) -> None:
     assert plain.weight.unique().tolist() == [1.0]
     for stage in STAGES:
         _, engine = made(stage)
+        ups = [block.up.weight for block in engine.module.blocks]
+        # in another order on each rank, as the set that Transformers gathers
+        with zero.GatheredParameters(ups[::-1] if rank else ups, modifier_rank=0), torch.no_grad():
+            for place, up in enumerate(ups):
+                up.data.fill_(place + rank / 2)
+        for place, up in enumerate(ups):
+            with zero.GatheredParameters(up):
+                assert up.unique().tolist() == [place]
         weight = engine.module.head.weight
         assert hasattr(weight, "ds_id") == (stage == 3) and weight.shape == (37, 19)
         for modifier in (0, 1):

@@ -17,12 +17,13 @@ from torch import nn
 import zeroshard as zs
 
 __all__ = [
-    "ZeroParamStatus", "ZeroParamType", "engine_of", "mark", "own", "release", "unmark",
+    "ZeroParamStatus", "ZeroParamType", "engine_of", "in_one_order", "mark", "own", "release", "unmark",
     "was_used",
 ]  # fmt: skip
 
 _ATTRIBUTES = ("ds_id", "ds_shape", "ds_numel", "ds_status")
-_owners: weakref.WeakKeyDictionary[zs.Engine, set[int]] = weakref.WeakKeyDictionary()
+# by id of the parameter: its place in the module
+_owners: weakref.WeakKeyDictionary[zs.Engine, dict[int, int]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
 _used: list[bool] = []  # whether any engine was made in this process
 
@@ -53,7 +54,8 @@ class ZeroParamType(Enum):
 def own(engine: zs.Engine) -> None:
     """Note that `engine` holds its module's parameters."""
     _used[:] = [True]
-    _owners[engine] = {id(parameter) for parameter in engine.module.parameters()}
+    parameters = engine.module.parameters()
+    _owners[engine] = {id(parameter): place for place, parameter in enumerate(parameters)}
 
 
 def release(engine: zs.Engine) -> None:
@@ -64,6 +66,21 @@ def release(engine: zs.Engine) -> None:
 def engine_of(parameter: object) -> zs.Engine | None:
     """Return the engine that holds `parameter`, or None for a plain one."""
     return next((engine for engine, held in _owners.items() if id(parameter) in held), None)
+
+
+def in_one_order(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return each parameter once, in an order that is the same on every rank.
+
+    Transformers gathers a set, whose order is each rank's own. Plain parameters of one shape keep
+    the order in which they come: a set may exchange them until initialize() takes rank 0's values.
+    """
+
+    def key(parameter: nn.Parameter) -> tuple[tuple[int, ...], str, int]:
+        places = (held.get(id(parameter)) for held in _owners.values())
+        place = next((place for place in places if place is not None), -1)
+        return tuple(parameter.shape), str(parameter.dtype), place
+
+    return sorted({id(parameter): parameter for parameter in parameters}.values(), key=key)
 
 
 def mark(parameters: Iterable[nn.Parameter]) -> None:

@@ -27,6 +27,7 @@ from zeroshard.integrations.deepspeed.owners import (
     ZeroParamStatus,
     ZeroParamType,
     engine_of,
+    in_one_order,
 )
 
 __all__ = [
@@ -140,7 +141,7 @@ class GatheredParameters:
     ) -> None:
         one = isinstance(params, torch.Tensor)
         given: list[Any] = [params] if one else list(params or ())
-        self._params = list({id(parameter): parameter for parameter in given}.values())
+        self._params = in_one_order(given)
         self._modifier_rank = modifier_rank
         self._enabled = enabled
         self._stack = ExitStack()
