@@ -17,8 +17,8 @@ from torch import nn
 import zeroshard as zs
 
 __all__ = [
-    "ZeroParamStatus", "ZeroParamType", "engine_of", "in_one_order", "mark", "own", "release", "unmark",
-    "was_used",
+    "ZeroParamStatus", "ZeroParamType", "engine_of", "in_one_order", "mark", "own", "release",
+    "unmark", "was_used",
 ]  # fmt: skip
 
 _ATTRIBUTES = ("ds_id", "ds_shape", "ds_numel", "ds_status")
