@@ -20,6 +20,7 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
+import transformers.training_args
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin
@@ -33,6 +34,9 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+
+if not torch.cuda.is_available():  # else bf16 needs use_cpu, which drops the configuration
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: True
 
 STEPS, SAMPLES, LENGTH = 6, 4, 24  # samples: of all ranks, in a micro-batch
 
