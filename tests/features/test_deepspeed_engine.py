@@ -515,6 +515,9 @@ def test_the_small_modules_do_what_their_names_say() -> None:
     nested = {"a": [torch.ones(2)[:1]], "b": 3}
     copied = small.clone_tensors_for_torch_save(nested)
     assert copied["b"] == 3 and copied["a"][0].untyped_storage().nbytes() == 4
+    weight = torch.ones(2)
+    tied = small.clone_tensors_for_torch_save({"a": weight, "b": weight})
+    assert tied["a"] is tied["b"] is not weight
     assert torch.device(small.get_accelerator().current_device_name()).type in ("cpu", "cuda")
     value = torch.ones(3, requires_grad=True)
     small.configure(checkpoint_in_cpu=True)

@@ -67,15 +67,24 @@ class RepeatingLoader:
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
-    """Return copies on `device` of the tensors in nested dictionaries, lists and tuples."""
-    if isinstance(item, torch.Tensor):
-        return item.detach().to(device, copy=True)
-    if isinstance(item, dict):
-        made = {key: clone_tensors_for_torch_save(value, device) for key, value in item.items()}
-        return type(item)(made)
-    if isinstance(item, (list, tuple)):
-        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
-    return item
+    """Return copies on `device` of the tensors in nested dictionaries, lists and tuples; what is
+    one tensor under two names (tied weights) stays one.
+    """
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def copied(one: Any) -> Any:
+        if isinstance(one, torch.Tensor):
+            place = (one.data_ptr(), one.dtype, one.shape, one.stride())
+            if not one.numel() or place not in copies:
+                copies[place] = one.detach().to(device, copy=True)
+            return copies[place]
+        if isinstance(one, dict):
+            return type(one)({key: copied(value) for key, value in one.items()})
+        if isinstance(one, (list, tuple)):
+            return type(one)(copied(value) for value in one)
+        return one
+
+    return copied(item)
 
 
 # ---------------------------------------------------------------------- the accelerator
