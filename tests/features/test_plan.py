@@ -202,7 +202,7 @@ def test_a_model_with_integer_parameters_is_refused_by_the_parameters_name() -> 
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     whole = torch.zeros(8, 8, dtype=torch.int8)
     model[0].weight = torch.nn.Parameter(whole, requires_grad=False)
-    with pytest.raises(zs.ConfigError, match="'0.weight' is torch.int8: plans know fp32"):
+    with pytest.raises(zs.ConfigError, match=r"'0\.weight' is torch\.int8"):
         zs.plan(model, zs.Machine.of("CPU"))
 
 
