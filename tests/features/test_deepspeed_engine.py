@@ -244,7 +244,7 @@ def _states(rank: int, world: int, keys: dict[str, Any]) -> None:
         held = torch.tensor(local.numel())
         dist.all_reduce(held)
         assert held == weight.numel() * (world if stage == 0 else 1)
-        beside = engine.module.blocks[0].down.weight
+        beside = engine.module.blocks[0].norm.weight  # on the same rank
         untouched = states.safe_get_full_grad(beside)
         states.safe_set_full_grad(weight, grad * 0 + 1e-4)
         _near(states.safe_get_full_grad(beside), untouched, rtol=0, atol=0)
