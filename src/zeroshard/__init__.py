@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from zeroshard.runtime.ema import EMA
     from zeroshard.runtime.engine import Engine
     from zeroshard.runtime.ledger import MemoryTable, memory_table
+    from zeroshard.runtime.parameter_states import ParameterStates
     from zeroshard.runtime.reports import MemoryReport, TrafficReport
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "MemoryReport",
     "MemoryTable",
     "Offload",
+    "ParameterStates",
     "PeerLostError",
     "Plan",
     "PlanMismatch",
@@ -128,6 +130,7 @@ _HOMES = {
     "zeroshard.runtime.ema": ("EMA",),
     "zeroshard.runtime.engine": ("Engine",),
     "zeroshard.runtime.ledger": ("MemoryTable", "memory_table"),
+    "zeroshard.runtime.parameter_states": ("ParameterStates",),
     "zeroshard.runtime.reports": ("MemoryReport", "TrafficReport"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -305,6 +305,12 @@ class Engine:
         self._states.check_open()
         return self._whole.full_grad(param)
 
+    def exchange(self, payload: bytes, call: str = "engine.exchange()") -> list[bytes]:
+        """Return every rank's `payload`, in rank order. Collective; PlanMismatch, on every rank,
+        where other ranks are in another `call`.
+        """
+        return self._states.peers.exchange(payload, call)
+
     @property
     def rank(self) -> int:
         """This rank's number among the data parallel ranks."""

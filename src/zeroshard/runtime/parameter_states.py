@@ -1,0 +1,230 @@
+"""One whole parameter's fp32 master, gradient or optimizer state: read on every rank, or set.
+
+    pieces of this rank    (start, stop, numbers)     in the order of the parameter's memory
+    exchange               who holds which range      the lowest rank that holds one sends it
+    all-reduce             of the bits, 0 elsewhere   every rank has the whole
+
+Cost: a message per rank and an all-reduce of the parameter. With ``local=True`` this rank's pieces
+alone are read and written, joined, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeroshard.errors import ConfigError, StateError
+from zeroshard.optim.shards import ParamShard
+from zeroshard.runtime.engine import Engine, states_of
+
+__all__ = ["ParameterStates"]
+
+_CALL = "ParameterStates"
+_Part = Callable[[int, int], torch.Tensor]  # the numbers of elements [start, stop)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Elements [start, stop) of one parameter that rest on this rank."""
+
+    start: int
+    stop: int
+    numbers: torch.Tensor
+
+
+class ParameterStates:
+    """The states of `param`, one of `engine`'s parameters.
+
+    Every method is collective, except that reading with ``local=True`` sends nothing (the first
+    read of a gradient in a step does). Whole values have the parameter's shape and are fp32; local
+    ones are this rank's part of them, 1-D, in the order of the parameter's memory.
+    """
+
+    def __init__(self, engine: Engine, param: nn.Parameter) -> None:
+        if all(param is not one for one in engine.module.parameters()):
+            raise ConfigError(
+                f"a parameter of shape {tuple(param.shape)} is none of this engine's: take one of"
+                " engine.module.parameters()"
+            )
+        self._engine = engine
+        self._param = param
+        self._states = states_of(engine)
+
+    # ------------------------------------------------------------------ reading
+
+    def master(self, *, local: bool = False) -> torch.Tensor:
+        """Return the fp32 master."""
+        self._states.finish_step()
+        value = self._read(self._masters(), local)
+        assert value is not None
+        return value
+
+    def grad(self, *, local: bool = False) -> torch.Tensor | None:
+        """Return the averaged gradient as the step will take it; None where no rank used the
+        parameter, or the step has taken the gradient.
+        """
+        if not self._states.has_pending_gradients:
+            return None
+        whole = self._engine.full_grad(self._param)
+        if whole is None or not local:
+            return None if whole is None else whole.float()
+        grads = ((shard, shard.grad()) for shard in self._shards())
+        return _joined(
+            _Piece(shard.piece.start, shard.piece.stop, grad)
+            for shard, grad in grads
+            if grad is not None
+        )
+
+    def state(self, key: str, *, local: bool = False) -> torch.Tensor | None:
+        """Return state `key` ("exp_avg", ...) of the optimizer; None before the first step, and
+        for a key that it does not have.
+        """
+        self._states.finish_step()
+        return self._read(self._optimizer_states(key), local)
+
+    # ------------------------------------------------------------------ writing
+
+    def set_master(self, value: torch.Tensor, *, local: bool = False) -> None:
+        """Set the master, and with it the weight, to `value`, the same on every rank where it is
+        whole.
+        """
+        part = self._parts(value, local)
+        self._states.finish_step()
+        with torch.no_grad(), self._states.rewriting():
+            for piece in self._states.resting_pieces():
+                if piece.parameter is self._param:
+                    piece.write(part(piece.start, piece.stop))
+
+    def set_grad(self, value: torch.Tensor, *, local: bool = False) -> None:
+        """Set the averaged gradient. Raises StateError without one."""
+        if self.grad() is None:
+            raise StateError(
+                f"a parameter of shape {tuple(self._param.shape)} has no gradient to set: run a"
+                " backward that uses it first"
+            )
+        part = self._parts(value, local)
+        for shard in self._shards():
+            shard.set_grad(part(shard.piece.start, shard.piece.stop))
+
+    def set_state(self, key: str, value: torch.Tensor, *, local: bool = False) -> None:
+        """Set state `key` of the optimizer. Raises StateError before the first step, and for a key
+        that it does not have.
+        """
+        optimizer, part = self._engine.optimizer, self._parts(value, local)
+        if optimizer is None:
+            raise StateError("this engine has no optimizer, and so no optimizer state")
+        self._states.finish_step()
+        self._check_key(optimizer, key)
+
+        def replace(shard: ParamShard) -> None:
+            if shard.parameter is self._param:
+                state = optimizer.state[shard.tensor]
+                numbers = part(shard.piece.start, shard.piece.stop)
+                state[key] = numbers.detach().to(shard.tensor.device, state[key].dtype, copy=True)
+
+        self._states.set_states(replace)
+
+    # ------------------------------------------------------------------ pieces
+
+    def _shards(self) -> list[ParamShard]:
+        return [shard for shard in self._states.stepped_pieces() if shard.parameter is self._param]
+
+    def _masters(self) -> Iterator[_Piece]:
+        for piece in self._states.resting_pieces():
+            if piece.parameter is self._param:
+                with piece.borrowed() as numbers:
+                    yield _Piece(piece.start, piece.stop, numbers.detach().float().clone())
+
+    def _optimizer_states(self, key: str) -> Iterator[_Piece]:
+        assert self._engine.optimizer is not None
+        for shard in self._shards():
+            value = self._engine.optimizer.state.get(shard.tensor, {}).get(key)
+            if not isinstance(value, torch.Tensor) or value.shape != shard.tensor.shape:
+                continue
+            start, stop = shard.piece.start, shard.piece.stop
+            found = self._states.optimizer_state(shard, key, start, stop)
+            with ExitStack() as stack:
+                numbers = stack.enter_context(found()) if callable(found) else found
+                yield _Piece(start, stop, numbers.detach().float().clone())
+
+    def _check_key(self, optimizer: torch.optim.Optimizer, key: str) -> None:
+        """Raise StateError on every rank where one rank's state lacks `key`."""
+        keys = [optimizer.state.get(shard.tensor, {}).keys() for shard in self._shards()]
+        held = sorted({str(one) for names in keys if key not in names for one in names})
+        lacks = any(key not in names for names in keys)
+        answers = self._states.peers.exchange(json.dumps([lacks, held]).encode(), _CALL)
+        for rank_lacks, names in map(json.loads, answers):
+            if rank_lacks:
+                raise StateError(
+                    f"the optimizer has no state {key!r} of this parameter; it has"
+                    f" {', '.join(map(repr, names)) or 'none before its first step'}"
+                )
+
+    def _read(self, pieces: Iterable[_Piece], local: bool) -> torch.Tensor | None:
+        return _joined(pieces) if local else self._whole(list(pieces))
+
+    def _whole(self, pieces: list[_Piece]) -> torch.Tensor | None:
+        """Return the whole tensor that the ranks' `pieces` are; None where no rank has any."""
+        ranges = [(piece.start, piece.stop) for piece in pieces]
+        answers = self._states.peers.exchange(json.dumps(ranges).encode(), _CALL)
+        everyone = [json.loads(answer) for answer in answers]
+        if not any(everyone):
+            return None
+        param = self._param
+        flat = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
+        for piece in pieces:
+            flat[piece.start : piece.stop] = piece.numbers
+        for earlier in everyone[: self._engine.rank]:  # who sends these
+            for start, stop in earlier:
+                flat[start:stop] = 0
+        if self._engine.world > 1:
+            dist.all_reduce(flat.view(torch.int32))  # of the bits: -0.0 + 0.0 would be 0.0
+        return flat.as_strided(param.shape, self._stride())
+
+    # ------------------------------------------------------------------ values to set
+
+    def _parts(self, value: torch.Tensor, local: bool) -> _Part:
+        """Return how to cut `value` into the pieces of this rank."""
+        if local:
+            take = _Cut(value)
+            return lambda start, stop: take(stop - start)
+        flat = self._in_memory_order(value)
+        return lambda start, stop: flat[start:stop]
+
+    def _in_memory_order(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the elements of `value` as the parameter's memory holds them, 1-D."""
+        param, shape = self._param, tuple(self._param.shape)
+        if value.numel() != prod(shape):
+            raise ConfigError(f"value has shape {tuple(value.shape)}, the parameter {shape}")
+        stride = self._stride()
+        dense = torch.empty_strided(shape, stride, dtype=torch.float32, device=param.device)
+        dense.copy_(value.detach().view(shape))
+        return dense.as_strided((dense.numel(),), (1,))
+
+    def _stride(self) -> tuple[int, ...]:
+        return self._states.parameter_layouts()[id(self._param)][0]
+
+
+class _Cut:
+    """Takes one piece after the other from a 1-D tensor."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._left = value.reshape(-1)
+
+    def __call__(self, numel: int) -> torch.Tensor:
+        if numel > self._left.numel():
+            raise ConfigError("value has fewer elements than this rank's part of the parameter")
+        taken, self._left = self._left[:numel], self._left[numel:]
+        return taken
+
+
+def _joined(pieces: Iterable[_Piece]) -> torch.Tensor:
+    parts = [piece.numbers.reshape(-1) for piece in pieces]
+    return torch.cat(parts) if parts else torch.empty(0)
