@@ -114,7 +114,8 @@ def test_every_stage_tier_and_precision_trains_and_resumes(tmp_path: Path) -> No
     for family, device in itertools.product(FAMILIES, DEVICES):
         stages = [results[f"{family}:{stage}:{device}:bf16"]["losses"] for stage in STAGES]
         for one in stages:
-            assert one == pytest.approx(stages[0], rel=1e-3), (family, device)
+            # T5's losses are bf16 numbers: one of them may be the next
+            assert one == pytest.approx(stages[0], rel=2**-8), (family, device)
     # WarmupLR's first step has no rate, and its second the first rate again
     rates = results["llama:3:schedule:fp32"]["rates"]
     assert rates == pytest.approx([0, 7.5e-4, 1.5e-3, 2.25e-3, 3e-3, 3e-3])
