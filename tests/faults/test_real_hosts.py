@@ -30,7 +30,6 @@ losses = train(rank, int(os.environ["WORLD_SIZE"]), "gloo")
 interfaces = os.environ["GLOO_SOCKET_IFNAME"]
 print(json.dumps([rank, losses, interfaces, os.environ["MASTER_ADDR"]]), flush=True)
 torch.distributed.destroy_process_group()
-time.sleep(1)  # a thread may still ask the store whether a rank has given up
 """
 Start = Callable[..., Job]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -186,3 +188,27 @@ def test_without_memfd_on_one_rank_all_use_gloo_and_say_so_once() -> None:
     assert [name for name, _ in results] == ["gloo", "gloo"]
     assert [len(records) for _, records in results] == [1, 0]
     assert "rank 1" in results[0][1][0] and "slower" in results[0][1][0]
+
+
+IN_A_CALL = """
+import contextlib, datetime, time
+import torch.distributed as dist
+from zeroshard.comm.gloo_peers import Waiters
+
+store = dist.TCPStore("127.0.0.1", 0, 1, True)
+other = store.clone()
+
+def look():
+    with contextlib.suppress(RuntimeError):
+        other.wait(["never set"], datetime.timedelta(seconds=0.2))
+
+waiters = Waiters()
+waiters.run(look)
+time.sleep(0.05)
+"""
+
+
+def test_a_thread_inside_a_call_of_the_store_does_not_abort_the_end_of_a_program() -> None:
+    command = [sys.executable, "-c", IN_A_CALL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

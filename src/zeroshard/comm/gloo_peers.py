@@ -28,6 +28,7 @@ can block another.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import secrets
 import struct
@@ -71,6 +72,7 @@ _HEAD = struct.Struct("<QQ")  # bytes of the payload, messages sent to this peer
 _INLINE = 256 - _HEAD.size  # payload bytes that travel with the head in one message
 _FOREVER = timedelta(days=20)  # fits gloo's 31 bits of milliseconds
 _PROBE_S = 0.05
+_AT_EXIT_S = 0.5
 
 
 class Waiters:
@@ -95,7 +97,11 @@ class Waiters:
 class _Crew:
     """What the threads know: not their owner, which they must not keep alive."""
 
+    everyone: weakref.WeakSet[_Crew] = weakref.WeakSet()
+
     def __init__(self) -> None:
+        self.everyone.add(self)
+        self.num_busy = 0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # `close` may be called by the garbage collector, in a thread that holds it
         self._lock = threading.RLock()
@@ -104,6 +110,7 @@ class _Crew:
 
     def run(self, job: Callable[[], None]) -> None:
         with self._lock:
+            self.num_busy += 1
             if self._idle:
                 self._idle -= 1
                 self._jobs.put(job)
@@ -117,6 +124,7 @@ class _Crew:
         while job is not None:
             job()
             with self._lock:
+                self.num_busy -= 1
                 if self._closed:
                     return
                 self._idle += 1
@@ -128,6 +136,16 @@ class _Crew:
             self._closed = True
             for _ in range(self._idle):
                 self._jobs.put(None)
+
+
+@atexit.register
+def _end_jobs() -> None:
+    """Wait a moment for jobs under way: a thread that comes back from C++ when the interpreter has
+    ended is unwound there, and aborts the process.
+    """
+    deadline = time.monotonic() + _AT_EXIT_S
+    while any(crew.num_busy for crew in _Crew.everyone) and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
 class Transfer:
