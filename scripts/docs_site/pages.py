@@ -1,18 +1,11 @@
-"""The pages that are made when the site is built: their place in the site and their Markdown.
-
-The reference of the configuration is ``zeroshard.config.reference`` where the package has that
-module, and a table of the fields of ``Config`` otherwise.
-"""
+"""The pages that are made when the site is built: their place in the site and their Markdown."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from scripts.docs_site.api import api_page
 from scripts.docs_site.messages import messages_page
@@ -38,34 +31,13 @@ def generated_pages() -> dict[str, str]:
 
 def configuration_page() -> str:
     """Return the reference of the keywords of ``zeroshard.shard``."""
-    from zeroshard import config
+    from zeroshard.config.reference import reference_markdown
 
-    out = [
-        "# Configuration reference",
-        "",
-        "The keywords of [`zs.shard`](api.md#shard), and the keys of its JSON form"
-        ' (`config="zero.json"`). A key that does not exist, and an option without effect, raise'
-        " ConfigError.",
-        "",
-    ]
-    if find_spec("zeroshard.config.reference") is not None:
-        described = import_module("zeroshard.config.reference")
-        return "\n".join(out) + "\n" + str(described.reference_markdown())
-    for name in ("Config", "Comm", "Offload"):
-        model = getattr(config, name)
-        out += [f"## {name}", "", "| key | type | default |", "|---|---|---|"]
-        out += list(_fields(model))
-        out += ["", f"[`{name}`](api.md#{name.lower()}) says what each key does.", ""]
-    return "\n".join(out) + "\n"
-
-
-def _fields(model: Any) -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        if not field.exclude:
-            kind = str(field.annotation).replace("typing.", "").replace("|", "\\|")
-            kind = kind.removeprefix("<class '").removesuffix("'>").rpartition("zeroshard.")[2]
-            default = field.default if isinstance(field.default, str | int | float) else None
-            yield f"| `{name}` | {kind} | `{default!r}` |"
+    return (
+        "# Configuration reference\n\nThe keywords of [`zs.shard`](api.md#shard), and the keys of"
+        ' its JSON form (`config="zero.json"`). A key that does not exist, and an option without'
+        f" effect, raise ConfigError.\n\n{reference_markdown()}"
+    )
 
 
 def command_line_page() -> str:

@@ -144,8 +144,8 @@ def test_every_command_line_in_the_documentation_parses(
         if place in _generated():
             continue
         for line, command in commands(text):
-            if "[" in command or "--help" in command:
-                continue
+            if "[" in command or "--help" in command or command.startswith("zeroshard run: "):
+                continue  # a form, or a message
             count += 1
             try:
                 _parse(command)

@@ -36,9 +36,12 @@ _OPTIONS = (
     "distributed_port", "mpu", "dist_init_required", "collate_fn", "config", "mesh_param",
     "config_params",
 )  # fmt: skip
-# keys that the engine itself takes: the rest is zeroshard's configuration
-_ENGINES = ("optimizer", "scheduler", "steps_per_print", "dataloader_drop_last",
-            "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")  # fmt: skip
+# keys that the engine itself takes (activation_checkpointing: where checkpointing.configure() is
+# called, as in DeepSpeed); the rest is zeroshard's configuration
+_ENGINES = (
+    "optimizer", "scheduler", "steps_per_print", "dataloader_drop_last",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "activation_checkpointing",
+)  # fmt: skip
 _GATHERS = "stage3_gather_16bit_weights_on_model_save"
 
 
