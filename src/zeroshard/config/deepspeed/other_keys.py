@@ -21,7 +21,9 @@ __all__ = ["OTHER_KEYS"]
 _DTYPES = one_of("fp32", "fp16", "bf16")
 _TRACE = "use engine.trace(DIRECTORY) and zeroshard report"
 _METRICS = "log engine.memory(), engine.traffic() and your losses in the training loop"
-_GIVEN = "shard() and ZeroTrainer take the object that they are given"
+_GIVEN = (
+    "shard() and ZeroTrainer take the object that they are given; DeepSpeed's initialize() makes it"
+)
 
 _BATCH = (
     becomes("train_batch_size", None, count, to.option("train_batch_size"),
