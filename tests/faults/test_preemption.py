@@ -185,7 +185,7 @@ def test_ctrl_c_saves_too(launch: Launch, tmp_path: Path, straight: dict[str, An
     job.wait_for(f"step   10/{STEPS}")
     job.process.send_signal(signal.SIGINT)
     code, shown, errors = job.end()
-    assert (code, errors) == (130, "zeroshard run: ended by SIGINT\n")
+    assert code == 130 and errors.splitlines()[-1] == "zeroshard run: ended by SIGINT"
     saved_at_a_signal(tmp_path / "run", shown, "SIGINT", straight)
 
 
@@ -275,4 +275,4 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_answer(launch: Launch, tmp_path:
     assert job.process.poll() is None
     job.process.send_signal(signal.SIGINT)
     code, _, errors = job.end(timeout=SIGNAL_GRACE_S - 10.0)
-    assert (code, errors) == (130, "zeroshard run: ended by SIGINT\n")
+    assert code == 130 and errors.splitlines()[-1] == "zeroshard run: ended by SIGINT"

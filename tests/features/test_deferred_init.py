@@ -679,3 +679,18 @@ def test_transformers_models_get_the_same_bits(kind: str) -> None:
     assert differences(eager, model) == []
     tokens = torch.arange(10)[None]
     assert torch.equal(eager(tokens).logits, model(tokens).logits)
+
+
+def test_the_state_dict_of_a_deferred_model_has_its_names_and_values_when_they_are_there() -> None:
+    with zs.deferred_init():
+        model = torch.nn.Linear(256, 256)
+    state = model.state_dict()
+    assert {name: tuple(one.shape) for name, one in state.items()} == {
+        "weight": (256, 256), "bias": (256,)
+    }  # fmt: skip
+    with pytest.raises(zs.StateError, match="without values"):
+        state["weight"].sum()
+    with pytest.raises(zs.StateError, match="without values"):
+        state["weight"].detach().numpy()
+    zs.materialize(model)
+    assert torch.equal(state["weight"], model.weight) and type(state["weight"]) is torch.Tensor

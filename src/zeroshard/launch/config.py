@@ -43,7 +43,14 @@ def add_parser(commands: Any) -> None:
     explain.add_argument("file", type=Path, metavar="FILE", help="JSON, ours or DeepSpeed's")
     explain.add_argument("--json", action="store_true", help="print JSON")
     explain.set_defaults(handler=_explain)
-    schema = actions.add_parser("schema", help="print the JSON schema of our form, for editors")
+    text = "print the JSON schema of our form, for editors"
+    schema = actions.add_parser(
+        "schema",
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example:\n  zeroshard config schema > zeroshard.schema.json",
+    )
     schema.set_defaults(handler=_schema)
 
 

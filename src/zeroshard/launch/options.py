@@ -42,7 +42,7 @@ TORCHRUN_VALUES = {
     "--role": "name of the ranks' role",
     "--log-dir": "where redirected output goes",
     "--redirects": "redirect stdout (1), stderr (2) or both (3) of all or some ranks into files",
-    "--tee": "like --redirects, and to the console as well, each line after [rank N]",
+    "--tee": "redirect stdout (1), stderr (2) or both (3) into files and show them, after [rank N]",
     "--local-ranks-filter": "show only these local ranks' output",
     "--duplicate-stdout-filters": "copy matching stdout lines to one file",
     "--duplicate-stderr-filters": "copy matching stderr lines to one file",
@@ -83,7 +83,7 @@ HOST_WORDS = {
 }  # fmt: skip
 SHOWN = (  # in --help, of torchrun's
     "--nnodes", "--node-rank", "--master-addr", "--master-port", "--max-restarts", "--log-dir",
-    "--tee", "--redirects", "--shutdown-timeout", "--module", "--no-python",
+    "--tee", "--shutdown-timeout", "--module", "--no-python",
 )  # fmt: skip
 NPROC_WORDS = ("auto", "cpu", "gpu", "xpu")
 PLACES_THE_JOB = (
@@ -184,9 +184,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "--as-deepspeed",
         action="store_true",
         help=(
-            "let `import deepspeed` be zeroshard's stand-in, in the script and in Transformers and"
-            " Accelerate; --local_rank is not passed on: LOCAL_RANK is set, and"
-            " add_config_arguments() makes it the option's default"
+            "let `import deepspeed` be zeroshard's stand-in, also inside Transformers and"
+            " Accelerate; no --local_rank is passed, LOCAL_RANK is set"
         ),
     )
     debug = "show the log of torch's launcher and our own tracebacks"

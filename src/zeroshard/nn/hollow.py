@@ -162,9 +162,21 @@ def end_recording(owner: object, *, compute: bool) -> None:
         record = mine[storage]
         record.owner = None
         for tensor in tensors:
-            tensor.__class__ = _guard_class(type(tensor))
-            record.guarded.append(weakref.ref(tensor))
+            _guard(tensor, record)
     fill_storages(storage for storage in mine if storage not in resting)
+
+
+def _guard(tensor: torch.Tensor, record: Record) -> None:
+    tensor.__class__ = _guard_class(type(tensor))
+    record.guarded.append(weakref.ref(tensor))
+
+
+def _guarded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, which shares the storage of a guarded one, with a guard of its own."""
+    record = record_of(tensor)
+    if record is not None:
+        _guard(tensor, record)
+    return tensor
 
 
 def _take_guards_off(record: Record) -> None:
@@ -212,6 +224,9 @@ class _Guarded:
                 return func(*args, **(kwargs or {}))
         if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
             return repr(args[0])
+        if func == torch.Tensor.detach:  # what state_dict() holds: without values as well
+            with torch._C.DisableTorchFunctionSubclass():
+                return _guarded(func(*args))
         if func == SET_DATA and not isinstance(args[1], _Guarded):
             _unguard(args[0])
             return func(*args)
