@@ -61,7 +61,9 @@ def main() -> None:
     )
     way.add_argument("--deepspeed", help="DeepSpeed's JSON, for Trainer itself")
     parser.add_argument("--max-steps", type=int, default=60)
-    parser.add_argument("--output", help="where checkpoints go (default: a temporary folder)")
+    parser.add_argument(
+        "--output", help="where checkpoints go, the same for all ranks (default: none are made)"
+    )
     parser.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint in --output"
     )
@@ -97,9 +99,11 @@ def main() -> None:
             learning_rate=2e-3,
             warmup_steps=10,
             logging_steps=10,
+            save_strategy="steps" if options.output else "no",
             save_steps=max(1, options.max_steps // 2),
             report_to=[],
-            use_cpu=not torch.cuda.is_available(),
+            # with DeepSpeed's JSON Accelerate would drop the configuration
+            use_cpu=options.deepspeed is None and not torch.cuda.is_available(),
             deepspeed=options.deepspeed,
         )
         subset = torch.utils.data.Subset(validation, range(64))
@@ -110,7 +114,8 @@ def main() -> None:
             trainer = Trainer(eval_dataset=subset, **given)
         trainer.train(resume_from_checkpoint=options.resume or None)
         result = trainer.evaluate()
-        trainer.save_model()
+        if options.output:
+            trainer.save_model()
         if trainer.is_world_process_zero():
             if isinstance(trainer, ZeroTrainer):
                 assert trainer.engine is not None

@@ -4,7 +4,6 @@ saving, resuming, evaluation, generation.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -317,14 +316,25 @@ def test_weights_that_evaluation_rescales_are_written_back() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("output", ["with checkpoints", "without"])
 @pytest.mark.parametrize("way", ["native", "deepspeed"])
-def test_the_example_trains_natively_and_with_a_plain_trainer(way: str, tmp_path: Path) -> None:
-    script, config = ROOT / "examples" / "train_hf.py", ROOT / "examples" / "zero.json"
-    command = [sys.executable, str(script), "--max-steps", "2", "--output", str(tmp_path)]
-    if way == "deepspeed":
-        command += ["--deepspeed", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+def test_the_example_trains_natively_and_with_a_plain_trainer(
+    way: str, output: str, tmp_path: Path
+) -> None:
+    script, config = str(ROOT / "examples" / "train_hf.py"), str(ROOT / "examples" / "zero.json")
+    command = [sys.executable, "-m", "zeroshard", "run", "--nproc", "2"]
     if way == "native":
-        assert done.returncode == 0 and "at rest" in done.stdout, done.stderr
-    elif importlib.util.find_spec("deepspeed") is None:  # Transformers says so itself
-        assert done.returncode != 0 and "deepspeed" in done.stderr.lower()
+        command += [script, "--config", config]
+    else:
+        command += ["--as-deepspeed", script, "--deepspeed", config]
+    command += ["--max-steps", "2"]
+    if output == "with checkpoints":
+        command += ["--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "validation loss: " in done.stdout
+    if way == "native":
+        assert "at rest" in done.stdout
+    else:
+        assert "policy=zero3" in done.stderr
+    assert (tmp_path / "checkpoint-2").is_dir() == (output == "with checkpoints")
