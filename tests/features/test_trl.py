@@ -11,7 +11,6 @@ import pytest
 
 from tests.support.harness import ROOT
 
-pytest.importorskip("trl", reason="TRL is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SCRIPT = str(ROOT / "tests" / "support" / "trl_runs.py")
 
@@ -27,6 +26,7 @@ def _run(*command: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
 def test_a_trainer_of_trl_has_the_losses_that_it_has_with_ddp(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="TRL is not installed")
     _run(SCRIPT, kind, "make", str(tmp_path))
     launch = ("-m", "zeroshard", "run", "--nproc", "2")
     plain = _run(*launch, SCRIPT, kind, "plain", str(tmp_path))
