@@ -138,4 +138,5 @@ def test_a_host_without_sshd_is_named(start: Start, hosts: TwoHosts, tmp_path: P
         )  # fmt: skip
         assert answer.returncode == 74, answer.stderr
         assert "could not be reached" in answer.stderr and why in answer.stderr, answer.stderr
-        assert answer.stderr.count("\n") == 1
+        lines = answer.stderr.splitlines()  # torch may warn before: no name for the address
+        assert [line for line in lines if "[c10d]" not in line] == lines[-1:]
