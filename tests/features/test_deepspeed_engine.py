@@ -505,11 +505,12 @@ def test_two_batch_sizes_give_the_third() -> None:
         ((32, None, None), (32, 8, 1)),
         ((None, 4, "auto"), (16, 4, 1)),
     ):
-        batch_ = complete_batch(dict(zip(names, given, strict=True)), 4)
+        settings = zs.read_deepspeed(dict(zip(names, given, strict=True))).config()
+        batch_ = complete_batch(settings, 4)
         assert (batch_.train, batch_.micro, batch_.steps) == expected, given
     for wrong in ((None, None, 2), (33, 4, None), (2, None, None), (0, 4, 1)):
         with pytest.raises(zs.ConfigError, match="batch"):
-            complete_batch(dict(zip(names, wrong, strict=True)), 4)
+            complete_batch(zs.read_deepspeed(dict(zip(names, wrong, strict=True))).config(), 4)
 
 
 def test_the_small_modules_do_what_their_names_say() -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from zeroshard import ConfigError
+from zeroshard import Config, ConfigError
 
 __all__ = ["Batch", "Progress", "complete_batch"]
-
-_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 @dataclass
@@ -55,32 +51,19 @@ class Progress:
         return {name: getattr(self, name) for name in names}
 
 
-def complete_batch(config: Mapping[str, Any], ranks: int) -> Batch:
-    """Return the batch sizes that `config` gives over `ranks`. Raises ConfigError.
+def complete_batch(settings: Config, ranks: int) -> Batch:
+    """Return the batch sizes that `settings` give over `ranks`. Raises ConfigError.
 
     One of the two sizes is enough, with or without the accumulation, as in DeepSpeed.
     """
-    given = (config.get(name) for name in _KEYS)
-    train, micro, steps = (None if value == "auto" else value for value in given)
-    for name, value in zip(_KEYS, (train, micro, steps), strict=True):
-        if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(f"{name}={value!r} is not a positive number")
-    if train is None and micro is None:
+    sizes = settings.train_batch_size, settings.train_micro_batch_size_per_gpu
+    if sizes == (None, None):
         raise ConfigError(
             "the configuration names neither train_batch_size nor train_micro_batch_size_per_gpu:"
             " give one of them"
         )
-    if micro is None:
-        assert train is not None
-        steps = steps or 1
-        micro = train // (steps * ranks)
-    if steps is None:
-        steps = 1 if train is None else train // (micro * ranks)
-    if train is None:
-        train = micro * steps * ranks
-    if train != micro * steps * ranks or not train:
-        raise ConfigError(
-            f"train_batch_size={train} is not train_micro_batch_size_per_gpu={micro} x"
-            f" gradient_accumulation_steps={steps} x {ranks} ranks"
-        )
+    if None in sizes and settings.gradient_accumulation_steps is None:
+        settings = settings.model_copy(update={"gradient_accumulation_steps": 1})
+    train, micro, steps = settings.batch_sizes(ranks)
+    assert train is not None and micro is not None and steps is not None
     return Batch(train, micro, steps, ranks)

@@ -165,7 +165,7 @@ def _optimizer(given: Any, parameters: Any, model: nn.Module, config: dict[str, 
 
 def _sharded(model: nn.Module, optimizer: Any, config: dict[str, Any]) -> DeepSpeedEngine:
     settings = _ours(config)
-    batch = complete_batch(config, comm.get_world_size())
+    batch = complete_batch(settings, comm.get_world_size())
     clipping = settings.gradient_clipping or 0.0
     settings = settings.model_copy(update={"gradient_clipping": None})  # the engine clips
     if torch.cuda.is_available():
