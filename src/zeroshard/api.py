@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -117,6 +117,7 @@ def shard(
     config: Config | dict[str, Any] | str | Path | None = None,
     units: UnitSpec | None = None,
     mesh: DeviceMesh | None = None,
+    dp: str | Sequence[str] | None = None,
     sync_from: int | None = None,
     **overrides: Unpack[ShardOptions],
 ) -> Engine:
@@ -127,18 +128,18 @@ def shard(
     (default: stage 3); `config` is a Config, a dict or a path to JSON, of our form or DeepSpeed's,
     and keywords go before it; `units` are module classes, qualified names or a callable(name,
     module) -> bool (default: found automatically); `mesh` a DeviceMesh whose data parallel
-    dimensions are sharded over: the only one, or the one named "dp", or "dp_replicate" x
-    "dp_shard", the nodes and local ranks of hpz, mics and hfsdp (default: all ranks). Beside them
-    "pp" (ranks have other parameters) and "tp" (plain parameters are the same) may be there: norm
-    and clip, skipped steps and the order of steps are those of the whole mesh, and nothing is
-    reduced along them. `sync_from` is a data parallel rank whose weights and buffers all others
+    dimensions are sharded over (default: all ranks): those that `dp` names, else the only one,
+    or the one named "dp", or "dp_replicate" x "dp_shard", the nodes and local ranks of hpz, mics
+    and hfsdp, and "cp". Beside them "pp" (ranks have other parameters) and "tp" (plain parameters
+    are the same) may be there: norm and clip, skipped steps and the order of steps are those of the
+    whole mesh, and nothing is reduced along them. `sync_from` is a data parallel rank whose weights and buffers all others
     take (default: the ranks' weights are compared). Further keywords are those of Config, which
     ``help(zs.Config)`` describes. Collective.
 
     Raises ConfigError for what cannot be done, and PlanMismatch where the ranks disagree, on every
     rank, before anything is changed.
     """
-    seat = seat_of(mesh)
+    seat = seat_of(mesh, dp)
     build = partial(build_config, config, stage=stage, policy=policy, units=units, **overrides)
     asked, error = _understood(model, optimizer, build, seat, sync_from)
     differences = _compared(asked, error, seat)
@@ -573,12 +574,12 @@ def _node_size(settings: Config, dims: Dims) -> int | None:
     if dims.node_size is not None:
         if not policy.keeps_columns:
             raise ConfigError(
-                f"policy={policy.name!r} does not shard over 'dp_shard' alone: take 'mics' (FSDP2's"
-                " HSDP), 'hpz' or 'hfsdp', or a mesh with one data parallel dimension 'dp'"
+                f"policy={policy.name!r} does not shard over the inner data parallel dimension"
+                " alone: take 'mics' (FSDP2's HSDP), 'hpz' or 'hfsdp', or a mesh with one, 'dp'"
             )
         if asked not in (None, dims.node_size):
             raise ConfigError(
-                f"comm.node_size={asked} is not the mesh's 'dp_shard' of {dims.node_size} ranks:"
+                f"comm.node_size={asked} is not the mesh's nodes of {dims.node_size} ranks:"
                 " leave it out"
             )
         return dims.node_size

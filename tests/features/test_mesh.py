@@ -427,9 +427,9 @@ def _rows_with_nodes(rank: int, world: int) -> None:
             engine.close()
         assert _equal(*states), row
     model = _stage(0)
-    with pytest.raises(ConfigError, match="policy='zero3' does not shard over 'dp_shard' alone"):
+    with pytest.raises(ConfigError, match="policy='zero3' does not shard over the inner data"):
         _sharded(mesh, model)
-    with pytest.raises(ConfigError, match=r"comm.node_size=4 is not the mesh's 'dp_shard' of 2"):
+    with pytest.raises(ConfigError, match=r"comm.node_size=4 is not the mesh's nodes of 2"):
         _sharded(mesh, model, "mics", comm=zs.Comm(node_size=4))
     with pytest.raises(ConfigError, match="name the data parallel dimensions 'dp_replicate'"):
         _sharded(_mesh("dp", "pp"), model, "mics")
@@ -575,3 +575,61 @@ def _refuses_others(rank: int, world: int, directory: str) -> None:
 def test_checkpoints_and_join_refuse_other_axes(tmp_path: Path) -> None:
     run_ranks(2, _refuses_others, str(tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------- names of the user's
+
+
+def _named(rank: int, world: int) -> None:
+    """dp= says which dimensions are data parallel, whatever they are called."""
+    states = []
+    for names, dp in (
+        (("dp", "pp"), None),
+        (("batch", "pp"), "batch"),
+        (("batch", "pp"), ("batch",)),
+    ):
+        mesh = _mesh(*names)
+        model = _stage(mesh.get_local_rank("pp"))
+        optimizer, engine = _sharded(mesh, model, dp=dp)
+        for step in range(2):
+            _step(model, optimizer, engine, step)
+        states.append(_state(engine))
+        engine.close()
+    assert all(_equal(states[0], state) for state in states)
+    hosts = _mesh("hosts", "local")
+    model = _stage(0)
+    _, engine = _sharded(hosts, model, "mics", dp=("hosts", "local"))
+    assert engine.world == 4
+    engine.close()
+    with pytest.raises(ConfigError, match=r"mesh has no dimension 'rows', only \['hosts'"):
+        _sharded(hosts, _stage(0), dp="rows")
+    with pytest.raises(ConfigError, match="dp='dp' names dimensions of a mesh, and there is none"):
+        zs.shard(_stage(0), dp="dp")
+
+
+def test_dimensions_of_the_users_names_are_data_parallel() -> None:
+    run_ranks(4, _named, timeout=100)
+
+
+def _axes_disagree(rank: int, world: int) -> list[str]:
+    """Ranks that name other axes are told before any group of the mesh is used."""
+    told = []
+    mesh = _mesh("batch", "rows")
+    mine: list[dict[str, Any]] = [
+        {"mesh": mesh, "dp": ("batch", "rows") if rank else "batch"},
+        {"mesh": None if rank == 3 else _mesh("dp", "tp")},
+        {"mesh": _mesh(*(("dp", "pp") if rank == 2 else ("pp", "dp")))},
+    ]
+    for options in mine:
+        with pytest.raises((PlanMismatch, ConfigError)) as refused:
+            zs.shard(_stage(0), **options)
+        told.append(str(refused.value))
+    return told
+
+
+def test_ranks_that_disagree_about_the_axes_are_told_before_they_meet() -> None:
+    for rank, told in enumerate(run_ranks(4, _axes_disagree, timeout=60)):
+        assert "'rows' is not known" in told[0], (rank, told[0])
+        assert "disagree, first about 'mesh'" in told[1] and "Pass the same mesh=" in told[1]
+        assert "disagree, first about 'mesh'" in told[2]
+        assert not any("\n" in one for one in told)

@@ -8,18 +8,22 @@ members alone.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeroshard.comm.agree import agree
 from zeroshard.comm.groups import make_group
 from zeroshard.comm.other_axes import OtherAxes, ThroughGroups
 from zeroshard.core.dims import Dims
 from zeroshard.errors import ConfigError
 
 __all__ = ["Seat", "seat_of"]
+
+_ALL = "Pass the same mesh= and dp= on every rank"
 
 
 @dataclass(frozen=True)
@@ -36,30 +40,61 @@ class Seat:
         return 0 if self.group is None else self.group.rank()
 
 
-def seat_of(mesh: Any) -> Seat:
-    """Return this rank's seat in `mesh` (None: all ranks are data parallel). Collective.
+def seat_of(mesh: Any, dp: Sequence[str] | str | None = None) -> Seat:
+    """Return this rank's seat in `mesh` (None: all ranks are data parallel), of which the
+    dimensions `dp` are data parallel. Collective.
 
-    Raises ConfigError for what is no mesh of named dimensions with this rank in it.
+    Raises ConfigError for what is no mesh of named dimensions with this rank in it, and
+    PlanMismatch where the ranks name other dimensions, before any of their groups is used.
     """
+    dims, error = None, None
+    try:
+        dims = _dims_of(mesh, dp)
+    except ConfigError as refused:
+        error = refused
+    known = isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is not None
+    if mesh is None or known:
+        described = "none" if mesh is None else "" if dims is None else dims.describe()
+        everyone = _members(mesh).exchange
+        agree(everyone, {"mesh": described}, call="shard()", error=error, remedy=_ALL)
+    if error is not None:
+        raise error
+    assert dims is not None  # else that has raised
     if mesh is None:
+        return Seat(_everyone(), dims, OtherAxes.none())
+    peers = ThroughGroups([mesh.get_group(index) for index in dims.beside])
+    axes = OtherAxes(dims.place(mesh.get_coordinate()), dims.num_groups, peers)
+    return Seat(_data_group(mesh, dims), dims, axes)
+
+
+def _dims_of(mesh: Any, dp: Sequence[str] | str | None) -> Dims:
+    """Return the dimensions of `mesh`. Raises ConfigError."""
+    if mesh is None:
+        if dp is not None:
+            raise ConfigError(
+                f"dp={dp!r} names dimensions of a mesh, and there is none: pass mesh="
+            )
         group = _everyone()
-        size = 1 if group is None else group.size()
-        return Seat(group, Dims.of(None, (size,)), OtherAxes.none())
+        return Dims.of(None, (1 if group is None else group.size(),))
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
             f"mesh is a {type(mesh).__name__}, not a DeviceMesh: make one with"
             " torch.distributed.init_device_mesh()"
         )
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+    if mesh.get_coordinate() is None:
         raise ConfigError(
             f"mesh does not contain rank {dist.get_rank()}: call shard() on its ranks"
             f" {mesh.mesh.flatten().tolist()} alone"
         )
-    dims = Dims.of(mesh.mesh_dim_names, mesh.shape)
-    peers = ThroughGroups([mesh.get_group(index) for index in dims.beside])
-    axes = OtherAxes(dims.place(coordinate), dims.num_groups, peers)
-    return Seat(_data_group(mesh, dims), dims, axes)
+    return Dims.of(mesh.mesh_dim_names, mesh.shape, dp)
+
+
+def _members(mesh: DeviceMesh | None) -> ThroughGroups:
+    """Return the exchange of all ranks of `mesh`, along groups that do not depend on its names."""
+    if mesh is None or mesh.size() == dist.get_world_size():
+        group = _everyone()
+        return ThroughGroups([] if group is None else [group])
+    return ThroughGroups([mesh.get_group(index) for index in range(mesh.ndim)])
 
 
 def _everyone() -> dist.ProcessGroup | None:

@@ -5,10 +5,13 @@ name (docs/design/mesh.md).
     dp             parts of one sum: reduced
     dp_replicate   the same, the outer of two: between nodes
     dp_shard       the same, the inner of two: inside a node
+    cp             the same: ranks have parts of the sequences (context parallelism)
     tp             alike: plain parameters are replicas, which count once
     pp             of other parameters: they add to the norm
 
-A mesh of one dimension is data parallel whatever its name.
+``shard(dp=)`` names the data parallel dimensions where they have other names; of several the first
+is that of the nodes. ``cp`` is one of them in any case. A mesh of one dimension is data parallel
+whatever its name.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ from zeroshard.errors import ConfigError
 
 __all__ = ["Dims", "Place"]
 
-_FLAT, _OUTER, _INNER = "dp", "dp_replicate", "dp_shard"
+_FLAT, _OUTER, _INNER, _CONTEXT = "dp", "dp_replicate", "dp_shard", "cp"
+_USUAL = ([_FLAT], [_OUTER], [_INNER], [_OUTER, _INNER])
 _ALIKE = {"tp": True, "pp": False}  # by name: whether plain parameters are alike along it
-_KNOWN = "'dp', or 'dp_replicate' and 'dp_shard', are data parallel; 'tp' and 'pp' are not"
+_KNOWN = "'dp', or 'dp_replicate' and 'dp_shard', are data parallel, as is 'cp'; 'tp' and 'pp'"
+_OTHERS = f"{_KNOWN} are not"
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,8 @@ class Place:
 
     text: str = ""  # "pp=1, tp=0": one text per data parallel group
     stage: str = ""  # "pp=1": ranks of one stage have the same parameters
+    # along which axes, by name, it is the first rank: what is replicated along an axis counts there
+    first_along: frozenset[str] = frozenset()
     is_first: bool = True  # of the groups of its stage, which are replicas
 
 
@@ -42,41 +49,51 @@ class Dims:
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    dp: tuple[str, ...]  # the data parallel ones, in mesh order
+    nodes: str | None = None  # the one of these that runs over nodes
 
     @classmethod
-    def of(cls, names: Sequence[str] | None, sizes: Sequence[int]) -> Dims:
-        """Return the dimensions of a mesh.
+    def of(
+        cls,
+        names: Sequence[str] | None,
+        sizes: Sequence[int],
+        dp: Sequence[str] | str | None = None,
+    ) -> Dims:
+        """Return the dimensions of a mesh, of which `dp` are data parallel (default: those with
+        the usual names).
 
-        Raises ConfigError for several dimensions that do not say which of them are data parallel.
+        Raises ConfigError for several dimensions that do not say which of them are data parallel,
+        and for `dp` that the mesh does not have.
         """
+        asked = None if dp is None else _checked(dp, names)
         if len(sizes) == 1:
-            return cls((_FLAT,), tuple(sizes))
+            name = names[0] if names else _FLAT
+            return cls((name,), tuple(sizes), (name,))
         if not names:
             raise ConfigError(
-                f"mesh has {len(sizes)} dimensions without names: give it mesh_dim_names ({_KNOWN})"
+                f"mesh has {len(sizes)} dimensions without names: give it mesh_dim_names"
+                f" ({_OTHERS})"
             )
         for name in names:
             if list(names).count(name) > 1:
                 raise ConfigError(f"mesh has several dimensions {name!r}: give each its own name")
-            if name not in (_FLAT, _OUTER, _INNER, *_ALIKE):
+        data = _usual(names) if asked is None else [name for name in names if name in asked]
+        if asked is not None and data != list(asked):
+            raise ConfigError(f"dp={list(asked)} names dimensions in another order than the mesh:"
+                              f" {list(names)}")  # fmt: skip
+        every = tuple(name for name in names if name in data or name == _CONTEXT)
+        for name in names:
+            if name not in (*every, *_ALIKE):
                 raise ConfigError(
-                    f"mesh dimension {name!r} is not known: {_KNOWN}; rename it, or give"
-                    " shard() a slice without it"
+                    f"mesh dimension {name!r} is not known: {_OTHERS}; rename it, name it in dp="
+                    " if it is data parallel, or give shard() a slice without it"
                 )
-        data = [name for name in names if name not in _ALIKE]
-        if not data:
-            raise ConfigError(f"mesh has no data parallel dimension, only {list(names)}: {_KNOWN}")
-        if data not in ([_FLAT], [_OUTER], [_INNER], [_OUTER, _INNER]):
-            raise ConfigError(
-                f"mesh has the data parallel dimensions {data}: name one 'dp', or two"
-                " 'dp_replicate' and 'dp_shard', in this order"
-            )
-        return cls(tuple(names), tuple(sizes))
+        return cls(tuple(names), tuple(sizes), every, data[0] if len(data) > 1 else None)
 
     @property
     def data(self) -> tuple[int, ...]:
         """The data parallel dimensions: those of more than one rank, or else the first."""
-        every = [index for index, name in enumerate(self.names) if name not in _ALIKE]
+        every = [index for index, name in enumerate(self.names) if name in self.dp]
         return tuple(index for index in every if self.sizes[index] > 1) or tuple(every[:1])
 
     @property
@@ -85,7 +102,7 @@ class Dims:
         return tuple(
             index
             for index, name in enumerate(self.names)
-            if name in _ALIKE and self.sizes[index] > 1
+            if name not in self.dp and self.sizes[index] > 1
         )
 
     @property
@@ -96,7 +113,9 @@ class Dims:
     @property
     def node_size(self) -> int | None:
         """The ranks of a node, where the names say so."""
-        return self.sizes[self.data[1]] if len(self.data) == 2 else None
+        inside = [self.sizes[index] for index in self.data if self.names[index] != self.nodes]
+        between = len(inside) < len(self.data)
+        return prod(inside) if between and inside else None
 
     @property
     def others(self) -> tuple[OtherAxis, ...]:
@@ -106,11 +125,49 @@ class Dims:
             for index in self.beside
         )
 
+    def describe(self) -> str:
+        """Return the dimensions and which are data parallel, as text that ranks compare."""
+        pairs = zip(self.names, self.sizes, strict=True)
+        shown = ", ".join(f"{name} of {size}" for name, size in pairs)
+        return f"({shown}), data parallel: {', '.join(self.dp)}"
+
     def place(self, coordinate: Sequence[int]) -> Place:
         """Return where the rank at `coordinate`, a number per dimension, is."""
         along = [(self.names[index], coordinate[index]) for index in self.beside]
         return Place(
             ", ".join(f"{name}={number}" for name, number in along),
             ", ".join(f"{name}={number}" for name, number in along if not _ALIKE[name]),
+            frozenset(name for name, number in along if not number),
             not any(number for name, number in along if _ALIKE[name]),
         )
+
+
+def _checked(dp: Sequence[str] | str, names: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the names in `dp`, all of them in the mesh. Raises ConfigError."""
+    asked = (dp,) if isinstance(dp, str) else tuple(dp)
+    if not asked:
+        raise ConfigError("dp=() names no dimension: leave it out, or name the data parallel ones")
+    for name in asked:
+        if name not in (names or ()):
+            raise ConfigError(f"dp={list(asked)}: mesh has no dimension {name!r}, only"
+                              f" {list(names or ())}")  # fmt: skip
+        if name in _ALIKE:
+            raise ConfigError(f"dp={list(asked)}: {name!r} is the name of an axis along which"
+                              " nothing is reduced: rename the dimension")  # fmt: skip
+    return asked
+
+
+def _usual(names: Sequence[str]) -> list[str]:
+    """Return the data parallel dimensions with the usual names. Raises ConfigError."""
+    data = [name for name in names if name in (_FLAT, _OUTER, _INNER)]
+    if not data:
+        raise ConfigError(
+            f"mesh has no data parallel dimension, only {list(names)}: {_OTHERS}; name another in"
+            " dp="
+        )
+    if data not in _USUAL:
+        raise ConfigError(
+            f"mesh has the data parallel dimensions {data}: name one 'dp', or two"
+            " 'dp_replicate' and 'dp_shard', in this order"
+        )
+    return data

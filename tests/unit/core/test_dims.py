@@ -30,6 +30,8 @@ def test_a_mesh_of_one_dimension_is_data_parallel_whatever_its_name(
         (("dp_replicate", "dp_shard"), (4, 1), (0,), (), None),
         (("dp_replicate", "dp_shard", "pp"), (1, 1, 2), (0,), (2,), None),
         (("pp", "dp", "tp"), (1, 4, 1), (1,), (), None),  # axes of one rank are nothing
+        (("dp", "cp", "tp"), (2, 2, 2), (0, 1), (2,), None),
+        (("dp_replicate", "dp_shard", "cp"), (2, 4, 2), (0, 1, 2), (), 8),
     ],
 )
 def test_dimensions_are_found_by_name_in_any_order(
@@ -54,8 +56,8 @@ def test_the_mesh_counts_data_parallel_ranks_and_knows_the_other_axes() -> None:
 def test_a_place_tells_groups_apart_and_counts_replicas_once() -> None:
     dims = Dims.of(("pp", "dp", "tp"), (2, 2, 2))
     places = {(pp, tp): dims.place((pp, dp, tp)) for pp in (0, 1) for dp in (0, 1) for tp in (0, 1)}
-    assert places[1, 0] == Place("pp=1, tp=0", "pp=1", is_first=True)
-    assert places[1, 1] == Place("pp=1, tp=1", "pp=1", is_first=False)
+    assert places[1, 0] == Place("pp=1, tp=0", "pp=1", frozenset({"tp"}), is_first=True)
+    assert places[1, 1] == Place("pp=1, tp=1", "pp=1", frozenset(), is_first=False)
     assert [place.is_first for place in places.values()] == [True, False, True, False]
 
 
@@ -65,7 +67,7 @@ def test_a_place_tells_groups_apart_and_counts_replicas_once() -> None:
         (None, "2 dimensions without names"),
         (("dp", "dp"), "several dimensions 'dp'"),
         (("pp", "tp"), r"no data parallel dimension, only \['pp', 'tp'\]"),
-        (("dp", "cp"), "mesh dimension 'cp' is not known"),
+        (("dp", "ep"), "mesh dimension 'ep' is not known"),
         (("dp", "dp_shard"), r"data parallel dimensions \['dp', 'dp_shard'\]: name one"),
         (("dp_shard", "dp_replicate"), "in this order"),
     ],
@@ -75,4 +77,40 @@ def test_several_dimensions_say_which_are_data_parallel(
 ) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
         Dims.of(names, (2, 2))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("dp", "sizes", "data", "node_size"),
+    [
+        ("data", (2, 3, 2), (1,), None),
+        (("data",), (2, 3, 2), (1,), None),
+        (("hosts", "data"), (2, 3, 2), (0, 1), 3),
+        (("hosts", "data"), (1, 3, 2), (1,), None),
+        (("hosts", "data"), (2, 1, 2), (0,), None),
+    ],
+)
+def test_dimensions_of_any_name_are_data_parallel_where_they_are_named(
+    dp: str | tuple[str, ...], sizes: tuple[int, ...], data: tuple[int, ...], node_size: int | None
+) -> None:
+    names = ("hosts" if "hosts" in dp else "pp", "data", "tp")
+    dims = Dims.of(names, sizes, dp)
+    assert (dims.data, dims.node_size) == (data, node_size)
+
+
+@pytest.mark.parametrize(
+    ("dp", "message"),
+    [
+        ("rows", r"dp=\['rows'\]: mesh has no dimension 'rows', only \['data', 'dp', 'tp'\]"),
+        ((), "names no dimension"),
+        (("dp", "data"), "in another order than the mesh"),
+        ("tp", "'tp' is the name of an axis along which nothing is reduced"),
+        ("dp", "mesh dimension 'data' is not known"),
+    ],
+)
+def test_names_of_dimensions_that_the_mesh_does_not_have_so_are_refused(
+    dp: str | tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        Dims.of(("data", "dp", "tp"), (2, 2, 2), dp)
     assert "\n" not in str(refused.value)
