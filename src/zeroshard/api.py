@@ -132,9 +132,9 @@ def shard(
     or the one named "dp", or "dp_replicate" x "dp_shard", the nodes and local ranks of hpz, mics
     and hfsdp, and "cp". Beside them "pp" (ranks have other parameters) and "tp" (plain parameters
     are the same) may be there: norm and clip, skipped steps and the order of steps are those of the
-    whole mesh, and nothing is reduced along them. `sync_from` is a data parallel rank whose weights and buffers all others
-    take (default: the ranks' weights are compared). Further keywords are those of Config, which
-    ``help(zs.Config)`` describes. Collective.
+    whole mesh, and nothing is reduced along them. `sync_from` is a data parallel rank whose weights
+    and buffers all others take (default: the ranks' weights are compared). Further keywords are
+    those of Config, which ``help(zs.Config)`` describes. Collective.
 
     Raises ConfigError for what cannot be done, and PlanMismatch where the ranks disagree, on every
     rank, before anything is changed.

@@ -577,7 +577,7 @@ def test_checkpoints_and_join_refuse_other_axes(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# ------------------------------------------------------------------------------- names of the user's
+# ------------------------------------------------------------------------ names of the users
 
 
 def _named(rank: int, world: int) -> None:
@@ -614,10 +614,10 @@ def test_dimensions_of_the_users_names_are_data_parallel() -> None:
 def _axes_disagree(rank: int, world: int) -> list[str]:
     """Ranks that name other axes are told before any group of the mesh is used."""
     told = []
-    mesh = _mesh("batch", "rows")
+    mesh, usual = _mesh("batch", "rows"), _mesh("dp", "tp")
     mine: list[dict[str, Any]] = [
         {"mesh": mesh, "dp": ("batch", "rows") if rank else "batch"},
-        {"mesh": None if rank == 3 else _mesh("dp", "tp")},
+        {"mesh": None if rank == 3 else usual},
         {"mesh": _mesh(*(("dp", "pp") if rank == 2 else ("pp", "dp")))},
     ]
     for options in mine:
