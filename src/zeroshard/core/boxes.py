@@ -15,13 +15,16 @@ Invariant: the copies hold every element that both have, and none twice. No torc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 from math import prod
 
 from zeroshard.core.part import Part
 
-__all__ = ["Box", "Shared", "Span", "box_of", "boxes_of", "common", "dense_stride", "part_at"]
+__all__ = [
+    "Box", "Shared", "Span", "box_of", "boxes_of", "check_boxes", "common", "dense_stride",
+    "part_at",
+]  # fmt: skip
 
 Box = tuple[tuple[int, int], ...]  # [start, stop) in each dimension
 
@@ -39,6 +42,34 @@ def part_at(shape: tuple[int, ...], box: Box) -> Part:
     return Part(
         shape, tuple(start for start, _ in box), tuple(stop - start for start, stop in box)
     )
+
+
+def check_boxes(shape: tuple[int, ...], boxes: Set[Box], what: str) -> None:
+    """Raise ValueError, saying `what` they are, for boxes that are not all of `shape`, once.
+
+    They are a grid, as placements along axes of a mesh cut a tensor: each dimension is cut in
+    ranges, and every combination of these is there. So it takes no comparison of each with each.
+    """
+    if boxes <= {()}:
+        return
+    cuts: list[set[tuple[int, int]]] = [set() for _ in shape]
+    for box in boxes:
+        if len(box) != len(shape):
+            raise ValueError(f"{what}: one of {len(box)} dimensions, in {list(shape)}")
+        for ranges, ends in zip(cuts, box, strict=True):
+            ranges.add(ends)
+    for dim, (ranges, size) in enumerate(zip(cuts, shape, strict=True)):
+        end = 0
+        for start, stop in sorted(ranges):
+            if start != end or stop > size:
+                fault = "overlap" if start < end else "leave a hole" if start > end else "go beyond"
+                raise ValueError(f"{what} {fault} at {start}:{stop} of dimension {dim} of {size}")
+            end = stop
+        if end != size:
+            raise ValueError(f"{what} leave a hole at {end}:{size} of dimension {dim}")
+    if len(boxes) != prod(len(ranges) for ranges in cuts):
+        raise ValueError(f"{what} leave a hole: there are {len(boxes)} of a grid of"
+                         f" {' x '.join(str(len(ranges)) for ranges in cuts)}")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,6 +90,17 @@ class Span:
     def numel(self) -> int:
         """The number of its elements."""
         return self.stop - self.start
+
+    @property
+    def bounds(self) -> Box:
+        """The box of its part."""
+        ends = zip(self.part.start, self.part.sizes, strict=True)
+        return tuple((start, start + size) for start, size in ends)
+
+    @property
+    def order(self) -> list[int]:
+        """The strides that count: of dimensions of more than one element."""
+        return [step for step, size in zip(self.stride, self.part.sizes, strict=True) if size != 1]
 
     def boxes(self) -> Iterator[Box]:
         """Yield the boxes of the whole parameter that it consists of."""
@@ -93,6 +135,16 @@ class Shared:
     def numel(self) -> int:
         """The number of elements."""
         return prod(self.sizes)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the elements lie one after another in both spans."""
+        return self.wanted_stride == self.stored_stride == (1,)
+
+    def touches(self, run: Shared) -> bool:
+        """Whether this run ends in both spans where `run` begins."""
+        here, there = self.wanted + self.numel, self.stored + self.numel
+        return (here, there) == (run.wanted, run.stored)
 
     @property
     def stored_stop(self) -> int:
@@ -130,16 +182,27 @@ def boxes_of(sizes: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def common(wanted: Span, stored: Span) -> list[Shared]:
-    """Return which elements of `wanted` are where in `stored`: no element twice."""
+    """Return which elements of `wanted` are where in `stored`: no element twice, and neighbours in
+    both as one run.
+    """
+    if _meet(wanted.bounds, stored.bounds) is None:
+        return []
+    if wanted.bounds == stored.bounds and wanted.order == stored.order:  # of one part
+        start, stop = max(wanted.start, stored.start), min(wanted.stop, stored.stop)
+        run = Shared((stop - start,), start - wanted.start, (1,), start - stored.start, (1,))
+        return [run] if start < stop else []
     theirs = list(stored.boxes())
-    out = []
+    out: list[Shared] = []
     for mine in wanted.boxes():
         for other in theirs:
             box = _meet(mine, other)
-            if box is not None:
-                sizes = tuple(stop - start for start, stop in box)
-                places = (wanted.offset(box), wanted.stride, stored.offset(box), stored.stride)
-                out.append(Shared(sizes, *places))
+            if box is None:
+                continue
+            found = _flattened(wanted, stored, box)
+            if out and out[-1].is_run and found.is_run and out[-1].touches(found):
+                before = out.pop()
+                found = replace(before, sizes=(before.numel + found.numel,))
+            out.append(found)
     return out
 
 
@@ -147,6 +210,19 @@ def _meet(one: Box, other: Box) -> Box | None:
     """Return the box that both hold, None where there is none."""
     box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return box if all(start < stop for start, stop in box) else None
+
+
+def _flattened(wanted: Span, stored: Span, box: Box) -> Shared:
+    """Return the elements of `box`, with dimensions that are one run in both spans as one."""
+    rows: list[tuple[int, int, int]] = []  # size, stride in either; the farthest apart first
+    dims = zip(box, wanted.stride, stored.stride, strict=True)
+    counted = [(stop - start, a, b) for (start, stop), a, b in dims if stop - start > 1]
+    for size, a, b in sorted(counted, key=lambda row: -row[1]):
+        if rows and rows[-1][1] == size * a and rows[-1][2] == size * b:
+            size *= rows.pop()[0]
+        rows.append((size, a, b))
+    sizes, first, second = zip(*(rows or [(1, 1, 1)]), strict=True)
+    return Shared(sizes, wanted.offset(box), first, stored.offset(box), second)
 
 
 def dense_stride(like: Sequence[int], sizes: Sequence[int], of: Sequence[int]) -> tuple[int, ...]:
