@@ -6,7 +6,8 @@ stored under their first name in safetensors files, and under each of their name
 
 Invariant: every byte read is verified; the output gets its final name when all of it is on disk.
 Cost of ``hf``: one pass, and memory for one chunk (for a parameter that is channels_last, or was
-cut along other axes of a mesh, its size). ``torch`` and ``dcp`` hold the whole checkpoint in memory.
+cut along other axes of a mesh, its size). ``torch`` and ``dcp`` hold the whole checkpoint in
+memory.
 """
 
 from __future__ import annotations

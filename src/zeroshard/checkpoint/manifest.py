@@ -33,7 +33,8 @@ __all__ = [
 ]  # fmt: skip
 
 FORMAT = "zeroshard checkpoint"
-VERSION = 2  # where a tensor has a box or ranks have places; else a reader of version 1 reads it, too
+VERSION = 2  # of a step with boxes; one without is of version 1, as before there were boxes
+
 CHUNK_BYTES = 4 << 20
 # kinds of tensors: STATE and BUFFER go before the key or name
 VALUE, STATE, BUFFER = "value", "state.", "buffer/"

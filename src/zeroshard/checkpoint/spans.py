@@ -4,8 +4,8 @@ order, from pieces of any other parts.
     wanted   a part, the stride of its memory, elements [start, stop) there      core/boxes.py
     stored   pieces: each a range of the box that its entry names, likewise
 
-Invariant: what is returned is complete, or it raises. Cost: the bytes between the first and the last
-element that are needed of each piece, a chunk at a time where others lie between; none is read
+Invariant: what is returned is complete, or it raises. Cost: the bytes between the first and the
+last element that are needed of each piece, a chunk at a time where others lie between; none is read
 twice.
 """
 

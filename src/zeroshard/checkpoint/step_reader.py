@@ -1,5 +1,5 @@
-"""One step on disk, opened to be read: any range of any part of a parameter, in any memory order, and
-every other tensor by its key.
+"""One step on disk, opened to be read: any range of any part of a parameter, in any memory order,
+and every other tensor by its key.
 
 Invariant: what is returned has been verified. Cost: the bytes that are asked for, plus at most a
 chunk at either end of each range. It does not know an engine.

@@ -13,6 +13,7 @@ other axes.
 from __future__ import annotations
 
 import json
+
 import torch.distributed as dist
 
 from zeroshard.comm.other_axes import OtherAxes
@@ -50,8 +51,8 @@ class Everyone:
         return [answers[index] for index in self._order]
 
     def check_peers(self, what: str) -> None:
-        """Raise PeerLostError, saying that it was during `what`, where a rank of the same group, or a
-        peer, is known to have ended. Never blocks.
+        """Raise PeerLostError, saying that it was during `what`, where a rank of the same group,
+        or a peer, is known to have ended. Never blocks.
         """
         self._control.check_peers(what)
         self._axes.check(what)

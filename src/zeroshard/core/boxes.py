@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 
 from zeroshard.core.part import Part
@@ -39,9 +40,7 @@ def part_at(shape: tuple[int, ...], box: Box) -> Part:
     """Return the part of a parameter of `shape` that `box` is; () is all of it."""
     if not box:
         return Part.whole(shape)
-    return Part(
-        shape, tuple(start for start, _ in box), tuple(stop - start for start, stop in box)
-    )
+    return Part(shape, tuple(start for start, _ in box), tuple(stop - start for start, stop in box))
 
 
 def check_boxes(shape: tuple[int, ...], boxes: Set[Box], what: str) -> None:
@@ -232,7 +231,7 @@ def dense_stride(like: Sequence[int], sizes: Sequence[int], of: Sequence[int]) -
     """
     dims = range(len(sizes))
     counted = [dim for dim in dims if sizes[dim] != 1]
-    if all(like[a] >= like[b] for a, b in zip(counted, counted[1:], strict=False)):
+    if all(like[a] >= like[b] for a, b in pairwise(counted)):
         order = list(dims)
     else:
         order = sorted(dims, key=lambda dim: (-like[dim], dim))
