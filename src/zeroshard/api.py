@@ -45,6 +45,8 @@ from zeroshard.nn.deferred import (
     materialize,
     refuse_inside,
 )
+from zeroshard.nn.local import local_of, part_of, whole_shape
+from zeroshard.nn.placed import check_dtensors
 from zeroshard.optim.elementwise import check_elementwise
 from zeroshard.optim.sharded import check_parameters
 from zeroshard.runtime.balance import first_fraction
@@ -74,6 +76,7 @@ _COMPARED = (
     "prefetch_bytes", "strict", "verify_every", "broadcast_buffers", "gradient_clipping",
     "loss_scale",
 )  # fmt: skip
+_VALUE = "initial value of "  # as entries of a report begin
 
 
 def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -> None:
@@ -132,10 +135,11 @@ def shard(
     dimensions are sharded over (default: all ranks): those that `dp` names, else the only one,
     or the one named "dp", or "dp_replicate" x "dp_shard", the nodes and local ranks of hpz, mics
     and hfsdp, and "cp". Beside them "pp" (ranks have other parameters) and "tp" (plain parameters
-    are the same) may be there: norm and clip, skipped steps and the order of steps are those of the
-    whole mesh, and nothing is reduced along them. `sync_from` is a data parallel rank whose weights and buffers all others
-    take (default: the ranks' weights are compared). Further keywords are those of Config, which
-    ``help(zs.Config)`` describes. Collective.
+    are the same, DTensors are parts of whole ones) may be there: norm and clip, skipped steps and
+    the order of steps are those of the whole mesh, and no weight is sharded along them. `sync_from`
+    is a data parallel rank whose weights and buffers all others take (default: the ranks' weights
+    are compared). Further keywords are those of Config, which ``help(zs.Config)`` describes.
+    Collective.
 
     Raises ConfigError for what cannot be done, and PlanMismatch where the ranks disagree, on every
     rank, before anything is changed.
@@ -176,6 +180,7 @@ class _Asked:
     settings_report: dict[str, str]  # must be the same on every rank of the mesh
     report: dict[str, str]  # must be the same on every data parallel rank, and on replicas
     values: dict[str, str]  # of a deferred model: should be
+    parts: frozenset[str]  # entries of both about parts, which differ along the mesh
 
 
 def _compared(asked: _Asked | None, error: ZeroshardError | None, seat: Seat) -> dict[str, str]:
@@ -194,6 +199,7 @@ def _compared(asked: _Asked | None, error: ZeroshardError | None, seat: Seat) ->
         differences = differing(exchange, values, call="shard()")
     alike = {name: text for name, text in values.items() if name not in differences}
     alike |= asked.report
+    alike = {name: text for name, text in alike.items() if name not in asked.parts}
     seat.axes.share(None, "shard()", common=asked.settings_report, alike=alike)
     return differences
 
@@ -299,6 +305,7 @@ def _checked(
         )
     refuse_inside("shard()")
     _check_model(model, optimizer)
+    check_dtensors(named_parameters_once(model), seat.mesh, seat.dims)
     precision = settings.resolved_precision()
     _check_precision(model, precision)
     dtypes = compute_dtypes(model, precision)
@@ -307,10 +314,12 @@ def _checked(
     common = {"sync_from": str(sync_from), **_settings_report(settings, node_size)}
     report = _report(model, optimizer, dtypes, plans)
     values = _initial_values(model) if sync_from is None else {}
+    named = named_parameters_once(model).items()
+    parts = frozenset(_VALUE + name for name, p in named if part_of(name, p).axes)
     if values and any(fingerprint_of(parameter) is not None for parameter in model.parameters()):
         deferred = report | {"a deferred model": "yes"}
-        return _Asked(settings, mesh, dtypes, plans, common, deferred, values)
-    return _Asked(settings, mesh, dtypes, plans, common, report | values, {})
+        return _Asked(settings, mesh, dtypes, plans, common, deferred, values, parts)
+    return _Asked(settings, mesh, dtypes, plans, common, report | values, {}, parts)
 
 
 def _make_context(
@@ -329,6 +338,7 @@ def _make_context(
     settings, policy = asked.settings, asked.settings.resolved_policy()
     precision = settings.resolved_precision()
     device = next(model.parameters()).device
+    largest = max(plan.local_numel for plan in asked.plans)
     spec = CommSpec(
         asked.mesh,
         name=settings.comm.transport,
@@ -338,7 +348,7 @@ def _make_context(
         hop_dtype=torch.bfloat16 if settings.comm.grad_codec == "bf16" else torch.float32,
         ordered=settings.comm.ordered,
         stall_timeout_s=settings.stall_timeout_s,
-        pool_bytes=2 * max(plan.numel for plan in asked.plans) * asked.dtypes.widest(precision),
+        pool_bytes=2 * largest * asked.dtypes.widest(precision),
     )
     with seat.axes.telling("shard()"):
         tiering = _make_tiering(settings, model, seat.group, device)
@@ -415,7 +425,7 @@ def _no_room_for(model: nn.Module, device: torch.device, world: int) -> float:
     if device.type == "cpu":
         return 0.0
     free, _ = torch.get_device_module(device).mem_get_info(device)
-    numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    numel = sum(local_of(p).numel() for p in model.parameters() if p.requires_grad)
     return max(0.0, 1.0 - 0.5 * float(free) / (12 * numel / world))
 
 
@@ -455,11 +465,6 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> N
 def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
     devices: dict[torch.device, str] = {}
     for name, parameter in parameters.items():
-        if type(parameter).__module__.startswith("torch.distributed.tensor"):
-            raise ConfigError(
-                f"parameter {name!r} is a DTensor, cut over a mesh already, and cannot be sharded:"
-                " use plain parameters"
-            )
         if nn.parameter.is_lazy(parameter):
             raise ConfigError(
                 f"parameter {name!r} belongs to a lazy module and has no shape yet: run the model"
@@ -627,7 +632,7 @@ def _report(
         names[id(parameter)] = name
         dtype = dtype_name(dtypes.of[id(parameter)])
         kind = "trained" if parameter.requires_grad else "frozen"
-        report[f"parameter {name}"] = f"{tuple(parameter.shape)} {dtype} {kind}"
+        report[f"parameter {name}"] = f"{whole_shape(parameter)} {dtype} {kind}"
     for plan in plans:
         report[f"unit {plan.name}"] = ", ".join(plan.parameters)
     report["optimizer"] = type(optimizer).__name__
@@ -645,8 +650,8 @@ def _initial_values(model: nn.Module) -> dict[str, str]:
     values: dict[str, str] = {}
     for name, parameter in named_parameters_once(model).items():
         recipe = fingerprint_of(parameter)
-        value = digest_of(parameter) if recipe is None else f"deferred {recipe}"
-        values[f"initial value of {name}"] = value
+        value = digest_of(local_of(parameter)) if recipe is None else f"deferred {recipe}"
+        values[_VALUE + name] = value
     return values
 
 
@@ -654,7 +659,7 @@ def _told(model: nn.Module, differences: Mapping[str, str]) -> dict[int, str]:
     """Return, by parameter id, the error message for values that differ between ranks."""
     remedy = f"{REMEDY}, or give it values with zs.load_pretrained() before its first use"
     named = named_parameters_once(model).items()
-    keys = {f"initial value of {name}": id(parameter) for name, parameter in named}
+    keys = {_VALUE + name: id(parameter) for name, parameter in named}
     return {
         keys[name]: f"the ranks disagree, first about {name!r}: {who}. {remedy}"
         for name, who in differences.items()

@@ -33,6 +33,7 @@ class Seat:
     group: dist.ProcessGroup | None  # its data parallel ranks; None: it is the only one
     dims: Dims
     axes: OtherAxes
+    mesh: DeviceMesh | None = None  # as it was given
 
     @property
     def rank(self) -> int:
@@ -64,7 +65,7 @@ def seat_of(mesh: Any, dp: Sequence[str] | str | None = None) -> Seat:
         return Seat(_everyone(), dims, OtherAxes.none())
     peers = ThroughGroups([mesh.get_group(index) for index in dims.beside])
     axes = OtherAxes(dims.place(mesh.get_coordinate()), dims.num_groups, peers)
-    return Seat(_data_group(mesh, dims), dims, axes)
+    return Seat(_data_group(mesh, dims), dims, axes, mesh)
 
 
 def _dims_of(mesh: Any, dp: Sequence[str] | str | None) -> Dims:

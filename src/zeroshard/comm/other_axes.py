@@ -156,9 +156,10 @@ class OtherAxes:
             raise
 
     def add(self, squares: float, call: str, *, common: Mapping[str, str]) -> float:
-        """Return the sum of the groups' `squares`, where replicas count once."""
-        own = squares if self.place.is_first else 0.0
-        return float(sum(self.share(own, call, common=common)))
+        """Return the sum of the groups' `squares`, in each of which replicas count where they are
+        the first.
+        """
+        return float(sum(self.share(squares, call, common=common)))
 
     def check(self, during: str) -> None:
         """Raise PeerLostError where a peer is known to have ended. Never blocks."""

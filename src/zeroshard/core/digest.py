@@ -59,6 +59,12 @@ class Digest:
         start = _hash(f"step {self.step}")
         return ((start ^ self._ordered) * _PRIME ^ self._unordered) & _MASK
 
+    def reduced(self) -> int:
+        """Return the digest of what folds as a set, 64 bits: replicas along the mesh, whose units
+        may be of other sizes and are gathered in an order of their own, reduce the same.
+        """
+        return (_hash(f"step {self.step}") ^ self._unordered) & _MASK
+
     def log(self) -> list[str]:
         """Return the folded entries: the ordered ones, then the unordered ones sorted."""
         return [entry for entry, ordered in self._log if ordered] + sorted(

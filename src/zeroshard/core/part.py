@@ -13,6 +13,7 @@ Pure: no torch.
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -42,3 +43,10 @@ class Part:
     def numel(self) -> int:
         """The number of its elements."""
         return prod(self.sizes)
+
+    def counts(self, alike: Iterable[str], first_along: Container[str]) -> bool:
+        """Whether its elements count on a rank that is the first along the axes `first_along`: of
+        the ranks with the same part the first counts. `alike`: the axes along which what is not cut
+        is the same.
+        """
+        return all(axis in self.axes or axis in first_along for axis in alike)

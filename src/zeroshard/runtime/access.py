@@ -222,6 +222,26 @@ class StateAccess:
             for parameter, stride in zip(segment.parameters, segment.flat.strides, strict=True)
         }
 
+    def parts(self) -> dict[str, Part]:
+        """Return, by name of each parameter, which part of it the ranks of this data parallel
+        group have.
+        """
+        return {
+            name: part
+            for unit in self._weights.units
+            for segment in unit.segments
+            for name, part in zip(segment.names, segment.parts, strict=True)
+        }
+
+    def counted(self) -> frozenset[str]:
+        """Return the names of the parameters whose parts count here: of several data parallel
+        groups with the same part, the first's.
+        """
+        alike = [axis.name for axis in self._context.mesh.others if axis.alike]
+        first_along = self._context.axes.place.first_along
+        parts = self.parts().items()
+        return frozenset(name for name, part in parts if part.counts(alike, first_along))
+
     @property
     def has_pending_gradients(self) -> bool:
         """Whether a backward has run whose gradients no step has taken yet."""

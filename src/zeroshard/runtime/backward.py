@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from zeroshard.errors import ConfigError, StateError
+from zeroshard.nn.local import gradient_taker
 from zeroshard.optim.sealed import SealedGrad
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.accumulation import UNKNOWN, Accumulation
@@ -52,6 +53,7 @@ class _Leaf:
     path: GradientPath
     index: int  # in the segment
     parameter: nn.Parameter
+    to_local: Callable[[torch.Tensor], torch.Tensor] | None  # of a DTensor's gradients
     _sealed: SealedGrad | None = None
 
     @property
@@ -139,7 +141,14 @@ class Backward:
         self._trainable = [unit for unit in weights.units if unit.trainable]
         self._paths = [path for unit in self._trainable for path in unit.paths]
         self.leaves = [
-            _Leaf(unit, segment, path, index, parameter)
+            _Leaf(
+                unit,
+                segment,
+                path,
+                index,
+                parameter,
+                gradient_taker(parameter, segment.names[index]),
+            )
             for unit in self._trainable
             for segment, path in zip(unit.trainable, unit.paths, strict=True)
             for index, parameter in enumerate(segment.parameters)
@@ -294,6 +303,8 @@ class Backward:
             )
         # create_graph=True: what is summed has no graph
         grad = grad.detach() if grad.requires_grad else grad
+        if leaf.to_local is not None:
+            grad = leaf.to_local(grad)
         leaf.path.add(leaf.index, grad, sync=self._sync, make_room=self.reductions.make_room)
         del grad
         self._pass.took(unit, parameter)

@@ -19,6 +19,7 @@ from zeroshard.core.layout import Layout
 from zeroshard.core.placement import Cells, Scope, Tier
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.memory import return_freed_memory
+from zeroshard.nn.local import local_of
 from zeroshard.runtime.bucket import PartialSum
 from zeroshard.runtime.context import Context, Dtypes, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
@@ -107,7 +108,7 @@ def _plan_segments(plan: UnitPlan, context: Context) -> list[SegmentPlan]:
     out = []
     for (dtype, trainable), members in groups.items():
         key = f"{plan.name}:{dtype_name(dtype)}{'' if trainable else ':frozen'}"
-        shapes = [(name, tuple(p.shape)) for name, p in members.items()]
+        shapes = [(name, tuple(local_of(p).shape)) for name, p in members.items()]
         layout = Layout.build(shapes, context.mesh, align=context.codecs.align)
         out.append(
             SegmentPlan(
@@ -219,12 +220,13 @@ def _build_segment(
     parameters = list(plan.members.values())
     flat = FlatWeights(plan, context, _rest_of_weights(plan, splits, reserved, context))
     grad = _gradient_path(plan, splits, flat, context) if plan.trainable else None
-    segment = Segment(list(plan.members), parameters, flat, grad, split=splits.optim)
+    segment = Segment(plan, flat, grad, split=splits.optim)
     if plan.trainable and context.trains:
         make_master(segment, cells, context, reserved)
-    context.prepare(parameters)
+    values = [local_of(parameter) for parameter in parameters]
+    context.prepare(values)
     with context.faults.noted(lost=True):
-        segment.store([p.data for p in parameters])
+        segment.store([value.data for value in values])
     return segment
 
 

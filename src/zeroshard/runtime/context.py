@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
 
 import torch
 from torch import nn
@@ -23,12 +25,14 @@ from zeroshard.comm.quantized import Codecs
 from zeroshard.comm.transport import Transport
 from zeroshard.comm.two_level import TwoLevelTransport
 from zeroshard.core.layout import Layout
+from zeroshard.core.part import Part
 from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
 from zeroshard.core.route import Routes, routes
 from zeroshard.core.wire import Formats, Wire
 from zeroshard.memory import MemoryCounter
+from zeroshard.nn.local import local_of, part_of
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.streams import Streams
@@ -112,7 +116,7 @@ class SegmentPlan:
 
     key: str
     unit: str
-    members: dict[str, nn.Parameter]
+    members: dict[str, nn.Parameter]  # of a DTensor its local tensor is laid out
     dtype: torch.dtype
     trainable: bool
     cells: Cells
@@ -136,7 +140,27 @@ class SegmentPlan:
     @property
     def strides(self) -> list[tuple[int, ...]]:
         """The stride of each parameter in the flat buffer."""
-        return [memory_stride(parameter) for parameter in self.members.values()]
+        return [memory_stride(local_of(parameter)) for parameter in self.members.values()]
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Which part of each parameter is here."""
+        return tuple(part_of(name, parameter) for name, parameter in self.members.items())
+
+    @property
+    def told_numel(self) -> int:
+        """The elements of the whole parameters, by which ranks compare what they do: that of their
+        parts, and so the layout, may differ along 'tp'.
+        """
+        return sum(prod(part.shape) for part in self.parts)
+
+    def counted(self, context: Context) -> tuple[bool, ...] | None:
+        """Return of which parameters the elements count here, where others have the same, too;
+        None: of all.
+        """
+        alike = [axis.name for axis in context.mesh.others if axis.alike]
+        counts = tuple(part.counts(alike, context.axes.place.first_along) for part in self.parts)
+        return None if all(counts) else counts
 
     def precision(self, context: Context) -> Precision:
         """Return the dtypes of the segment's gradients."""

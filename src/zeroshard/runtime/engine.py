@@ -110,9 +110,7 @@ class Engine:
         self._states = StateAccess(
             context, weights, rest, backward, self._finalizer, self._recovery, self._scaler
         )
-        self._whole = Whole(
-            module, weights, self._finalizer, transport, faults, self._states.join_step
-        )
+        self._whole = Whole(module, weights, self._finalizer, context, self._states.join_step)
         self._hooks = Hooks(
             module,
             plans,

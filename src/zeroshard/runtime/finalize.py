@@ -233,7 +233,7 @@ class Finalizer:
             _STEP,
             common={"the step": str(self._digest.step), "the loss scale": str(scale)},
             alike={
-                "what the units did": f"{answers[0].digest:016x}",
+                "what was reduced": f"{self._digest.reduced():016x}",
                 "what was decided": f"{answers[0].decisions:016x}",
                 "the parameters with gradients": f"{united.bit_count()} ({hash(united):x})",
             },
@@ -334,7 +334,7 @@ class Finalizer:
         """
         self.finalize()
         with self._axes.telling(_NORM):
-            local = [path.summed.squares(path.used) for path in self._backward.paths()]
+            local = [path.summed.squares(path.in_norm) for path in self._backward.paths()]
             self._faults.agree()
         rank, size = self._transport.rank, self._transport.size
         if local and len(local[0]) == size and size > 1:

@@ -64,6 +64,8 @@ class GradientPath:
         self.summed = summed
         self.partial = partial
         self.precision = precision = plan.precision(context)
+        # of which the elements count in a norm, where not all do (docs/design/mesh.md)
+        self.counted = plan.counted(context)
         self.used = [False] * len(flat.layout.slots)  # has a gradient since the last drop
         self._transport = transport
         self._streams = context.streams
@@ -81,6 +83,15 @@ class GradientPath:
     def key(self) -> str:
         """The segment's key in collectives."""
         return self.flat.key
+
+    @property
+    def in_norm(self) -> Sequence[bool]:
+        """Of which parameters the elements count in a norm here: used ones, and of those that
+        other ranks along the mesh have alike, the first rank's.
+        """
+        if self.counted is None:
+            return self.used
+        return [used and counts for used, counts in zip(self.used, self.counted, strict=True)]
 
     def bytes_by_tier(self) -> dict[Tier, int]:
         """Return the bytes of the gradient at rest now on each tier, partial sums included."""

@@ -29,11 +29,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.errors import StateError
+from zeroshard.nn.local import part_within
 from zeroshard.runtime.casts import cast, casting_hooks, explain
 from zeroshard.runtime.guards import compiled_whole, guard, is_traced
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.recomputed import is_recomputed
-from zeroshard.runtime.released import release_class, restore_class
+from zeroshard.runtime.released import know_class, release_class, restore_class
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.trees import tensors_in, tensors_within
 from zeroshard.runtime.unit import Unit, UnitState, Use
@@ -56,6 +57,7 @@ class _Tie:
         self._hooks = weakref.ref(hooks)  # [Note: weak hooks]
         self._unit = weakref.ref(unit)
         self._parameter = weakref.ref(parameter)
+        know_class(parameter)
         parameter.__dict__["_zeroshard"] = self
 
     def gather(self, operation: str) -> None:
@@ -376,6 +378,10 @@ class Hooks:
                     "load_state_dict(assign=True) would replace parameters that are sharded: leave"
                     " assign out, the numbers are copied"
                 )
+            for name, parameter in module._parameters.items():
+                value = None if parameter is None else state.get(prefix + name)
+                if parameter is not None and isinstance(value, torch.Tensor):
+                    state[prefix + name] = part_within(parameter, value)
             for unit in units:
                 if unit.index not in self._loads:
                     if unit.is_lent:

@@ -23,6 +23,7 @@ from torch import nn
 
 from zeroshard.core.storage import storage_of
 from zeroshard.errors import ConfigError
+from zeroshard.nn.local import local_of
 from zeroshard.runtime.units import named_parameters_once
 
 __all__ = ["check_overlap"]
@@ -57,12 +58,12 @@ def check_overlap(model: nn.Module) -> None:
     extents = [
         _extent(name, parameter, False)
         for name, parameter in named_parameters_once(model).items()
-        if parameter.numel()
+        if local_of(parameter).numel()
     ]
     extents += [
         _extent(name, buffer, True)
         for name, buffer in model.named_buffers()
-        if buffer.numel() and storage_of(buffer) is not None
+        if local_of(buffer).numel() and storage_of(local_of(buffer)) is not None
     ]
     for one, other in _neighbours(extents):
         if (
@@ -86,12 +87,13 @@ def check_overlap(model: nn.Module) -> None:
 
 def _extent(name: str, tensor: torch.Tensor, is_buffer: bool) -> _Extent:
     with torch._C.DisableTorchFunctionSubclass():
+        local = local_of(tensor)
         storage, size, offset = (
-            storage_of(tensor),
-            tensor.element_size(),
-            int(tensor.storage_offset()),
+            storage_of(local),
+            local.element_size(),
+            int(local.storage_offset()),
         )
-        shape, stride = tuple(tensor.shape), tensor.stride()
+        shape, stride = tuple(local.shape), local.stride()
     assert storage is not None, name
     # of tensors without memory: deferred ones, those on meta
     start, home = offset * size, ("storage", storage._cdata)

@@ -10,6 +10,9 @@ one-element parameters do not raise on an expanded tensor. `detach` therefore re
 Writes through ``.data`` do not count versions: strict mode compares the scalar itself, and so is
 done always for dtypes without a NaN. ``param.data = tensor`` is seen by its address.
 
+Of a DTensor all of this is its local tensor's, but for the version, which writes to the DTensor
+count there; it stays a DTensor, of the dtype of its memory.
+
 Cost: no copy. It does not know units, memory at rest or collectives.
 """
 
@@ -21,6 +24,7 @@ import torch
 from torch import nn
 
 from zeroshard.memory import placeholder_value
+from zeroshard.nn.local import local_of, retype
 from zeroshard.runtime.released import release_class, restore_class
 
 __all__ = ["Parameters"]
@@ -34,6 +38,10 @@ class Parameters:
     ) -> None:
         self.names = tuple(names)
         self.parameters = tuple(parameters)
+        for parameter in parameters:
+            retype(parameter, dtype)
+        # whose memory comes and goes
+        self._locals: tuple[torch.Tensor, ...] = tuple(local_of(p) for p in parameters)
         self._dtype = dtype
         self._has_no_nan = not (dtype.is_floating_point or dtype.is_complex)
         self._poison = [
@@ -41,7 +49,7 @@ class Parameters:
             for p in parameters
         ]
         self._released = [
-            poison.expand(p.shape) for poison, p in zip(self._poison, parameters, strict=True)
+            poison.expand(p.shape) for poison, p in zip(self._poison, self._locals, strict=True)
         ]
         self._released_at = [tensor.data_ptr() for tensor in self._released]
         self._there: Sequence[torch.Tensor] = self._released  # what ``data`` is now
@@ -53,8 +61,8 @@ class Parameters:
 
     def lend(self, views: Sequence[torch.Tensor]) -> None:
         """Point attached parameters at `views` until they are attached again."""
-        for parameter, view in zip(self.parameters, views, strict=True):
-            parameter.data = view
+        for local, view in zip(self._locals, views, strict=True):
+            local.data = view
 
     def detach(self) -> None:
         """Point the parameters at their NaN."""
@@ -63,9 +71,9 @@ class Parameters:
             release_class(parameter)
 
     def _point_at(self, tensors: Sequence[torch.Tensor]) -> None:
-        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+        for parameter, local, tensor in zip(self.parameters, self._locals, tensors, strict=True):
             restore_class(parameter)
-            parameter.data = tensor
+            local.data = tensor
         self._there = tensors
         self._versions = [parameter._version for parameter in self.parameters]
 
@@ -84,7 +92,7 @@ class Parameters:
             else [tensor.data_ptr() for tensor in self._there]
         )
         with torch._C.DisableTorchFunctionSubclass():
-            found = [parameter.data_ptr() for parameter in self.parameters]
+            found = [local.data_ptr() for local in self._locals]
             versions = [parameter._version for parameter in self.parameters]
         if found == expected and (not writes or versions == self._versions):
             return None

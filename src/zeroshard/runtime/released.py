@@ -23,6 +23,9 @@ any other use                       StateError with the remedy: code that only l
 Rows that rest replicated have their weights under way to every rank already: there any use waits
 for them.
 
+A DTensor becomes a released DTensor in the same way; what is asked of its local tensor
+(``to_local()``, ``full_tensor()``) is a use.
+
 Invariant: no function of torch reads the NaN of a released parameter. Not seen are reads in C++
 that dispatch nothing (TorchScript): NaN is what they get. Cost: none while gathered; 2 microseconds
 per attribute that is read while released.
@@ -37,10 +40,11 @@ import torch
 from torch import nn
 
 from zeroshard.errors import StateError
+from zeroshard.nn.local import is_dtensor
 from zeroshard.optim.sealed import ANSWERED, SET_DATA, SealedGrad, name_of
 from zeroshard.runtime.trees import tensors_in
 
-__all__ = ["ReleasedParameter", "Tie", "release_class", "restore_class"]
+__all__ = ["ReleasedParameter", "Tie", "know_class", "release_class", "restore_class"]
 
 _ANSWERED = ANSWERED | {torch.Tensor.data_ptr, torch.Tensor.retain_grad}
 _WRITES = frozenset((torch.Tensor.__setitem__, SET_DATA))
@@ -60,8 +64,8 @@ class Tie(Protocol):
         """Note that `result` was computed from the parameter."""
 
 
-class ReleasedParameter(nn.Parameter):
-    """A parameter whose unit rests."""
+class _Released(torch.Tensor):
+    """A parameter whose unit rests, whatever its class."""
 
     _zeroshard: Tie
 
@@ -81,7 +85,7 @@ class ReleasedParameter(nn.Parameter):
             # a step with gradients that are not to be read: the more telling refusal
             return NotImplemented
         released = [
-            tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, ReleasedParameter)
+            tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, _Released)
         ]
         if func is torch.Tensor.__repr__ or func is torch.Tensor.__format__:
             return _describe(released[0])
@@ -96,34 +100,50 @@ class ReleasedParameter(nn.Parameter):
         ties = {id(parameter): parameter._zeroshard for parameter in released}
         for tie in ties.values():
             tie.gather(operation)
-        assert not any(isinstance(parameter, ReleasedParameter) for parameter in released), (
-            operation
-        )
+        assert not any(isinstance(parameter, _Released) for parameter in released), operation
         result = func(*args, **kwargs)
         for tie in ties.values():
             tie.watch(result)
         return result
 
 
+class ReleasedParameter(_Released, nn.Parameter):
+    """A plain parameter whose unit rests."""
+
+
+_RELEASED: dict[type, type] = {nn.Parameter: ReleasedParameter}  # by the class that it was
+_PLAIN: dict[type, type] = {ReleasedParameter: nn.Parameter}
+
+
+def know_class(parameter: nn.Parameter) -> None:
+    """Let `release_class` take DTensors, where `parameter` is one."""
+    kind = type(parameter)
+    if is_dtensor(parameter) and kind not in _RELEASED and kind not in _PLAIN:
+        # torch.distributed.tensor is imported where there are DTensors alone (nn/local.py)
+        released = type(f"Released{kind.__name__}", (_Released, kind), {"__slots__": ()})
+        _RELEASED[kind], _PLAIN[released] = released, kind
+
+
 def release_class(parameter: nn.Parameter) -> None:
     """Make `parameter` answer as a released one, where it is tied to an engine and its class
     allows.
     """
-    if type(parameter) is nn.Parameter and hasattr(parameter, "_zeroshard"):
-        parameter.__class__ = ReleasedParameter
+    released = _RELEASED.get(type(parameter))
+    if released is not None and hasattr(parameter, "_zeroshard"):
+        parameter.__class__ = released
 
 
 def restore_class(parameter: nn.Parameter) -> None:
-    """Make `parameter` a plain one again."""
-    if type(parameter) is ReleasedParameter:
-        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    """Make `parameter` again of the class that it was."""
+    plain = _PLAIN.get(type(parameter))
+    if plain is not None:
+        parameter.__class__ = plain
 
 
-def _describe(parameter: nn.Parameter) -> str:
-    tie: Tie = parameter._zeroshard  # type: ignore[attr-defined]
+def _describe(parameter: _Released) -> str:
     shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
     return (
-        f"ReleasedParameter({tie.name}, shape={shape}, dtype={dtype}: rests sharded, read it inside"
+        f"{type(parameter).__name__}({parameter._zeroshard.name}, shape={shape}, dtype={dtype}: rests sharded, read it inside"
         " engine.gathered())"
     )
 
@@ -138,7 +158,7 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 def _written(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterable[ReleasedParameter]:
+) -> Iterable[_Released]:
     """Return the released parameters that `func` would write to."""
     in_place = (
         func in _WRITES
@@ -146,4 +166,4 @@ def _written(
         or (name.startswith("__i") and name.endswith("__"))
     )
     targets = [args[0] if args and in_place else (), kwargs.get("out", ())]
-    return [tensor for tensor in tensors_in(targets) if isinstance(tensor, ReleasedParameter)]
+    return [tensor for tensor in tensors_in(targets) if isinstance(tensor, _Released)]

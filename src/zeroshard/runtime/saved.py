@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from zeroshard.nn.local import local_of
 from zeroshard.runtime.unit import Unit, UnitState
 from zeroshard.runtime.weights import Weights
 
@@ -59,7 +60,7 @@ class SavedTensors:
         """Note of which unit a tensor is that autograd saves, and of which parameter."""
         for unit in self._weights.units:
             if unit.state is UnitState.FULL and unit.cells.weight.is_sharded:
-                name = unit.parameter_at(tensor.data_ptr())
+                name = unit.parameter_at(local_of(tensor).data_ptr())
                 if name is not None:
                     return tensor, unit, name
         return tensor, None, ""

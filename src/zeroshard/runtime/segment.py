@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
 from zeroshard.core.layout import Piece
 from zeroshard.core.placement import Tier
@@ -19,6 +18,7 @@ from zeroshard.core.split import tiles
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.errors import StorageError
 from zeroshard.memory import cast_for, mark
+from zeroshard.runtime.context import SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.parameters import Parameters
@@ -37,17 +37,17 @@ class Segment:
 
     def __init__(
         self,
-        names: Sequence[str],
-        parameters: Sequence[nn.Parameter],
+        plan: SegmentPlan,
         flat: FlatWeights,
         grad: GradientPath | None,
         *,
         split: int,
     ) -> None:
         """`grad`: of trainable segments only."""
-        self.names = tuple(names)
-        self.parameters = tuple(parameters)
-        self.given = tuple(parameter.dtype for parameter in parameters)  # before shard()
+        self.names = tuple(plan.members)
+        self.parameters = tuple(plan.members.values())
+        self.parts = plan.parts  # of the parameters, that are here
+        self.given = tuple(parameter.dtype for parameter in self.parameters)  # before shard()
         self.key = flat.key  # in collectives
         self.flat = flat
         self.grad = grad

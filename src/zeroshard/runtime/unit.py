@@ -22,6 +22,7 @@ from torch import nn
 
 from zeroshard.core.placement import Cells
 from zeroshard.errors import StateError
+from zeroshard.nn.local import local_of
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.forwards import Forwards
@@ -240,7 +241,7 @@ class Unit:
         """
         # those are guarded themselves
         if self.full_bytes and not isinstance(tensor, nn.Parameter):
-            address = tensor.data_ptr()
+            address = local_of(tensor).data_ptr()
             for segment in self.segments:
                 segment.flat.buffer.leave(address)
 

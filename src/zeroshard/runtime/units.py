@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from zeroshard.errors import ConfigError
+from zeroshard.nn.local import local_of
 
 __all__ = [
     "UnitPlan",
@@ -52,6 +53,11 @@ class UnitPlan:
     def numel(self) -> int:
         """The number of elements of all parameters."""
         return sum(parameter.numel() for parameter in self.parameters.values())
+
+    @property
+    def local_numel(self) -> int:
+        """The number of elements that are here: of DTensors those of the local tensors."""
+        return sum(local_of(parameter).numel() for parameter in self.parameters.values())
 
     @property
     def spans_one_module(self) -> bool:

@@ -15,10 +15,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from zeroshard.comm.transport import Transport
 from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import ConfigError, StateError
-from zeroshard.runtime.faults import Faults
+from zeroshard.nn.local import is_dtensor, local_of, point_at, whole_of
+from zeroshard.runtime.context import Context
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit, Use
@@ -37,15 +37,15 @@ class Whole:
         module: nn.Module,
         weights: Weights,
         finalizer: Finalizer,
-        transport: Transport,
-        faults: Faults,
+        context: Context,
         join_step: Callable[[], None],
     ) -> None:
         self._module = module
         self._weights = weights
         self._finalizer = finalizer
-        self._transport = transport
-        self._faults = faults
+        self._transport = context.transport
+        self._axes = context.axes
+        self._faults = context.faults
         self._join_step = join_step  # returns when no step is under way
 
     @contextmanager
@@ -155,17 +155,20 @@ class Whole:
             self._weights.refresh([unit])
 
     def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, torch.Tensor]:
-        """Return the model's whole ``state_dict()`` on CPU, streamed a unit at a time; empty on
-        other ranks unless `rank0_only` is False.
+        """Return the model's whole ``state_dict()`` on CPU, DTensors whole, streamed a unit at a
+        time; empty on other ranks, and replicas along 'tp', unless `rank0_only` is False.
         """
-        keep = not rank0_only or self._transport.rank == 0
+        keep = not rank0_only or (self._transport.rank == 0 and self._axes.place.is_first)
         values: dict[int, torch.Tensor] = {}
         for unit in self._weights.units:
             with self.gathered([p for s in unit.segments for p in s.parameters]):
-                if keep:
-                    for segment in unit.segments:
-                        for parameter in segment.parameters:
-                            values[id(parameter)] = parameter.detach().to("cpu", copy=True)
+                for parameter in (p for segment in unit.segments for p in segment.parameters):
+                    if keep or is_dtensor(parameter):  # whose ranks all take part
+                        whole = whole_of(parameter)
+                    if keep:
+                        values[id(parameter)] = whole.detach().to("cpu", copy=True)
+        # on every rank, since all ranks of a DTensor take part
+        buffers = {id(buffer): whole_of(buffer) for buffer in self._module.buffers()}
         if not keep:
             return {}
         out: dict[str, torch.Tensor] = {}
@@ -176,12 +179,12 @@ class Whole:
                     out[dot + name] = values[id(parameter)]
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
-                    out[dot + name] = buffer.detach().to("cpu", copy=True)
+                    out[dot + name] = buffers[id(buffer)].detach().to("cpu", copy=True)
         return out
 
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return the averaged gradient of `param` [its shape] on every rank, or None where no
-        rank used it. Collective.
+        """Return the averaged gradient of `param` [its shape, whole of a DTensor] on every rank,
+        or None where no rank used it. Collective.
         """
         segment, index = self.find(param)
         path = segment.grad
@@ -193,15 +196,16 @@ class Whole:
         flat = segment.flat
         resting = path.summed.resting()
         numel = flat.stepped[1] - flat.stepped[0]
-        local: torch.Tensor | None = None
+        held: torch.Tensor | None = None
         if resting is not None:
             with self._faults.noted():
-                local = resting.fetch(0, numel)
-        if local is None:
-            local = torch.zeros(numel, dtype=path.precision.accumulate, device=flat.full.device)
-        whole = self._gather(f"{segment.key}.full_grad", segment, local)
+                held = resting.fetch(0, numel)
+        if held is None:
+            held = torch.zeros(numel, dtype=path.precision.accumulate, device=flat.full.device)
+        whole = self._gather(f"{segment.key}.full_grad", segment, held)
         self._faults.agree()
-        return flat.buffer.views_of(whole)[index].clone()
+        local = flat.buffer.views_of(whole)[index].clone()
+        return whole_of(segment.parameters[index], local)
 
     def restore_plain(self) -> None:
         """Give every parameter whole memory of its own, in the dtype it came in. Collective; no
@@ -216,10 +220,10 @@ class Whole:
 
     def _restore_plain(self, segment: Segment) -> None:
         values = self._whole_masters(segment) or [
-            parameter.data for parameter in segment.parameters
+            local_of(parameter).data for parameter in segment.parameters
         ]
         for parameter, value, dtype in zip(segment.parameters, values, segment.given, strict=True):
-            parameter.data = torch.empty_like(value, dtype=dtype).copy_(value)
+            point_at(parameter, torch.empty_like(value, dtype=dtype).copy_(value))
             parameter.grad = None
 
     def _whole_masters(self, segment: Segment) -> list[torch.Tensor]:

@@ -1,0 +1,248 @@
+"""Models with tensor parallelism, and the same training in one process on the same global batch.
+
+A case says how a model is built and how ``parallelize_module`` cuts it. Data parallel ranks have
+batches of their own, ranks along 'tp' the same; micro-batches are of different sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+import zeroshard as zs
+from tests.support.training import Net, two_groups
+
+__all__ = ["CASES", "Case", "Trained", "alone", "difference", "mesh_of", "micro_batches", "train"]
+
+VOCABULARY = 48
+Plan = dict[str, ParallelStyle]
+State = dict[str, torch.Tensor]
+
+
+class Narrow(nn.Module):
+    """A net through whose middle a single feature goes, so that all ranks but one have nothing of
+    two of its matrices.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 10)
+        self.inner = nn.Linear(10, 1)
+        self.outer = nn.Linear(1, 10)
+        self.head = nn.Linear(10, VOCABULARY)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        h = h + self.outer(nn.functional.gelu(self.inner(h)))
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+
+class Llama(nn.Module):
+    """Transformers' Llama, called as the other models are."""
+
+    def __init__(self, intermediate_size: int, vocabulary: int) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        self.vocabulary = vocabulary
+        self.llama = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=vocabulary,
+                hidden_size=32,
+                intermediate_size=intermediate_size,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                attn_implementation="eager",
+                tie_word_embeddings=False,
+            )
+        )
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        logits = self.llama(input_ids=x, use_cache=False).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def _llama_plan() -> Plan:
+    layer = "llama.model.layers.*"
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    return {
+        "llama.model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        **{f"{layer}.{name}": ColwiseParallel() for name in columns},
+        f"{layer}.self_attn.o_proj": RowwiseParallel(),
+        # of uneven parts a local output would not say the whole size
+        f"{layer}.mlp.gate_proj": ColwiseParallel(use_local_output=False),
+        f"{layer}.mlp.up_proj": ColwiseParallel(use_local_output=False),
+        f"{layer}.mlp.down_proj": RowwiseParallel(),
+        "llama.lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+
+
+def _sequence_plan() -> Plan:
+    """Activations between blocks are cut along the sequence, the loss along the vocabulary."""
+    return {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "blocks.*.norm": SequenceParallel(),
+        "blocks.*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "blocks.*.down": RowwiseParallel(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+
+
+def _narrow_plan() -> Plan:
+    return {
+        "embed": ColwiseParallel(output_layouts=Replicate()),
+        "inner": ColwiseParallel(use_local_output=False),
+        "outer": RowwiseParallel(),
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how it is cut."""
+
+    build: Callable[[], nn.Module]
+    plan: Callable[[], Plan]
+    around_loss: Callable[[], AbstractContextManager[None]] = nullcontext
+    vocabulary: int = VOCABULARY
+
+    def model(self) -> nn.Module:
+        """Return the model with the values that every rank begins with."""
+        torch.manual_seed(0)
+        return self.build()
+
+
+CASES = {
+    "llama": Case(lambda: Llama(64, VOCABULARY), _llama_plan),
+    # neither the vocabulary nor the features between divide by two
+    "uneven": Case(lambda: Llama(45, 37), _llama_plan, vocabulary=37),
+    "sequence and loss": Case(lambda: _net(VOCABULARY), _sequence_plan, loss_parallel),
+    "empty": Case(Narrow, _narrow_plan),
+}
+
+
+def _net(vocabulary: int) -> Net:
+    net = Net(width=18)
+    net.embed = nn.Embedding(vocabulary, 18)
+    net.head = nn.Linear(18, vocabulary, bias=False)
+    return net
+
+
+def mesh_of(**sizes: int) -> DeviceMesh:
+    """Return a mesh of all ranks, with an axis per keyword."""
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def micro_batches(
+    rank: int, step: int, vocabulary: int, most: int = 1
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the micro-batches of a data parallel rank at `step`: from 1 to `most`, of different
+    sizes.
+    """
+    for number in range(1 + step % most):
+        generator = torch.Generator().manual_seed(1000 * step + 10 * number + rank)
+        shape = (1 + (rank + number) % 3, 9)
+        tokens = torch.randint(0, vocabulary, shape, generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+@dataclass
+class Trained:
+    """What a training run leaves behind."""
+
+    losses: list[float]  # of this data parallel rank
+    norms: list[float]
+    state: State
+
+    def same_bits(self, other: Trained) -> str:
+        """Return the first thing that is not the same in every bit, or ""."""
+        for what in ("losses", "norms"):
+            if getattr(self, what) != getattr(other, what):
+                return f"{what}: {getattr(self, what)} and {getattr(other, what)}"
+        for name, value in self.state.items():
+            if not torch.equal(value, other.state[name]):
+                return name
+        return ""
+
+
+def alone(
+    case: Case, dp: int, steps: int, *, most: int = 1, clip: float | None = None
+) -> list[Trained]:
+    """Train in one process on the batches of `dp` ranks; return the losses of each."""
+    model = case.model()
+    optimizer = two_groups(model)
+    losses: list[list[float]] = [[] for _ in range(dp)]
+    norms = []
+    for step in range(steps):
+        for rank in range(dp):
+            for x, y in micro_batches(rank, step, case.vocabulary, most):
+                loss = model(x, y)
+                (loss / dp).backward()
+                losses[rank].append(float(loss))
+        if clip is not None:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return [Trained(one, norms, state) for one in losses]
+
+
+def train(
+    case: Case,
+    mesh: DeviceMesh,
+    steps: int,
+    *,
+    most: int = 1,
+    clip: float | None = None,
+    **options: Any,
+) -> Trained:
+    """Train over `mesh`, cut along 'tp' first; the engine is closed."""
+    model = parallelize_module(case.model(), mesh["tp"], case.plan())
+    optimizer = two_groups(model)
+    engine = zs.shard(
+        model, optimizer, mesh=mesh, **{"stall_timeout_s": 30, "policy": "zero3", **options}
+    )
+    losses, norms = [], []
+    for step in range(steps):
+        batches = list(micro_batches(engine.rank, step, case.vocabulary, most))
+        for number, (x, y) in enumerate(batches):
+            last = number + 1 == len(batches)
+            with nullcontext() if last else engine.no_sync(), case.around_loss():
+                loss = model(x, y)
+                engine.backward(loss)
+            whole = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+            losses.append(float(whole))
+        if clip is not None:
+            norms.append(float(engine.clip_grad_norm_(clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = engine.full_state_dict(rank0_only=False)
+    engine.close()
+    return Trained(losses, norms, state)
+
+
+def difference(one: State, other: State) -> float:
+    """Return the largest relative difference between two states, by parameter."""
+    assert one.keys() == other.keys()
+    return max(
+        float((one[name] - other[name]).norm() / other[name].norm().clamp(min=1e-12))
+        for name in one
+    )
