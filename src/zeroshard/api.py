@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.comm.agree import REMEDY, agree, differing, through
 from zeroshard.comm.codec import DTYPES as CODED
 from zeroshard.comm.device_mesh import Seat, seat_of
+from zeroshard.comm.everyone import Everyone
 from zeroshard.comm.select import make_transport
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Transport
@@ -363,13 +364,15 @@ def _make_context(
     with seat.axes.telling("shard()"):
         tiering = _make_tiering(settings, model, seat.group, device)
         transport = make_transport(seat.group, device, spec)
+    axes = seat.axes.connected(spec, transport.traffic)
     return Context(
         policy=policy,
         precision=precision,
         dtypes=asked.dtypes,
         transport=transport,
         mesh=asked.mesh,
-        axes=seat.axes.connected(spec, transport.traffic),
+        axes=axes,
+        everyone=Everyone(transport.control, axes),
         codecs=settings.comm.codecs(),
         streams=make_streams(device),
         meter=MemoryCounter(),

@@ -5,8 +5,9 @@ rank 0's persistent buffers; for torch and DCP also the optimizer's state. Tied 
 stored under their first name in safetensors files, and under each of their names in the others.
 
 Invariant: every byte read is verified; the output gets its final name when all of it is on disk.
-Cost of ``hf``: one pass, and memory for one chunk (for a channels_last parameter twice its size).
-``torch`` and ``dcp`` hold the whole checkpoint in memory.
+Cost of ``hf``: one pass, and memory for one chunk (for a parameter that is channels_last, or was
+cut along other axes of a mesh, its size). ``torch`` and ``dcp`` hold the whole checkpoint in
+memory.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ from zeroshard.checkpoint.manifest import (
     row_stride,
 )
 from zeroshard.checkpoint.shards import DTYPES, OpenShards, as_bytes, dtype_code, header_of
+from zeroshard.checkpoint.spans import copy_common, stored_span
 from zeroshard.checkpoint.steps import read_manifest
 from zeroshard.checkpoint.values import decode
+from zeroshard.core.boxes import Span, part_at
+from zeroshard.core.part import Part
 from zeroshard.errors import CheckpointError
 
 __all__ = ["FORMATS", "export"]
@@ -132,44 +136,53 @@ class _Source:
 
     def rows(self, item: _Item) -> Iterator[torch.Tensor]:
         """Yield a tensor in row order, 1-D, a chunk at a time, each valid until the next."""
-        if item.entry.stride == row_stride(item.entry.shape) or item.entry.numel < 2:
-            yield from self._chunks(item)
+        is_cut = any(piece.box for piece in item.pieces)
+        in_rows = item.entry.stride == row_stride(item.entry.shape) or item.entry.numel < 2
+        if in_rows and not is_cut:
+            for _, chunk in self._chunks(item):
+                yield chunk
         else:
             yield self.whole(item).view(-1)
 
     def whole(self, item: _Item) -> torch.Tensor:
         """Return a tensor in memory of its own, contiguous."""
-        flat, position = torch.empty(item.entry.numel, dtype=DTYPES[item.dtype]), 0
-        for chunk in self._chunks(item):
-            flat[position : position + chunk.numel()] = chunk
-            position += chunk.numel()
-        stride = item.entry.stride if item.entry.numel > 1 else row_stride(item.entry.shape)
-        return flat.as_strided(item.entry.shape, stride).contiguous()
+        shape = item.entry.shape
+        out = torch.empty(shape, dtype=DTYPES[item.dtype])
+        whole = Span.of_all(Part.whole(shape), row_stride(shape))
+        for span, chunk in self._chunks(item):
+            copy_common(out, whole, chunk, span)
+        return out
 
     def _item(self, name: str, kind: str, dtype: torch.dtype | None) -> _Item:
         entry = self.manifest.parameters[name]
         pieces = tuple(piece for piece in self._pieces.get((name, kind), ()) if piece.numel)
-        edges = [0, *(edge for piece in pieces for edge in (piece.start, piece.stop)), entry.numel]
-        for stop, start in list(pairwise(edges))[::2]:
-            if stop != start:
-                raise CheckpointError(
-                    f"{self.path} lacks elements {stop} to {start} of {kind} of parameter {name!r}"
-                )
+        for box in {piece.box for piece in pieces} or {()}:  # which are all of it, together
+            numel = part_at(entry.shape, box).numel
+            ends = [(piece.start, piece.stop) for piece in pieces if piece.box == box]
+            edges = [0, *(edge for each in ends for edge in each), numel]
+            for stop, start in list(pairwise(edges))[::2]:
+                if stop != start:
+                    raise CheckpointError(
+                        f"{self.path} lacks elements {stop} to {start} of {kind} of parameter"
+                        f" {name!r}{list(box) if box else ''}"
+                    )
         code = pieces[0].dtype if pieces else "F32"
         if dtype is not None and DTYPES[code].is_floating_point:
             code = dtype_code(dtype, name)
         return _Item(name, code, entry, pieces)
 
-    def _chunks(self, item: _Item) -> Iterator[torch.Tensor]:
-        """Yield the elements of a tensor in the order of its memory."""
+    def _chunks(self, item: _Item) -> Iterator[tuple[Span, torch.Tensor]]:
+        """Yield the elements of a tensor in the order of its memory, and which those are."""
         for piece in item.pieces:
+            span = stored_span(item.entry, piece)
             # a chunk at a time is read, and so hashed, once
             step = max(1, self.manifest.chunk_bytes // ITEMSIZE[piece.dtype])
             for start in range(0, piece.numel, step):
                 stop = min(start + step, piece.numel)
                 chunk = self._shards.read(piece, start, stop)
                 self._progress(chunk.numel() * chunk.element_size())
-                yield _converted(chunk, DTYPES[item.dtype], item.name)
+                here = replace(span, start=span.start + start, stop=span.start + stop)
+                yield here, _converted(chunk, DTYPES[item.dtype], item.name)
 
 
 def _converted(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:

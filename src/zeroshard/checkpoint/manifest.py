@@ -24,6 +24,7 @@ from typing import Any
 
 import xxhash
 
+from zeroshard.core.boxes import Box, check_boxes
 from zeroshard.errors import CheckpointError
 
 __all__ = [
@@ -32,7 +33,8 @@ __all__ = [
 ]  # fmt: skip
 
 FORMAT = "zeroshard checkpoint"
-VERSION = 1
+VERSION = 2  # of a step with boxes; one without is of version 1, as before there were boxes
+
 CHUNK_BYTES = 4 << 20
 # kinds of tensors: STATE and BUFFER go before the key or name
 VALUE, STATE, BUFFER = "value", "state.", "buffer/"
@@ -104,11 +106,16 @@ class TensorEntry:
     parameter: str | None = None
     start: int = 0
     stop: int = 0
+    box: Box = ()  # of the parameter, whose elements `start` and `stop` count; (): all of it
 
     @classmethod
-    def piece(cls, name: str, kind: str, start: int, stop: int, dtype: str) -> TensorEntry:
-        """Return the entry of elements ``[start, stop)`` of a parameter, not yet in a file."""
-        return cls(0, 0, dtype, (stop - start,), (), kind, name, start, stop)
+    def piece(
+        cls, name: str, kind: str, start: int, stop: int, dtype: str, box: Box = ()
+    ) -> TensorEntry:
+        """Return the entry of elements ``[start, stop)`` of a parameter, or of a box of it, not yet
+        in a file.
+        """
+        return cls(0, 0, dtype, (stop - start,), (), kind, name, start, stop, box)
 
     @classmethod
     def loose(cls, kind: str, shape: tuple[int, ...], dtype: str) -> TensorEntry:
@@ -129,7 +136,8 @@ class TensorEntry:
         """Its name in the safetensors file."""
         if self.parameter is None:
             return self.kind
-        return f"{self.parameter}|{self.kind}|{self.start}:{self.stop}"
+        box = ",".join(f"{start}:{stop}" for start, stop in self.box)
+        return f"{self.parameter}|{self.kind}|{self.start}:{self.stop}" + (f"|{box}" if box else "")
 
 
 @dataclass(frozen=True)
@@ -149,15 +157,17 @@ class Manifest:
     # by name: {"same": value} or {"ranks": [value, ...]}
     states: dict[str, Any] = field(default_factory=dict)
     chunk_bytes: int = CHUNK_BYTES
+    # where each rank was along the axes of the mesh; () where all were data parallel
+    places: tuple[str, ...] = ()
 
     def pieces(self) -> dict[tuple[str, str], list[TensorEntry]]:
-        """Return the pieces by (parameter, kind), in the order of their ranges."""
+        """Return the pieces by (parameter, kind), in the order of their boxes and ranges."""
         found: dict[tuple[str, str], list[TensorEntry]] = {}
         for entry in self.tensors:
             if entry.parameter is not None:
                 found.setdefault((entry.parameter, entry.kind), []).append(entry)
         for entries in found.values():
-            entries.sort(key=lambda entry: entry.start)
+            entries.sort(key=lambda entry: (entry.box, entry.start))
         return found
 
     def loose(self) -> dict[str, TensorEntry]:
@@ -172,7 +182,10 @@ class Manifest:
         """Return the text of the manifest, its hash in the last line."""
         tables = ("files", "parameters", "tensors")  # the last keys
         plain = {name: value for name, value in vars(self).items() if name not in tables}
-        data = {"format": FORMAT, "version": VERSION, **plain}
+        if not self.places:
+            del plain["places"]
+        version = VERSION if any(entry.box for entry in self.tensors) else 1
+        data = {"format": FORMAT, "version": version, **plain}
         data["files"] = [asdict(file) for file in self.files]
         data["parameters"] = {
             name: {k: v for k, v in asdict(entry).items() if v != ()} | {"shape": entry.shape}
@@ -252,6 +265,8 @@ def _lean(entry: TensorEntry) -> dict[str, Any]:
     out = asdict(entry)
     if entry.parameter is None:
         del out["parameter"], out["start"], out["stop"]
+    if not entry.box:
+        del out["box"]
     return out
 
 
@@ -331,6 +346,7 @@ def _build(raw: dict[str, Any]) -> Manifest:
         optimizer=None if raw["optimizer"] is None else _object(raw["optimizer"]),
         states=_object(raw["states"]),
         chunk_bytes=_whole(raw["chunk_bytes"], "chunk_bytes", least=1),
+        places=tuple(_text(place) for place in _list(raw.get("places", []))),
     )
 
 
@@ -346,7 +362,20 @@ def _tensor(raw: dict[str, Any]) -> TensorEntry:
     if "parameter" not in raw:
         return TensorEntry(*loose)
     start, stop = _whole(raw["start"], "start"), _whole(raw["stop"], "stop")
-    return TensorEntry(*loose, intern(_text(raw["parameter"])), start, stop)
+    box = _box(raw["box"]) if "box" in raw else ()
+    return TensorEntry(*loose, intern(_text(raw["parameter"])), start, stop, box)
+
+
+def _box(raw: Any) -> Box:
+    if not 0 < len(_list(raw)) <= 64:
+        raise ValueError(f"a box of {len(raw)} dimensions")
+    box = []
+    for ends in raw:
+        start, stop = _wholes(ends)
+        if start >= stop:
+            raise ValueError(f"a box without elements: {brief(raw)}")
+        box.append((start, stop))
+    return tuple(box)
 
 
 def _check(manifest: Manifest) -> None:
@@ -368,10 +397,19 @@ def _check(manifest: Manifest) -> None:
         _check_stride(name, parameter)
     for entry in manifest.tensors:
         _check_tensor(manifest, entry)
+    if manifest.places and (
+        len(manifest.places) != manifest.world or len(set(manifest.places)) != manifest.world
+    ):
+        raise ValueError(f"{len(manifest.places)} places for {manifest.world} ranks")
     for (name, kind), entries in manifest.pieces().items():
         for one, other in pairwise(entries):
-            if other.start < one.stop:
+            if other.box == one.box and other.start < one.stop:
                 raise ValueError(f"pieces of {kind} of {name!r} overlap at {other.start}")
+        check_boxes(
+            manifest.parameters[name].shape,
+            {entry.box for entry in entries},
+            f"the boxes of {kind} of {brief(name)}",
+        )
     if len(manifest.loose()) != sum(entry.parameter is None for entry in manifest.tensors):
         raise ValueError("a tensor stands there twice")
     _check_places(manifest)
@@ -403,7 +441,8 @@ def _check_tensor(manifest: Manifest, entry: TensorEntry) -> None:
         raise ValueError(f"{entry.key} has {len(entry.hashes)} hashes for {entry.num_bytes} bytes")
     if entry.parameter is not None:
         parameter = _parameter(manifest, entry.parameter)
-        is_range = 0 <= entry.start <= entry.stop <= parameter.numel
+        numel = prod(stop - start for start, stop in entry.box) if entry.box else parameter.numel
+        is_range = 0 <= entry.start <= entry.stop <= numel
         if not is_range or entry.shape != (entry.stop - entry.start,):
             shape = list(parameter.shape)
             raise ValueError(f"{entry.key} does not fit a parameter of shape {shape}")

@@ -20,10 +20,14 @@ from torch import nn
 
 from zeroshard.checkpoint.manifest import BUFFER, STATE, VALUE, ParameterEntry, TensorEntry, digest
 from zeroshard.checkpoint.shards import Lent, Stored, as_bytes, dtype_code
+from zeroshard.checkpoint.spans import whole_stride
 from zeroshard.checkpoint.values import encode, no_tensors
+from zeroshard.core.boxes import Box, box_of
 from zeroshard.core.layout import Range
+from zeroshard.core.part import Part
 from zeroshard.core.repartition import overlap
 from zeroshard.errors import CheckpointError, ConfigError
+from zeroshard.nn.local import is_dtensor, local_of, part_of
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, states_of
@@ -31,7 +35,8 @@ from zeroshard.state.full import flatten
 
 __all__ = [
     "EXTRA", "RNG", "SCALER", "RankPart", "Stateful", "check_arguments", "collect", "divide",
-    "generators", "in_memory_order", "names_of", "parameters_of", "persistent_buffers",
+    "generators", "in_memory_order", "names_of", "parameters_of", "parts_of",
+    "persistent_buffers",
     "restore_generators",
 ]  # fmt: skip
 
@@ -58,20 +63,18 @@ class RankPart:
     # parameter -> the optimizer's numbers
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)  # the optimizer's param groups
+    parameters: dict[str, ParameterEntry] = field(default_factory=dict)
+    boxes: dict[str, Box] = field(default_factory=dict)  # of the parameters that are parts here
 
     def add(
-        self,
-        name: str,
-        kind: str,
-        start: int,
-        numbers: torch.Tensor | Lent,
-        dtype: torch.dtype,
-        *,
-        stop: int,
+        self, name: str, kind: str, span: Range, numbers: torch.Tensor | Lent, dtype: torch.dtype
     ) -> None:
-        """Add elements ``[start, stop)`` of one kind of the parameter `name`."""
+        """Add the elements `span` of one kind of the parameter `name`, or of the box of it that is
+        here.
+        """
         code = dtype_code(dtype, f"{kind} of {name!r}")
-        self.stored.append((TensorEntry.piece(name, kind, start, stop, code), numbers))
+        entry = TensorEntry.piece(name, kind, *span, code, self.boxes.get(name, ()))
+        self.stored.append((entry, numbers))
 
 
 def names_of(module: nn.Module) -> dict[int, list[str]]:
@@ -90,10 +93,22 @@ def parameters_of(engine: Engine, *, frozen: bool = True) -> dict[str, Parameter
     out = {}
     for parameter in engine.module.parameters():
         first, *others = names[id(parameter)]
-        shape, (stride, trained) = tuple(parameter.shape), layouts[id(parameter)]
+        stride, trained = layouts[id(parameter)]
         if trained or frozen:
-            out[first] = ParameterEntry(shape, stride, trained, tuple(others))
+            part = states_of(engine).part(first, parameter)
+            stride = whole_stride(part, stride)
+            out[first] = ParameterEntry(part.shape, stride, trained, tuple(others))
     return out
+
+
+def parts_of(engine: Engine) -> dict[str, Part]:
+    """Return which part of each parameter this rank's data parallel group has, by first name."""
+    return {
+        names[0]: states_of(engine).part(names[0], parameter)
+        for parameter, names in zip(
+            engine.module.parameters(), names_of(engine.module).values(), strict=True
+        )
+    }
 
 
 def check_arguments(directory: object, engine: object, states: object) -> None:
@@ -103,11 +118,6 @@ def check_arguments(directory: object, engine: object, states: object) -> None:
         raise ConfigError(
             f"engine is a {type(engine).__name__}, not the zeroshard.Engine that shard()"
             f" returned{swapped}"
-        )
-    if axes := states_of(engine).other_axes:
-        raise ConfigError(
-            f"checkpoints hold one data parallel group, and the mesh has {axes}"
-            " beside: save engine.full_state_dict() of each group under a name of its own"
         )
     if not isinstance(directory, (str, Path)):
         raise ConfigError(f"directory is a {type(directory).__name__}, not a path")
@@ -123,13 +133,23 @@ def check_arguments(directory: object, engine: object, states: object) -> None:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that a state_dict holds, by name."""
-    return {
+    """Return the buffers that a state_dict holds, by name: of a replicated DTensor its local one.
+
+    Raises CheckpointError for a buffer of which this rank has a part.
+    """
+    found = {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, child in module.named_modules()
         for name, buffer in child._buffers.items()
         if buffer is not None and name not in child._non_persistent_buffers_set
     }
+    for name, buffer in found.items():
+        if is_dtensor(buffer) and not part_of(name, buffer).is_whole:
+            raise CheckpointError(
+                f"buffer {name!r} is a DTensor of which each rank has a part: replicate it, or"
+                " register it with persistent=False"
+            )
+    return {name: local_of(buffer) for name, buffer in found.items()}
 
 
 def in_memory_order(
@@ -203,17 +223,28 @@ def _state_dict(name: str, state: Stateful) -> dict[str, Any]:
 
 
 def divide(engine: Engine, part: RankPart) -> None:
-    """Assign states and buffers: rank 0 writes all, others what differs there. Collective."""
+    """Assign states and buffers: the first rank that has one writes it, others what differs there.
+    Collective. Raises CheckpointError, on every rank, where ranks have other states.
+    """
+    ranks = states_of(engine).everyone
     mine = {name: _fingerprint(*pair) for name, pair in part.encoded.items()}
-    answers = states_of(engine).peers.exchange(json.dumps(mine).encode(), "zs.save()")
+    answers = ranks.exchange(json.dumps(mine).encode(), "zs.save()")
     everyone = [json.loads(answer) for answer in answers]
+    named = [sorted(name for name in one if not name.startswith(BUFFER)) for one in everyone]
+    for rank, names in enumerate(named):
+        if names != named[0]:
+            raise CheckpointError(
+                f"rank {rank} saves the states {names}, and rank 0 {named[0]}: give every rank the"
+                " same names"
+            )
     for name, (value, tensors) in part.encoded.items():
+        first = next(rank for rank, other in enumerate(everyone) if name in other)
         alike = all(other.get(name) == everyone[0].get(name) for other in everyone)
-        is_buffer = name.startswith(BUFFER)
-        if engine.rank == 0 or (mine[name] != everyone[0].get(name) if is_buffer else not alike):
+        is_first, is_buffer = ranks.rank == first, name.startswith(BUFFER)
+        if is_first or (mine[name] != everyone[first][name] if is_buffer else not alike):
             for key, tensor in tensors.items():
                 code = dtype_code(tensor.dtype, key)
-                place = f"{key}@{engine.rank}"
+                place = f"{key}@{0 if is_first else ranks.rank}"
                 part.stored.append((TensorEntry.loose(place, tuple(tensor.shape), code), tensor))
             if not is_buffer:
                 part.states[name] = {"same" if alike else "own": value}
@@ -225,20 +256,24 @@ def _collect_pieces(
     stepped: dict[int, list[ParamShard]] = {}
     for owned in states_of(engine).stepped_pieces():
         stepped.setdefault(id(owned.parameter), []).append(owned)
-    names, wanted = names_of(engine.module), parameters_of(engine, frozen=frozen)
+    names, parts = names_of(engine.module), parts_of(engine)
+    part.parameters = parameters_of(engine, frozen=frozen)
+    part.boxes = {name: box for name in parts if (box := box_of(parts[name]))}
     for piece in states_of(engine).resting_pieces(share=True):
-        name = names[id(piece.parameter)][0]
-        if name not in wanted:
+        name, span = names[id(piece.parameter)][0], (piece.start, piece.stop)
+        if name not in part.parameters or not states_of(engine).is_first_with(parts[name]):
             continue
+        if name in part.boxes and piece.start == piece.stop:
+            continue  # a box without elements is none
         values = piece.tensor if piece.state.on_device else piece.borrowed
-        part.add(name, VALUE, piece.start, values, piece.state.dtype, stop=piece.stop)
+        part.add(name, VALUE, span, values, piece.state.dtype)
         for average, ema in averages.items():
             if piece.master is not None:
-                number, span = piece.master
-                numbers = ema.averages[number][span]
-                part.add(name, average, piece.start, numbers, numbers.dtype, stop=piece.stop)
+                number, place = piece.master
+                numbers = ema.averages[number][place]
+                part.add(name, average, span, numbers, numbers.dtype)
         for owned in stepped.get(id(piece.parameter), ()):
-            _collect_state(engine, name, owned, (piece.start, piece.stop), part)
+            _collect_state(engine, name, owned, span, part)
 
 
 def _collect_state(
@@ -261,7 +296,7 @@ def _collect_state(
                 " that of the parameter"
             )
         numbers = states_of(engine).optimizer_state(owned, key, start, stop)
-        part.add(name, f"{STATE}{key}", start, numbers, value.dtype, stop=stop)
+        part.add(name, f"{STATE}{key}", common, numbers, value.dtype)
 
 
 def _collect_groups(engine: Engine, part: RankPart) -> None:

@@ -20,25 +20,19 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zeroshard._version import __version__
-from zeroshard.checkpoint.manifest import Manifest, ParameterEntry, ShardEntry, TensorEntry
-from zeroshard.checkpoint.pieces import (
-    RankPart,
-    Stateful,
-    check_arguments,
-    collect,
-    divide,
-    parameters_of,
-)
+from zeroshard.checkpoint.manifest import Manifest, ShardEntry, TensorEntry
+from zeroshard.checkpoint.pieces import RankPart, Stateful, check_arguments, collect, divide
 from zeroshard.checkpoint.shards import Stored, opened, shard_bytes, write_shard
+from zeroshard.checkpoint.stages import unite
 from zeroshard.checkpoint.steps import (
     MANIFEST,
     check_alone,
@@ -53,11 +47,20 @@ from zeroshard.checkpoint.steps import (
     step_path,
     working_path,
 )
-from zeroshard.errors import CheckpointError, ConfigError, PeerLostError, PlanMismatch, StorageError
+from zeroshard.checkpoint.together import first_failure, on_all_ranks, raise_on_all
+from zeroshard.errors import (
+    CheckpointError,
+    ConfigError,
+    PeerLostError,
+    PlanMismatch,
+    StallError,
+    StorageError,
+    ZeroshardError,
+)
 from zeroshard.memory import Pages
 from zeroshard.runtime.engine import Engine, states_of
 
-__all__ = ["Saver", "on_all_ranks", "raise_on_all", "save"]
+__all__ = ["Saver", "save"]
 
 _log = logging.getLogger("zeroshard")
 _POLL_S = 0.005
@@ -130,11 +133,12 @@ class Saver:
             )
         self.directory = Path(directory)
         self._engine = engine
+        self._ranks = states_of(engine).everyone
         self._states = dict(states or {})
         self._keep = {"keep_last": keep_last, "keep_every": keep_every}
         self._frozen = frozen  # whether frozen parameters are saved, too
         self._background = background and not states_of(engine).rests_on_disk
-        if background and states_of(engine).rests_on_disk and engine.rank == 0:
+        if background and states_of(engine).rests_on_disk and self._ranks.rank == 0:
             reason = "a copy in memory of what rests on disk would undo the offload"
             _log.info("saves of %s are written in the foreground: %s", self.directory, reason)
         self._timeout_s = timeout_s  # how long rank 0 waits for the other ranks' files
@@ -178,11 +182,11 @@ class Saver:
             return
         try:
             while not job.tried.wait(_LOOK_S):
-                states_of(self._engine).peers.check("a save in the background")
-            job.failure_elsewhere = _first_failure(self._engine, job.failure, "zs.save()")
+                self._ranks.check("a save in the background")
+            job.failure_elsewhere = first_failure(self._engine, job.failure, "zs.save()")
             while self._writer is not None and self._writer.is_alive():
                 self._writer.join(_LOOK_S)
-                states_of(self._engine).peers.check("a save in the background")
+                self._ranks.check("a save in the background")
         except PeerLostError:
             self._hurry.set()
             self._join_writer()
@@ -207,7 +211,7 @@ class Saver:
 
     def _agree_on(self, step: int) -> None:
         """Raise PlanMismatch if the ranks save different steps, ConfigError for an invalid one."""
-        steps = states_of(self._engine).peers.exchange(repr(step).encode(), "zs.save()")
+        steps = self._ranks.exchange(repr(step).encode(), "zs.save()")
         if len(set(steps)) > 1:
             said = ", ".join(f"rank {rank} step={text.decode()}" for rank, text in enumerate(steps))
             raise PlanMismatch(
@@ -239,26 +243,37 @@ class Saver:
 
     def _prepare(self, step: int, extra: Any) -> _Job:
         engine = self._engine
-        if states_of(engine).is_lost:
-            raise CheckpointError(f"what rests must not be saved: {states_of(engine).unsaved}")
-        try:
-            states_of(engine).finish_step()
-        except StorageError as failed:  # on every rank
-            raise CheckpointError(f"what rests cannot be saved: {failed}") from failed
+        self._finish_step()
         with on_all_ranks(engine, "zs.save()", f"step {step} cannot be collected"):
             part = collect(engine, self._states, extra, frozen=self._frozen)
+        unite(engine, part)
         divide(engine, part)
-        metadata = {"format": "zeroshard", "rank": str(engine.rank), "step": str(step)}
+        metadata = {"format": "zeroshard", "rank": str(self._ranks.rank), "step": str(step)}
         size = str(shard_bytes(part.stored, metadata)).encode()
-        num_bytes, nonce = sum(map(int, states_of(engine).peers.exchange(size, "zs.save()"))), ""
+        num_bytes, nonce = sum(map(int, self._ranks.exchange(size, "zs.save()"))), ""
         with ExitStack() as stack:
             with on_all_ranks(engine, "zs.save()", f"step {step} cannot be begun"):
-                if engine.rank == 0:
+                if self._ranks.rank == 0:
                     nonce = self._open(step, num_bytes, stack)
-            nonce = states_of(engine).peers.exchange(nonce.encode(), "zs.save()")[0].decode()
+            nonce = self._ranks.exchange(nonce.encode(), "zs.save()")[0].decode()
             path = working_path(self.directory, step, nonce)
-            parameters = parameters_of(engine, frozen=self._frozen)
-            return _Job(step, part, metadata, path, stack.pop_all(), parameters)
+            return _Job(step, part, metadata, path, stack.pop_all())
+
+    def _finish_step(self) -> None:
+        """Return when no step is under way; raise on every rank where that fails on any."""
+        states, error = states_of(self._engine), None
+        try:
+            if states.is_lost:
+                raise CheckpointError(f"what rests must not be saved: {states.unsaved}")
+            try:
+                states.finish_step()
+            except StorageError as failed:  # on every rank of its data parallel group
+                raise CheckpointError(f"what rests cannot be saved: {failed}") from failed
+        except (PeerLostError, StallError):
+            raise  # who waits for us hears of it in the same way
+        except ZeroshardError as refused:
+            error = refused
+        raise_on_all(self._engine, error, "zs.save()")
 
     def _open(self, step: int, num_bytes: int, stack: ExitStack) -> str:
         """On rank 0: lock, clean up, check space, make the hidden directory; return its nonce."""
@@ -297,7 +312,7 @@ class Saver:
         try:
             with job.stack:
                 self._write_or_report(job)
-                if self._engine.rank == 0:
+                if self._ranks.rank == 0:
                     try:
                         self._commit(job)
                     finally:
@@ -308,7 +323,7 @@ class Saver:
             if job.visible:
                 error = CheckpointError(f"step {job.step} is complete, but {error}")
             self._failure = error
-            if self._engine.rank == 0:
+            if self._ranks.rank == 0:
                 shutil.rmtree(job.path, ignore_errors=True)
         finally:
             job.tried.set()
@@ -323,22 +338,22 @@ class Saver:
         if self._background and job.failure is not None:
             with suppress(OSError):
                 self._shard(job).unlink()  # on a full disk the note needs its space
-            if self._engine.rank > 0:
+            if self._ranks.rank > 0:
                 with suppress(OSError):
-                    _leave(job.path / f"rank-{self._engine.rank}.failed", str(job.failure))
+                    _leave(job.path / f"rank-{self._ranks.rank}.failed", str(job.failure))
         # we write nothing more: once all have tried, rank 0 may remove the directory
         job.tried.set()
         if not self._background:
             raise_on_all(self._engine, job.failure, "zs.save()")
         elif job.failure is not None:
-            if self._engine.rank == 0:
+            if self._ranks.rank == 0:
                 with suppress(CheckpointError, OSError):
                     self._gather(job)
             raise job.failure
 
     def _write(self, job: _Job) -> dict[str, Any]:
         """Write our file, leave its part of the manifest for rank 0, and return that part."""
-        rank = self._engine.rank
+        rank = self._ranks.rank
         if not job.path.is_dir():
             raise CheckpointError(
                 f"{job.path} is not there, though rank 0 has made it: is {self.directory} on"
@@ -357,12 +372,12 @@ class Saver:
         return index
 
     def _shard(self, job: _Job) -> Path:
-        return job.path / f"rank-{self._engine.rank:05d}-of-{self._engine.world:05d}.safetensors"
+        return job.path / f"rank-{self._ranks.rank:05d}-of-{self._ranks.size:05d}.safetensors"
 
     def _gather(self, job: _Job) -> list[dict[str, Any]]:
         """Collect all indices. Raise only after every rank has stopped writing to the directory."""
         indices, failure = [job.index], None
-        for rank in range(1, self._engine.world):
+        for rank in range(1, self._ranks.size):
             try:
                 indices.append(self._await(job, rank))
             except CheckpointError as error:
@@ -376,7 +391,7 @@ class Saver:
         indices = self._gather(job)
         manifest = self._manifest(job, indices)
         with os_errors(f"{job.path / MANIFEST} cannot be written"):
-            for rank in range(1, self._engine.world):
+            for rank in range(1, self._ranks.size):
                 (job.path / f"rank-{rank}.json").unlink()
             _leave(job.path / MANIFEST, manifest.dump())
         commit(job.path, self.directory, job.step)
@@ -420,19 +435,16 @@ class Saver:
             optimizer = {"class": name, "groups": job.part.groups, "scalars": scalars}
         return Manifest(
             step=job.step,
-            world=engine.world,
+            world=self._ranks.size,
             written_by=f"zeroshard {__version__}, torch {torch.__version__}",
             policy=engine.policy.name,
             precision=engine.precision.describe(),
             files=tuple(ShardEntry(**index["file"]) for index in indices),
-            parameters=job.parameters,
-            tensors=tuple(
-                replace(TensorEntry(**raw), shape=tuple(raw["shape"]), hashes=tuple(raw["hashes"]))
-                for index in indices
-                for raw in index["tensors"]
-            ),
+            parameters=job.part.parameters,
+            tensors=tuple(_tensor(raw) for index in indices for raw in index["tensors"]),
             optimizer=optimizer,
             states=states,
+            places=states_of(engine).places,
         )
 
 
@@ -445,7 +457,6 @@ class _Job:
     metadata: dict[str, str]
     path: Path
     stack: ExitStack  # holds the lock, on rank 0
-    parameters: dict[str, ParameterEntry]
     # this rank's part of the manifest, once its file is written
     index: dict[str, Any] = field(default_factory=dict)
     failure: Exception | None = None  # why this rank's file could not be written
@@ -453,6 +464,12 @@ class _Job:
     tried: threading.Event = field(default_factory=threading.Event)
     failure_elsewhere: str | None = None  # why another rank's file will never come
     visible: bool = False  # on rank 0: the step has its name
+
+
+def _tensor(raw: dict[str, Any]) -> TensorEntry:
+    """Return the entry of a tensor that a rank has written as JSON."""
+    shape, hashes, box = (tuple(raw.pop(key)) for key in ("shape", "hashes", "box"))
+    return TensorEntry(**raw, shape=shape, hashes=hashes, box=tuple(map(tuple, box)))
 
 
 def _leave(path: Path, content: str | bytes) -> None:
@@ -463,35 +480,3 @@ def _leave(path: Path, content: str | bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.rename(hidden, path)
-
-
-@contextmanager
-def on_all_ranks(engine: Engine, call: str, what: str) -> Iterator[None]:
-    """Raise CheckpointError on every rank if the context fails on any. Collective at its end.
-
-    `what` begins the message of an error that is no CheckpointError.
-    """
-    error: CheckpointError | None = None
-    try:
-        yield
-    except CheckpointError as refused:
-        error = refused
-    except Exception as odd:
-        error = CheckpointError(f"{what}: {type(odd).__name__}: {odd}")
-    raise_on_all(engine, error, call)
-
-
-def raise_on_all(engine: Engine, error: Exception | None, call: str) -> None:
-    """Raise CheckpointError on every rank if any rank has an `error`. Collective."""
-    first = _first_failure(engine, error, call)
-    if error is not None:
-        raise error
-    if first is not None:
-        raise CheckpointError(first)
-
-
-def _first_failure(engine: Engine, error: Exception | None, call: str) -> str | None:
-    """Return the `error` of the first rank that has one, and which rank that is. Collective."""
-    mine = "" if error is None else f"rank {engine.rank}: {error}"
-    answers = states_of(engine).peers.exchange(mine.encode(), call)
-    return next((answer.decode() for answer in answers if answer), None)

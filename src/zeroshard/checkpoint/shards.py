@@ -139,7 +139,9 @@ def describe_range(entry: TensorEntry, start: int, stop: int) -> str:
     first, last = entry.start + start // size, entry.start + -(-stop // size)
     if entry.parameter is None:
         return f"tensor {entry.kind} elements {first} to {last}"
-    return f"{entry.kind} of parameter {entry.parameter!r}, elements {first} to {last}"
+    box = ", ".join(f"{begin}:{end}" for begin, end in entry.box)
+    part = f"[{box}]" if box else ""
+    return f"{entry.kind} of parameter {entry.parameter!r}{part}, elements {first} to {last}"
 
 
 class ShardReader:
@@ -249,7 +251,7 @@ class OpenShards:
         self, path: Path, manifest: Manifest, stack: ExitStack, *, verify: bool = True
     ) -> None:
         self.pages = Pages()
-        self._path = path
+        self.path, self.chunk_bytes = path, manifest.chunk_bytes
         self._manifest = manifest
         self._stack = stack
         self._verify = verify
@@ -259,7 +261,7 @@ class OpenShards:
         """Return elements ``[start, stop)`` of a tensor, flat, in its dtype."""
         if entry.file not in self._readers:
             file = self._manifest.files[entry.file]
-            path, chunk_bytes = self._path / file.name, self._manifest.chunk_bytes
+            path, chunk_bytes = self.path / file.name, self._manifest.chunk_bytes
             reader = ShardReader(path, file, chunk_bytes=chunk_bytes, verify=self._verify)
             self._readers[entry.file] = self._stack.enter_context(reader)
         return self._readers[entry.file].read(entry, start, stop, self.pages)

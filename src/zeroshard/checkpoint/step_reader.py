@@ -1,5 +1,5 @@
-"""One step on disk, opened to be read: any range of a parameter, in any memory order, and every
-other tensor by its key.
+"""One step on disk, opened to be read: any range of any part of a parameter, in any memory order,
+and every other tensor by its key.
 
 Invariant: what is returned has been verified. Cost: the bytes that are asked for, plus at most a
 chunk at either end of each range. It does not know an engine.
@@ -16,10 +16,10 @@ from typing import TypeVar
 import torch
 
 from zeroshard.checkpoint.manifest import Manifest, TensorEntry, digest
-from zeroshard.checkpoint.pieces import in_memory_order
-from zeroshard.checkpoint.shards import DTYPES, OpenShards
+from zeroshard.checkpoint.shards import OpenShards
+from zeroshard.checkpoint.spans import read_span
 from zeroshard.checkpoint.steps import MANIFEST, check_files, read_manifest
-from zeroshard.errors import CheckpointError
+from zeroshard.core.boxes import Span
 from zeroshard.memory import Trimmer
 
 __all__ = ["StepReader"]
@@ -53,38 +53,10 @@ class StepReader:
         """Return all of the tensor of `entry` [its shape]."""
         return self._shards.read(entry, 0, entry.numel).view(entry.shape)
 
-    def range(
-        self, name: str, kind: str, stride: tuple[int, ...], start: int, stop: int
-    ) -> torch.Tensor:
-        """Return elements ``[start, stop)`` of a parameter's `kind`, in `stride`'s memory order."""
-        read = partial(self.span, name, kind)
-        return in_memory_order(read, self.manifest.parameters[name], stride, start, stop)
-
-    def span(self, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
-        """Return elements ``[start, stop)`` of a parameter's `kind`, in the order of the file."""
-        if start == stop:
-            return torch.empty(0)
-        known = self.pieces.get((name, kind), ())
-        pieces = [piece for piece in known if piece.start < stop and piece.stop > start]
-        if len(pieces) == 1 and pieces[0].start <= start and stop <= pieces[0].stop:
-            return self._shards.read(pieces[0], start - pieces[0].start, stop - pieces[0].start)
-        position = start
-        out: torch.Tensor | None = None
-        for piece in pieces:
-            first, last = max(piece.start, start), min(piece.stop, stop)
-            if first != position:
-                break
-            part = self._shards.read(piece, first - piece.start, last - piece.start)
-            if out is None:
-                dtype = DTYPES[piece.dtype]
-                out = self._shards.pages.empty(stop - start, dtype, torch.device("cpu"))
-            out[first - start : last - start] = part
-            position = last
-        if out is None or position != stop:
-            raise CheckpointError(
-                f"{self.path} lacks elements {position} to {stop} of {kind} of parameter {name!r}"
-            )
-        return out
+    def range(self, name: str, kind: str, wanted: Span) -> torch.Tensor:
+        """Return the elements `wanted` of a parameter's `kind` [wanted.numel]."""
+        entry, pieces = self.manifest.parameters[name], self.pieces.get((name, kind), ())
+        return read_span(self._shards, entry, pieces, wanted, f"{kind} of parameter {name!r}")
 
     def held(self, read: Callable[[], _T], *, again: bool) -> Callable[[], _T]:
         """Read and verify now; return a function that returns the result, or rereads (`again`)."""

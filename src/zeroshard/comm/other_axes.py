@@ -42,6 +42,8 @@ class _Control(Protocol):
 
     def exchange(self, payload: bytes, call: str = "exchange()") -> list[bytes]: ...
 
+    def check_peers(self, what: str) -> None: ...
+
     def give_up(self) -> None: ...
 
     def abandon(self) -> None: ...
@@ -67,6 +69,8 @@ class ThroughGroups:
                 for part in json.loads(answer)
             ]
         return parts
+
+    def check_peers(self, what: str) -> None: ...
 
     def give_up(self) -> None: ...
 
@@ -156,6 +160,10 @@ class OtherAxes:
         the first.
         """
         return float(sum(self.share(squares, call, common=common)))
+
+    def check(self, during: str) -> None:
+        """Raise PeerLostError where a peer is known to have ended. Never blocks."""
+        self._control.check_peers(during)
 
     def name(self, what: str) -> str:
         """Return what other groups call `what` of this one; "" where it is nothing."""

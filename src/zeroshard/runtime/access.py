@@ -23,6 +23,7 @@ from zeroshard.core.part import Part
 from zeroshard.core.placement import Tier
 from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardError
 from zeroshard.memory import Trimmer
+from zeroshard.nn.local import part_of
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import ParamShard
@@ -40,11 +41,12 @@ _DELAYED = "delayed_steps"
 
 
 class Peers:
-    """The data parallel ranks of one engine, for messages beside its collectives."""
+    """Ranks of one engine, for messages beside its collectives."""
 
     def __init__(self, states: StateAccess, control: Control) -> None:
         self._states = states
         self._control = control
+        self.rank, self.size = control.rank, control.size
 
     def exchange(self, payload: bytes, call: str) -> list[bytes]:
         """Return every rank's `payload`, in rank order. Collective; PlanMismatch, on every rank,
@@ -90,7 +92,8 @@ class StateAccess:
         self._faults = context.faults
         self._sharded: ShardedOptimizer | None = None
         self.accounts = Accounts(weights.units, context)
-        self.peers = Peers(self, context.transport.control)
+        self.peers = Peers(self, context.transport.control)  # the data parallel ranks
+        self.everyone = Peers(self, context.everyone)  # all ranks of the mesh
         self.is_closed = False
 
     def attach(self, sharded: ShardedOptimizer) -> None:
@@ -174,9 +177,27 @@ class StateAccess:
         return self._context.tiering.trimmer()
 
     @property
-    def other_axes(self) -> str:
-        """The axes of the mesh that are not data parallel, as text; "" where there is none."""
-        return " x ".join(f"{axis.name!r} of {axis.size}" for axis in self._context.mesh.others)
+    def places(self) -> tuple[str, ...]:
+        """Where each rank of the mesh is, by number; () where all are data parallel."""
+        return self._context.everyone.places
+
+    @property
+    def stage(self) -> str:
+        """Where this rank is along the axes along which ranks have other parameters."""
+        return self._context.axes.place.stage
+
+    def part(self, name: str, parameter: nn.Parameter) -> Part:
+        """Return which part of parameter `name` the ranks of this data parallel group have."""
+        return part_of(name, parameter)
+
+    def is_first_with(self, part: Part) -> bool:
+        """Whether no group of ranks before this one's has the same `part` of a parameter."""
+        first_along = self._context.axes.place.first_along
+        return all(
+            axis.name in first_along
+            for axis in self._context.mesh.others
+            if axis.alike and axis.name not in part.axes
+        )
 
     @property
     def rests_on_disk(self) -> bool:
@@ -248,6 +269,7 @@ class StateAccess:
         self.end_step()
         with suppress(StorageError):
             self._faults.agree()
+        with suppress(StorageError):  # all groups of the mesh come here
             if self._recovery.meet(self._sharded, "zs.load()"):
                 self._backward.abandon()
                 self._finalizer.abandon()

@@ -19,6 +19,7 @@ from torch import nn
 
 from zeroshard.comm.codec import DTYPES as CODED
 from zeroshard.comm.codec import Codec
+from zeroshard.comm.everyone import Everyone
 from zeroshard.comm.other_axes import OtherAxes
 from zeroshard.comm.quantized import Codecs
 from zeroshard.comm.transport import Transport
@@ -83,6 +84,7 @@ class Context:
     transport: Transport
     mesh: Mesh
     axes: OtherAxes
+    everyone: Everyone
     streams: Streams
     meter: MemoryCounter
     memory: DeviceMemory

@@ -384,11 +384,11 @@ def test_the_same_tensor_twice_is_refused() -> None:
 
 
 def test_a_newer_version_says_which_and_what_to_do() -> None:
-    raw = example() | {"version": 2, "written_by": "zeroshard 9.0", "tensors": "of another kind"}
+    raw = example() | {"version": 3, "written_by": "zeroshard 9.0", "tensors": "of another kind"}
     with pytest.raises(
         CheckpointError,
         match=(
-            r"format version 2, written by 'zeroshard 9\.0', .* reads versions up to 1: use a newer"
+            r"format version 3, written by 'zeroshard 9\.0', .* reads versions up to 2: use a newer"
             r" zeroshard"
         ),
     ):

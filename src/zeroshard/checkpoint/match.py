@@ -1,0 +1,156 @@
+"""What of a checkpoint belongs to what of an engine: parameters, param groups and states, by name.
+
+Other pipeline stages have parameters of their own: their names are expected there, and a param
+group is that of this stage's names alone.
+
+Invariant: nothing is read but the manifest. `misfits` is empty, or says all that does not fit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zeroshard.checkpoint.manifest import STATE, VALUE
+from zeroshard.checkpoint.pieces import (
+    EXTRA,
+    RNG,
+    SCALER,
+    Stateful,
+    parameters_of,
+    persistent_buffers,
+)
+from zeroshard.checkpoint.step_reader import StepReader
+from zeroshard.checkpoint.values import decode
+from zeroshard.runtime.ema import EMA
+from zeroshard.runtime.engine import Engine, states_of
+
+__all__ = ["Match"]
+
+
+class Match:
+    """The names that the step in `saved` and an engine have in common; `elsewhere` are those of
+    other stages.
+    """
+
+    def __init__(
+        self,
+        saved: StepReader,
+        engine: Engine,
+        states: dict[str, Stateful],
+        elsewhere: set[str],
+        *,
+        frozen: bool,
+    ) -> None:
+        self.misfits: list[str] = []
+        self.skipped: list[str] = []
+        self.left_alone: list[str] = []  # frozen parameters, where they are not asked for
+        self._saved = saved
+        self._engine = engine
+        self._states = states
+        self._elsewhere = elsewhere
+        # the name there of each parameter, by id
+        self.there: dict[int, str] = self._match_parameters(frozen=frozen)
+        # the saved options of each param group; None: there are none to load
+        self.groups: list[dict[str, Any]] | None = self._match_groups()
+        self._check_states()
+
+    def averages(self, name: str) -> bool:
+        """Whether the state `name` is an average that is there."""
+        is_saved = any(kind == name for _, kind in self._saved.pieces)
+        return is_saved and isinstance(self._states.get(name), EMA)
+
+    def _match_parameters(self, *, frozen: bool) -> dict[int, str]:
+        """Return each parameter's name in the checkpoint, by id, and collect what does not fit."""
+        saved = self._saved.manifest.parameters
+        by_any_name = {one: name for name, entry in saved.items() for one in (name, *entry.aliases)}
+        left = dict.fromkeys(saved)
+        found: dict[int, str] = {}
+        parameters = dict(self._engine.module.named_parameters())
+        for name, entry in parameters_of(self._engine).items():
+            known = [alias for alias in (name, *entry.aliases) if alias in by_any_name]
+            if not (frozen or entry.trained):
+                self.left_alone.append(name)
+                left.pop(by_any_name[known[0]] if known else name, None)
+                continue
+            if not known:
+                self.misfits.append(f"parameter {name!r} is not in the checkpoint")
+                continue
+            there = by_any_name[known[0]]
+            left.pop(there, None)
+            shape = saved[there].shape
+            if shape == entry.shape:
+                found[id(parameters[name])] = there
+                continue
+            self.misfits.append(
+                f"parameter {name!r} is {list(shape)} in the checkpoint and {list(entry.shape)}"
+                " in the model"
+            )
+        # imports from some formats hold buffers as parameters
+        known_here = persistent_buffers(self._engine.module).keys() | self._elsewhere
+        self.misfits += [
+            f"parameter {other!r} of the checkpoint is not in the model"
+            for other in left
+            if not known_here & {other, *saved[other].aliases}
+        ]
+        return found
+
+    def _match_groups(self) -> list[dict[str, Any]] | None:
+        optimizer, saved = self._engine.optimizer, self._saved.manifest.optimizer
+        if optimizer is None or saved is None:
+            if optimizer is not None:
+                self.misfits.append(
+                    "the checkpoint has no optimizer state: it was saved without an optimizer"
+                )
+            elif saved is not None:
+                self.skipped.append("the optimizer's state: this engine has no optimizer")
+            return None
+        name = type(optimizer).__name__
+        if saved["class"] != name:
+            self.misfits.append(f"the optimizer was {saved['class']} and is {name}")
+            return None
+        mine = [
+            [self.there.get(id(parameter), "?") for parameter in group]
+            for group in states_of(self._engine).param_groups()
+        ]
+        found = [self._options(index, group, saved["groups"]) for index, group in enumerate(mine)]
+        if None in found:
+            if not self.misfits:
+                self.misfits.append(
+                    f"optimizer param group {found.index(None)} holds other parameters here than in"
+                    " the checkpoint"
+                )
+            return None
+        return [
+            {key: decode(value, self._saved.fetch) for key, value in (options or {}).items()}
+            for options in found
+        ]
+
+    def _options(
+        self, index: int, mine: list[str], groups: list[dict[str, Any]]
+    ) -> dict[str, Any] | None:
+        """Return the saved options of the group that holds the parameters `mine`, None where there
+        is none such; of an empty group those in its place.
+        """
+        if not mine:
+            return dict(groups[index]["options"]) if index < len(groups) else {}
+        with_mine = [group for group in groups if not set(mine).isdisjoint(group["params"])]
+        entries = self._saved.manifest.parameters
+        there = [
+            name
+            for group in with_mine
+            for name in group["params"]
+            if name in mine or self._elsewhere.isdisjoint((name, *entries[name].aliases))
+        ]
+        options = [dict(group["options"]) for group in with_mine]
+        is_one = bool(options) and all(other == options[0] for other in options)
+        return options[0] if is_one and sorted(there) == sorted(mine) else None
+
+    def _check_states(self) -> None:
+        for name in self._states:
+            if name not in self._saved.manifest.states and not self.averages(name):
+                self.misfits.append(f"states[{name!r}] is not in the checkpoint")
+        kinds = {kind for _, kind in self._saved.pieces if kind != VALUE}
+        averages = {kind for kind in kinds if not kind.startswith(STATE)}
+        for name in sorted(averages | self._saved.manifest.states.keys()):
+            if name not in self._states and name not in (RNG, EXTRA, SCALER):
+                self.skipped.append(f"states[{name!r}]: not asked for")
