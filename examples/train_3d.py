@@ -182,14 +182,14 @@ def main() -> None:
     if args.checkpoint is not None:
         zs.save(args.checkpoint, engine, step=args.steps)  # zeroshard
     if dist.get_rank() == 0:
-        print(zs.memory_table(engine))
+        print(f"at rest on each rank: {engine.memory().total / 1e6:.1f} MB of states")
     engine.close()
     dist.destroy_process_group()
 
 
 def average(losses: list[Tensor]) -> float:
     """Return the mean of the losses of those ranks that have any, on every rank."""
-    total = torch.tensor([sum(float(one) for one in losses), float(len(losses))])
+    total = torch.tensor([sum(one.item() for one in losses), float(len(losses))])
     dist.all_reduce(total)
     return float(total[0] / total[1])
 
