@@ -142,8 +142,9 @@ def restore_class(parameter: nn.Parameter) -> None:
 
 def _describe(parameter: _Released) -> str:
     shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
+    kind, name = type(parameter).__name__, parameter._zeroshard.name
     return (
-        f"{type(parameter).__name__}({parameter._zeroshard.name}, shape={shape}, dtype={dtype}: rests sharded, read it inside"
+        f"{kind}({name}, shape={shape}, dtype={dtype}: rests sharded, read it inside"
         " engine.gathered())"
     )
 
