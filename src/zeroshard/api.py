@@ -162,7 +162,7 @@ def shard(
     assert asked is not None  # else that has raised
     told = _told(module, differences)
     context = _make_context(module, asked, seat, sync_from, trains=optimizer is not None, told=told)
-    context.prepare(list(module.buffers()))
+    context.prepare([local_of(buffer) for buffer in module.buffers()])
     try:
         engine = Engine(module, asked.plans, context, prefetch_bytes=asked.settings.prefetch_bytes)
     except StorageError:

@@ -222,6 +222,10 @@ class StateAccess:
             for parameter, stride in zip(segment.parameters, segment.flat.strides, strict=True)
         }
 
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Overwrite `tensor` on every data parallel rank with rank `source`'s. Collective."""
+        self._context.transport.broadcast(tensor, source)
+
     def parts(self) -> dict[str, Part]:
         """Return, by name of each parameter, which part of it the ranks of this data parallel
         group have.

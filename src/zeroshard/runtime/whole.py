@@ -75,7 +75,9 @@ class Whole:
                 values = _by_parameter(units, copies)
                 before = [digest_of(value) for value in values.values()]
                 yield
-                edited = self._keep_edits(values, before)
+                with self._axes.telling(_CALL):
+                    edited = self._keep_edits(values, before)
+                self._compare_replicas(values)
             for unit, tensors in zip(units, copies, strict=True):
                 self.store_unit(unit, tensors, edited, refresh=False)
             self._weights.refresh(units)
@@ -128,6 +130,20 @@ class Whole:
             for position, name in enumerate(values)
             if any(answer[position] for answer in changed)
         }
+
+    def _compare_replicas(self, values: dict[str, torch.Tensor]) -> None:
+        """Raise PlanMismatch where what ranks along the mesh have alike was not edited alike."""
+        parts = [
+            zip(segment.names, segment.parts, strict=True)
+            for unit in self._weights.units
+            for segment in unit.segments
+        ]
+        cut = {name for named in parts for name, part in named if part.axes}
+        alike = {}
+        if self._axes.size > 1:
+            whole = {name: value for name, value in values.items() if name not in cut}
+            alike = {f"parameter {name}": digest_of(value) for name, value in whole.items()}
+        self._axes.share(None, _CALL, alike=alike)
 
     def store_unit(
         self,
