@@ -24,7 +24,6 @@ from zeroshard.checkpoint.spans import whole_stride
 from zeroshard.checkpoint.values import encode, no_tensors
 from zeroshard.core.boxes import Box, box_of
 from zeroshard.core.layout import Range
-from zeroshard.core.part import Part
 from zeroshard.core.repartition import overlap
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.nn.local import is_dtensor, local_of, part_of
@@ -35,8 +34,7 @@ from zeroshard.state.full import flatten
 
 __all__ = [
     "EXTRA", "RNG", "SCALER", "RankPart", "Stateful", "check_arguments", "collect", "divide",
-    "generators", "in_memory_order", "names_of", "parameters_of", "parts_of",
-    "persistent_buffers",
+    "generators", "in_memory_order", "names_of", "parameters_of", "persistent_buffers",
     "restore_generators",
 ]  # fmt: skip
 
@@ -93,22 +91,11 @@ def parameters_of(engine: Engine, *, frozen: bool = True) -> dict[str, Parameter
     out = {}
     for parameter in engine.module.parameters():
         first, *others = names[id(parameter)]
-        stride, trained = layouts[id(parameter)]
+        part, stride, trained = layouts[id(parameter)]
         if trained or frozen:
-            part = states_of(engine).part(first, parameter)
             stride = whole_stride(part, stride)
             out[first] = ParameterEntry(part.shape, stride, trained, tuple(others))
     return out
-
-
-def parts_of(engine: Engine) -> dict[str, Part]:
-    """Return which part of each parameter this rank's data parallel group has, by first name."""
-    return {
-        names[0]: states_of(engine).part(names[0], parameter)
-        for parameter, names in zip(
-            engine.module.parameters(), names_of(engine.module).values(), strict=True
-        )
-    }
 
 
 def check_arguments(directory: object, engine: object, states: object) -> None:
@@ -256,15 +243,17 @@ def _collect_pieces(
     stepped: dict[int, list[ParamShard]] = {}
     for owned in states_of(engine).stepped_pieces():
         stepped.setdefault(id(owned.parameter), []).append(owned)
-    names, parts = names_of(engine.module), parts_of(engine)
+    names, parts = names_of(engine.module), states_of(engine).parts()
+    counted = states_of(engine).counted()
     part.parameters = parameters_of(engine, frozen=frozen)
-    part.boxes = {name: box for name in parts if (box := box_of(parts[name]))}
     for piece in states_of(engine).resting_pieces(share=True):
         name, span = names[id(piece.parameter)][0], (piece.start, piece.stop)
-        if name not in part.parameters or not states_of(engine).is_first_with(parts[name]):
+        if name not in part.parameters or piece.name not in counted:
             continue
-        if name in part.boxes and piece.start == piece.stop:
-            continue  # a box without elements is none
+        if not parts[piece.name].is_whole:
+            part.boxes[name] = box_of(parts[piece.name])
+            if piece.start == piece.stop:
+                continue  # a box without elements is none
         values = piece.tensor if piece.state.on_device else piece.borrowed
         part.add(name, VALUE, span, values, piece.state.dtype)
         for average, ema in averages.items():

@@ -22,7 +22,6 @@ from zeroshard.checkpoint.pieces import (
     SCALER,
     Stateful,
     generators,
-    parts_of,
     persistent_buffers,
     restore_generators,
 )
@@ -59,7 +58,7 @@ class Reading:
         self._engine = engine
         self._states = states
         self._match = Match(saved, engine, states, elsewhere, frozen=frozen)
-        self._parts = parts_of(engine)
+        self._parts = states_of(engine).parts()
         self._rank = rank_there(engine, saved.manifest.world, saved.manifest.places)
         # (to, from): masters, weights, averages
         self._copies: list[tuple[torch.Tensor | RestingPiece, Callable[[], torch.Tensor]]] = []

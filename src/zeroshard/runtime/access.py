@@ -23,7 +23,6 @@ from zeroshard.core.part import Part
 from zeroshard.core.placement import Tier
 from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardError
 from zeroshard.memory import Trimmer
-from zeroshard.nn.local import part_of
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import ParamShard
@@ -186,19 +185,6 @@ class StateAccess:
         """Where this rank is along the axes along which ranks have other parameters."""
         return self._context.axes.place.stage
 
-    def part(self, name: str, parameter: nn.Parameter) -> Part:
-        """Return which part of parameter `name` the ranks of this data parallel group have."""
-        return part_of(name, parameter)
-
-    def is_first_with(self, part: Part) -> bool:
-        """Whether no group of ranks before this one's has the same `part` of a parameter."""
-        first_along = self._context.axes.place.first_along
-        return all(
-            axis.name in first_along
-            for axis in self._context.mesh.others
-            if axis.alike and axis.name not in part.axes
-        )
-
     @property
     def rests_on_disk(self) -> bool:
         """Whether any state rests on disk."""
@@ -211,15 +197,17 @@ class StateAccess:
         """
         return self._faults.is_lost
 
-    def parameter_layouts(self) -> dict[int, tuple[tuple[int, ...], bool]]:
-        """Return, by id of each parameter, the stride in which it lies here, and whether it is
-        trained.
+    def parameter_layouts(self) -> dict[int, tuple[Part, tuple[int, ...], bool]]:
+        """Return, by id of each parameter, which part of it is here, the stride in which that
+        lies, and whether it is trained.
         """
         segments = [segment for unit in self._weights.units for segment in unit.segments]
         return {
-            id(parameter): (stride, segment.grad is not None)
+            id(parameter): (part, stride, segment.grad is not None)
             for segment in segments
-            for parameter, stride in zip(segment.parameters, segment.flat.strides, strict=True)
+            for parameter, part, stride in zip(
+                segment.parameters, segment.parts, segment.flat.strides, strict=True
+            )
         }
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:

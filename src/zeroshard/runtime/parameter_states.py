@@ -215,7 +215,7 @@ class ParameterStates:
         return dense.as_strided((dense.numel(),), (1,))
 
     def _stride(self) -> tuple[int, ...]:
-        return self._states.parameter_layouts()[id(self._param)][0]
+        return self._states.parameter_layouts()[id(self._param)][1]
 
 
 class _Cut:

@@ -5,9 +5,11 @@ CheckpointError, never in a manifest that makes no sense.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import random
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +27,7 @@ from zeroshard.checkpoint.manifest import (
     digest,
     num_chunks,
 )
+from zeroshard.core.boxes import Box, check_boxes
 
 HASH = "0123456789abcdef" * 2
 json_values = st.recursive(
@@ -59,6 +62,18 @@ def parameters(draw: st.DrawFn) -> ParameterEntry:
 
 
 @st.composite
+def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    """Return boxes that are all of `shape`: a grid, or () alone."""
+    if not math.prod(shape) or not shape or draw(st.booleans()):
+        return [()]
+    ranges = [
+        list(pairwise(sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))})))
+        for size in shape
+    ]
+    return list(itertools.product(*ranges))
+
+
+@st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
     """A consistent manifest: parameters cut at random places, pieces and other tensors spread
     over the ranks' files one after another.
@@ -76,13 +91,14 @@ def manifests(draw: st.DrawFn) -> Manifest:
         ends[file] += num_bytes
 
     for name, entry in known.items():
+        grid = draw(boxes(entry.shape))
         for kind in draw(st.sets(st.sampled_from(["value", "state.exp_avg", "ema"]))):
             dtype = draw(st.sampled_from(sorted(ITEMSIZE)))
-            cuts = sorted(
-                {0, entry.numel, *draw(st.lists(st.integers(0, entry.numel), max_size=3))}
-            )
-            for start, stop in pairwise(cuts):
-                place(dtype, (stop - start,), kind, name, start, stop)
+            for box in grid:
+                numel = math.prod(b - a for a, b in box) if box else entry.numel
+                cuts = sorted({0, numel, *draw(st.lists(st.integers(0, numel), max_size=3))})
+                for start, stop in pairwise(cuts):
+                    place(dtype, (stop - start,), kind, name, start, stop, box)
     for key in draw(st.sets(st.text(max_size=6), max_size=3)):
         place(
             draw(st.sampled_from(sorted(ITEMSIZE))),
@@ -119,6 +135,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         ),
         states=states,
         chunk_bytes=chunk_bytes,
+        places=draw(st.sampled_from([(), tuple(f"dp={rank}, tp=0" for rank in range(world))])),
     )
 
 
@@ -373,6 +390,77 @@ def test_what_cannot_be_is_refused_and_named(changes: dict[str, Any], message: s
     with pytest.raises(CheckpointError, match=message) as error:
         Manifest.parse(sealed(_changed(**changes)), "there")
     assert str(error.value).startswith("there ")
+
+
+def cut_example() -> dict[str, Any]:
+    """Return the example with two boxes of its parameter, by rows; the second kind is whole."""
+    raw = example() | {"version": 2, "places": ["dp=0, tp=0", "dp=0, tp=1"]}
+    for number, box in ((0, [[0, 1], [0, 3]]), (2, [[1, 2], [0, 3]])):
+        raw["tensors"][number] |= {"box": box, "start": 0, "stop": 3}
+    manifest = Manifest.parse(sealed(raw), "there")
+    assert [piece.key for piece in manifest.pieces()["w", "value"]] == [
+        "w|value|0:3|0:1,0:3",
+        "w|value|0:3|1:2,0:3",
+    ]
+    assert json.loads(manifest.dump())["version"] == 2
+    return raw
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ([[0, 1], [0, 3]], [[0, 1], [0, 3]], "pieces of value of 'w' overlap at 0"),
+        ([[0, 1], [0, 3]], [[1, 3], [0, 3]], "go beyond at 1:3 of dimension 0 of 2"),
+        ([[0, 2], [0, 2]], [[0, 2], [1, 3]], "overlap at 1:3 of dimension 1 of 3"),
+        ([[0, 2], [0, 2]], [[1, 2], [0, 3]], "overlap at 1:2 of dimension 0 of 2"),
+        ([[0, 1], [0, 1]], [[1, 2], [1, 3]], "does not fit a parameter of shape"),
+        ([[0, 2], [0, 2]], None, "one of 0 dimensions, in"),
+        ([[0, 1], [0, 3]], None, "one of 0 dimensions, in"),
+        ([[0, 1]], [[1, 2]], "does not fit a parameter of shape"),
+        ([[0, 1], [3, 3]], [[1, 2], [0, 3]], "a box without elements"),
+        ([[0, 1], [-1, 3]], [[1, 2], [0, 3]], "a size is -1"),
+        ([[0, 1], [0]], [[1, 2], [0, 3]], "not enough values to unpack"),
+        ([[0, 2**40], [0, 2**40]], [[1, 2], [0, 3]], "the boxes of value of 'w' go beyond"),
+        ([], [[1, 2], [0, 3]], "a box of 0 dimensions"),
+        ("all", [[1, 2], [0, 3]], "'all' is no list"),
+    ],
+    ids=repr,
+)
+def test_boxes_that_are_not_the_parameter_once_are_refused(
+    first: Any, second: Any, message: str
+) -> None:
+    raw = cut_example()
+    for number, box in ((0, first), (2, second)):
+        raw["tensors"][number]["box"] = box
+        if box is None:
+            del raw["tensors"][number]["box"]
+    with pytest.raises(CheckpointError, match=message):
+        Manifest.parse(sealed(raw), "there")
+
+
+@pytest.mark.parametrize("places", [["dp=0"], ["dp=0", "dp=0"], ["dp=0", 1], "dp=0"], ids=repr)
+def test_places_are_one_of_each_rank(places: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"places for 2 ranks|no text|no list"):
+        Manifest.parse(sealed(cut_example() | {"places": places}), "there")
+
+
+@pytest.mark.parametrize(
+    "place", _places(cut_example()["tensors"][0]["box"]), ids=lambda place: str(place)
+)
+def test_no_value_in_a_box_breaks_the_reader(place: tuple[Any, ...]) -> None:
+    for value in ODD:
+        raw = cut_example()
+        _put(raw["tensors"][0]["box"], place, value)
+        _parse_or_refuse(sealed(raw))
+
+
+def test_many_boxes_are_checked_in_little_time() -> None:
+    grid = {((row, row + 1), (0, 1)) for row in range(100_000)}
+    begin = time.monotonic()
+    check_boxes((100_000, 1), grid, "the boxes")
+    with pytest.raises(ValueError, match="leave a hole"):
+        check_boxes((100_000, 2), grid | {((0, 1), (1, 2))}, "the boxes")
+    assert time.monotonic() - begin < 20
 
 
 def test_the_same_tensor_twice_is_refused() -> None:

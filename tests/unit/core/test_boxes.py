@@ -5,11 +5,21 @@ from __future__ import annotations
 from itertools import pairwise, product
 from math import prod
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.core.boxes import Span, box_of, boxes_of, common, dense_stride, part_at
+from zeroshard.core.boxes import (
+    Box,
+    Span,
+    box_of,
+    boxes_of,
+    check_boxes,
+    common,
+    dense_stride,
+    part_at,
+)
 from zeroshard.core.part import Part
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -69,6 +79,33 @@ def test_a_range_is_few_boxes_in_order(data: st.DataObject) -> None:
     assert len(boxes) <= max(1, 2 * len(sizes) - 1)
     places = [index for box in boxes for index in product(*(range(a, b) for a, b in box))]
     assert places == list(product(*(range(size) for size in sizes)))[start:stop]
+
+
+@pytest.mark.parametrize(
+    ("boxes", "message"),
+    [
+        ({()}, ""),
+        ({((0, 4), (0, 6))}, ""),
+        ({((0, 4), (0, 3)), ((0, 4), (3, 6))}, ""),
+        ({((0, 1), (0, 6)), ((1, 4), (0, 6))}, ""),
+        ({((0, 4), (0, 3))}, "they leave a hole at 3:6 of dimension 1"),
+        ({((0, 4), (0, 3)), ((0, 4), (4, 6))}, "they leave a hole at 4:6 of dimension 1 of 6"),
+        ({((0, 4), (0, 3)), ((0, 4), (2, 6))}, "they overlap at 2:6 of dimension 1 of 6"),
+        ({((0, 4), (0, 7))}, "they go beyond at 0:7 of dimension 1 of 6"),
+        ({((0, 2), (0, 3)), ((2, 4), (3, 6))}, "they leave a hole: there are 2 of a grid of 2 x 2"),
+        ({(), ((0, 4), (0, 6))}, "they: one of 0 dimensions, in"),
+        ({((0, 4),)}, "they: one of 1 dimensions, in"),
+    ],
+    ids=repr,
+)
+def test_boxes_are_all_of_a_shape_once_or_it_is_said_where_not(
+    boxes: set[Box], message: str
+) -> None:
+    if not message:
+        check_boxes((4, 6), boxes, "they")
+        return
+    with pytest.raises(ValueError, match=message):
+        check_boxes((4, 6), boxes, "they")
 
 
 def test_shards_of_rows_are_one_copy_and_of_columns_one_too() -> None:
