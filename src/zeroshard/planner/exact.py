@@ -324,7 +324,7 @@ def traffic_bytes(laid_out: LaidOut, policy: Policy, training: Training) -> Link
 def _key(unit: UnitShape) -> object:
     """Return what equal units have in common."""
     groups = (
-        (tuple(shape for _, shape in group.shapes), group.dtype, group.trained)
+        (tuple(shape for _, shape in group.shapes), group.dtype, group.trained, group.looked_up)
         for group in unit.groups
     )
     return unit.uses, *groups
