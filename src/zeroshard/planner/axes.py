@@ -109,9 +109,7 @@ class Grid:
         )
 
 
-def grids(
-    axes: Axes, model: ModelShape, machine: Machine, training: Training
-) -> tuple[Grid, ...]:
+def grids(axes: Axes, model: ModelShape, machine: Machine, training: Training) -> tuple[Grid, ...]:
     """Return the grids of `machine` that `axes` allows.
 
     With "auto" a step has the tokens of ``training.micro_batches`` on every GPU in each of them:

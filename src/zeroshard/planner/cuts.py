@@ -93,7 +93,7 @@ def _part(name: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
 
 
 def cut_stages(model: ModelShape, stages: int) -> list[ModelShape]:
-    """Return the models of `stages` stages, in order.
+    """Return the models of `stages` stages, in order; of those that are alike, the first.
 
     Raises ConfigError where there are fewer layers than stages.
     """
@@ -110,15 +110,24 @@ def cut_stages(model: ModelShape, stages: int) -> list[ModelShape]:
     counts = [least + (stage < more) for stage in range(stages)]
     ends = [layers[sum(counts[: stage + 1]) - 1] + 1 for stage in range(stages - 1)]
     starts = [0, *ends, len(units)]
+    first: dict[tuple[bool, bool, int], ModelShape] = {}  # those between the ends are alike
     out = []
     for stage, count in enumerate(counts):
-        decoder = model.decoder
-        if decoder is not None:
-            vocab = decoder.vocab if stage == stages - 1 else 0  # whose logits come here
-            decoder = replace(decoder, layers=count, vocab=vocab)
-        part = units[starts[stage] : starts[stage + 1]]
-        out.append(_scaled(model, _packed(part) if stages > 1 else tuple(part), decoder))
+        kind = (stage == 0, stage == stages - 1, count)
+        if kind not in first:
+            part = units[starts[stage] : starts[stage + 1]]
+            first[kind] = _stage(model, part, count, is_last=kind[1], is_whole=stages == 1)
+        out.append(first[kind])
     return out
+
+
+def _stage(
+    model: ModelShape, units: Sequence[UnitShape], layers: int, *, is_last: bool, is_whole: bool
+) -> ModelShape:
+    decoder = model.decoder
+    if decoder is not None:  # logits come on the last stage
+        decoder = replace(decoder, layers=layers, vocab=decoder.vocab if is_last else 0)
+    return _scaled(model, tuple(units) if is_whole else _packed(units), decoder)
 
 
 def layer_numbers(model: ModelShape) -> list[int]:
@@ -197,9 +206,7 @@ def _packed(units: Sequence[UnitShape]) -> tuple[UnitShape, ...]:
     )
 
 
-def _kept(
-    group: GroupShape, dtype: str | None, trained: bool, looked_up: set[str]
-) -> GroupShape:
+def _kept(group: GroupShape, dtype: str | None, trained: bool, looked_up: set[str]) -> GroupShape:
     """Return a group that was packed anew, of the kind that it was."""
     own = replace(group, dtype=dtype, trained=trained)
     is_looked_up = any(name in looked_up for name, _ in group.shapes)
@@ -211,9 +218,7 @@ def _shapes(unit: UnitShape) -> Iterator[Shape]:
         yield from group.shapes
 
 
-def _scaled(
-    model: ModelShape, units: tuple[UnitShape, ...], decoder: Decoder | None
-) -> ModelShape:
+def _scaled(model: ModelShape, units: tuple[UnitShape, ...], decoder: Decoder | None) -> ModelShape:
     """Return a part of `model`, of which a token uses as large a part as of the whole."""
     part = replace(model, units=units, decoder=decoder, used_numel=None, trace=None)
     if model.used_numel is None:

@@ -113,10 +113,18 @@ class Durations:
             backward += forward
 
         def task(name: str, flops: float, waits: float) -> Task:
-            return Task("compute", name, flops / self._flops + waits, takes=self._cores)
+            return Task("compute", name, flops / self._flops + waits, takes=self.cores)
 
         ahead, back = self._all_reduces[unit]
         return task("forward", forward, ahead), task("backward", backward, back)
+
+    def weights_s(self, unit: int) -> float:
+        """Return the seconds of the part of a backward of `unit` that brings its weights'
+        gradients, which zero-bubble schedules run by itself.
+        """
+        groups = self.laid_out.model.units[unit].groups
+        trained = sum(g.numel - g.looked_up for g in groups if g.trained) * self._used
+        return 2.0 * trained * self.training.tokens / self._flops
 
     def tensor_s(self) -> float:
         """Return the seconds of a step's all-reduces along ``tp``, which are part of `compute`."""
@@ -132,7 +140,10 @@ class Durations:
     # ------------------------------------------------------------------------------ hops
 
     @property
-    def _cores(self) -> tuple[str, ...]:
+    def cores(self) -> tuple[str, ...]:
+        """The resource that everything takes that the device's own cores do, where it is the host:
+        compute on an accelerator shares none.
+        """
         return () if self.machine.accelerator else (_CORES,)
 
     def hop(self, hop: Hop, numel: int, cells: Cells) -> Iterator[Task]:
@@ -152,7 +163,7 @@ class Durations:
         """Return the task of reading and writing `num_bytes` of the device's memory."""
         speeds = self.machine.speeds
         seconds = num_bytes / (speeds.memory * speeds.bandwidth_efficiency)
-        return Task(lane, name, seconds, takes=self._cores, bound_by=bound_by)
+        return Task(lane, name, seconds, takes=self.cores, bound_by=bound_by)
 
     def is_mapped(self, hop: Hop, cells: Cells) -> bool:
         """Whether `hop` gathers weights that every rank maps, so that nothing is moved."""
@@ -186,10 +197,10 @@ class Durations:
         bound_by = _LATENCY if latency > times[slowest] else _LINKS[slowest]
         takes = tuple(link for link in times if times[link] > 0)
         if moved.inside:
-            takes += self._cores
+            takes += self.cores
         seconds = latency + times[slowest]
         yield Task(hop.lane, hop.kind.value, seconds, moved.total, takes, bound_by)
-        if moved.between and self._cores:  # out of one socket, and into another
+        if moved.between and self.cores:  # out of one socket, and into another
             yield self.in_memory(hop.lane, "copy", 4 * moved.between)
 
     def _off_device(self, hop: Hop, numel: int) -> Task:
@@ -222,7 +233,7 @@ class Durations:
         speeds, ranks = self.machine.speeds, self.machine.node_size
         here, there = num_bytes * ranks / speeds.host, on_disk * ranks / speeds.disk
         bound_by = _DISK if there > here else STEP if name == "step" else _HOST
-        takes = (*self._cores, *(("disk",) if on_disk else ()))
+        takes = (*self.cores, *(("disk",) if on_disk else ()))
         seconds = max(here, there) / speeds.bandwidth_efficiency
         return Task("host", name, seconds, on_disk, takes, bound_by)
 

@@ -21,22 +21,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from zeroshard.core.pipeline import Action
 from zeroshard.errors import ConfigError
 
-__all__ = ["SCHEDULES", "Action", "Schedule", "most_in_flight"]
+__all__ = ["SCHEDULES", "Schedule", "most_in_flight"]
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb")
 _CHUNKS = 2  # stages of a rank, where a schedule takes several and no number is given
-
-
-class Action(NamedTuple):
-    """One computation: "F", "B" (all of the backward), "I" or "W"."""
-
-    stage: int
-    kind: str
-    micro_batch: int
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 
+from zeroshard.core.pipeline import Action
 from zeroshard.errors import ConfigError
-from zeroshard.planner.schedules import Action, Schedule, most_in_flight
+from zeroshard.planner.schedules import Schedule, most_in_flight
 
 _COMPUTED = ("F", "B", "I", "W")
 
