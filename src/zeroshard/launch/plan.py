@@ -365,14 +365,9 @@ def _axes(plan: Plan, axes: Axes) -> Iterator[tuple[str, str]]:
         best = "; the best row of each grid, all with the same tokens a step"
     yield "axes", f"{asked}{schedule}{best}"
     node = plan.machine.node_size
-    if any(node % row.tp for row in plan.rows):
-        yield (
-            "note",
-            (
-                f"tp {axes.tp} does not fit in a node of {node}: its all-reduces go over the network,"
-                " slowly"
-            ),
-        )
+    if any(node % row.spread.tp for row in plan.rows):
+        far = f"tp {axes.tp} does not fit in a node of {node}"
+        yield "note", f"{far}: its all-reduces go over the network, slowly"
 
 
 def _machine(machine: Machine) -> str:
@@ -388,7 +383,7 @@ def _cells(row: PlannedRow, axes: Axes | None) -> dict[str, str]:
     """Return the texts of one line of the table, by column."""
     along: dict[str, str] = {}
     if axes is not None:
-        along = {axis: str(getattr(row, axis)) for axis in ("tp", "pp", "dp")}
+        along = {axis: str(getattr(row.spread, axis)) for axis in ("tp", "pp", "dp")}
     moved: dict[str, list[str]] = {}  # by tier
     for state, tier in row.tiers.items():
         if tier != "device":
@@ -400,7 +395,7 @@ def _cells(row: PlannedRow, axes: Axes | None) -> dict[str, str]:
     numbers = {"rest": row.rest_bytes["device"], "peak": row.peak_bytes["device"]}
     numbers |= {tier: row.rest_bytes[tier] for tier in ("host", "disk")}
     numbers |= row.traffic_bytes
-    bubble = {"idle": f"{row.bubble:.0%}" if row.bubble else "-"} if axes is not None else {}
+    bubble = {"idle": f"{row.spread.bubble:.0%}" if row.spread.bubble else "-"} if axes is not None else {}
     return {
         **along,
         "row": row.row,

@@ -65,7 +65,7 @@ class Axes:
 
 @dataclass(frozen=True)
 class Grid:
-    """One grid of ranks: how many along each axis, the schedule, and the micro-batches of each pipeline."""
+    """One grid of ranks: how many along each axis, its schedule, a pipeline's micro-batches."""
 
     tp: int
     pp: int

@@ -19,7 +19,7 @@ from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape
 from zeroshard.planner.training import Training
 
-__all__ = ["TensorParallel", "activation_bytes", "send_seconds"]
+__all__ = ["ALONE", "TensorParallel", "activation_bytes", "send_seconds"]
 
 
 def activation_bytes(model: ModelShape, training: Training) -> int:
@@ -74,3 +74,6 @@ class TensorParallel:
         latency = 2 * (between * speeds.network_latency + inside * speeds.local_latency)
         moved = self.received(num_bytes)
         return latency + moved / (rate * speeds.bandwidth_efficiency)
+
+
+ALONE = TensorParallel(1)

@@ -28,7 +28,7 @@ from functools import cached_property
 from zeroshard.core.placement import Cells, Tier
 from zeroshard.core.route import Axis, Hop, Kind, Lane
 from zeroshard.core.wire import Formats
-from zeroshard.planner.beside import TensorParallel, activation_bytes
+from zeroshard.planner.beside import ALONE, TensorParallel, activation_bytes
 from zeroshard.planner.exact import LaidOut
 from zeroshard.planner.lanes import Task
 from zeroshard.planner.machine import Machine
@@ -49,7 +49,7 @@ class Durations:
     laid_out: LaidOut
     machine: Machine
     training: Training
-    tensor: TensorParallel = TensorParallel(1)
+    tensor: TensorParallel = ALONE
 
     # ------------------------------------------------------------------------------ compute
 

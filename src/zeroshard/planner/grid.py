@@ -150,6 +150,13 @@ class GridPlan:
         works = [self._works(policy)[stage].gathered_bytes for stage in self._own(rank)]
         return InFlight(max(0, most - sum(kept)), min(sum(works), room(works)))
 
+    def budget(self, rank: int, policy: Policy) -> int:
+        """Return the bytes that gathered stages may take together; 0 where none come and go."""
+        if self.grid.pp == 1:
+            return 0
+        works = self._works(policy)
+        return room([works[stage].whole_bytes for stage in self._own(rank)])
+
     # ------------------------------------------------------------------------------ traffic
 
     def traffic(self, rank: int, policy: Policy) -> LinkBytes:

@@ -1,13 +1,14 @@
 """Jobs on lanes: an event-driven schedule of one rank's step, or of all ranks of a pipeline.
 
-A lane of a rank (core/route/hop.py: Lane, and those that send to other stages) runs its jobs one after another in the order in which they were
-enqueued, as a stream does. A job starts when it is the first of its lane, everything that it needs
-is over, and the resources of its rank that it takes are free: links, the disk, and, where the
-device is the host itself, its cores. Of two jobs that want the same resource, the one that could start earlier
-goes first, then the one that was enqueued earlier. Nothing is interrupted.
+A lane of a rank (core/route/hop.py: Lane, and those that send to other stages) runs its jobs one
+after another in the order in which they were enqueued, as a stream does. A job starts when it is
+the first of its lane, everything that it needs is over, and the resources of its rank that it takes
+are free: links, the disk, and, where the device is the host itself, its cores. Of two jobs that
+want the same resource, the one that could start earlier goes first, then the one that was enqueued
+earlier. Nothing is interrupted.
 
 Cost: a few microseconds per job. Bytes and seconds come from durations.py, the order of jobs from
-program.py.
+program.py and pipeline.py.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ step.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -74,10 +74,10 @@ class PipelineTime:
     @property
     def shares(self) -> dict[str, float]:
         """Seconds by what bounds them, on average."""
-        total: Counter[str] = Counter()
-        for one in self.ranks:
-            total.update(one.shares)
-        return {name: seconds / len(self.ranks) for name, seconds in total.items()}
+        names = dict.fromkeys(name for one in self.ranks for name in one.shares)
+        count = len(self.ranks)
+        return {name: sum(one.shares.get(name, 0.0) for one in self.ranks) / count
+                for name in names}  # fmt: skip
 
     @property
     def bound_by(self) -> str:
@@ -251,7 +251,7 @@ def phases(actions: Sequence[Action]) -> dict[int, str]:
 
 def _rank_time(done: Run, rank: int, total: float, tensor_s: float) -> RankTime:
     """Return how `rank`'s compute lane passes the step."""
-    shares: Counter[str] = Counter({COMPUTE: -tensor_s})
+    shares: defaultdict[str, float] = defaultdict(float, {COMPUTE: -tensor_s})
     if tensor_s:
         shares[TENSOR] = tensor_s
     idle_from = computing = 0.0

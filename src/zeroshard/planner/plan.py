@@ -69,11 +69,14 @@ class Plan:
             "machine": asdict(self.machine),
             "training": {**asdict(training), "accumulate": training.resting},
             "axes": None if self.axes is None else asdict(self.axes),
-            "rows": [asdict(one) for one in self.rows],
+            "rows": [one.to_dict() for one in self.rows],
             "recommended": {
                 "row": None if advice.row is None else advice.row.row,
                 "tiers": None if advice.row is None else advice.row.tiers,
-                **{axis: getattr(advice.row, axis, None) for axis in ("tp", "pp", "dp")},
+                **{
+                    axis: None if advice.row is None else getattr(advice.row.spread, axis)
+                    for axis in ("tp", "pp", "dp")
+                },
                 "reason": advice.reason,
                 "smaller": advice.smaller,
                 "change": advice.change,
@@ -136,9 +139,10 @@ def make_plan(
 
 def _share(row: PlannedRow, machine: Machine) -> Machine:
     """Return the part of `machine` that the data parallel ranks of `row` have."""
-    if row.tp == row.pp == 1:
+    one = row.spread
+    if one.tp == one.pp == 1:
         return machine
-    return Grid(row.tp, row.pp, row.dp, Schedule(), row.micro_batches).share(machine)
+    return Grid(one.tp, one.pp, one.dp, Schedule(), one.micro_batches).share(machine)
 
 
 # ------------------------------------------------------------------ which row to take
@@ -155,8 +159,8 @@ def _recommend(
     best = _fastest(fitting)
     faster = [row for row in rows if row.step_s < best.step_s]
     reason = f"the fastest of {len(fitting)} that fit, bound by {best.bound_by}"
-    if best.bubble:
-        reason += f" ({best.bubble:.0%} bubble)"
+    if best.spread.bubble:
+        reason += f" ({best.spread.bubble:.0%} bubble)"
     if search.axes is not None and search.axes.is_auto:
         reason += _beside_data_parallel(best, rows)
         # half of the GPUs would be another search
@@ -169,7 +173,7 @@ def _recommend(
 
 def _beside_data_parallel(best: PlannedRow, rows: tuple[PlannedRow, ...]) -> str:
     """Return how data parallel ranks alone compare with the `best` line."""
-    alone = next((row for row in rows if row.tp == row.pp == 1), None)
+    alone = next((row for row in rows if row.spread.tp == row.spread.pp == 1), None)
     if alone is None or alone is best:
         return "" if alone is None else "; no grid with tp or pp is faster"
     if not alone.fits:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from zeroshard.core.cost import LinkBytes
 from zeroshard.core.placement import Scope, Tier
@@ -19,6 +20,7 @@ from zeroshard.planner.training import Training
 
 __all__ = [
     "PlannedRow",
+    "Spread",
     "bytes_of",
     "candidates",
     "describe_row",
@@ -42,6 +44,20 @@ _MIXES: dict[tuple[Tier, Tier, Tier], tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
+class Spread:
+    """How the ranks of a row lie along the axes, and what travels along them."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    micro_batches: int = 1  # of a step of one pipeline, or of one data parallel rank
+    stage: int = 0  # rank of the pipeline whose bytes are the row's: the one that takes most
+    axis_bytes: dict[str, int] = field(default_factory=dict)  # "dp", "tp", "pp": received per step
+    bubble: float = 0.0  # part of the step for which ranks wait for other stages, on average
+    budget: int = 0  # that engine.follow() is planned with; 0: none has an effect
+
+
+@dataclass(frozen=True)
 class PlannedRow:
     """One row on one mix of tiers; bytes are those of one rank."""
 
@@ -58,13 +74,12 @@ class PlannedRow:
     checkpoint_bytes: dict[str, int]  # "all", "rank": what a save writes, exact
     load_s: float
     save_s: dict[str, float]  # "foreground" (zs.save), "background" (what zs.Saver holds up)
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1  # ranks along each axis
-    micro_batches: int = 1  # of a step of one pipeline, or of one data parallel rank
-    stage: int = 0  # rank of the pipeline whose bytes these are: the one that takes most
-    axis_bytes: dict[str, int] = field(default_factory=dict)  # "dp", "tp", "pp": received per step
-    bubble: float = 0.0  # part of the step for which ranks wait for other stages, on average
+    spread: Spread = field(default_factory=lambda: Spread())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as ``zeroshard plan --json`` prints it."""
+        out = asdict(self)
+        return {**out, **out.pop("spread")}
 
 
 def candidates(machine: Machine) -> Iterator[Policy]:
@@ -114,15 +129,17 @@ def plan_on_grid(
     taken, grid = plan.step(policy) if time is None else time, plan.grid
     links = plan.traffic(found.rank, policy)
     row = _row(policy, plan.share, plan.training, found, links, taken)
-    return replace(
-        row,
-        checkpoint_bytes={"all": plan.saved_bytes(), **row.checkpoint_bytes},
+    spread = replace(
+        row.spread,
         tp=grid.tp,
         pp=grid.pp,
         stage=found.rank,
         axis_bytes=plan.axis_bytes(found.rank, links),
         bubble=taken.bubble if isinstance(taken, PipelineTime) else 0.0,
+        budget=plan.budget(found.rank, policy),
     )
+    saved = {"all": plan.saved_bytes(), **row.checkpoint_bytes}
+    return replace(row, checkpoint_bytes=saved, spread=spread)
 
 
 def _row(
@@ -154,9 +171,11 @@ def _row(
         checkpoint_bytes={"rank": checkpoint_bytes(sizes.laid_out, training, 0)},
         load_s=files.load,
         save_s={"foreground": files.save, "background": files.background},
-        dp=machine.gpus,
-        micro_batches=training.micro_batches,
-        axis_bytes={"dp": round(links.total), "tp": 0, "pp": 0},
+        spread=Spread(
+            dp=machine.gpus,
+            micro_batches=training.micro_batches,
+            axis_bytes={"dp": round(links.total), "tp": 0, "pp": 0},
+        ),
     )
 
 
@@ -179,7 +198,8 @@ def describe_row(row: PlannedRow) -> str:
     """Return the row with its grid, if it is one of several axes, and the states that leave the
     device: "tp 4 x pp 2 x dp 16, zero3, optimizer on host".
     """
-    grid = [] if row.tp == row.pp == 1 else [f"tp {row.tp} x pp {row.pp} x dp {row.dp}"]
+    one = row.spread
+    grid = [] if one.tp == one.pp == 1 else [f"tp {one.tp} x pp {one.pp} x dp {one.dp}"]
     if len(set(row.tiers.values())) == 1:
         tier = row.tiers["weight"]
         return ", ".join([*grid, row.row, *([] if tier == _DEVICE.value else [f"all on {tier}"])])

@@ -18,7 +18,7 @@ from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.route import Lane
 from zeroshard.core.timeline import WAIT, Event, Level, Timeline
-from zeroshard.planner.beside import TensorParallel
+from zeroshard.planner.beside import ALONE, TensorParallel
 from zeroshard.planner.durations import COMPUTE, TENSOR, Durations
 from zeroshard.planner.exact import LaidOut, rest_bytes
 from zeroshard.planner.lanes import Schedule, run
@@ -83,10 +83,10 @@ def step_time(
     policy: Policy,
     machine: Machine,
     training: Training,
-    tensor: TensorParallel | None = None,
+    tensor: TensorParallel = ALONE,
 ) -> StepTime:
     """Return what one step of `training` takes, with the all-reduces of `tensor`."""
-    durations = Durations(laid_out, machine, training, tensor or TensorParallel(1))
+    durations = Durations(laid_out, machine, training, tensor)
     if training.micro_batches <= _MICRO_BATCHES:
         return _step_time(durations, policy)
     most, fewer = (
