@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,7 @@ from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.guards import OWNED
 from zeroshard.runtime.overlap import check_overlap
+from zeroshard.runtime.stages import model_of
 from zeroshard.runtime.streams import make_streams
 from zeroshard.runtime.tiering import Tiering
 from zeroshard.runtime.units import UnitPlan, UnitSpec, named_parameters_once, partition_units
@@ -62,6 +63,9 @@ from zeroshard.tier.host import HostStore
 from zeroshard.tier.link import link_of
 from zeroshard.tier.store import Store
 from zeroshard.tier.swapdir import SwapDirectory
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
 
 __all__ = ["deferred_init", "init_distributed", "materialize", "shard"]
 
@@ -109,7 +113,7 @@ def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -
 
 
 def shard(
-    model: nn.Module,
+    model: nn.Module | PipelineStage | Sequence[PipelineStage],
     optimizer: torch.optim.Optimizer | None = None,
     *,
     stage: int | None = None,
@@ -123,7 +127,9 @@ def shard(
 ) -> Engine:
     """Shard `model` and `optimizer` in place over the data parallel ranks, and return the engine.
 
-    Both stay the objects they were. `stage` 0 to 3 or `policy` (a row's name, a Policy, or "auto":
+    Both stay the objects they were. A `model` that is a stage of torch.distributed.pipelining, or
+    the list of this rank's stages, means their modules; ``engine.follow(schedule)`` comes next, and
+    `stage` remains the ZeRO stage. `stage` 0 to 3 or `policy` (a row's name, a Policy, or "auto":
     the fastest row that the planner finds to fit here, docs/planner.md) says where each state rests
     (default: stage 3); `config` is a Config, a dict or a path to JSON, of our form or DeepSpeed's,
     and keywords go before it; `units` are module classes, qualified names or a callable(name,
@@ -132,23 +138,28 @@ def shard(
     or the one named "dp", or "dp_replicate" x "dp_shard", the nodes and local ranks of hpz, mics
     and hfsdp, and "cp". Beside them "pp" (ranks have other parameters) and "tp" (plain parameters
     are the same) may be there: norm and clip, skipped steps and the order of steps are those of the
-    whole mesh, and nothing is reduced along them. `sync_from` is a data parallel rank whose weights and buffers all others
-    take (default: the ranks' weights are compared). Further keywords are those of Config, which
-    ``help(zs.Config)`` describes. Collective.
+    whole mesh, and nothing is reduced along them. `sync_from` is a data parallel rank whose weights
+    and buffers all others take (default: the ranks' weights are compared). Further keywords are
+    those of Config, which ``help(zs.Config)`` describes. Collective.
 
     Raises ConfigError for what cannot be done, and PlanMismatch where the ranks disagree, on every
     rank, before anything is changed.
     """
     seat = seat_of(mesh, dp)
     build = partial(build_config, config, stage=stage, policy=policy, units=units, **overrides)
-    asked, error = _understood(model, optimizer, build, seat, sync_from)
+    module: Any = model
+    try:
+        module = model_of(model)
+        asked, error = _understood(module, optimizer, build, seat, sync_from)
+    except ConfigError as refused:
+        asked, error = None, refused
     differences = _compared(asked, error, seat)
     assert asked is not None  # else that has raised
-    told = _told(model, differences)
-    context = _make_context(model, asked, seat, sync_from, trains=optimizer is not None, told=told)
-    context.prepare(list(model.buffers()))
+    told = _told(module, differences)
+    context = _make_context(module, asked, seat, sync_from, trains=optimizer is not None, told=told)
+    context.prepare(list(module.buffers()))
     try:
-        engine = Engine(model, asked.plans, context, prefetch_bytes=asked.settings.prefetch_bytes)
+        engine = Engine(module, asked.plans, context, prefetch_bytes=asked.settings.prefetch_bytes)
     except StorageError:
         context.transport.close()
         context.axes.close()

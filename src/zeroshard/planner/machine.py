@@ -13,7 +13,7 @@ from typing import Any
 
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
-from zeroshard.planner.sizes import parse_bytes
+from zeroshard.core.sizes import parse_bytes
 
 __all__ = ["Machine", "Speeds", "nearest_preset", "presets"]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zeroshard.errors import ConfigError
-from zeroshard.planner.sizes import parse_count
+from zeroshard.core.sizes import parse_count
 from zeroshard.planner.trace import ActivationTrace
 
 __all__ = ["Decoder", "GroupShape", "ModelShape", "Shape", "UnitShape", "describe", "pack_units"]

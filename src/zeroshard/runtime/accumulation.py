@@ -24,21 +24,30 @@ class Accumulation:
         self.has_gradient = False
         self.changed = False  # since the last average
         self.scaled = False  # whether the loss of these gradients was scaled
+        self.divisor = 1  # by which the step divides them, beside the number of ranks
         self.micro_batches = 0  # backwards
 
-    def check(self, *, scaled: bool) -> None:
-        """Raise StateError where a backward of a `scaled` loss, or of another, cannot be added."""
+    def check(self, *, scaled: bool, divisor: int = 1) -> None:
+        """Raise StateError where a backward of a `scaled` loss, or of another, cannot be added, or
+        one whose gradients are to be divided by another `divisor`.
+        """
         if self.has_gradient and self.scaled != scaled:
             raise StateError(
                 "fp16: this backward's loss is scaled otherwise than an earlier one's: call"
                 " engine.backward(loss) for all"
             )
+        if self.has_gradient and self.divisor != divisor:
+            raise StateError(
+                f"scale_grads divides these gradients by {divisor}, and those that rest here by"
+                f" {self.divisor}: give all schedules of one step as many micro-batches and the"
+                " same scale_grads, or call zero_grad() between them"
+            )
 
-    def add(self, *, scaled: bool) -> None:
+    def add(self, *, scaled: bool, divisor: int = 1) -> None:
         """A backward begins."""
         self.micro_batches += self.micro_batches != UNKNOWN
         self.has_gradient = self.changed = True
-        self.scaled = scaled
+        self.scaled, self.divisor = scaled, divisor
 
     def finalized(self) -> None:
         """The gradients have been averaged, or stepped."""
@@ -47,5 +56,5 @@ class Accumulation:
     def clear(self, micro_batches: int = 0) -> None:
         """No gradient rests here any more; `micro_batches` UNKNOWN: others may have some."""
         self.has_gradient = self.scaled = False
-        self.changed = True
+        self.changed, self.divisor = True, 1
         self.micro_batches = micro_batches

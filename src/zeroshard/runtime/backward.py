@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit, Use
 from zeroshard.runtime.weights import Weights
 
-__all__ = ["Backward", "retains_graph"]
+__all__ = ["Backward", "Manner", "retains_graph"]
 
 
 @dataclass(eq=False, slots=True)
@@ -77,10 +77,23 @@ class _Leaf:
         self.parameter.grad = sealed
 
 
+@dataclass(frozen=True)
+class Manner:
+    """How backwards are run, and what becomes of their gradients."""
+
+    sync: bool = True  # False inside no_sync()
+    scaled: bool = False  # inside engine.backward()
+    divisor: int = 1  # by which the step divides, beside the number of ranks
+
+
 @dataclass(eq=False)
 class _Pass:
     """One backward: its graph tasks, and how far each unit has come in it."""
 
+    # of a schedule's computation: the units whose gradients it brings; it ends by itself, after as
+    # many graph tasks as there are
+    units: Sequence[Unit] | None = None
+    ended: bool = False
     brings: bool = False  # gradients have come: one by torch.autograd.grad brings none
     retains: bool = False  # its graph may be walked again
     nested: bool = False  # a backward has run inside this one
@@ -95,6 +108,11 @@ class _Pass:
     reduced: set[int] = field(default_factory=set)  # units handed over
     # the unit at whose outputs the last gradient arrived, and the graph task
     at: tuple[Unit | None, int] = (None, -1)
+
+    @property
+    def driven(self) -> bool:
+        """Whether a schedule runs it, now."""
+        return self.units is not None and not self.ended
 
     def push(self, task: int) -> None:
         """A graph task begins, the first or one inside another."""
@@ -132,8 +150,8 @@ class Backward:
         self.reductions = reductions
         self.saved = SavedTensors(weights)
         self._weights = weights
-        self._sync = True  # False inside no_sync()
-        self._scaling = False  # inside engine.backward()
+        self.manner = Manner()
+        self.refused: str | None = None  # why a backward that no schedule runs is refused
         self._announce: Callable[[str, Any], None] | None = None  # inside join()
         self._pass = _Pass()
         self._trainable = [unit for unit in weights.units if unit.trainable]
@@ -156,20 +174,39 @@ class Backward:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Sum up the gradients of backwards inside where the policy's cell says: more follow."""
-        before, self._sync = self._sync, False
-        try:
+        with self.running_as(replace(self.manner, sync=False)):
             yield
-        finally:
-            self._sync = before
 
     @contextmanager
     def of_loss(self, *, scaled: bool) -> Iterator[None]:
         """Say whether the loss of the backward inside is scaled."""
-        self._scaling = scaled
+        with self.running_as(replace(self.manner, scaled=scaled)):
+            yield
+
+    @contextmanager
+    def running_as(self, manner: Manner) -> Iterator[None]:
+        """Run the backwards inside in this manner."""
+        before, self.manner = self.manner, manner
         try:
             yield
         finally:
-            self._scaling = False
+            self.manner = before
+
+    @contextmanager
+    def of_schedule(self, units: Sequence[Unit], *, retains: bool = False) -> Iterator[None]:
+        """Run one computation of a pipeline's schedule inside: a backward that brings the gradients
+        of `units` alone (none: no gradient, as of a backward for the inputs), by hooks or as the
+        ``.grad`` of parameters. `retains`: another one follows on the same graph.
+
+        After an exception it stays open, until engine.reset().
+        """
+        self._begin(retains=retains, units=units)
+        yield
+        with torch._C.DisableTorchFunctionSubclass():
+            for leaf in self.leaves:
+                if leaf.unit in units:
+                    self._take_assigned(leaf)
+        self._end()
 
     @contextmanager
     def announced(self, announce: Callable[[str, Any], None]) -> Iterator[None]:
@@ -195,8 +232,11 @@ class Backward:
             return
         if task < 0:
             raise StateError("a backward hook ran outside a backward")
-        if not current.tasks:
+        if not current.tasks and not current.driven:
+            if self.refused is not None:
+                raise StateError(self.refused)
             current = self._begin(retains=retains_graph())
+        if not current.tasks:
             self._note_outer()
         current.push(task)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._leave(task))
@@ -217,7 +257,7 @@ class Backward:
     @property
     def running(self) -> bool:
         """Whether a backward is under way."""
-        return bool(self._pass.tasks)
+        return bool(self._pass.tasks) or self._pass.driven
 
     def before_unit(self, unit: Unit, epoch: int) -> None:
         """A gradient arrives at `unit`'s outputs: its weights are needed as they were in the
@@ -262,7 +302,7 @@ class Backward:
 
         `before_others`: other nodes of the unit may still have to run.
         """
-        if unit.in_backward and self._pass.tasks:
+        if unit.in_backward and self.running:
             if unit.arrived:
                 self._hand_over_complete(unit)
             # an earlier forward's output may be this one's input: its backward needs the weights
@@ -276,7 +316,7 @@ class Backward:
     def take(self, number: int) -> None:
         """Autograd has finished the gradient of `leaves[number]`."""
         leaf = self.leaves[number]
-        parameter, unit = leaf.parameter, leaf.unit
+        parameter = leaf.parameter
         grad = parameter.grad
         if isinstance(grad, SealedGrad):  # no hook came before this one
             grad = grad.accumulated()
@@ -292,11 +332,24 @@ class Backward:
                 f"parameter {leaf.name!r} has a sparse gradient, which cannot be sharded: use"
                 " sparse=False"
             )
+        if self._pass.units is not None and leaf.unit not in self._pass.units:
+            return  # torch has only looked for the shapes of gradients
+        self._add(leaf, grad)
+
+    def _take_assigned(self, leaf: _Leaf) -> None:
+        """Take the gradient that a schedule has put into ``.grad`` by itself, if it has."""
+        grad, leaf.parameter.grad = leaf.parameter.grad, None
+        if grad is not None and not isinstance(grad, SealedGrad):
+            self._add(leaf, grad)
+
+    def _add(self, leaf: _Leaf, grad: torch.Tensor) -> None:
+        unit = leaf.unit
         # create_graph=True: what is summed has no graph
         grad = grad.detach() if grad.requires_grad else grad
-        leaf.path.add(leaf.index, grad, sync=self._sync, make_room=self.reductions.make_room)
+        sync = self.manner.sync
+        leaf.path.add(leaf.index, grad, sync=sync, make_room=self.reductions.make_room)
         del grad
-        self._pass.took(unit, parameter)
+        self._pass.took(unit, leaf.parameter)
         if unit.pending <= 0:
             self._hand_over_complete(unit)
             if not unit.has_frozen:
@@ -308,12 +361,16 @@ class Backward:
 
     # ------------------------------------------------------------------ a pass
 
-    def _begin(self, *, retains: bool = False, brings: bool = False) -> _Pass:
+    def _begin(
+        self, *, retains: bool = False, brings: bool = False, units: Sequence[Unit] | None = None
+    ) -> _Pass:
         self.collect_dropped()
-        self.accumulation.check(scaled=self._scaling)
-        self.tell("backward", {"sync": self._sync, "scaled": self._scaling})
-        self.accumulation.add(scaled=self._scaling)
-        self._pass = _Pass(retains=retains, brings=brings)
+        manner = self.manner
+        if units is None or units:
+            self.accumulation.check(scaled=manner.scaled, divisor=manner.divisor)
+            self.tell("backward", {"sync": manner.sync, "scaled": manner.scaled})
+            self.accumulation.add(scaled=manner.scaled, divisor=manner.divisor)
+        self._pass = _Pass(retains=retains, brings=brings, units=units)
         self._weights.begin("backward")
         # released parameters are asked for what they answer anyway
         with torch._C.DisableTorchFunctionSubclass():
@@ -345,9 +402,9 @@ class Backward:
     def _hand_over(self, unit: Unit) -> None:
         unit.expect_no_more()
         for segment, path in zip(unit.trainable, unit.paths, strict=True):
-            if self._sync or not path.sums_micro_batches:
+            if self.manner.sync or not path.sums_micro_batches:
                 self.reductions.start(
-                    unit, segment, sync=self._sync, with_earlier=self._pass.brings
+                    unit, segment, sync=self.manner.sync, with_earlier=self._pass.brings
                 )
                 self._pass.reduced.add(unit.index)
         self.reductions.advance()
@@ -356,26 +413,27 @@ class Backward:
         """Take part in a backward of the other ranks, without one of our own: gather what they
         gather, contribute zeros.
         """
-        before, self._sync, self._scaling = (self._sync, self._scaling), sync, scaled
-        self._begin(brings=True)
-        for unit in self._weights.shadow("backward"):
-            # at once, as they do: they may wait for our part before they gather on
-            self._hand_over(unit)
-        self._end()
-        self._sync, self._scaling = before
+        with self.running_as(replace(self.manner, sync=sync, scaled=scaled)):
+            self._begin(brings=True)
+            for unit in self._weights.shadow("backward"):
+                # at once, as they do: they may wait for our part before they gather on
+                self._hand_over(unit)
+            self._end()
 
     def _leave(self, task: int) -> None:
         entered = self._pass.pop(task)
-        if not self._pass.tasks:
+        if not self.running:
             self._end()
             return
-        for unit in entered:  # reentrant checkpointing: that part is over
+        for unit in entered:  # reentrant checkpointing, or a schedule's task: that part is over
             if self._pass.finished.pop(unit.index, None) is not None:
                 self._weights.after_backward(unit)
 
     def _end(self) -> None:
-        for unit in reversed(self._trainable):
-            if unit.index not in self._pass.reduced:
+        self._pass.ended = True
+        own = self._trainable if self._pass.units is None else self._pass.units
+        for unit in reversed(own):
+            if unit.trainable and unit.index not in self._pass.reduced:
                 self._hand_over(unit)
         for unit in self._weights.units:
             if unit.in_backward:

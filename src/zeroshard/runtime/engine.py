@@ -24,7 +24,8 @@ from torch import nn
 from zeroshard.core.digest import Digest
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
-from zeroshard.errors import ConfigError, StateError, StorageError
+from zeroshard.core.sizes import parse_bytes
+from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardError
 from zeroshard.optim.sharded import ShardedOptimizer, check_parameters
 from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.build import Context, make_master
@@ -34,11 +35,13 @@ from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.join import Join
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.offload_states import OffloadedStates
+from zeroshard.runtime.pipeline import Following, check_budget, check_mesh, units_of
 from zeroshard.runtime.parts import input_dtype, make_weights_and_gradients, step_settings
 from zeroshard.runtime.recovery import Recovery
 from zeroshard.runtime.repartition import StepTiles
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, describe_bytes
 from zeroshard.runtime.rest import Rest, RestingPiece
+from zeroshard.runtime.stages import roots_of
 from zeroshard.runtime.trace import tracing
 from zeroshard.runtime.units import UnitPlan, named_parameters_once
 from zeroshard.runtime.whole import Whole
@@ -54,6 +57,7 @@ __all__ = [
 
 _log = logging.getLogger("zeroshard")
 NOT_GIVEN_BACK = "rank %d: close() has not given everything back: %s"
+_FOLLOW = "engine.follow()"
 # the engines of this process, in the order in which they were made
 _ENGINES: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -124,6 +128,7 @@ class Engine:
         self._sharded: ShardedOptimizer | None = None
         self._tiles: StepTiles | None = None
         self._offloaded: OffloadedStates | None = None
+        self._following: Following | None = None
         faults.agree()  # that the weights have been written to where they rest
         transport.watch(digest, context.streams.is_idle)
         if transport.size > 1 or context.axes.size > 1:
@@ -256,6 +261,11 @@ class Engine:
         self._states.check_open()
         if self._sharded is None:
             raise ConfigError("join() needs an optimizer: give it to shard() or engine.attach()")
+        if self._following is not None and self._following.is_on:
+            raise ConfigError(
+                "join() cannot shadow a schedule, whose ranks wait for each other's activations:"
+                " run as many batches on every rank"
+            )
         if self._context.mesh.others:
             raise ConfigError(
                 "join() shadows data parallel ranks alone, and this mesh has other axes: run as"
@@ -263,6 +273,49 @@ class Engine:
             )
         with Join(self._loop, self._finalizer, self._sharded, self._context.transport).joined():
             yield
+
+    def follow(self, schedule: Any, *, budget: int | str | None = None) -> Following:
+        """Let `schedule` (torch.distributed.pipelining) drive the stages that were given to
+        ``zs.shard()``: its ``step()`` runs them, ``clip_grad_norm_`` and ``optimizer.step()`` come
+        after it.
+
+        Gradients of all micro-batches but a stage's last are added as inside ``no_sync()``; around
+        ``schedule.step()`` that says that more steps of the schedule follow. The schedule's
+        ``scale_grads`` is done here, and in fp16 its loss is scaled. With a `budget` in bytes (or
+        "2GiB") the weights of a stage stay gathered over its micro-batches as long as they fit;
+        without one, modules gather and release them. Collective over the mesh.
+
+        Returns what ends it: ``remove()``; so does ``close()``. Raises ConfigError for a schedule
+        of other stages, a second one, or a budget below one stage or without effect.
+        """
+        self._states.check_open()
+        error: ZeroshardError | None = None
+        report = {"schedule": type(schedule).__name__, "budget": repr(budget)}
+        try:
+            following = self._follower(schedule, budget)
+            report["n_microbatches"] = str(schedule._n_microbatches)
+            report["scale_grads"] = str(schedule.scale_grads)
+        except ZeroshardError as refused:
+            error = refused
+        with self._context.axes.telling(_FOLLOW):
+            self._states.peers.agree(report, error, _FOLLOW)
+        self._context.axes.share(None, _FOLLOW, common=report)
+        self._following = following
+        following.begin()
+        return following
+
+    def _follower(self, schedule: Any, budget: int | str | None) -> Following:
+        if self._following is not None and self._following.is_on:
+            raise ConfigError(
+                f"the engine follows a {type(self._following.schedule).__name__} already: end that"
+                " with the remove() of what engine.follow() has returned"
+            )
+        room = parse_bytes(budget, "budget") if isinstance(budget, str) else budget
+        units = units_of(schedule, roots_of(self.module), self._weights.units)
+        check_mesh(schedule, self._context.mesh.others)
+        if room is not None:
+            check_budget(room, units, self.policy.name)
+        return Following(schedule, units, self._weights, self._backward, self._scaler, room)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients so that their 2-norm over all ranks is at most `max_norm`.
@@ -434,6 +487,8 @@ class Engine:
         self._states.check_open()
         told = self._context.faults.refusal if self._context.faults.is_lost else None
         self.reload_states()
+        if self._following is not None:
+            self._following.remove()
         self._backward.abandon()
         self._states.join_step()
         self._weights.end_step()

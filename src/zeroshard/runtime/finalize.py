@@ -149,7 +149,7 @@ class Finalizer:
         backward = self._backward
         self._digest.enter("step", "")
         unreduced = backward.has_unreduced
-        scale = self._loss_scale()
+        scale = self._loss_scale() * backward.accumulation.divisor
         backward.reductions.wait()
         sums = [path.summed for path in backward.paths()]
         averaged = [] if unreduced else sums

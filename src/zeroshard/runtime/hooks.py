@@ -35,6 +35,7 @@ from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.recomputed import is_recomputed
 from zeroshard.runtime.released import release_class, restore_class
 from zeroshard.runtime.segment import Segment
+from zeroshard.runtime.stages import roots_of
 from zeroshard.runtime.trees import tensors_in, tensors_within
 from zeroshard.runtime.unit import Unit, UnitState, Use
 from zeroshard.runtime.units import UnitPlan
@@ -163,9 +164,14 @@ class Hooks:
             for layer, hook in layers.items()
         }
         self._handles += casts.values()
-        self._bare = _Bare([module for module, _ in needed.values() if module is not model], casts)
+        roots = roots_of(model)
+        inner = [
+            module for module, _ in needed.values() if all(module is not root for root in roots)
+        ]
+        self._bare = _Bare(inner, casts)
         # after the modules: its pre-hook then comes before theirs, its post-hook after
-        self._install_root(model)
+        for root in roots:
+            self._install_root(root)
         for module, held in needed.values():
             self._install_state(module, held)
         for unit in units:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from zeroshard.core.order import Order, to_evict
 from zeroshard.runtime.budget import Budget
-from zeroshard.runtime.unit import Unit
+from zeroshard.runtime.unit import Unit, UnitState
 
 __all__ = ["Phase", "Prefetch"]
 
@@ -30,11 +30,18 @@ class Prefetch:
         self._budget = budget
         self._order: Order[int] = Order()
         self._ahead: dict[int, Unit] = {}
+        self._held: dict[int, Unit] = {}  # by a schedule, beyond the budget
 
     @property
     def units(self) -> list[Unit]:
         """The units gathered ahead, oldest first."""
         return list(self._ahead.values())
+
+    @property
+    def coming(self) -> list[Unit]:
+        """The units whose gathers may be under way."""
+        held = [unit for unit in self._held.values() if unit.state is UnitState.GATHERING]
+        return [*self._ahead.values(), *held]
 
     def begin(self, phase: Phase) -> None:
         """Start a pass over the model."""
@@ -59,6 +66,17 @@ class Prefetch:
     def keep(self, unit: Unit, *, kept: bool) -> None:
         """Note whether `unit`, which is gathered, waits for its backward; see Budget."""
         self._budget.keep(unit, kept=kept)
+
+    def hold(self, unit: Unit) -> None:
+        """A schedule holds `unit`: it gives way to nothing, and its bytes are the schedule's."""
+        self._ahead.pop(unit.index, None)
+        self._held[unit.index] = unit
+        self._budget.keep(unit, kept=True)
+
+    def let_go(self, unit: Unit) -> None:
+        """A schedule holds `unit` no longer."""
+        if self._held.pop(unit.index, None) is not None:
+            self._budget.keep(unit, kept=False)
 
     def giving_way(self, unit: Unit, phase: Phase) -> list[Unit]:
         """Return those units ahead, prefetched for another order, that have to go so that `unit`
@@ -91,4 +109,5 @@ class Prefetch:
         """Forget the order, too: the ranks may have diverged."""
         self._order = Order()
         self._ahead.clear()
+        self._held.clear()
         self._budget.abandon()

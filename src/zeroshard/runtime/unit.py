@@ -48,6 +48,7 @@ class Use(IntEnum):
     BACKWARD = 1  # the backward of a forward has come to it; counted once
     DIRECT = 2  # something outside its modules has used it
     USER = 3  # gathered(), or a load
+    SCHEDULE = 4  # a pipeline's schedule holds its stage
 
 
 class Unit:
@@ -140,7 +141,7 @@ class Unit:
     def is_held(self) -> bool:
         """Whether anything but a backward uses the weights."""
         uses = self._uses
-        return bool(uses[Use.FORWARD] or uses[Use.DIRECT] or uses[Use.USER])
+        return bool(uses[Use.FORWARD] or uses[Use.DIRECT] or uses[Use.USER] or uses[Use.SCHEDULE])
 
     # ------------------------------------------------------------------ its gradients
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from zeroshard.errors import ConfigError
+from zeroshard.runtime.stages import Stages
 
 __all__ = [
     "UnitPlan",
@@ -72,6 +73,8 @@ def partition_units(model: nn.Module, units: UnitSpec | None = None) -> list[Uni
     Raises ConfigError when a name or class in `units` matches nothing, or a chosen module holds no
     parameter of its own.
     """
+    if isinstance(model, Stages):
+        return _of_stages(model, units)
     parameters = named_parameters_once(model)
     chosen = find_blocks(model, units)
     taken = set() if units is None else {name for name, _ in chosen}
@@ -106,6 +109,32 @@ def partition_units(model: nn.Module, units: UnitSpec | None = None) -> list[Uni
     plans = _in_order(parameters, blocks, unassigned, limit)
     _find_owners(model, plans)
     return plans
+
+
+def _of_stages(model: Stages, units: UnitSpec | None) -> list[UnitPlan]:
+    """Return the units of every stage: none spans two."""
+    if units is not None:
+        find_blocks(model, units)  # raises for what matches in no stage
+    plans: list[UnitPlan] = []
+    for number, stage in model.named_children():
+        mine = units
+        if units is not None and not callable(units):
+            wanted = [units] if isinstance(units, str) else units
+            mine = [want for want in wanted if _matches(want, stage)]
+        elif units is not None:
+            mine = [name for name, module in stage.named_modules() if units(name, module)]
+        for plan in partition_units(stage, mine):
+            taken = any(plan.name == other.name for other in plans)
+            plan.name = f"{plan.name} of stage {number}" if taken else plan.name
+            plans.append(plan)
+    return plans
+
+
+def _matches(want: str | type[nn.Module], model: nn.Module) -> bool:
+    return any(
+        name == want if isinstance(want, str) else isinstance(module, want)
+        for name, module in model.named_modules()
+    )
 
 
 def find_blocks(

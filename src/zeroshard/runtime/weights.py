@@ -107,6 +107,36 @@ class Weights:
         self.passes.hold(unit, until)
         self.unshard(unit, phase)
 
+    def hold_stage(self, units: Sequence[Unit]) -> None:
+        """A schedule computes with `units` from here on: start what is not here, and keep all
+        until `let_stage_go`.
+        """
+        for unit in units:
+            if not unit.cells.weight.is_sharded:
+                continue
+            if unit is self._idle:
+                self.release_idle()
+            elif unit.dozing:
+                self._prefetch.keep(unit, kept=False)
+                unit.wake()
+            unit.acquire(Use.SCHEDULE)
+            self._prefetch.hold(unit)
+            if unit.state is UnitState.RESTING:
+                self.check_awake()
+                self.start(unit)
+
+    def let_stage_go(self, units: Sequence[Unit]) -> None:
+        """The schedule computes with other stages now: release `units`, but for those in use."""
+        for unit in units:
+            if not unit.cells.weight.is_sharded:
+                continue
+            self._prefetch.let_go(unit)
+            unit.release(Use.SCHEDULE)
+            if not unit.in_use and unit.state is UnitState.GATHERING:
+                self.release_prefetched(unit)
+            elif not unit.in_use and unit.state is UnitState.FULL:
+                self.release(unit, for_backward=None)
+
     def begin(self, phase: Phase) -> None:
         """Start a pass over the model."""
         if self.refusal is not None:
@@ -148,7 +178,7 @@ class Weights:
         if self.trace is not None:
             self.trace("use", unit.name)
         self._prefetch.ran(unit, phase)
-        for other in self._prefetch.units:
+        for other in self._prefetch.coming:
             other.advance()
         if unit.full_bytes:
             # prefetched in one order and run in another: the ranks' next gathers will differ

@@ -24,10 +24,14 @@ from zeroshard.core.pipeline import (
 
 STAGES = range(4)
 PLACED = {UNSHARD, RESHARD, REDUCE_GRAD}
-SIMPLE = st.builds(Action, st.sampled_from(STAGES), st.sampled_from("FIWB"), st.integers(0, 3))
-SENDS = st.builds(Action, st.sampled_from(STAGES), st.sampled_from(["SEND_F", "RECV_B"]))
-OVERLAPS = st.tuples(SIMPLE, SIMPLE).map(lambda parts: Action(-1, "OVERLAP_F_B", None, parts))
-LISTS = st.lists(st.one_of(SIMPLE, SIMPLE, SIMPLE, SENDS, OVERLAPS), max_size=30)
+SIMPLE = [Action(stage, kind, number) for stage in STAGES for kind in "FIWB" for number in (0, 1)]
+SENDS = [Action(stage, kind, 0) for stage in STAGES for kind in ("SEND_F", "RECV_B")]
+OVERLAPS = [
+    Action(-1, "OVERLAP_F_B", None, (Action(stage, "F", 0), Action(other, "B", 0)))
+    for stage in STAGES
+    for other in STAGES
+]
+LISTS = st.lists(st.sampled_from(SIMPLE + SENDS + OVERLAPS), max_size=20)
 SIZES = st.fixed_dictionaries({stage: st.integers(1, 10) for stage in STAGES})
 
 

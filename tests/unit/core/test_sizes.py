@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.errors import ConfigError
-from zeroshard.planner.sizes import parse_bytes, parse_count
+from zeroshard.core.sizes import parse_bytes, parse_count
 
 
 @pytest.mark.parametrize(
