@@ -31,7 +31,7 @@ from zeroshard.planner import Machine, Training
 from zeroshard.planner.durations import Durations
 from zeroshard.planner.exact import LaidOut
 from zeroshard.planner.measured import machine_of
-from zeroshard.planner.plan import plan_row
+from zeroshard.planner.rows import plan_row
 
 __all__ = ["main", "predicted"]
 

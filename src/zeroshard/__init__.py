@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         StorageError,
         ZeroshardError,
     )
-    from zeroshard.planner import Machine, Plan, Training
+    from zeroshard.planner import Axes, Machine, Plan, Training
     from zeroshard.planning import plan
     from zeroshard.runtime.ema import EMA
     from zeroshard.runtime.engine import Engine
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EMA",
+    "Axes",
     "CheckpointError",
     "Comm",
     "Config",
@@ -125,7 +126,7 @@ _HOMES = {
         "StorageError",
         "ZeroshardError",
     ),
-    "zeroshard.planner": ("Machine", "Plan", "Training"),
+    "zeroshard.planner": ("Axes", "Machine", "Plan", "Training"),
     "zeroshard.planning": ("plan",),
     "zeroshard.runtime.ema": ("EMA",),
     "zeroshard.runtime.engine": ("Engine",),

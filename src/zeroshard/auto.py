@@ -35,7 +35,7 @@ from zeroshard.errors import ConfigError
 from zeroshard.nn.deferred import fingerprint_of
 from zeroshard.planner import Machine, Plan, Training, make_plan, measured
 from zeroshard.planner.machine import Speeds, nearest_preset
-from zeroshard.planner.plan import candidates, describe_row
+from zeroshard.planner.rows import candidates, describe_row
 from zeroshard.planning import shape_of_module
 from zeroshard.tier.swapdir import free_bytes
 

@@ -19,7 +19,7 @@ from torch import nn
 from zeroshard.activations import trace_activations
 from zeroshard.core.precision import PRECISIONS, dtype_name
 from zeroshard.errors import ConfigError
-from zeroshard.planner import Machine, ModelShape, Plan, Training, describe, make_plan
+from zeroshard.planner import Axes, Machine, ModelShape, Plan, Training, describe, make_plan
 from zeroshard.planner.families import shape_of_config
 from zeroshard.planner.files import read_model
 from zeroshard.planner.model import GroupShape, UnitShape
@@ -36,6 +36,7 @@ def plan(
     *,
     inputs: Sequence[Any] | Mapping[str, Any] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    axes: Axes | None = None,
 ) -> Plan:
     """Plan every row of the policy table for `model` on `machine`, before any launch.
 
@@ -46,16 +47,17 @@ def plan(
     module's forward takes for one micro-batch, a tuple or a dict of keywords, in tensors of any
     kind: with it activations are traced on fake tensors. `loss(output)` is what the backward starts
     from; without it ``output.loss``, or the sum of the first tensor. A Transformers model is traced
-    without either. Bytes at rest and on the wire are those
-    that ``engine.memory()`` and ``engine.traffic()`` will report; peaks and times are modelled
-    (docs/planner.md).
+    without either. `axes` (``zs.Axes(tp=4, pp=2)``, or "auto" for a number) are those of tensor and
+    pipeline parallelism, beside the data parallel ones; `training` is then that of one pipeline.
+    Bytes at rest and on the wire are those that ``engine.memory()`` and ``engine.traffic()`` will
+    report; peaks and times are modelled (docs/planner.md).
 
         plan = zs.plan("7.5B", zs.Machine.of("V100-32", gpus=64))
         plan.recommended.row, plan.recommended.reason
         zs.shard(model, optimizer, config=plan.config())
 
-    Raises ConfigError for a model or a size that cannot be understood, and for `inputs` with which
-    the module does not run.
+    Raises ConfigError for a model or a size that cannot be understood, for `axes` that do not fit
+    the machine or the model, and for `inputs` with which the module does not run.
     """
     chosen = Training() if training is None else training
     if isinstance(model, nn.Module):
@@ -66,7 +68,8 @@ def plan(
         suffixes = (".json", ".safetensors")
         is_path = isinstance(model, Path) or model.endswith(suffixes) or Path(model).exists()
         shape = read_model(Path(model)) if is_path else describe(str(model))
-    return make_plan(shape, Machine.of() if machine is None else machine, chosen)
+    where = Machine.of() if machine is None else machine
+    return make_plan(shape, where, chosen, axes=axes)
 
 
 def shape_with_activations(

@@ -77,7 +77,8 @@ def test_the_command_prints_the_contracts_json(capsys: pytest.CaptureFixture[str
     for row in plan["rows"]:
         assert set(row) == {
             "row", "tiers", "rest_bytes", "peak_bytes", "traffic_bytes", "step_s", "tokens_per_s",
-            "fits", "bound_by", "parts", "checkpoint_bytes", "load_s", "save_s",
+            "fits", "bound_by", "parts", "checkpoint_bytes", "load_s", "save_s", "tp", "pp", "dp",
+            "micro_batches", "stage", "axis_bytes", "bubble",
         }  # fmt: skip
         assert set(row["parts"]) == {
             "states", "gathered", "gradients", "staging", "activations", "logits", "allowance",
@@ -177,7 +178,7 @@ def test_the_help_fits_a_screen_and_its_examples_run(
 ) -> None:
     assert _run("--help") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 40
+    assert len(lines) <= 50
     examples = [line.split()[2:] for line in lines if line.startswith("  zeroshard plan ")]
     assert len(examples) == 2
     monkeypatch.chdir(tmp_path)

@@ -27,7 +27,7 @@ from zeroshard.core.host_memory import HostMemory
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import ROWS
 from zeroshard.errors import ConfigError, PlanMismatch
-from zeroshard.planner.plan import PlannedRow, make_plan
+from zeroshard.planner import PlannedRow, make_plan
 from zeroshard.planning import shape_of_module
 
 GB = 10**9

@@ -20,7 +20,7 @@ from zeroshard.launch.numbers import size_text, three_digits
 from zeroshard.launch.options import UsageError
 
 if TYPE_CHECKING:
-    from zeroshard.planner import Machine, ModelShape, Plan, PlannedRow, Training
+    from zeroshard.planner import Axes, Machine, ModelShape, Plan, PlannedRow, Training
 
 __all__ = ["add_parser"]
 
@@ -65,6 +65,10 @@ def add_parser(commands: Any) -> None:
     add("--batch", metavar="N", type=int, default=1, help="sequences of a micro-batch of a GPU")
     add("--sequence", metavar="N", type=int, default=2048, help="tokens of one (default 2048)")
     add("--micro-batches", metavar="N", type=int, default=1, help="of one step (default 1)")
+    add("--tp", metavar="N", type=_ranks, default=1, help="tensor parallel ranks, or auto")
+    add("--pp", metavar="N", type=_ranks, default=1, help="stages of a pipeline, or auto")
+    schedules = "1f1b (default), gpipe, interleaved[:stages], zb"
+    add("--schedule", metavar="NAME", help=f"of the pipeline: {schedules}")
     add("--checkpointing", action="store_true", help="recompute activations in the backward")
     add("--sweep", metavar="gpus=A..B", help="on more and more GPUs instead: gpus=8..16384")
     add("--plot", metavar="FILE", type=Path, help="draw the sweep into a PNG (needs matplotlib)")
@@ -79,9 +83,10 @@ def add_parser(commands: Any) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from zeroshard.planner import Training, make_plan
+    from zeroshard.planner import Axes, Training, make_plan
 
     with _as_usage():
+        axes = Axes(arguments.tp, arguments.pp, arguments.schedule)
         training = Training(
             arguments.precision,
             arguments.accumulate,
@@ -99,7 +104,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             raise UsageError("plan: --plot draws a --sweep: give one, as in --sweep gpus=8..1024")
         machine = _machine_of(arguments, arguments.gpus)
         model = _describe(arguments, training)
-        plan = make_plan(model, machine, training)
+        plan = make_plan(model, machine, training, axes=axes)
     if arguments.json:
         print(json.dumps(plan.to_dict(), indent=1))
     else:
@@ -118,6 +123,9 @@ def _sweep(arguments: argparse.Namespace, training: Training) -> int:
 
     if arguments.write is not None:
         raise UsageError("plan: --write writes the plan of one machine: leave --sweep out")
+    if (arguments.tp, arguments.pp) != (1, 1):
+        option = "--tp" if arguments.tp != 1 else "--pp"
+        raise UsageError(f"plan: --sweep plans data parallel ranks alone: leave {option} out")
     if arguments.this_machine:
         raise UsageError("plan: --sweep is of more machines than this one: name a --gpu")
     machines = [_machine_of(arguments, gpus) for gpus in parse_sweep(arguments.sweep)]
@@ -199,6 +207,11 @@ def _fraction(text: str) -> float | str:
     return text if text == "auto" else float(text)
 
 
+def _ranks(text: str) -> int | str:
+    """Return a number, or the text: Axes refuses all but "auto"."""
+    return int(text) if text.isdigit() else text
+
+
 def _codecs(given: list[str]) -> dict[str, Any]:
     """Return ``KEY=VALUE`` texts as fields of Training, of the types that those have."""
     out: dict[str, Any] = {}
@@ -270,7 +283,7 @@ def _print_plan(plan: Plan) -> None:
         console.print(f"{name:9} {fact}", markup=False, highlight=False)
     console.print("GB of one GPU: at rest and received per step (exact), at peak (modelled)")
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=0)
-    cells = [_cells(row) for row in plan.rows]
+    cells = [_cells(row, plan.axes) for row in plan.rows]
     shown = [name for name in cells[0] if name in _ALWAYS or any(one[name] != "-" for one in cells)]
     for name in shown:
         is_text = name in ("row", "elsewhere", "fits: bound by")
@@ -284,7 +297,7 @@ def _print_plan(plan: Plan) -> None:
     console.print()
 
     advice = plan.recommended
-    from zeroshard.planner.plan import describe_row
+    from zeroshard.planner.rows import describe_row
 
     words = "none" if advice.row is None else describe_row(advice.row)
     facts = [("take", f"{words}: {advice.reason}"), ("smaller", advice.smaller)]
@@ -324,6 +337,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "codecs", f"{encoded}; without the rows that take none"
     if training.fraction < 1.0:
         yield "fraction", f"{training.fraction:g} of each state that leaves the device does"
+    if plan.axes is not None:
+        yield from _axes(plan, plan.axes)
     step = f"{training.micro_batches} x {training.batch} x {training.sequence} tokens"
     activations = "recomputed" if training.checkpointing else "kept"
     yield (
@@ -341,6 +356,20 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "note", "the model's sizes are not known: peaks are without activations"
 
 
+def _axes(plan: Plan, axes: Axes) -> Iterator[tuple[str, str]]:
+    """Yield how the axes were chosen, and what to know about them."""
+    asked = f"tp {axes.tp}, pp {axes.pp}"
+    schedule = f", schedule {axes.schedule or '1f1b'}" if axes.pp != 1 else ""
+    best = ""
+    if axes.is_auto:
+        best = "; the best row of each grid, all with the same tokens a step"
+    yield "axes", f"{asked}{schedule}{best}"
+    node = plan.machine.node_size
+    if any(node % row.spread.tp for row in plan.rows):
+        far = f"tp {axes.tp} does not fit in a node of {node}"
+        yield "note", f"{far}: its all-reduces go over the network, slowly"
+
+
 def _machine(machine: Machine) -> str:
     nodes = machine.gpus // machine.node_size
     return (
@@ -350,8 +379,11 @@ def _machine(machine: Machine) -> str:
     )
 
 
-def _cells(row: PlannedRow) -> dict[str, str]:
+def _cells(row: PlannedRow, axes: Axes | None) -> dict[str, str]:
     """Return the texts of one line of the table, by column."""
+    along: dict[str, str] = {}
+    if axes is not None:
+        along = {axis: str(getattr(row.spread, axis)) for axis in ("tp", "pp", "dp")}
     moved: dict[str, list[str]] = {}  # by tier
     for state, tier in row.tiers.items():
         if tier != "device":
@@ -363,10 +395,13 @@ def _cells(row: PlannedRow) -> dict[str, str]:
     numbers = {"rest": row.rest_bytes["device"], "peak": row.peak_bytes["device"]}
     numbers |= {tier: row.rest_bytes[tier] for tier in ("host", "disk")}
     numbers |= row.traffic_bytes
+    bubble = {"idle": f"{row.spread.bubble:.0%}" if row.spread.bubble else "-"} if axes is not None else {}
     return {
+        **along,
         "row": row.row,
         "elsewhere": ", ".join(elsewhere) or "-",
         **{name: three_digits(number / 1e9) for name, number in numbers.items()},
+        **bubble,
         "s/step": three_digits(row.step_s),
         "tokens/s": f"{row.tokens_per_s:,.0f}",
         "fits: bound by": f"{'yes' if row.fits else 'no'}: {row.bound_by}",

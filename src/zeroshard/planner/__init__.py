@@ -21,12 +21,14 @@ which tier mixes are worth a line. torch is not imported. docs/design/planner.md
 
 from __future__ import annotations
 
+from zeroshard.planner.axes import Axes
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape, describe
-from zeroshard.planner.plan import Plan, PlannedRow, Recommendation, make_plan
+from zeroshard.planner.plan import Plan, Recommendation, make_plan
+from zeroshard.planner.rows import PlannedRow
 from zeroshard.planner.training import Training
 
 __all__ = [
-    "Machine", "ModelShape", "Plan", "PlannedRow", "Recommendation", "Training", "describe",
+    "Axes", "Machine", "ModelShape", "Plan", "PlannedRow", "Recommendation", "Training", "describe",
     "make_plan",
 ]  # fmt: skip

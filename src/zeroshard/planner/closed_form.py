@@ -17,7 +17,7 @@ from zeroshard.planner.model import Decoder, ModelShape, UnitShape
 from zeroshard.planner.trace import ActivationTrace, Moment
 from zeroshard.planner.training import Training
 
-__all__ = ["closed_form", "layer_bytes", "logit_bytes"]
+__all__ = ["closed_form", "kept_bytes", "layer_bytes", "logit_bytes"]
 
 _SHOWN = 8  # equal layers that are walked one by one; those between them are taken as one
 
@@ -35,6 +35,15 @@ def layer_bytes(decoder: Decoder, training: Training) -> int:
     return (attention + mlp) * training.tokens * _itemsize(training)
 
 
+def kept_bytes(decoder: Decoder | None, training: Training) -> int:
+    """Return the bytes of one layer that stay between its forward and its backward."""
+    if decoder is None:
+        return 0
+    if training.checkpointing:  # its input
+        return decoder.hidden * training.tokens * _itemsize(training)
+    return layer_bytes(decoder, training)
+
+
 def logit_bytes(decoder: Decoder, training: Training) -> int:
     """Return the bytes of the logits in the compute dtype, in fp32, and of their gradient."""
     return decoder.vocab * training.tokens * (_itemsize(training) + 8)
@@ -46,9 +55,7 @@ def closed_form(model: ModelShape, training: Training) -> ActivationTrace:
     """
     decoder = model.decoder
     layer = 0 if decoder is None else layer_bytes(decoder, training)
-    kept = layer
-    if decoder is not None and training.checkpointing:  # its input
-        kept = decoder.hidden * training.tokens * _itemsize(training)
+    kept = kept_bytes(decoder, training)
     logits = 0 if decoder is None else logit_bytes(decoder, training)
 
     order = list(_in_order(model.units, 0 if decoder is None else decoder.layers))

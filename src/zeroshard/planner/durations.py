@@ -28,14 +28,15 @@ from functools import cached_property
 from zeroshard.core.placement import Cells, Tier
 from zeroshard.core.route import Axis, Hop, Kind, Lane
 from zeroshard.core.wire import Formats
+from zeroshard.planner.beside import ALONE, TensorParallel, activation_bytes
 from zeroshard.planner.exact import LaidOut
 from zeroshard.planner.lanes import Task
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.training import Training
 
-__all__ = ["COMPUTE", "STEP", "Durations"]
+__all__ = ["COMPUTE", "STEP", "TENSOR", "Durations"]
 
-COMPUTE, STEP = "compute", "optimizer step"
+COMPUTE, STEP, TENSOR = "compute", "optimizer step", "tensor parallelism"
 _LINKS = {"local": "links inside nodes", "network": "links between nodes"}
 _LATENCY, _HOST_LINK, _HOST, _DISK = "latency of collectives", "host link", "host memory", "disk"
 _CORES = "cores"  # the resource; an accelerator's compute shares none
@@ -48,6 +49,7 @@ class Durations:
     laid_out: LaidOut
     machine: Machine
     training: Training
+    tensor: TensorParallel = ALONE
 
     # ------------------------------------------------------------------------------ compute
 
@@ -58,19 +60,39 @@ class Durations:
 
     @cached_property
     def _attention(self) -> tuple[float, ...]:
-        """Attention's FLOPs of one forward, by unit: those of repeated shapes, by their size."""
-        units, decoder = self.laid_out.model.units, self.laid_out.model.decoder
+        """Attention's FLOPs of one forward, by unit."""
+        decoder = self.laid_out.model.decoder
         if decoder is None:
-            return (0.0,) * len(units)
+            return (0.0,) * len(self.laid_out.model.units)
+        width = decoder.layers * decoder.heads * decoder.head_dim
+        flops = 4.0 * width * self.training.sequence * self.training.tokens
+        return tuple(flops * part for part in self._layers)
+
+    @cached_property
+    def _layers(self) -> tuple[float, ...]:
+        """The part of the layers that is each unit: of those of repeated shapes, by their size."""
+        units = self.laid_out.model.units
         counts = Counter(self.laid_out.alike)
         least = min(2, max(counts.values()))
         sizes = [
             unit.numel if counts[kind] >= least else 0
             for unit, kind in zip(units, self.laid_out.alike, strict=True)
         ]
-        width = decoder.layers * decoder.heads * decoder.head_dim
-        flops = 4.0 * width * self.training.sequence * self.training.tokens
-        return tuple(flops * size / sum(sizes) for size in sizes)
+        return tuple(size / sum(sizes) for size in sizes)
+
+    @cached_property
+    def _all_reduces(self) -> tuple[tuple[float, float], ...]:
+        """Seconds of each unit's all-reduces along ``tp``, in its forward and its backward."""
+        model, tensor = self.laid_out.model, self.tensor
+        if tensor.ranks == 1 or model.decoder is None:
+            return ((0.0, 0.0),) * len(model.units)
+        one = tensor.seconds(activation_bytes(model, self.training), self.machine)
+        forward, backward = tensor.all_reduces(model.decoder.layers, self.training)
+        ahead, back = forward - tensor.is_first, backward - tensor.is_last
+        out = [(one * ahead * part, one * back * part) for part in self._layers]
+        out[0] = (out[0][0] + one * tensor.is_first, out[0][1])
+        out[-1] = (out[-1][0], out[-1][1] + one * tensor.is_last)
+        return tuple(out)
 
     @cached_property
     def _used(self) -> float:
@@ -81,18 +103,32 @@ class Durations:
     def compute(self, unit: int) -> tuple[Task, Task]:
         """Return the forward and the backward of `unit`."""
         groups, tokens = self.laid_out.model.units[unit].groups, self.training.tokens
-        numel = sum(group.numel for group in groups) * self._used
-        trained = sum(group.numel for group in groups if group.trained) * self._used
+        # what is looked up is not multiplied
+        numel = sum(group.numel - group.looked_up for group in groups) * self._used
+        trained = sum(g.numel - g.looked_up for g in groups if g.trained) * self._used
         attention = self._attention[unit]
         forward = 2.0 * numel * tokens + attention
         backward = 2.0 * (numel + trained) * tokens + 2 * attention
         if self.training.checkpointing:
             backward += forward
 
-        def task(name: str, flops: float) -> Task:
-            return Task("compute", name, flops / self._flops, takes=self._cores)
+        def task(name: str, flops: float, waits: float) -> Task:
+            return Task("compute", name, flops / self._flops + waits, takes=self.cores)
 
-        return task("forward", forward), task("backward", backward)
+        ahead, back = self._all_reduces[unit]
+        return task("forward", forward, ahead), task("backward", backward, back)
+
+    def weights_s(self, unit: int) -> float:
+        """Return the seconds of the part of a backward of `unit` that brings its weights'
+        gradients, which zero-bubble schedules run by itself.
+        """
+        groups = self.laid_out.model.units[unit].groups
+        trained = sum(g.numel - g.looked_up for g in groups if g.trained) * self._used
+        return 2.0 * trained * self.training.tokens / self._flops
+
+    def tensor_s(self) -> float:
+        """Return the seconds of a step's all-reduces along ``tp``, which are part of `compute`."""
+        return self.training.micro_batches * sum(map(sum, self._all_reduces))
 
     def compute_s(self) -> float:
         """Return the seconds of all forwards and backwards of a step."""
@@ -104,7 +140,10 @@ class Durations:
     # ------------------------------------------------------------------------------ hops
 
     @property
-    def _cores(self) -> tuple[str, ...]:
+    def cores(self) -> tuple[str, ...]:
+        """The resource that everything takes that the device's own cores do, where it is the host:
+        compute on an accelerator shares none.
+        """
         return () if self.machine.accelerator else (_CORES,)
 
     def hop(self, hop: Hop, numel: int, cells: Cells) -> Iterator[Task]:
@@ -124,7 +163,7 @@ class Durations:
         """Return the task of reading and writing `num_bytes` of the device's memory."""
         speeds = self.machine.speeds
         seconds = num_bytes / (speeds.memory * speeds.bandwidth_efficiency)
-        return Task(lane, name, seconds, takes=self._cores, bound_by=bound_by)
+        return Task(lane, name, seconds, takes=self.cores, bound_by=bound_by)
 
     def is_mapped(self, hop: Hop, cells: Cells) -> bool:
         """Whether `hop` gathers weights that every rank maps, so that nothing is moved."""
@@ -158,10 +197,10 @@ class Durations:
         bound_by = _LATENCY if latency > times[slowest] else _LINKS[slowest]
         takes = tuple(link for link in times if times[link] > 0)
         if moved.inside:
-            takes += self._cores
+            takes += self.cores
         seconds = latency + times[slowest]
         yield Task(hop.lane, hop.kind.value, seconds, moved.total, takes, bound_by)
-        if moved.between and self._cores:  # out of one socket, and into another
+        if moved.between and self.cores:  # out of one socket, and into another
             yield self.in_memory(hop.lane, "copy", 4 * moved.between)
 
     def _off_device(self, hop: Hop, numel: int) -> Task:
@@ -194,7 +233,7 @@ class Durations:
         speeds, ranks = self.machine.speeds, self.machine.node_size
         here, there = num_bytes * ranks / speeds.host, on_disk * ranks / speeds.disk
         bound_by = _DISK if there > here else STEP if name == "step" else _HOST
-        takes = (*self._cores, *(("disk",) if on_disk else ()))
+        takes = (*self.cores, *(("disk",) if on_disk else ()))
         seconds = max(here, there) / speeds.bandwidth_efficiency
         return Task("host", name, seconds, on_disk, takes, bound_by)
 

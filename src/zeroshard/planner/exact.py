@@ -28,7 +28,7 @@ from zeroshard.planner.training import Training
 
 __all__ = [
     "Cut", "LaidOut", "LaidOutGroup", "StateBytes", "cells_by_unit", "placed", "rest_bytes",
-    "step_routes", "traffic_bytes",
+    "staged_routes", "step_routes", "traffic_bytes",
 ]  # fmt: skip
 
 StateBytes = dict[str, dict[Tier, int]]  # state -> tier -> bytes
@@ -315,16 +315,45 @@ def _whole_cells(one: LaidOutGroup, cut: Cut, cells: Cells) -> Cells:
     )
 
 
-def traffic_bytes(laid_out: LaidOut, policy: Policy, training: Training) -> LinkBytes:
-    """Return the payload that one rank receives per step, inside its node and from others."""
-    steps = step_routes(laid_out, policy, training)
+def staged_routes(
+    laid_out: LaidOut, policy: Policy, training: Training, gathers: tuple[int, int]
+) -> Iterator[tuple[LaidOutGroup, Routes, Route]]:
+    """Yield the routes of one step of a stage in a pipeline, group by group: it is gathered as
+    often before forwards and before backwards as `gathers` says, reduced as in `step_routes`.
+    """
+    for one, cut in placed(laid_out, policy, training):
+        cells = _whole_cells(one, cut, policy.default)
+        of = routes(cells, laid_out.mesh, one.formats(policy.default, training))
+        ahead, back = gathers
+        for route in (*[of.unshard_forward] * ahead, *[of.unshard_backward] * back):
+            yield one, of, route
+        left = of.step(micro_batches=training.micro_batches, no_sync=True)
+        unshard = (of.unshard_forward, of.unshard_backward)
+        for route in left if one.group.trained else ():
+            if not any(route is other for other in unshard):
+                yield one, of, route
+
+
+def traffic_bytes(
+    laid_out: LaidOut,
+    policy: Policy,
+    training: Training,
+    gathers: tuple[int, int] | None = None,
+) -> LinkBytes:
+    """Return the payload that one rank receives per step, inside its node and from others;
+    `gathers`: of a stage in a pipeline, see `staged_routes`.
+    """
+    if gathers is None:
+        steps = step_routes(laid_out, policy, training)
+    else:
+        steps = staged_routes(laid_out, policy, training, gathers)
     return sum((route.bytes(one.layout.numel) * one.count for one, _, route in steps), LinkBytes())
 
 
 def _key(unit: UnitShape) -> object:
     """Return what equal units have in common."""
     groups = (
-        (tuple(shape for _, shape in group.shapes), group.dtype, group.trained)
+        (tuple(shape for _, shape in group.shapes), group.dtype, group.trained, group.looked_up)
         for group in unit.groups
     )
     return unit.uses, *groups

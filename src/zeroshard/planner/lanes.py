@@ -1,13 +1,14 @@
-"""Jobs on lanes: an event-driven schedule of one rank's step.
+"""Jobs on lanes: an event-driven schedule of one rank's step, or of all ranks of a pipeline.
 
-A lane (core/route/hop.py: Lane) runs its jobs one after another in the order in which they were
-enqueued, as a stream does. A job starts when it is the first of its lane, everything that it needs
-is over, and the resources that it takes are free: links, the disk, and, where the device is the
-host itself, its cores. Of two jobs that want the same resource, the one that could start earlier
-goes first, then the one that was enqueued earlier. Nothing is interrupted.
+A lane of a rank (core/route/hop.py: Lane, and those that send to other stages) runs its jobs one
+after another in the order in which they were enqueued, as a stream does. A job starts when it is
+the first of its lane, everything that it needs is over, and the resources of its rank that it takes
+are free: links, the disk, and, where the device is the host itself, its cores. Of two jobs that
+want the same resource, the one that could start earlier goes first, then the one that was enqueued
+earlier. Nothing is interrupted.
 
 Cost: a few microseconds per job. Bytes and seconds come from durations.py, the order of jobs from
-program.py.
+program.py and pipeline.py.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import Literal
 
 from zeroshard.core.route import Lane
-from zeroshard.core.timeline import LANES
 
-__all__ = ["Job", "Schedule", "Task", "run"]
+__all__ = ["AnyLane", "Job", "Schedule", "Task", "run"]
+
+AnyLane = Lane | Literal["send ahead", "send back"]  # to the next stage, and to the one before
+_Queue = tuple[int, str]  # a rank's lane, or a resource of it
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """What a lane does, once for each of many equal units."""
 
-    lane: Lane
+    lane: AnyLane
     name: str
     duration: float  # seconds
     num_bytes: float = 0.0  # moved
@@ -37,11 +41,12 @@ class Task:
 
 @dataclass(slots=True)
 class Job:
-    """A task of one unit; `needs` are the numbers of earlier jobs."""
+    """A task of one unit; `needs` are the numbers of jobs that are over before it starts."""
 
     task: Task
     unit: str
     needs: tuple[int, ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,15 +74,15 @@ class _Lanes:
         self.jobs = jobs
         self.starts = [0.0] * len(jobs)
         self.causes = [-1] * len(jobs)
-        self._queues: dict[Lane, deque[int]] = {lane: deque() for lane in LANES}
+        self._queues: dict[int, dict[str, deque[int]]] = {}  # by rank and lane
         self._missing = [0] * len(jobs)  # how many jobs that it needs are not over
         self._ready = [0.0] * len(jobs)  # when they were
         self._followers: list[list[int]] = [[] for _ in jobs]
-        self._busy: set[str] = set()  # lanes and resources
-        self._freed_by: dict[str, int] = {}
+        self._busy: set[_Queue] = set()
+        self._freed_by: dict[_Queue, int] = {}
         self._ends: list[tuple[float, int]] = []
         for number, job in enumerate(jobs):
-            self._queues[job.task.lane].append(number)
+            self._queues.setdefault(job.rank, {}).setdefault(job.task.lane, deque()).append(number)
             needs = set(job.needs)
             self._missing[number] = len(needs)
             for other in needs:
@@ -85,24 +90,28 @@ class _Lanes:
 
     def run(self) -> None:
         """Run all jobs."""
-        now = 0.0
-        self._start(now)
+        for rank in self._queues:
+            self._start(0.0, rank)
         while self._ends:
             now = self._ends[0][0]
+            ranks: dict[int, None] = {}  # of which a job can start now
             while self._ends and self._ends[0][0] <= now:
-                self._end(heappop(self._ends)[1], now)
-            self._start(now)
-        assert not any(self._queues.values()), "jobs that wait for each other"
+                ranks |= self._end(heappop(self._ends)[1], now)
+            for rank in ranks:
+                self._start(now, rank)
+        left = any(queue for queues in self._queues.values() for queue in queues.values())
+        assert not left, "jobs that wait for each other"
 
-    def _start(self, now: float) -> None:
-        """Start every job that can start `now`."""
+    def _start(self, now: float, rank: int) -> None:
+        """Start every job of `rank` that can start `now`."""
         while True:
             first: tuple[float, int] | None = None
-            for lane, queue in self._queues.items():
-                if not queue or lane in self._busy:
+            for lane, queue in self._queues[rank].items():
+                if not queue or (rank, lane) in self._busy:
                     continue
                 number = queue[0]
-                if self._missing[number] or not self._busy.isdisjoint(self.jobs[number].task.takes):
+                takes = self.jobs[number].task.takes
+                if self._missing[number] or any((rank, one) in self._busy for one in takes):
                     continue
                 mine = (self._ready[number], number)
                 first = mine if first is None or mine < first else first
@@ -110,30 +119,38 @@ class _Lanes:
                 return
             ready, number = first
             task = self.jobs[number].task
-            self._queues[task.lane].popleft()
+            self._queues[rank][task.lane].popleft()
+            names = self._names(number)
             if ready < now:  # it has waited for its lane, or for a resource
-                freed = (self._freed_by.get(name, -1) for name in (task.lane, *task.takes))
+                freed = (self._freed_by.get(name, -1) for name in names)
                 self.causes[number] = max(freed, key=self._stopped)
             self.starts[number] = now
-            self._busy.update((task.lane, *task.takes))
+            self._busy.update(names)
             heappush(self._ends, (now + task.duration, number))
+
+    def _names(self, number: int) -> list[_Queue]:
+        job = self.jobs[number]
+        return [(job.rank, name) for name in (job.task.lane, *job.task.takes)]
 
     def _stopped(self, number: int) -> float:
         return self.starts[number] + self.jobs[number].task.duration if number >= 0 else -1.0
 
-    def _end(self, number: int, now: float) -> None:
-        task = self.jobs[number].task
-        names = (task.lane, *task.takes)
+    def _end(self, number: int, now: float) -> dict[int, None]:
+        """End a job; return the ranks of which others may start."""
+        names = self._names(number)
         self._busy.difference_update(names)
         self._freed_by.update(dict.fromkeys(names, number))
+        ranks = {self.jobs[number].rank: None}
         for other in self._followers[number]:
             self._missing[other] -= 1
             self._ready[other] = now
             self.causes[other] = number
+            ranks[self.jobs[other].rank] = None
+        return ranks
 
 
 def run(jobs: Sequence[Job]) -> Schedule:
-    """Return when each job starts; its needs are jobs before it."""
+    """Return when each job starts. On a lane, jobs run in their order in `jobs`."""
     lanes = _Lanes(jobs)
     lanes.run()
     return Schedule(jobs, lanes.starts, lanes.causes)

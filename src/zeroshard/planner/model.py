@@ -32,6 +32,7 @@ class GroupShape:
     shapes: tuple[Shape, ...]
     dtype: str | None = None  # in which they compute; None: the precision's
     trained: bool = True
+    looked_up: int = 0  # elements of tables, which nothing is multiplied by (cuts.py)
 
     @cached_property
     def numel(self) -> int:

@@ -27,7 +27,7 @@ from zeroshard.planner.playback import Instant, Playback
 from zeroshard.planner.trace import ActivationTrace
 from zeroshard.planner.training import Training
 
-__all__ = ["Peak", "peak_bytes", "trace_of"]
+__all__ = ["InFlight", "Peak", "peak_bytes", "trace_of"]
 
 FRAGMENTATION = 0.05  # of everything else on an accelerator
 CONTEXT_BYTES = 1 << 30  # of the driver and the libraries, on an accelerator
@@ -56,6 +56,16 @@ class Peak:
         return {"device": self.total, "host": self.host, "disk": self.disk}
 
 
+@dataclass(frozen=True)
+class InFlight:
+    """What a rank of a pipeline holds beside one micro-batch: activations of others between their
+    forward and their backward, and the gathered weights of stages.
+    """
+
+    activations: int
+    gathered: int
+
+
 def peak_bytes(
     laid_out: LaidOut,
     policy: Policy,
@@ -64,12 +74,16 @@ def peak_bytes(
     rest: StateBytes,
     *,
     exchange: Exchange | None = None,
+    held: InFlight | None = None,
 ) -> Peak:
     """Return the most bytes of one rank during a step, those of the device by what they hold.
 
-    `exchange` (default: what the machine takes) says how the ranks meet.
+    `exchange` (default: what the machine takes) says how the ranks meet; `held`, what a pipeline
+    holds beside one micro-batch.
     """
     trace = trace_of(laid_out.model, training)
+    if held is not None:
+        trace = trace.above(held.activations)
     meets = Exchange.of(machine) if exchange is None else exchange
     playback = Playback(laid_out, policy, training, meets)
     resting = {tier: sum(by_tier.get(tier, 0) for by_tier in rest.values()) for tier in Tier}
@@ -79,8 +93,9 @@ def peak_bytes(
     found = [(states, 0, 0, 0, 0, 0)]
     for one in _instants(playback, trace, training):
         logits = one.moment.logits
-        held = one.gathered, one.gradients, one.staging
-        found.append((states + one.resting, *held, one.moment.activations - logits, logits))
+        gathered = one.gathered if held is None else held.gathered
+        buffers = gathered, one.gradients, one.staging
+        found.append((states + one.resting, *buffers, one.moment.activations - logits, logits))
     temporaries = _optimizer_bytes(laid_out, policy, machine, training)
     on_host = _host_bytes(laid_out, policy, machine, training)
     if not machine.accelerator:  # the device is the host, and they need not come together

@@ -7,67 +7,25 @@ smaller micro-batches, a disk, more GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from zeroshard.core.placement import Scope, Tier
-from zeroshard.core.policy import ROWS, Policy
+from zeroshard.core.placement import Tier
 from zeroshard.core.wire import Wire
 from zeroshard.errors import ConfigError
-from zeroshard.planner.checkpoint import checkpoint_bytes, checkpoint_times
-from zeroshard.planner.exact import LaidOut, StateBytes, rest_bytes, traffic_bytes
+from zeroshard.planner.axes import Axes, Grid
 from zeroshard.planner.machine import Machine, presets
 from zeroshard.planner.model import ModelShape
-from zeroshard.planner.peak import Peak, peak_bytes
-from zeroshard.planner.simulate import step_time
+from zeroshard.planner.rows import PlannedRow, candidates, describe_row, short_of
+from zeroshard.planner.schedules import Schedule
+from zeroshard.planner.search import Policies, Search
 from zeroshard.planner.training import Training
 
-__all__ = [
-    "Plan",
-    "PlannedRow",
-    "Recommendation",
-    "candidates",
-    "describe_row",
-    "make_plan",
-    "plan_row",
-    "takes",
-]
+__all__ = ["Plan", "Recommendation", "make_plan"]
 
-_Policies = Callable[[Machine], Iterable[Policy]]
-
-_DEVICE, _HOST, _DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 _SUGGESTED_DISK = 3200 * 10**9  # bytes per node, where a disk is what is missing
 _MOST_GPUS = 16_384
-
-# tiers of weight, grad and optimizer -> the rows for which they are planned
-_MIXES: dict[tuple[Tier, Tier, Tier], tuple[str, ...]] = {
-    (_DEVICE, _DEVICE, _DEVICE): tuple(ROWS),
-    (_DEVICE, _DEVICE, _HOST): ("zero1", "zero2", "zero3"),
-    (_DEVICE, _HOST, _HOST): ("zero2", "zero3"),
-    (_HOST, _HOST, _HOST): ("zero3",),
-    (_DEVICE, _HOST, _DISK): ("zero3",),
-    (_DISK, _DISK, _DISK): ("zero3",),
-}
-
-
-@dataclass(frozen=True)
-class PlannedRow:
-    """One row on one mix of tiers; bytes are those of one rank."""
-
-    row: str
-    tiers: dict[str, str]  # "weight", "grad", "optimizer" -> tier
-    rest_bytes: dict[str, int]  # by tier: model states between micro-batches, exact
-    peak_bytes: dict[str, int]  # by tier, modelled
-    parts: dict[str, int]  # what the device's peak is made of: peak.Peak
-    traffic_bytes: dict[str, int]  # "local", "node": received per step, exact
-    step_s: float
-    tokens_per_s: float  # of all GPUs together
-    fits: bool
-    bound_by: str  # what takes longest, or what there is too little of
-    checkpoint_bytes: dict[str, int]  # "all", "rank": what a save writes, exact
-    load_s: float
-    save_s: dict[str, float]  # "foreground" (zs.save), "background" (what zs.Saver holds up)
 
 
 @dataclass(frozen=True)
@@ -89,6 +47,7 @@ class Plan:
     training: Training
     rows: tuple[PlannedRow, ...]
     recommended: Recommendation
+    axes: Axes | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as ``zeroshard plan --json`` prints it."""
@@ -109,10 +68,15 @@ class Plan:
             },
             "machine": asdict(self.machine),
             "training": {**asdict(training), "accumulate": training.resting},
-            "rows": [asdict(one) for one in self.rows],
+            "axes": None if self.axes is None else asdict(self.axes),
+            "rows": [one.to_dict() for one in self.rows],
             "recommended": {
                 "row": None if advice.row is None else advice.row.row,
                 "tiers": None if advice.row is None else advice.row.tiers,
+                **{
+                    axis: None if advice.row is None else getattr(advice.row.spread, axis)
+                    for axis in ("tp", "pp", "dp")
+                },
                 "reason": advice.reason,
                 "smaller": advice.smaller,
                 "change": advice.change,
@@ -120,7 +84,8 @@ class Plan:
         }
 
     def config(self, *, disk_path: str = ".") -> dict[str, Any]:
-        """Return the recommended row as a configuration that ``zs.shard(config=...)`` takes.
+        """Return the recommended row as a configuration that ``zs.shard(config=...)`` takes. The
+        mesh is the script's: ``init_device_mesh("cuda", (pp, dp, tp), ...)``.
 
         States that rest on disk go to `disk_path`. Raises ConfigError where no row fits.
         """
@@ -129,41 +94,32 @@ class Plan:
             raise ConfigError(f"there is no configuration to write: {self.recommended.reason}")
         precision = {"compute": training.precision, "accumulate": training.resting}
         out: dict[str, Any] = {"policy": row.row, "precision": precision}
-        away = {state: tier for state, tier in row.tiers.items() if tier != _DEVICE.value}
+        away = {state: tier for state, tier in row.tiers.items() if tier != Tier.DEVICE.value}
         if away:
             out["offload"] = dict(away)
-            if _DISK.value in away.values():
+            if Tier.DISK.value in away.values():
                 out["offload"]["disk_path"] = disk_path
             if training.fraction < 1.0:
                 out["offload"]["fraction"] = training.fraction
         comm = training.comm()
-        if self.machine.mesh.num_nodes > 1:
-            comm["node_size"] = self.machine.node_size
+        machine = _share(row, self.machine)
+        if machine.mesh.num_nodes > 1:
+            comm["node_size"] = machine.node_size
         return {**out, "comm": comm} if comm else out
 
 
-def candidates(machine: Machine) -> Iterator[Policy]:
-    """Yield the rows of the table on the tiers that make sense on `machine`."""
-    for tiers, names in _MIXES.items():
-        if (_HOST in tiers and not machine.accelerator) or (_DISK in tiers and not machine.disk):
-            continue
-        for name in names:
-            yield ROWS[name].tiered(*tiers)
-
-
-def takes(policy: Policy, training: Training) -> bool:
-    """Whether `policy` runs with the codecs of `training`: config/native.py refuses the others."""
-    encodes_weights = training.weight_codec is not None or training.frozen_codec is not None
-    return not encodes_weights or policy.default.weight.scope is Scope.SHARD
-
-
 def make_plan(
-    model: ModelShape, machine: Machine, training: Training, policies: _Policies = candidates
+    model: ModelShape,
+    machine: Machine,
+    training: Training,
+    policies: Policies = candidates,
+    axes: Axes | None = None,
 ) -> Plan:
-    """Plan `training` of `model` on `machine`: all rows that `policies` gives for a machine, and
-    the one to take.
+    """Plan `training` of `model` on `machine`: all rows that `policies` gives for a machine, on
+    data parallel ranks or on the grids that `axes` allows, and the one to take.
 
-    Raises ConfigError for a codec that has no effect on this model or machine.
+    Raises ConfigError for a codec that has no effect on this model or machine, and for axes that do
+    not fit it.
     """
     if training.frozen_codec is not None and model.num_trained == model.numel:
         raise ConfigError(
@@ -175,164 +131,92 @@ def make_plan(
             "grad_codec='bf16' rounds sums over one node on their way to others: all"
             f" {machine.gpus} GPUs are one"
         )
-    laid_out = LaidOut(model, machine.mesh, training.align)
-    runnable = _runnable(policies, machine, training)
-    rows = tuple(plan_row(laid_out, policy, machine, training) for policy in runnable)
-    advice = _recommend(model, machine, training, policies, rows)
-    return Plan(model, machine, training, rows, advice)
+    chosen = axes if axes is not None and axes != Axes() else None
+    search = Search(model, policies, chosen)
+    rows = search.rows(machine, training)
+    return Plan(model, machine, training, rows, _recommend(search, machine, training, rows), chosen)
 
 
-def _fitting(
-    model: ModelShape, machine: Machine, training: Training, policies: _Policies
-) -> list[PlannedRow]:
-    """Return the rows that fit; the others' steps are not simulated."""
-    laid_out, fitting = LaidOut(model, machine.mesh, training.align), []
-    for policy in _runnable(policies, machine, training):
-        rest, peak = _bytes_of(laid_out, policy, machine, training)
-        if _short_of(peak.by_tier, machine) is None:
-            fitting.append(_planned(laid_out, policy, machine, training, rest, peak))
-    return fitting
-
-
-def _runnable(policies: _Policies, machine: Machine, training: Training) -> list[Policy]:
-    return [policy for policy in policies(machine) if takes(policy, training)]
-
-
-def _bytes_of(
-    laid_out: LaidOut, policy: Policy, machine: Machine, training: Training
-) -> tuple[StateBytes, Peak]:
-    """Return the bytes of one rank at rest, and the most during a step."""
-    rest = rest_bytes(laid_out, policy, training)
-    return rest, peak_bytes(laid_out, policy, machine, training, rest)
-
-
-def plan_row(laid_out: LaidOut, policy: Policy, machine: Machine, training: Training) -> PlannedRow:
-    """Plan one row on one mix of tiers."""
-    sizes = _bytes_of(laid_out, policy, machine, training)
-    return _planned(laid_out, policy, machine, training, *sizes)
-
-
-def _planned(
-    laid_out: LaidOut,
-    policy: Policy,
-    machine: Machine,
-    training: Training,
-    rest: StateBytes,
-    peak: Peak,
-) -> PlannedRow:
-    cells = policy.default
-    links = traffic_bytes(laid_out, policy, training)
-    files = checkpoint_times(laid_out, policy, machine, training)
-    time = step_time(laid_out, policy, machine, training)
-    short = _short_of(peak.by_tier, machine)
-    tokens = training.tokens * training.micro_batches * machine.gpus
-    states = {"weight": cells.weight, "grad": cells.grad, "optimizer": cells.optim}
-    return PlannedRow(
-        row=policy.name,
-        tiers={state: cell.tier.value for state, cell in states.items()},
-        rest_bytes={
-            tier.value: sum(by_tier.get(tier, 0) for by_tier in rest.values()) for tier in Tier
-        },
-        peak_bytes=peak.by_tier,
-        parts=peak.parts,
-        traffic_bytes={"local": round(links.inside), "node": round(links.between)},
-        step_s=time.total,
-        tokens_per_s=tokens / time.total,
-        fits=short is None,
-        bound_by=time.bound_by if short is None else short[0],
-        checkpoint_bytes={
-            "all": checkpoint_bytes(laid_out, training),
-            "rank": checkpoint_bytes(laid_out, training, 0),
-        },
-        load_s=files.load,
-        save_s={"foreground": files.save, "background": files.background},
-    )
-
-
-def _short_of(peak: dict[str, int], machine: Machine) -> tuple[str, float, float] | None:
-    """Return of which memory there is too little (the first of device, host, disk), the bytes that
-    are needed and those that there are; None where all fits. Hosts and disks are shared by the
-    ranks of a node.
-    """
-    device, ranks = peak["device"], machine.node_size
-    on_host = peak["host"] + (0 if machine.accelerator else device)
-    memories = (
-        ("device memory", device, machine.gpu_memory),
-        ("host memory", on_host * ranks, machine.host_memory),
-        ("disk space", peak["disk"] * ranks, machine.disk),
-    )
-    return next((one for one in memories if one[1] > one[2]), None)
+def _share(row: PlannedRow, machine: Machine) -> Machine:
+    """Return the part of `machine` that the data parallel ranks of `row` have."""
+    one = row.spread
+    if one.tp == one.pp == 1:
+        return machine
+    return Grid(one.tp, one.pp, one.dp, Schedule(), one.micro_batches).share(machine)
 
 
 # ------------------------------------------------------------------ which row to take
 
 
 def _recommend(
-    model: ModelShape,
-    machine: Machine,
-    training: Training,
-    policies: _Policies,
-    rows: tuple[PlannedRow, ...],
+    search: Search, machine: Machine, training: Training, rows: tuple[PlannedRow, ...]
 ) -> Recommendation:
     fitting = [row for row in rows if row.fits]
     if not fitting:
         least = min(rows, key=lambda row: row.peak_bytes["device"])
         reason = f"nothing fits: {describe_row(least)}, which takes least, {_lack(least, machine)}"
-        return Recommendation(None, reason, change=_change(model, machine, training, policies))
+        return Recommendation(None, reason, change=_change(search, machine, training))
     best = _fastest(fitting)
     faster = [row for row in rows if row.step_s < best.step_s]
     reason = f"the fastest of {len(fitting)} that fit, bound by {best.bound_by}"
+    if best.spread.bubble:
+        reason += f" ({best.spread.bubble:.0%} bubble)"
+    if search.axes is not None and search.axes.is_auto:
+        reason += _beside_data_parallel(best, rows)
+        # half of the GPUs would be another search
+        return Recommendation(best, reason)
     if faster:
         first = _fastest(faster)
         reason += f"; {describe_row(first)} would be faster and lacks {first.bound_by}"
-    return Recommendation(best, reason, smaller=_smaller(model, machine, training, policies))
+    return Recommendation(best, reason, smaller=_smaller(search, machine, training))
+
+
+def _beside_data_parallel(best: PlannedRow, rows: tuple[PlannedRow, ...]) -> str:
+    """Return how data parallel ranks alone compare with the `best` line."""
+    alone = next((row for row in rows if row.spread.tp == row.spread.pp == 1), None)
+    if alone is None or alone is best:
+        return "" if alone is None else "; no grid with tp or pp is faster"
+    if not alone.fits:
+        return f"; data parallel ranks alone lack {alone.bound_by}"
+    times = alone.step_s / best.step_s
+    return f"; data parallel ranks alone ({describe_row(alone)}) take {times:.3g} times as long"
 
 
 def _fastest(rows: list[PlannedRow]) -> PlannedRow:
     return min(rows, key=lambda row: row.step_s)
 
 
-def describe_row(row: PlannedRow) -> str:
-    """Return the row with the states that leave the device: "zero3, optimizer on host"."""
-    if len(set(row.tiers.values())) == 1:
-        tier = row.tiers["weight"]
-        return row.row if tier == _DEVICE.value else f"{row.row}, all on {tier}"
-    by_tier: dict[str, list[str]] = {}
-    for state, tier in row.tiers.items():
-        if tier != _DEVICE.value:
-            by_tier.setdefault(tier, []).append(state)
-    parts = [f"{' and '.join(states)} on {tier}" for tier, states in by_tier.items()]
-    return ", ".join([row.row, *parts])
-
-
 def _lack(row: PlannedRow, machine: Machine) -> str:
     """Return how much `row`, which does not fit, needs of what memory, and how much there is."""
-    what, needs, there = _short_of(row.peak_bytes, machine) or (row.bound_by, 0, 0)
-    whose = "GPU" if what == "device memory" else "node"
-    return f"needs {needs / 1e9:,.4g} GB of {what} a {whose} and has {there / 1e9:,.4g} GB"
+    share = _share(row, machine)
+    what, needs, there = short_of(row.peak_bytes, share) or (row.bound_by, 0, 0)
+    if what == "device memory":
+        return f"needs {needs / 1e9:,.4g} GB of {what} a GPU and has {there / 1e9:,.4g} GB"
+    part = share.node_size / machine.node_size  # other stages take as much, at most
+    needs, there = needs / part, there / part
+    return f"needs {needs / 1e9:,.4g} GB of {what} a node and has {there / 1e9:,.4g} GB"
 
 
-def _smaller(
-    model: ModelShape, machine: Machine, training: Training, policies: _Policies
-) -> str | None:
+def _smaller(search: Search, machine: Machine, training: Training) -> str | None:
     """Return how it would be on half of the GPUs, None where they cannot be halved."""
     half = _with_gpus(machine, machine.gpus // 2)
     if machine.gpus % 2 or half is None:
         return None
     where = f"on half of the GPUs ({half.gpus})"
-    fitting = _fitting(model, half, training, policies)
+    try:
+        fitting = search.fitting(half, training)
+    except ConfigError:  # axes that take more GPUs
+        return None
     if fitting:
         return f"{where} {describe_row(_fastest(fitting))} would fit"
-    laid_out = LaidOut(model, half.mesh, training.align)
-    runnable = _runnable(policies, half, training)
-    peaks = [_bytes_of(laid_out, policy, half, training)[1].total for policy in runnable]
-    return f"{where} nothing fits: {min(peaks) / 1e9:.3g} GB a GPU at least"
+    least = search.least_bytes(half, training)
+    return f"{where} nothing fits: {least / 1e9:.3g} GB a GPU at least"
 
 
-def _change(model: ModelShape, machine: Machine, training: Training, policies: _Policies) -> str:
+def _change(search: Search, machine: Machine, training: Training) -> str:
     """Return the cheapest change with which a row fits, or that none of those tried helps."""
-    for words, other, trained in _changes(model, machine, training):
-        rows = _fitting(model, other, trained, policies)
+    for words, other, trained in _changes(search.model, machine, training):
+        rows = search.fitting(other, trained)
         if rows:
             return f"{words}: {describe_row(_fastest(rows))} would fit"
     return f"none of those tried helps: recomputing, smaller batches, disks, {_MOST_GPUS:,} GPUs"

@@ -31,7 +31,7 @@ from zeroshard.planner.exact import Cut, LaidOutGroup, cells_by_unit
 from zeroshard.planner.lanes import Job, Task
 from zeroshard.planner.training import Training
 
-__all__ = ["Mark", "Program"]
+__all__ = ["Group", "Mark", "Program", "Unit"]
 
 _IN_FLIGHT = 2  # reduces whose sums rest on another tier: runtime/reductions.py
 _RING, _AHEAD = 4, 2  # tiles on disk: optim/runner.py
@@ -48,7 +48,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """A group with its cells, routes and formats."""
 
     one: LaidOutGroup
@@ -77,10 +77,10 @@ class _Group:
 
 
 @dataclass(frozen=True)
-class _Unit:
+class Unit:
     """What one kind of unit does."""
 
-    groups: tuple[_Group, ...]
+    groups: tuple[Group, ...]
     forward: Task
     backward: Task
     unshard: dict[str, tuple[Task, ...]]  # by phase
@@ -90,7 +90,7 @@ class _Unit:
     kept_bytes: float  # of the part kept between forward and backward
 
     @property
-    def trained(self) -> tuple[_Group, ...]:
+    def trained(self) -> tuple[Group, ...]:
         """The groups that have gradients."""
         return tuple(group for group in self.groups if group.one.group.trained)
 
@@ -114,19 +114,19 @@ class Program:
         self._durations = durations
         self._cells = policy.default
         laid_out, training = durations.laid_out, durations.training
-        made: dict[object, _Unit] = {}
-        self._units: list[_Unit] = []
+        made: dict[object, Unit] = {}
+        self.units: list[Unit] = []
         placed = cells_by_unit(laid_out, policy, training)
         for kind, groups in zip(laid_out.alike, placed, strict=True):
             # units of one kind differ where a fraction cuts them; one cut in two leaves as a whole
             key = kind, tuple((cut, cells) for _, cut, cells in groups)
             if key not in made:
                 made[key] = self._make(kind, [self._group(*one, training) for one in groups])
-            self._units.append(made[key])
+            self.units.append(made[key])
         uses = [(number, unit.uses) for number, unit in enumerate(laid_out.model.units)]
         # to which a forward comes again at its end, and a backward first
         self._again = [number for number, times in uses for _ in range(times - 1)]
-        self._largest = max((unit.whole_bytes for unit in self._units), default=0.0)
+        self._largest = max((unit.whole_bytes for unit in self.units), default=0.0)
         # runtime/budget.py: where the host runs ahead, two reduces are under way
         self.budget = (3 + durations.machine.accelerator) * self._largest
         self._live = 0.0
@@ -144,15 +144,19 @@ class Program:
             self._forwards()
             self._backwards(number)
         self._wait_for_reduces(0)
+        self.build_tail()
+
+    def build_tail(self) -> None:
+        """Enqueue what follows the last reduce of a step."""
         self._average()
         self._step()
 
-    def _group(self, one: LaidOutGroup, cut: Cut, cells: Cells, training: Training) -> _Group:
+    def _group(self, one: LaidOutGroup, cut: Cut, cells: Cells, training: Training) -> Group:
         formats = one.formats(self._cells, training)
         of = routes(cells, self._durations.laid_out.mesh, formats)
-        return _Group(one, cut, cells, of, formats)
+        return Group(one, cut, cells, of, formats)
 
-    def _make(self, number: int, groups: Sequence[_Group]) -> _Unit:
+    def _make(self, number: int, groups: Sequence[Group]) -> Unit:
         durations = self._durations
         gathered = kept = whole = 0.0
         for group in groups:
@@ -162,16 +166,16 @@ class Program:
             if hops and not all(durations.is_mapped(hop, group.cells) for hop in hops):
                 gathered += num_bytes
             kept += sum(hop.held_bytes(hop.target, numel) for hop in hops if hop.kind is Kind.KEEP)
-        forward = self._tasks(groups, (group.routes.unshard_forward for group in groups))
-        backward = self._tasks(groups, (group.routes.unshard_backward for group in groups))
+        forward = self.tasks(groups, (group.routes.unshard_forward for group in groups))
+        backward = self.tasks(groups, (group.routes.unshard_backward for group in groups))
         # what compute keeps for the backward, it copies when it releases the rest
         ways = {"forward": tuple(task for task in forward if task.lane != "compute")}
         keep = tuple(task for task in forward if task.lane == "compute")
         ways["backward"] = backward
         compute = durations.compute(number)
-        return _Unit(tuple(groups), *compute, ways, keep, whole, gathered, kept)
+        return Unit(tuple(groups), *compute, ways, keep, whole, gathered, kept)
 
-    def _tasks(self, groups: Iterable[_Group], routes: Iterable[Iterable[Hop]]) -> tuple[Task, ...]:
+    def tasks(self, groups: Iterable[Group], routes: Iterable[Iterable[Hop]]) -> tuple[Task, ...]:
         """Return the tasks of one route for each group."""
         return tuple(
             task
@@ -211,13 +215,13 @@ class Program:
 
     def _regather(self) -> None:
         """Whole weights that rest stale come together: the last step has started it."""
-        for number, unit in enumerate(self._units):
+        for number, unit in enumerate(self.units):
             hops = [_on_gather(group.routes.publish) for group in unit.trained]
-            self._gathers[number] = self._send(self._tasks(unit.trained, hops), number)[-1:]
+            self._gathers[number] = self._send(self.tasks(unit.trained, hops), number)[-1:]
 
     def _start(self, number: int, phase: str) -> None:
         """Start gathering a unit."""
-        unit = self._units[number]
+        unit = self.units[number]
         sent = self._send(unit.unshard[phase], number)
         self._here.add(number)
         self._gathers[number] = sent[-1:]
@@ -230,7 +234,7 @@ class Program:
         """Return the jobs after which `number` may be used; start gathering those `following`, each
         for a phase, as far as the budget goes.
         """
-        unit = self._units[number]
+        unit = self.units[number]
         if number not in self._here and (unit.unshard[phase] or unit.gathered_bytes):
             self._make_room(unit.gathered_bytes)
             self._start(number, phase)
@@ -240,7 +244,7 @@ class Program:
         for other, then in following if unit.gathered_bytes and allowed > 0 else ():
             if other in self._here:
                 continue
-            size = self._units[other].gathered_bytes
+            size = self.units[other].gathered_bytes
             allowed -= size
             if allowed < 0:
                 break
@@ -252,7 +256,7 @@ class Program:
     def _release(self, number: int) -> None:
         if number in self._here:
             self._here.discard(number)
-            size = self._units[number].gathered_bytes
+            size = self.units[number].gathered_bytes
             self._live -= size
             self._mark(self._last, True, "gathered", -size)
 
@@ -260,10 +264,10 @@ class Program:
 
     def _forwards(self) -> None:
         # a unit that is tied comes back from where a backward would find it
-        passes = [(number, "forward") for number in range(len(self._units))]
+        passes = [(number, "forward") for number in range(len(self.units))]
         passes += [(number, "backward") for number in self._again]
         for at, (number, phase) in enumerate(passes):
-            unit, later = self._units[number], at < len(self._units) and number in self._again
+            unit, later = self.units[number], at < len(self.units) and number in self._again
             needs = self._unshard(number, phase, passes[at + 1 :])
             # of a tied embedding, the product with the vocabulary is at the end
             task = replace(unit.forward, duration=0.0) if later else unit.forward
@@ -279,11 +283,11 @@ class Program:
 
     def _backwards(self, micro_batch: int) -> None:
         micro_batches = self._durations.training.micro_batches
-        order = [*self._again, *reversed(range(len(self._units)))]
+        order = [*self._again, *reversed(range(len(self.units)))]
         passes = [(number, "backward") for number in order]
         buffers: dict[int, float] = {}  # of units whose backward has begun
         for at, number in enumerate(order):
-            unit, is_first = self._units[number], number not in buffers
+            unit, is_first = self.units[number], number not in buffers
             routes = [group.reduce(micro_batch, micro_batches) for group in unit.trained]
             needs: list[int] = []
             if is_first:
@@ -306,7 +310,7 @@ class Program:
         """Gather a unit, and take its gradient buffer; return the jobs to wait for, and its size:
         none where nothing leaves compute.
         """
-        unit = self._units[number]
+        unit = self.units[number]
         if number in self._here and not self._cells.between.is_sharded:
             self._live += unit.gathered_bytes
         needs = self._unshard(number, "backward", following)
@@ -327,8 +331,8 @@ class Program:
         if number in self._reduces:  # of the micro-batch before
             self._wait_for_reduce(number)
         last = on_lane = self._last
-        for group, route in zip(self._units[number].trained, routes, strict=True):
-            tasks = list(self._tasks([group], [route]))
+        for group, route in zip(self.units[number].trained, routes, strict=True):
+            tasks = list(self.tasks([group], [route]))
             if all(hop.lane != "compute" for hop in route):  # no cast, which would be the copy
                 tasks.insert(0, self._durations.grad_copy(group.one.layout.numel, group.formats))
             for last in self._send(tasks, number):
@@ -336,7 +340,7 @@ class Program:
         self._mark(on_lane, True, "buckets", -buffer)
         if buffer:
             self._reduces[number] = (buffer, on_lane)
-        if self._units[number].sums_leave:
+        if self.units[number].sums_leave:
             self._wait_for_reduces(_IN_FLIGHT)
         return last
 
@@ -361,15 +365,15 @@ class Program:
     def _average(self) -> None:
         """Bring averages to the ranks that step the same, and wait for them."""
         joined: list[int] = []
-        for number, unit in enumerate(self._units):
-            tasks = self._tasks(unit.trained, (group.routes.average for group in unit.trained))
+        for number, unit in enumerate(self.units):
+            tasks = self.tasks(unit.trained, (group.routes.average for group in unit.trained))
             joined += self._send(tasks, number)[-1:]
         self._joined += joined
 
     def _step(self) -> None:
         """Step the device's part at once, or each unit where its state rests; then publish."""
         durations, moved = self._durations, 0.0
-        here = [unit for unit in self._units if not unit.steps_off_device]
+        here = [unit for unit in self.units if not unit.steps_off_device]
         for unit in here:
             state, grad = self._stepped_bytes(unit)
             moved += 2 * state + 3 * grad  # averages are divided first
@@ -377,16 +381,16 @@ class Program:
             self._compute(durations.in_memory("compute", "step", moved, STEP), -1)
         steps: list[int] = []
         writes: list[int] = []
-        for number, unit in enumerate(self._units):
+        for number, unit in enumerate(self.units):
             if unit.steps_off_device:
                 self._step_off_device(number, steps, writes)
             hops = [
                 [hop for hop in group.routes.publish if hop.lane != "gather"]
                 for group in unit.trained
             ]
-            self._send(self._tasks(unit.trained, hops), number, steps[-1:])
+            self._send(self.tasks(unit.trained, hops), number, steps[-1:])
 
-    def _stepped_bytes(self, unit: _Unit) -> tuple[float, float]:
+    def _stepped_bytes(self, unit: Unit) -> tuple[float, float]:
         """Return the bytes of the masters and moments of this rank, and of their gradients."""
         cell, state = self._cells.optim, 4.0 + self._durations.training.moment_bytes
         grads = (
@@ -398,7 +402,7 @@ class Program:
         """Step one unit on the host: from disk through a ring, with gradients of the device after a
         copy that the host waits for.
         """
-        durations, unit = self._durations, self._units[number]
+        durations, unit = self._durations, self.units[number]
         state, grad = self._stepped_bytes(unit)
         on_disk = self._cells.optim.tier is Tier.DISK
         grads_leave = unit.sums_leave

@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import cast
 
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import Policy
+from zeroshard.core.route import Lane
 from zeroshard.core.timeline import WAIT, Event, Level, Timeline
-from zeroshard.planner.durations import COMPUTE, Durations
+from zeroshard.planner.beside import ALONE, TensorParallel
+from zeroshard.planner.durations import COMPUTE, TENSOR, Durations
 from zeroshard.planner.exact import LaidOut, rest_bytes
 from zeroshard.planner.lanes import Schedule, run
 from zeroshard.planner.machine import Machine
@@ -57,7 +60,7 @@ def simulate(laid_out: LaidOut, policy: Policy, machine: Machine, training: Trai
     schedule = run(program.jobs)
     events = [
         Event(
-            job.task.lane,
+            cast(Lane, job.task.lane),  # of one rank: nothing is sent to other stages
             job.task.name,
             job.unit,
             start,
@@ -75,12 +78,19 @@ def simulate(laid_out: LaidOut, policy: Policy, machine: Machine, training: Trai
     return Timeline(0, 0.0, tuple(sorted(events, key=lambda one: one.start)), levels, labels)
 
 
-def step_time(laid_out: LaidOut, policy: Policy, machine: Machine, training: Training) -> StepTime:
-    """Return what one step of `training` takes."""
+def step_time(
+    laid_out: LaidOut,
+    policy: Policy,
+    machine: Machine,
+    training: Training,
+    tensor: TensorParallel = ALONE,
+) -> StepTime:
+    """Return what one step of `training` takes, with the all-reduces of `tensor`."""
+    durations = Durations(laid_out, machine, training, tensor)
     if training.micro_batches <= _MICRO_BATCHES:
-        return _step_time(laid_out, policy, machine, training)
+        return _step_time(durations, policy)
     most, fewer = (
-        _step_time(laid_out, policy, machine, replace(training, micro_batches=number))
+        _step_time(replace(durations, training=replace(training, micro_batches=number)), policy)
         for number in (_MICRO_BATCHES, _MICRO_BATCHES - 1)
     )
     more = training.micro_batches - _MICRO_BATCHES
@@ -91,11 +101,12 @@ def step_time(laid_out: LaidOut, policy: Policy, machine: Machine, training: Tra
     return StepTime(most.total + more * (most.total - fewer.total), shares)
 
 
-def _step_time(laid_out: LaidOut, policy: Policy, machine: Machine, training: Training) -> StepTime:
-    program = Program(Durations(laid_out, machine, training), policy)
+def _step_time(durations: Durations, policy: Policy) -> StepTime:
+    program = Program(durations, policy)
     program.build()
     schedule = run(program.jobs)
-    shares = {COMPUTE: 0.0}
+    tensor_s = durations.tensor_s()
+    shares = {COMPUTE: -tensor_s, TENSOR: tensor_s} if tensor_s else {COMPUTE: 0.0}
 
     def add(name: str, seconds: float) -> None:
         shares[name] = shares.get(name, 0.0) + seconds

@@ -16,7 +16,7 @@ from zeroshard.planner.durations import Durations
 from zeroshard.planner.exact import LaidOut
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import ModelShape
-from zeroshard.planner.plan import plan_row, takes
+from zeroshard.planner.rows import plan_row, takes
 from zeroshard.planner.training import Training
 
 __all__ = ["Point", "make_sweep", "parse_sweep"]

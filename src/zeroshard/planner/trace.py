@@ -57,3 +57,10 @@ class ActivationTrace:
             for one in self.moments
         )
         return replace(self, moments=moments, tokens=tokens)
+
+    def above(self, num_bytes: int) -> ActivationTrace:
+        """Return the trace beside so many bytes of other activations."""
+        moments = tuple(
+            replace(one, activations=one.activations + num_bytes) for one in self.moments
+        )
+        return replace(self, moments=moments)

@@ -1,0 +1,266 @@
+"""One grid of ranks, tp x pp x dp, planned: bytes of the rank that takes most, and the step.
+
+The data parallel part is planned as ever (exact.py, peak.py), on the parameters that one rank along
+``tp`` and one stage have (cuts.py) and on their share of the machine. Of a pipeline the first and
+the last rank are planned: the first has most layers, most micro-batches in flight and the
+embedding, the last one the output layer and the logits; the one that takes more of the device is
+shown. Without a pipeline the step is simulated unit by unit (simulate.py), with one stage by stage
+(pipeline.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+from zeroshard.core.cost import LinkBytes
+from zeroshard.core.pipeline import UNSHARD
+from zeroshard.core.placement import Mesh
+from zeroshard.core.policy import Policy
+from zeroshard.planner.axes import Grid
+from zeroshard.planner.beside import TensorParallel, activation_bytes, send_seconds
+from zeroshard.planner.checkpoint import checkpoint_bytes
+from zeroshard.planner.closed_form import kept_bytes
+from zeroshard.planner.cuts import cut_stages, cut_tensors
+from zeroshard.planner.durations import Durations
+from zeroshard.planner.exact import LaidOut, StateBytes, rest_bytes, traffic_bytes
+from zeroshard.planner.machine import Machine
+from zeroshard.planner.model import ModelShape
+from zeroshard.planner.peak import InFlight, Peak, peak_bytes
+from zeroshard.planner.pipeline import Pipeline, PipelineTime, phases, placed_actions, room
+from zeroshard.planner.schedules import most_in_flight
+from zeroshard.planner.simulate import step_time
+from zeroshard.planner.stage import StageWork, stage_work
+from zeroshard.planner.training import Training
+
+__all__ = ["GridPlan", "RankPlan", "StepSeconds"]
+
+
+class StepSeconds(Protocol):
+    """Seconds of one step, and what bounds it."""
+
+    @property
+    def total(self) -> float:
+        """Seconds."""
+        ...
+
+    @property
+    def bound_by(self) -> str:
+        """What takes most of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """The bytes of one rank of the pipeline in one row."""
+
+    rank: int
+    laid_out: LaidOut
+    rest: StateBytes
+    peak: Peak
+
+
+class GridPlan:
+    """A model and a training on one grid of a machine."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        model: ModelShape,
+        machine: Machine,
+        training: Training,
+        parts: dict[int, ModelShape] | None = None,
+    ) -> None:
+        """`parts`: the model by number of tensor parallel ranks, as far as it was cut before."""
+        self.grid = grid
+        self.model = model
+        self.machine = machine
+        self.share = grid.share(machine)
+        self.training = replace(training, micro_batches=grid.micro_batches)
+        known = {} if parts is None else parts
+        if grid.tp not in known:
+            known[grid.tp] = cut_tensors(model, grid.tp)
+        self.stages = cut_stages(known[grid.tp], grid.stages)
+
+    # ------------------------------------------------------------------------------ bytes
+
+    @cached_property
+    def _ranks(self) -> dict[int, LaidOut]:
+        """The first and the last rank of the pipeline, all of whose stages are one model."""
+        ranks = dict.fromkeys((0, self.grid.pp - 1))
+        return {rank: LaidOut(self._joined(rank), self.share.mesh, self.training.align)
+                for rank in ranks}  # fmt: skip
+
+    @cached_property
+    def _laid_out(self) -> list[LaidOut]:
+        """Every stage; those that are alike are one object."""
+        first: dict[int, LaidOut] = {}
+        for stage in self.stages:
+            if id(stage) not in first:
+                first[id(stage)] = LaidOut(stage, self.share.mesh, self.training.align)
+        return [first[id(stage)] for stage in self.stages]
+
+    def _own(self, rank: int) -> range:
+        """The stages of a rank."""
+        return range(rank, self.grid.stages, self.grid.pp)
+
+    def _joined(self, rank: int) -> ModelShape:
+        own = [self.stages[stage] for stage in self._own(rank)]
+        if len(own) == 1:
+            return own[0]
+        decoder = own[-1].decoder
+        if decoder is not None:
+            layers = sum(one.decoder.layers for one in own if one.decoder)
+            decoder = replace(decoder, layers=layers)
+        used = None if own[0].used_numel is None else sum(one.used_numel or 0 for one in own)
+        units = tuple(unit for one in own for unit in one.units)
+        return replace(own[0], units=units, decoder=decoder, used_numel=used)
+
+    def worst(self, policy: Policy) -> RankPlan:
+        """Return the bytes of the rank whose device takes most."""
+        plans = [self._rank(rank, policy) for rank in self._ranks]
+        return max(plans, key=lambda one: one.peak.total)
+
+    def rests(self, policy: Policy) -> Iterator[StateBytes]:
+        """Yield what rests on the first and the last rank of the pipeline."""
+        for laid_out in self._ranks.values():
+            yield rest_bytes(laid_out, policy, self.training)
+
+    def _rank(self, rank: int, policy: Policy) -> RankPlan:
+        laid_out = self._ranks[rank]
+        rest = rest_bytes(laid_out, policy, self.training)
+        held = self._in_flight(rank, policy) if self.grid.pp > 1 else None
+        peak = peak_bytes(laid_out, policy, self.share, self.training, rest, held=held)
+        return RankPlan(rank, laid_out, rest, peak)
+
+    def _in_flight(self, rank: int, policy: Policy) -> InFlight:
+        """Return what `rank` holds beside one micro-batch that goes through all of its stages."""
+        kept = []
+        for stage in self._own(rank):
+            decoder = self.stages[stage].decoder
+            layers = 0 if decoder is None else decoder.layers
+            kept.append(layers * kept_bytes(decoder, self.training))
+        grid = self.grid
+        order = grid.schedule.order(rank, grid.pp, min(grid.micro_batches, 4 * grid.stages))
+        most = most_in_flight(order, kept)
+        if grid.schedule.name == "gpipe":
+            most = sum(kept) * grid.micro_batches
+        works = [self._works(policy)[stage].gathered_bytes for stage in self._own(rank)]
+        return InFlight(max(0, most - sum(kept)), min(sum(works), room(works)))
+
+    def budget(self, rank: int, policy: Policy) -> int:
+        """Return the bytes that gathered stages may take together; 0 where none come and go."""
+        if self.grid.pp == 1:
+            return 0
+        works = self._works(policy)
+        return room([works[stage].whole_bytes for stage in self._own(rank)])
+
+    # ------------------------------------------------------------------------------ traffic
+
+    def traffic(self, rank: int, policy: Policy) -> LinkBytes:
+        """Return what a rank receives in a step over the data parallel axes."""
+        if self.grid.pp == 1:
+            return traffic_bytes(self._laid_out[0], policy, self.training)
+        total = LinkBytes()
+        works = self._works(policy)
+        sizes = {stage: works[stage].whole_bytes for stage in self._own(rank)}
+        gathers = self._gathers(rank, sizes)
+        for stage in self._own(rank):
+            laid_out = self._laid_out[stage]
+            total = total + traffic_bytes(laid_out, policy, self.training, gathers[stage])
+        return total
+
+    def _gathers(self, rank: int, sizes: dict[int, int]) -> dict[int, tuple[int, int]]:
+        """Return how often each stage is gathered before forwards, and before backwards."""
+        grid = self.grid
+        actions = placed_actions(grid.schedule, rank, grid.pp, grid.micro_batches, sizes)
+        out = dict.fromkeys(sizes, (0, 0))
+        what_for = phases(actions)
+        for at, action in enumerate(actions):
+            if action.kind == UNSHARD:
+                ahead, back = out[action.stage]
+                is_ahead = what_for[at] == "forward"
+                out[action.stage] = (ahead + is_ahead, back + (not is_ahead))
+        return out
+
+    def axis_bytes(self, rank: int, along_dp: LinkBytes) -> dict[str, int]:
+        """Return what a rank receives in a step by axis: states `along_dp`, and activations along
+        "tp" and "pp".
+        """
+        along_tp = along_pp = 0
+        one = activation_bytes(self.stages[0], self.training)
+        for stage in self._own(rank):
+            along_tp += self._tensor(stage).step_bytes(self.stages[stage], self.training)
+            arrivals = (stage > 0) + (stage < self.grid.stages - 1)
+            along_pp += arrivals * one * self.grid.micro_batches
+        return {
+            "dp": round(along_dp.total),
+            "tp": along_tp,
+            "pp": along_pp if self.grid.pp > 1 else 0,
+        }
+
+    def saved_bytes(self) -> int:
+        """Return the bytes of a checkpoint that all ranks write: every element once."""
+        found: dict[int, int] = {}
+        stages = cut_stages(self.model, self.grid.stages)
+        for stage in stages:
+            if id(stage) not in found:
+                laid_out = LaidOut(stage, Mesh(1, 1), self.training.align)
+                found[id(stage)] = checkpoint_bytes(laid_out, self.training)
+        return sum(found[id(stage)] for stage in stages)
+
+    # ------------------------------------------------------------------------------ time
+
+    def _tensor(self, stage: int) -> TensorParallel:
+        nodes = self.grid.tensor_nodes(self.machine)
+        return TensorParallel(self.grid.tp, nodes, stage == 0, stage == self.grid.stages - 1)
+
+    @cached_property
+    def _durations(self) -> list[Durations]:
+        first: dict[int, Durations] = {}
+        for stage, laid_out in enumerate(self._laid_out):
+            made = Durations(laid_out, self.share, self.training, self._tensor(stage))
+            first.setdefault(id(laid_out), made)
+        return [first[id(laid_out)] for laid_out in self._laid_out]
+
+    @cached_property
+    def least_s(self) -> float:
+        """Seconds of a step in which nothing but computations and their order takes time."""
+        grid, m = self.grid, self.grid.micro_batches
+        by_kind = {id(one): one.compute_s() / m for one in self._durations}
+        stages = [by_kind[id(one)] for one in self._durations]
+        ranks = [sum(stages[stage] for stage in self._own(rank)) for rank in range(grid.pp)]
+        fill = (grid.pp - 1) * min(stages)
+        return m * max(ranks) + (fill / 3 if grid.schedule.splits_backwards else fill)
+
+    def _works(self, policy: Policy) -> Sequence[StageWork]:
+        if self._worked[0] is not policy:
+            made: dict[int, StageWork] = {}
+            for one in self._durations:
+                if id(one) not in made:
+                    made[id(one)] = stage_work(one, policy)
+            self._worked = (policy, [made[id(one)] for one in self._durations])
+        return self._worked[1]
+
+    _worked: tuple[Policy | None, Sequence[StageWork]] = (None, ())
+
+    def step(self, policy: Policy) -> StepSeconds:
+        """Return how long a step takes."""
+        if self.grid.pp == 1:
+            return step_time(self._laid_out[0], policy, self.share, self.training, self._tensor(0))
+        return self.pipeline_time(policy)
+
+    def pipeline_time(self, policy: Policy) -> PipelineTime:
+        """Return how long a step of the pipeline takes, by rank."""
+        grid, num_bytes = self.grid, activation_bytes(self.stages[0], self.training)
+        sends, links = [], []
+        for stage in range(grid.stages - 1):
+            rank = stage % grid.pp
+            one_node = self.machine.gpus == self.machine.node_size
+            is_near = one_node or (rank + 1 < grid.pp and grid.is_near(self.machine, rank))
+            sends.append(send_seconds(num_bytes, self.machine, is_near=is_near))
+            links.append("local" if is_near else "network")
+        works = self._works(policy)
+        return Pipeline(grid.schedule, grid.pp, grid.micro_batches, works, sends, links).time()

@@ -1,0 +1,277 @@
+"""One step of a pipeline, predicted: an event-driven simulation of all of its stages.
+
+Each rank has lanes (lanes.py): compute runs its schedule's computations in order; gathers,
+releases and reduces stand where the engine places them (core/pipeline.py); outputs and their
+gradients leave on lanes of their own, one in each direction, and a computation starts when its
+input is there. Weights stay gathered over consecutive micro-batches within `room`.
+
+    bubble     of a rank: compute waits for another rank, or for what it sends
+    exposed    compute waits for a gather, a reduce or a tier of its own rank
+
+Invariant: with free communication the bubble is (p - 1) / (m + p - 1) of the step for GPipe and
+1F1B of p even stages and m micro-batches (arXiv 2104.04473, section 2.2). Many rounds of p
+micro-batches are alike: a few run, and the time of the others is added. What is left out: what the
+host of a schedule does between its actions, and the exchange of all stages before the optimizer's
+step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zeroshard.core.pipeline import RESHARD, UNSHARD, Action, place
+from zeroshard.planner.durations import COMPUTE, TENSOR
+from zeroshard.planner.lanes import Job, Task, run
+from zeroshard.planner.lanes import Schedule as Run
+from zeroshard.planner.schedules import Schedule
+from zeroshard.planner.stage import StageWork
+
+__all__ = ["BUBBLE", "Pipeline", "PipelineTime", "RankTime", "phases", "placed_actions", "room"]
+
+BUBBLE = "pipeline bubble"
+_BACKWARD = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Seconds of one rank in a step, by what its compute lane does: computing, or waiting."""
+
+    computing: float
+    bubble: float
+    exposed: float
+    shares: Mapping[str, float]  # by what bounds each part
+
+    def plus(self, more: float, other: RankTime, less: RankTime) -> RankTime:
+        """Return this and `more` times what `other` has more than `less`."""
+        names = dict.fromkeys((*self.shares, *other.shares))
+        shares = {
+            name: self.shares.get(name, 0.0)
+            + more * (other.shares.get(name, 0.0) - less.shares.get(name, 0.0))
+            for name in names
+        }
+        return RankTime(
+            self.computing + more * (other.computing - less.computing),
+            self.bubble + more * (other.bubble - less.bubble),
+            self.exposed + more * (other.exposed - less.exposed),
+            shares,
+        )
+
+
+@dataclass(frozen=True)
+class PipelineTime:
+    """Seconds of one step, and how they pass on every rank."""
+
+    total: float
+    ranks: tuple[RankTime, ...]
+
+    @property
+    def bubble(self) -> float:
+        """The part of the step for which ranks wait for other stages, on average."""
+        return sum(one.bubble for one in self.ranks) / len(self.ranks) / self.total
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Seconds by what bounds them, on average."""
+        names = dict.fromkeys(name for one in self.ranks for name in one.shares)
+        count = len(self.ranks)
+        return {name: sum(one.shares.get(name, 0.0) for one in self.ranks) / count
+                for name in names}  # fmt: skip
+
+    @property
+    def bound_by(self) -> str:
+        """Compute where it is at least half of the step, else what takes most of the rest."""
+        shares = self.shares
+        others = {name: seconds for name, seconds in shares.items() if name != COMPUTE}
+        if not others or 2 * shares[COMPUTE] >= self.total:
+            return COMPUTE
+        return max(others, key=lambda name: others[name])
+
+
+def room(stages: Sequence[int]) -> int:
+    """Return the bytes that gathered stages of a rank may take in a plan: that of one stage, of
+    several stages the two that follow each other.
+    """
+    return sum(sorted(stages)[-2:])
+
+
+def placed_actions(
+    schedule: Schedule, rank: int, ranks: int, micro_batches: int, stage_bytes: Mapping[int, int]
+) -> list[Action]:
+    """Return what `rank` does in a step, with gathers where the engine places them within `room`.
+    `stage_bytes`: of its stages, what gathering each takes.
+    """
+    order = schedule.order(rank, ranks, micro_batches)
+    budget = room(list(stage_bytes.values()))
+    return place(order, stage_bytes, budget if budget else None)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A schedule over stages: what each does, and how long its output takes to the next."""
+
+    schedule: Schedule
+    ranks: int
+    micro_batches: int
+    stages: Sequence[StageWork]
+    sends: Sequence[float]  # seconds from each stage to the next, one fewer
+    links: Sequence[str]  # "local" or "network": what each send takes
+
+    def time(self) -> PipelineTime:
+        """Return how long one step takes."""
+        rounds, left = divmod(self.micro_batches, self.ranks)
+        few = (2 if self.ranks <= 16 else 1) * self.ranks + left
+        if rounds < 4 or (left and self.schedule.chunks > 1):
+            return self._run(self.micro_batches)
+        most, fewer = self._run(few + self.ranks), self._run(few)
+        more = (self.micro_batches - few) / self.ranks - 1.0
+        pairs = zip(most.ranks, fewer.ranks, strict=True)
+        ranks = tuple(one.plus(more, one, other) for one, other in pairs)
+        return PipelineTime(most.total + more * (most.total - fewer.total), ranks)
+
+    def _run(self, micro_batches: int) -> PipelineTime:
+        jobs = _Jobs(self, micro_batches)
+        for rank in range(self.ranks):
+            jobs.add_rank(rank)
+        jobs.connect()
+        done = run(jobs.jobs)
+        tensor = [
+            micro_batches * sum(stage.tensor_s for stage in self.stages[rank :: self.ranks])
+            for rank in range(self.ranks)
+        ]
+        total = done.total
+        ranks = [_rank_time(done, rank, total, tensor[rank]) for rank in range(self.ranks)]
+        return PipelineTime(total, tuple(ranks))
+
+
+class _Jobs:
+    """The jobs of one step of all ranks."""
+
+    def __init__(self, pipeline: Pipeline, micro_batches: int) -> None:
+        self.jobs: list[Job] = []
+        self._pipeline = pipeline
+        self._micro_batches = micro_batches
+        self._sent: dict[tuple[str, int, int], int] = {}  # direction, to a stage, micro-batch
+        self._waiting: list[tuple[int, tuple[str, int, int]]] = []  # jobs for what is sent
+
+    def add_rank(self, rank: int) -> None:
+        """Enqueue what `rank` does."""
+        pipeline = self._pipeline
+        own = range(rank, len(pipeline.stages), pipeline.ranks)
+        sizes = {stage: pipeline.stages[stage].whole_bytes for stage in own}
+        actions = placed_actions(
+            pipeline.schedule, rank, pipeline.ranks, self._micro_batches, sizes
+        )
+        gathers: dict[int, int] = {}  # of a stage, the job that brings its weights
+        for stage in own:
+            publish = pipeline.stages[stage].publish
+            if publish is not None:
+                gathers[stage] = self._add(publish, stage)
+        reduces: dict[int, int] = {}
+        last = -1
+        what_for = phases(actions)
+        for at, action in enumerate(actions):
+            work = pipeline.stages[action.stage]
+            if action.kind == UNSHARD:
+                task = work.unshard[what_for[at]]
+                if task is not None:
+                    gathers[action.stage] = self._add(task, action.stage, last)
+            elif action.kind in work.compute:
+                needs = [gathers.pop(action.stage, -1)]
+                if action.kind in "BW":
+                    needs.append(reduces.get(action.stage, -1))
+                last = self._compute(work, action, needs, reduces)
+            else:  # what a plan reduces follows each backward by itself
+                assert action.kind in (RESHARD, "REDUCE_GRAD")
+        tails = [work.tail for work in (pipeline.stages[stage] for stage in own) if work.tail]
+        for tail in tails:
+            self._add(tail, rank, *reduces.values())
+
+    def connect(self) -> None:
+        """Let every computation wait for its input."""
+        for job, what in self._waiting:
+            self.jobs[job].needs = (*self.jobs[job].needs, self._sent[what])
+
+    def _compute(
+        self, work: StageWork, action: Action, needs: Sequence[int], reduces: dict[int, int]
+    ) -> int:
+        """Enqueue a computation, and what it sends and reduces."""
+        stage, number = action.stage, action.micro_batch or 0
+        position = 2 if number == self._micro_batches - 1 else min(1, number)
+        task = work.compute[action.kind]
+        ends = action.kind in "BW"
+        copies = work.copies[position] if ends else 0.0
+        if copies:
+            task = Task("compute", task.name, task.duration + copies, takes=task.takes)
+        job = self._add(task, stage, *needs)
+        last = len(self._pipeline.stages) - 1
+        if action.kind == "F":
+            self._meet(job, stage, number, "send ahead", stage > 0, stage < last)
+        elif action.kind in "BI":
+            self._meet(job, stage, number, "send back", stage < last, stage > 0)
+        reduce = work.reduce[position] if ends else None
+        if reduce is not None:
+            reduces[stage] = self._add(reduce, stage, job)
+        return job
+
+    def _meet(self, job: int, stage: int, number: int, lane: str, takes: bool, sends: bool) -> None:
+        """Let `job` wait for its input, and send its output to the next stage in that direction."""
+        ahead = lane == "send ahead"
+        if takes:
+            self._waiting.append((job, (lane, stage, number)))
+        if sends:
+            link, to = (stage, stage + 1) if ahead else (stage - 1, stage - 1)
+            pipeline = self._pipeline
+            takes_up = (pipeline.links[link], *pipeline.stages[stage].compute["F"].takes)
+            task = Task(
+                "send ahead" if ahead else "send back", "send", pipeline.sends[link], 0.0, takes_up,
+                BUBBLE,
+            )  # fmt: skip
+            self._sent[lane, to, number] = self._add(task, stage, job)
+
+    def _add(self, task: Task, stage: int, *needs: int) -> int:
+        there = tuple(need for need in needs if need >= 0)
+        self.jobs.append(Job(task, f"stage {stage}", there, stage % self._pipeline.ranks))
+        return len(self.jobs) - 1
+
+
+def phases(actions: Sequence[Action]) -> dict[int, str]:
+    """Return, of each gather in the list, what it is for."""
+    out: dict[int, str] = {}
+    following: dict[int, str] = {}
+    for at in range(len(actions) - 1, -1, -1):
+        action = actions[at]
+        if action.kind == UNSHARD:
+            out[at] = following[action.stage]
+        elif action.kind in _BACKWARD:
+            following[action.stage] = _BACKWARD[action.kind]
+    return out
+
+
+def _rank_time(done: Run, rank: int, total: float, tensor_s: float) -> RankTime:
+    """Return how `rank`'s compute lane passes the step."""
+    shares: defaultdict[str, float] = defaultdict(float, {COMPUTE: -tensor_s})
+    if tensor_s:
+        shares[TENSOR] = tensor_s
+    idle_from = computing = 0.0
+    waits: list[tuple[float, float, int]] = []
+    for number, job in enumerate(done.jobs):
+        if job.rank != rank or job.task.lane != "compute":
+            continue
+        if done.starts[number] > idle_from:
+            waits.append((idle_from, done.starts[number], done.causes[number]))
+        idle_from = done.stop(number)
+        shares[job.task.bound_by] += job.task.duration
+        computing += job.task.duration
+    exposed = 0.0
+    for start, stop, cause in waits:
+        while stop > start and cause >= 0:  # back along what each job has waited for
+            begin, waited = max(start, done.starts[cause]), done.jobs[cause]
+            own = waited.rank == rank and waited.task.lane not in ("send ahead", "send back")
+            shares[waited.task.bound_by if own else BUBBLE] += stop - begin
+            exposed += (stop - begin) if own else 0.0
+            stop, cause = begin, done.causes[cause]
+        shares[BUBBLE] += max(0.0, stop - start)
+    shares[BUBBLE] += total - idle_from
+    return RankTime(computing, total - computing - exposed, exposed, dict(shares))

@@ -1,0 +1,211 @@
+"""One line of a plan: a row of the policy table on one mix of tiers, in bytes and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from zeroshard.core.cost import LinkBytes
+from zeroshard.core.placement import Scope, Tier
+from zeroshard.core.policy import ROWS, Policy
+from zeroshard.planner.checkpoint import checkpoint_bytes, checkpoint_times
+from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
+from zeroshard.planner.grid import GridPlan, RankPlan, StepSeconds
+from zeroshard.planner.machine import Machine
+from zeroshard.planner.peak import peak_bytes
+from zeroshard.planner.pipeline import PipelineTime
+from zeroshard.planner.simulate import step_time
+from zeroshard.planner.training import Training
+
+__all__ = [
+    "PlannedRow",
+    "Spread",
+    "bytes_of",
+    "candidates",
+    "describe_row",
+    "plan_on_grid",
+    "plan_row",
+    "short_of",
+    "takes",
+]
+
+_DEVICE, _HOST, _DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
+
+# tiers of weight, grad and optimizer -> the rows for which they are planned
+_MIXES: dict[tuple[Tier, Tier, Tier], tuple[str, ...]] = {
+    (_DEVICE, _DEVICE, _DEVICE): tuple(ROWS),
+    (_DEVICE, _DEVICE, _HOST): ("zero1", "zero2", "zero3"),
+    (_DEVICE, _HOST, _HOST): ("zero2", "zero3"),
+    (_HOST, _HOST, _HOST): ("zero3",),
+    (_DEVICE, _HOST, _DISK): ("zero3",),
+    (_DISK, _DISK, _DISK): ("zero3",),
+}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the ranks of a row lie along the axes, and what travels along them."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    micro_batches: int = 1  # of a step of one pipeline, or of one data parallel rank
+    stage: int = 0  # rank of the pipeline whose bytes are the row's: the one that takes most
+    axis_bytes: dict[str, int] = field(default_factory=dict)  # "dp", "tp", "pp": received per step
+    bubble: float = 0.0  # part of the step for which ranks wait for other stages, on average
+    budget: int = 0  # that engine.follow() is planned with; 0: none has an effect
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """One row on one mix of tiers; bytes are those of one rank."""
+
+    row: str
+    tiers: dict[str, str]  # "weight", "grad", "optimizer" -> tier
+    rest_bytes: dict[str, int]  # by tier: model states between micro-batches, exact
+    peak_bytes: dict[str, int]  # by tier, modelled
+    parts: dict[str, int]  # what the device's peak is made of: peak.Peak
+    traffic_bytes: dict[str, int]  # "local", "node": received per step, exact
+    step_s: float
+    tokens_per_s: float  # of all GPUs together
+    fits: bool
+    bound_by: str  # what takes longest, or what there is too little of
+    checkpoint_bytes: dict[str, int]  # "all", "rank": what a save writes, exact
+    load_s: float
+    save_s: dict[str, float]  # "foreground" (zs.save), "background" (what zs.Saver holds up)
+    spread: Spread = field(default_factory=lambda: Spread())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as ``zeroshard plan --json`` prints it."""
+        out = asdict(self)
+        return {**out, **out.pop("spread")}
+
+
+def candidates(machine: Machine) -> Iterator[Policy]:
+    """Yield the rows of the table on the tiers that make sense on `machine`."""
+    for tiers, names in _MIXES.items():
+        if (_HOST in tiers and not machine.accelerator) or (_DISK in tiers and not machine.disk):
+            continue
+        for name in names:
+            yield ROWS[name].tiered(*tiers)
+
+
+def takes(policy: Policy, training: Training) -> bool:
+    """Whether `policy` runs with the codecs of `training`: config/native.py refuses the others."""
+    encodes_weights = training.weight_codec is not None or training.frozen_codec is not None
+    return not encodes_weights or policy.default.weight.scope is Scope.SHARD
+
+
+def bytes_of(laid_out: LaidOut, policy: Policy, machine: Machine, training: Training) -> RankPlan:
+    """Return the bytes of one rank at rest, and the most during a step."""
+    rest = rest_bytes(laid_out, policy, training)
+    return RankPlan(0, laid_out, rest, peak_bytes(laid_out, policy, machine, training, rest))
+
+
+def plan_row(
+    laid_out: LaidOut,
+    policy: Policy,
+    machine: Machine,
+    training: Training,
+    sizes: RankPlan | None = None,
+) -> PlannedRow:
+    """Plan one row on one mix of tiers; `sizes`, where `bytes_of` it is known."""
+    found = bytes_of(laid_out, policy, machine, training) if sizes is None else sizes
+    links = traffic_bytes(laid_out, policy, training)
+    time = step_time(laid_out, policy, machine, training)
+    row = _row(policy, machine, training, found, links, time)
+    saved = {"all": checkpoint_bytes(laid_out, training), **row.checkpoint_bytes}
+    return replace(row, checkpoint_bytes=saved)
+
+
+def plan_on_grid(
+    plan: GridPlan, policy: Policy, sizes: RankPlan | None = None, time: StepSeconds | None = None
+) -> PlannedRow:
+    """Plan one row on one mix of tiers on a grid of ranks; `sizes` and `time`, where they are
+    known.
+    """
+    found = plan.worst(policy) if sizes is None else sizes
+    taken, grid = plan.step(policy) if time is None else time, plan.grid
+    links = plan.traffic(found.rank, policy)
+    row = _row(policy, plan.share, plan.training, found, links, taken)
+    spread = replace(
+        row.spread,
+        tp=grid.tp,
+        pp=grid.pp,
+        stage=found.rank,
+        axis_bytes=plan.axis_bytes(found.rank, links),
+        bubble=taken.bubble if isinstance(taken, PipelineTime) else 0.0,
+        budget=plan.budget(found.rank, policy),
+    )
+    saved = {"all": plan.saved_bytes(), **row.checkpoint_bytes}
+    return replace(row, checkpoint_bytes=saved, spread=spread)
+
+
+def _row(
+    policy: Policy,
+    machine: Machine,
+    training: Training,
+    sizes: RankPlan,
+    links: LinkBytes,
+    time: StepSeconds,
+) -> PlannedRow:
+    """Return the line of data parallel ranks on `machine`."""
+    cells, peak = policy.default, sizes.peak
+    files = checkpoint_times(sizes.laid_out, policy, machine, training)
+    short = short_of(peak.by_tier, machine)
+    tokens = training.tokens * training.micro_batches * machine.gpus
+    states = {"weight": cells.weight, "grad": cells.grad, "optimizer": cells.optim}
+    rest = sizes.rest.values()
+    return PlannedRow(
+        row=policy.name,
+        tiers={state: cell.tier.value for state, cell in states.items()},
+        rest_bytes={tier.value: sum(by_tier.get(tier, 0) for by_tier in rest) for tier in Tier},
+        peak_bytes=peak.by_tier,
+        parts=peak.parts,
+        traffic_bytes={"local": round(links.inside), "node": round(links.between)},
+        step_s=time.total,
+        tokens_per_s=tokens / time.total,
+        fits=short is None,
+        bound_by=time.bound_by if short is None else short[0],
+        checkpoint_bytes={"rank": checkpoint_bytes(sizes.laid_out, training, 0)},
+        load_s=files.load,
+        save_s={"foreground": files.save, "background": files.background},
+        spread=Spread(
+            dp=machine.gpus,
+            micro_batches=training.micro_batches,
+            axis_bytes={"dp": round(links.total), "tp": 0, "pp": 0},
+        ),
+    )
+
+
+def short_of(peak: dict[str, int], machine: Machine) -> tuple[str, float, float] | None:
+    """Return of which memory there is too little (the first of device, host, disk), the bytes that
+    are needed and those that there are; None where all fits. Hosts and disks are shared by the
+    ranks of a node.
+    """
+    device, ranks = peak["device"], machine.node_size
+    on_host = peak["host"] + (0 if machine.accelerator else device)
+    memories = (
+        ("device memory", device, machine.gpu_memory),
+        ("host memory", on_host * ranks, machine.host_memory),
+        ("disk space", peak["disk"] * ranks, machine.disk),
+    )
+    return next((one for one in memories if one[1] > one[2]), None)
+
+
+def describe_row(row: PlannedRow) -> str:
+    """Return the row with its grid, if it is one of several axes, and the states that leave the
+    device: "tp 4 x pp 2 x dp 16, zero3, optimizer on host".
+    """
+    one = row.spread
+    grid = [] if one.tp == one.pp == 1 else [f"tp {one.tp} x pp {one.pp} x dp {one.dp}"]
+    if len(set(row.tiers.values())) == 1:
+        tier = row.tiers["weight"]
+        return ", ".join([*grid, row.row, *([] if tier == _DEVICE.value else [f"all on {tier}"])])
+    by_tier: dict[str, list[str]] = {}
+    for state, tier in row.tiers.items():
+        if tier != _DEVICE.value:
+            by_tier.setdefault(tier, []).append(state)
+    parts = [f"{' and '.join(states)} on {tier}" for tier, states in by_tier.items()]
+    return ", ".join([*grid, row.row, *parts])

@@ -1,0 +1,167 @@
+"""Which rows, tiers and grids are planned: all rows of data parallel ranks or of one grid; where
+axes are "auto", the best row of each of the grids that may be fastest.
+
+A search over grids goes from the one whose computations take least, with what their order leaves
+idle, to the one whose take most. It ends when eight grids fit or were found not to, and what
+computations alone take of the next one is more than the fastest step so far. In a grid, states
+leave the device only where no row fits on it; rows that move less are tried first, and none after
+one whose step is within 2% of its computations. A data parallel grid alone is always planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from zeroshard.core.placement import Tier
+from zeroshard.core.policy import Policy
+from zeroshard.planner.axes import Axes, grids
+from zeroshard.planner.exact import LaidOut
+from zeroshard.planner.grid import GridPlan, RankPlan
+from zeroshard.planner.machine import Machine
+from zeroshard.planner.model import ModelShape
+from zeroshard.planner.rows import (
+    PlannedRow,
+    bytes_of,
+    plan_on_grid,
+    plan_row,
+    short_of,
+    takes,
+)
+from zeroshard.planner.training import Training
+
+__all__ = ["Policies", "Search"]
+
+Policies = Callable[[Machine], Iterable[Policy]]
+
+_GRIDS = 8  # shown by a search
+_NEAR = 1.02  # of the seconds of computations alone: faster is not looked for
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is planned of a model, on whatever machine and with whatever training."""
+
+    model: ModelShape
+    policies: Policies
+    axes: Axes | None = None
+
+    def rows(self, machine: Machine, training: Training) -> tuple[PlannedRow, ...]:
+        """Return the planned lines, whether they fit or not. Raises ConfigError for axes that do
+        not fit the machine or the model.
+        """
+        if self.axes is None:
+            laid_out = LaidOut(self.model, machine.mesh, training.align)
+            runnable = self._runnable(machine, training)
+            return tuple(plan_row(laid_out, policy, machine, training) for policy in runnable)
+        if not self.axes.is_auto:
+            (grid,) = grids(self.axes, self.model, machine, training)
+            plan = GridPlan(grid, self.model, machine, training)
+            runnable = self._runnable(plan.share, training)
+            return tuple(plan_on_grid(plan, policy) for policy in runnable)
+        return tuple(self._best(machine, training))
+
+    def fitting(self, machine: Machine, training: Training) -> list[PlannedRow]:
+        """Return the lines that fit; the steps of others are not simulated."""
+        if self.axes is None:
+            laid_out = LaidOut(self.model, machine.mesh, training.align)
+            sized = [
+                (policy, bytes_of(laid_out, policy, machine, training))
+                for policy in self._runnable(machine, training)
+            ]
+            return [
+                plan_row(laid_out, policy, machine, training, sizes)
+                for policy, sizes in sized
+                if short_of(sizes.peak.by_tier, machine) is None
+            ]
+        if self.axes.is_auto:
+            return [row for row in self._best(machine, training) if row.fits]
+        (grid,) = grids(self.axes, self.model, machine, training)
+        plan = GridPlan(grid, self.model, machine, training)
+        fits = self._fits(plan, self._runnable(plan.share, training))
+        return [plan_on_grid(plan, policy, sizes) for policy, sizes in fits]
+
+    def least_bytes(self, machine: Machine, training: Training) -> int:
+        """Return the peak of the line that takes least of a device."""
+        if self.axes is not None:
+            return min(row.peak_bytes["device"] for row in self.rows(machine, training))
+        laid_out = LaidOut(self.model, machine.mesh, training.align)
+        runnable = self._runnable(machine, training)
+        return min(bytes_of(laid_out, one, machine, training).peak.total for one in runnable)
+
+    def _runnable(self, machine: Machine, training: Training) -> list[Policy]:
+        return [policy for policy in self.policies(machine) if takes(policy, training)]
+
+    # ------------------------------------------------------------------------------ over grids
+
+    def _best(self, machine: Machine, training: Training) -> Iterator[PlannedRow]:
+        """Yield the best line of each grid, the fastest first."""
+        assert self.axes is not None
+        parts: dict[int, ModelShape] = {}
+        plans = [
+            GridPlan(grid, self.model, machine, training, parts)
+            for grid in grids(self.axes, self.model, machine, training)
+        ]
+        plans.sort(key=lambda plan: plan.least_s)
+        found: list[PlannedRow] = []
+        fastest = float("inf")
+        for number, plan in enumerate(plans):
+            is_alone = plan.grid.tp == plan.grid.pp == 1
+            if number >= _GRIDS and plan.least_s > fastest and not is_alone:
+                continue
+            row = self._row(plan, training)
+            found.append(row)
+            if row.fits:
+                fastest = min(fastest, row.step_s)
+        fits = sorted((row for row in found if row.fits), key=lambda row: row.step_s)
+        yield from fits
+        left = [row for row in found if not row.fits]
+        yield from sorted(left, key=lambda row: row.peak_bytes["device"])
+
+    def _row(self, plan: GridPlan, training: Training) -> PlannedRow:
+        """Return the fastest row of a grid that fits, else the one that takes least."""
+        runnable = self._runnable(plan.share, training)
+        here = [policy for policy in runnable if not _leaves(policy)]
+        away = [policy for policy in runnable if _leaves(policy)]
+        for policies in (here, away):
+            fits = self._fits(plan, policies)
+            if fits:
+                return _fastest(plan, fits)
+        least = min(here, key=lambda policy: plan.worst(policy).peak.total)
+        return plan_on_grid(plan, least)
+
+    def _fits(self, plan: GridPlan, policies: Iterable[Policy]) -> list[tuple[Policy, RankPlan]]:
+        """Return the rows that fit, with their bytes; what rests alone rules most others out."""
+        out = []
+        for policy in policies:
+            rests = [one.values() for one in plan.rests(policy)]
+            least = {
+                tier.value: max(sum(by.get(tier, 0) for by in rest) for rest in rests)
+                for tier in Tier
+            }
+            if short_of(least, plan.share) is not None:
+                continue
+            sizes = plan.worst(policy)
+            if short_of(sizes.peak.by_tier, plan.share) is None:
+                out.append((policy, sizes))
+        return out
+
+
+def _fastest(plan: GridPlan, fits: Iterable[tuple[Policy, RankPlan]]) -> PlannedRow:
+    """Return the fastest row; those that receive least are tried first."""
+    order = sorted(fits, key=lambda one: plan.traffic(one[1].rank, one[0]).total)
+    best = None
+    for policy, sizes in order:
+        time = plan.step(policy)
+        if best is None or time.total < best[2].total:
+            best = policy, sizes, time
+        if time.total <= _NEAR * plan.least_s:
+            break
+    assert best is not None
+    return plan_on_grid(plan, *best)
+
+
+def _leaves(policy: Policy) -> bool:
+    """Whether any state leaves the device."""
+    cells = policy.default
+    return any(cell.tier is not Tier.DEVICE for cell in (cells.weight, cells.grad, cells.optim))

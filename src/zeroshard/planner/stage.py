@@ -1,0 +1,135 @@
+"""What one stage of a pipeline does in a step, and for how long: the tasks of all of its units
+together, in the hops of the same routes and of the durations that program.py enqueues one by one.
+
+    F B I W     each computation, with the copies that it ends with
+    unshard     the gathers of all units, before a forward and before a backward
+    publish     of weights that rest whole and stale, before the first forward
+    reduce      of all units' gradients, after a backward (or W): of the first micro-batch, of
+                others, of the last
+    tail        averages and the optimizer's step
+
+Tasks of several lanes for one purpose (a read, then its gather) are as long as they take together,
+unit by unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from zeroshard.core.policy import Policy
+from zeroshard.planner.durations import Durations
+from zeroshard.planner.lanes import AnyLane, Job, Task, run
+from zeroshard.planner.program import Program, Unit
+
+__all__ = ["StageWork", "stage_work"]
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """The tasks of one stage; None: nothing to do."""
+
+    compute: Mapping[str, Task]  # by computation, of any micro-batch
+    copies: tuple[float, float, float]  # seconds of compute after a backward; see `reduce`
+    unshard: Mapping[str, Task | None]  # before a "forward" or a "backward"
+    publish: Task | None
+    reduce: tuple[Task | None, Task | None, Task | None]  # first, other, last micro-batch
+    tail: Task | None
+    whole_bytes: int  # of weights that do not rest whole: what is gathered and released
+    gathered_bytes: int  # what that takes beyond what rests; none of weights that ranks map
+    tensor_s: float  # of a micro-batch's computations: all-reduces along ``tp``
+
+
+def stage_work(durations: Durations, policy: Policy) -> StageWork:
+    """Return what a stage does, whose model and machine `durations` knows."""
+    program = Program(durations, policy)
+    units, training = program.units, durations.training
+    kinds = list(durations.laid_out.alike)
+    forward = sum(unit.forward.duration + _sum(unit.keep) for unit in units)
+    backward = sum(unit.backward.duration for unit in units)
+    weights = sum(map(durations.weights_s, kinds))
+    seconds = {"F": forward, "B": backward, "I": backward - weights, "W": weights}
+    names = {"F": "forward", "B": "backward", "I": "backward input", "W": "backward weights"}
+    cores = durations.cores
+    last = training.micro_batches - 1
+    reduces = [
+        [_reduce(program, durations, unit, number, training.micro_batches) for unit in units]
+        for number in (0, min(1, last), last)
+    ]
+    copies = [sum(_sum(_on_compute(tasks)) for tasks in one) for one in reduces]
+    publish = [
+        program.tasks(unit.trained, (group.routes.regather for group in unit.trained))
+        for unit in units
+    ]
+    tail = Program(durations, policy)
+    tail.build_tail()
+    tail_s = run(tail.jobs).total
+    return StageWork(
+        compute={
+            kind: Task("compute", names[kind], seconds[kind], takes=cores) for kind in seconds
+        },
+        copies=(copies[0], copies[1], copies[2]),
+        unshard={
+            phase: _together("gather", phase, [unit.unshard[phase] for unit in units])
+            for phase in ("forward", "backward")
+        },
+        publish=_together("gather", "publish", publish),
+        reduce=(_off_compute(reduces[0]), _off_compute(reduces[1]), _off_compute(reduces[2])),
+        tail=Task("compute", "step", tail_s, takes=cores, bound_by="optimizer step")
+        if tail_s
+        else None,
+        whole_bytes=round(sum(unit.whole_bytes for unit in units if _comes_and_goes(unit))),
+        gathered_bytes=round(sum(unit.gathered_bytes for unit in units)),
+        tensor_s=durations.tensor_s() / training.micro_batches,
+    )
+
+
+def _reduce(
+    program: Program, durations: Durations, unit: Unit, number: int, micro_batches: int
+) -> list[Task]:
+    """Return the tasks of a unit's gradients after a backward: see ``Program._reduce``."""
+    out = []
+    for group in unit.trained:
+        route = group.reduce(number, micro_batches)
+        tasks = list(program.tasks([group], [route]))
+        if all(hop.lane != "compute" for hop in route):
+            tasks.insert(0, durations.grad_copy(group.one.layout.numel, group.formats))
+        out += tasks
+    return out
+
+
+def _comes_and_goes(unit: Unit) -> bool:
+    return bool(unit.unshard["forward"]) or unit.gathered_bytes > 0
+
+
+def _sum(tasks: Iterable[Task]) -> float:
+    return sum(task.duration for task in tasks)
+
+
+def _on_compute(tasks: Iterable[Task]) -> list[Task]:
+    return [task for task in tasks if task.lane == "compute"]
+
+
+def _off_compute(units: Sequence[Sequence[Task]]) -> Task | None:
+    """Return one task of what leaves compute."""
+    left = [[task for task in tasks if task.lane != "compute"] for tasks in units]
+    return _together("reduce", "reduce", left)
+
+
+def _together(lane: AnyLane, name: str, units: Sequence[Sequence[Task]]) -> Task | None:
+    """Return one task of `lane` that takes as long as those of all `units`, each one's in turn."""
+    every = [task for tasks in units for task in tasks]
+    if not every:
+        return None
+    if len({task.lane for task in every}) == 1:
+        seconds = _sum(every)
+    else:
+        jobs: list[Job] = []
+        for tasks in units:
+            for at, task in enumerate(tasks):
+                jobs.append(Job(task, name, (len(jobs) - 1,) if at else ()))
+        seconds = run(jobs).total
+    slowest = max(every, key=lambda task: task.duration)
+    takes = tuple(dict.fromkeys(link for task in every for link in task.takes))
+    moved = sum(task.num_bytes for task in every)
+    return Task(lane, name, seconds, moved, takes, slowest.bound_by)
