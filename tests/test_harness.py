@@ -72,6 +72,10 @@ def _leave_the_group(rank: int, world_size: int) -> None:
     dist.destroy_process_group()
 
 
+def _seed_and_pid(rank: int, world_size: int) -> tuple[int, int]:
+    return hash("a string"), os.getpid()
+
+
 def _read_variable(rank: int, world_size: int, name: str) -> str | None:
     return os.environ.get(name)
 
@@ -183,6 +187,14 @@ def test_fresh_processes_take_an_environment_and_show_tracebacks() -> None:
     good, bad = spawn_ranks(2, _fail_on, 1, init_group=False)
     assert (good.exitcode, bad.exitcode) == (0, 1)
     assert "ValueError: rank 1 says no" in bad.stderr
+
+
+def test_neighbours_order_their_sets_as_separate_interpreters_do() -> None:
+    (first, _), (second, _) = run_ranks(2, _seed_and_pid)
+    assert first != second
+    fresh = [process.result for process in spawn_ranks(2, _seed_and_pid, init_group=False)]
+    assert [seed for seed, _ in fresh] == [first, second]
+    assert not any(is_running(pid) for _, pid in fresh)
 
 
 def test_fresh_processes_that_hang_are_killed() -> None:

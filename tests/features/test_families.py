@@ -19,6 +19,17 @@ from tests.support.family_training import STAGES, Contender, compare, train
 from tests.support.harness import run_ranks
 
 STEPS = 6
+# a decoder, a tied and a shared embedding, buffers, experts, and frozen weights of two dtypes
+IN_BF16 = (
+    "Llama",
+    "GPT-2 (tied head)",
+    "T5 (shared embedding)",
+    "ResNet (batch norm)",
+    "Mixtral (experts)",
+    "LoRA on fp32",
+    "LoRA on int8",
+    "Mamba",
+)
 
 
 @pytest.mark.parametrize("steps", [4, pytest.param(STEPS, marks=pytest.mark.slow)])
@@ -34,8 +45,13 @@ def test_family_trains_to_ddps_bits_at_every_stage(name: str, steps: int) -> Non
         assert not any(differences.values()), differences
 
 
-@pytest.mark.parametrize("steps", [3, pytest.param(STEPS, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        *((name, 3) for name in IN_BF16),
+        *(pytest.param(name, STEPS, marks=pytest.mark.slow) for name in FAMILIES),
+    ],
+)
 def test_family_trains_in_bf16_to_the_bits_of_ddp_over_fp32_parameters(
     name: str, steps: int
 ) -> None:
@@ -141,9 +157,22 @@ def _recompute(model: Any, *, use_reentrant: bool) -> None:
     assert model.is_gradient_checkpointing
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["not-reentrant", "reentrant"])
+_T5 = "T5 (shared embedding)"
+_CHECKPOINTED = ["Llama", "GPT-2 (tied head)", _T5, "ViT", "LoRA on fp32"]
+
+
 @pytest.mark.parametrize(
-    "name", ["Llama", "GPT-2 (tied head)", "T5 (shared embedding)", "ViT", "LoRA on fp32"]
+    ("name", "use_reentrant"),
+    [
+        *((name, False) for name in _CHECKPOINTED if name != _T5),
+        ("Llama", True),
+        ("LoRA on fp32", True),
+        pytest.param(_T5, False, marks=pytest.mark.slow),
+        *(
+            pytest.param(name, True, marks=pytest.mark.slow)
+            for name in ("GPT-2 (tied head)", _T5, "ViT")
+        ),
+    ],
 )
 def test_gradient_checkpointing_gives_the_bits_of_ddp_with_it(
     name: str, use_reentrant: bool

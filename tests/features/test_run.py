@@ -263,14 +263,13 @@ torch.set_num_threads(1)
 zs.init_distributed()
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 8)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 comm = zs.Comm(transport=os.environ.get("TR", "auto"))
-engine = zs.shard(model, optimizer, stage=3, stall_timeout_s=60, comm=comm)
+# without an optimizer, which imports another 800 modules of torch's
+engine = zs.shard(model, stage=3, stall_timeout_s=60, comm=comm)
 def train(num_steps):
     for _ in range(num_steps):
         model(torch.randn(2, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
 """
 CHILD = """
 import subprocess
@@ -423,7 +422,9 @@ MOMENTS = {
 @pytest.mark.parametrize(
     "moment",
     [
-        pytest.param(moment, marks=[pytest.mark.slow] * (moment in ("importing", "computing")))
+        pytest.param(
+            moment, marks=[pytest.mark.slow] * (moment in ("importing", "joining", "computing"))
+        )
         for moment in MOMENTS
     ],
 )
@@ -506,7 +507,7 @@ def test_modules_and_programs_run_too(launch: Launch) -> None:
     assert (echo.returncode, echo.stdout) == (0, "$a  b\n")
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_launchers_started_at_once_all_get_ports_of_their_own(launch: Launch, count: int) -> None:
     script = (
         "import os, socket, time\n"

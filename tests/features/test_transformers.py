@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.support.harness import ROOT, run_ranks
+from tests.support.harness import ROOT, run_ranks, spawn_ranks
 
 pytest.importorskip("transformers")
 
@@ -31,15 +31,32 @@ def _launched(script: str, folder: Path, *words: str, world: int = 2) -> dict[st
     return answer
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return _launched("trainer_runs.py", tmp_path_factory.mktemp("trainer"))
+def _trained(rank: int, world: int, folder: str) -> dict[str, Any]:
+    from tests.support import trainer_features, trainer_runs
 
-
-@pytest.fixture(scope="module")
-def features(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     names = ["ragged", "half", "best", "adapter", "sequences"]
-    return _launched("trainer_features.py", tmp_path_factory.mktemp("features"), *names)
+    features = trainer_features.run(Path(folder, "features"), names)
+    return {"results": trainer_runs.run(Path(folder, "runs")), "features": features}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All quick runs in one pair of processes, which import Transformers once."""
+    first, second = spawn_ranks(2, _trained, str(tmp_path_factory.mktemp("trainer")), timeout=240)
+    assert first.error is None and second.error is None, (first.stderr + second.stderr)[-6000:]
+    # as they would be in a file: tuples are lists
+    answer: dict[str, Any] = json.loads(json.dumps(first.result))
+    return answer
+
+
+@pytest.fixture
+def results(trained: dict[str, Any]) -> Any:
+    return trained["results"]
+
+
+@pytest.fixture
+def features(trained: dict[str, Any]) -> Any:
+    return trained["features"]
 
 
 @pytest.mark.timeout(300)

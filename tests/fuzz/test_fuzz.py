@@ -15,7 +15,7 @@ from tests.fuzz.runner import command, report, run_program
 from tests.fuzz.shrink import shrink
 
 CHUNK = 25
-QUICK = 75
+QUICK = 50
 SLOW = 3000
 
 

@@ -4,13 +4,14 @@ processes for tests about death.
 :func:`run_ranks` calls one function on every rank of a persistent pool (interpreter, torch and the
 gloo group are paid for once per world size), :func:`spawn_ranks` on processes of their own that may
 be killed. Both find the function by importing its module, so it must stand at the top level of a
-test module.
+test module. All of them are forked off two processes that have imported torch (zygote.py).
 
 Invariant: a pool that is handed out is in step. Whatever puts that in doubt (a rank that died,
 hung, destroyed its group, or failed and then missed a barrier) ends the pool by process id, and the
 next call builds another.
 
-Cost: about 4 s for the first call of a world size, about 2 ms for each call after it.
+Cost: about 5 s for the first call, tenths of a second for a rank, about 2 ms for each call of a
+pool.
 
 What it does not do: isolate tests that share a pool from each other's module globals. The
 environment, torch's thread count and its default dtype are put back after each call; anything else
@@ -37,6 +38,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tests.support.zygote import Forked, Zygote
+
 __all__ = [
     "ProcessResult",
     "RankError",
@@ -48,6 +51,7 @@ __all__ = [
     "spawn_ranks",
 ]
 
+NUM_ZYGOTES = 2  # neighbours differ in the seed of their hashes
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
 PEER_GRACE_S = 5.0  # how long the other ranks may go on after the first one failed
@@ -249,7 +253,7 @@ class _Worker:
     """One process of ours: its end of the pipe and the files its output goes to."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     connection: Connection
     stdout: BinaryIO
     stderr: BinaryIO
@@ -282,6 +286,38 @@ class _Worker:
         self.connection.close()
 
 
+def _interpreter(
+    end: Connection,
+    outputs: tuple[BinaryIO, BinaryIO],
+    environment: dict[str, str],
+    *args: object,
+) -> subprocess.Popen[bytes]:
+    """Start a new interpreter for a worker."""
+    words = ", ".join(map(str, (end.fileno(), os.getpid(), *args)))
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+        f"from tests.support.harness import worker_main; worker_main({words})"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.DEVNULL,
+        stdout=outputs[0],
+        stderr=outputs[1],
+        env=environment,
+        pass_fds=[end.fileno()],
+        start_new_session=True,
+    )
+
+
+_zygotes: list[Zygote] = []
+
+
+def _zygote(rank: int, environment: dict[str, str]) -> Zygote:
+    if not _zygotes:  # all at once: each takes seconds to import torch
+        _zygotes.extend(Zygote(environment) for _ in range(NUM_ZYGOTES))
+    return _zygotes[rank % NUM_ZYGOTES]
+
+
 def _start(rank: int, world_size: int, init_group: bool, env: dict[str, str] | None) -> _Worker:
     ours, theirs = Pipe()
     stdout = tempfile.TemporaryFile()  # noqa: SIM115 (the worker keeps it)
@@ -297,20 +333,17 @@ def _start(rank: int, world_size: int, init_group: bool, env: dict[str, str] | N
         "PYTHONUNBUFFERED": "1",
         **(env or {}),
     }
-    code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
-        "from tests.support.harness import worker_main; "
-        f"worker_main({theirs.fileno()}, {os.getpid()}, {rank}, {world_size}, {init_group})"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
-        env=environment,
-        pass_fds=[theirs.fileno()],
-        start_new_session=True,
-    )
+    if any(name.startswith("COVERAGE_PROCESS") for name in environment):
+        process = _interpreter(theirs, (stdout, stderr), environment, rank, world_size, init_group)
+    else:
+        process = _zygote(rank, environment).fork(
+            worker_main,
+            rank,
+            world_size,
+            init_group,
+            fds=(theirs.fileno(), stdout.fileno(), stderr.fileno()),
+            environment=environment,
+        )
     theirs.close()
     return _Worker(rank, process, ours, stdout, stderr)
 
@@ -553,3 +586,6 @@ def close_pools() -> None:
             worker.process.wait(timeout=max(deadline - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
             worker.kill()
+    for zygote in _zygotes:
+        zygote.close()
+    _zygotes.clear()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -299,8 +299,8 @@ def moves(folder: Path, kind: str, steps: int) -> dict[str, Any]:
     return runs.losses() | {"rates": runs.logged("learning_rate")}
 
 
-def main() -> None:
-    folder, results = Path(sys.argv[1]), Path(sys.argv[2])
+def run(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Run the named features, with checkpoints in `folder`; return what this rank has seen."""
     torch.set_num_threads(1)
     host = {"stage": 3, "offload": {"optimizer": "host", "weight": "host"}}
     features: dict[str, Callable[[Runs], dict[str, Any]]] = {
@@ -317,16 +317,17 @@ def main() -> None:
         "twice": twice,
     }
     answers: dict[str, Any] = {}
-    for name in sys.argv[3:]:
+    for name in names:
         if name in features:
             plain, ours = Runs(folder / name, ours=False), Runs(folder / name, ours=True)
             answers[name] = {"plain": features[name](plain), "ours": features[name](ours)}
         else:
             kind, steps = name.split()
             answers[kind] = moves(folder, kind, int(steps))
-    if os.environ["RANK"] == "0":
-        results.write_text(json.dumps(answers))
+    return answers
 
 
 if __name__ == "__main__":
-    main()
+    found = run(Path(sys.argv[1]), sys.argv[3:])
+    if os.environ["RANK"] == "0":
+        Path(sys.argv[2]).write_text(json.dumps(found))

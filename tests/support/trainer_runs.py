@@ -1,14 +1,10 @@
-"""Trainer runs on every rank, started by ``zeroshard run``: argument 1 is a folder for checkpoints,
-argument 2 the file for rank 0's results.
-"""
+"""Trainer runs on every rank, for test_transformers.py."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +159,8 @@ def _lacks(folder: Path) -> list[str]:
     return messages
 
 
-def main() -> None:
-    folder, results = Path(sys.argv[1]), Path(sys.argv[2])
+def run(folder: Path) -> dict[str, Any]:
+    """Train every run, with checkpoints in `folder`; return what rank 0 has seen."""
     torch.set_num_threads(1)
     runs = {"plain": _train(folder, "plain")}
     for stage in (1, 2, 3):
@@ -186,19 +182,14 @@ def main() -> None:
     runs["constant"] = _train(folder, "constant", deepspeed, **_WARMUP)
     runs["halves"] = _train(folder, "halves", deepspeed, resume=True, **_WARMUP)
     refused, lacks = _refusals(folder), _lacks(folder)
-    if os.environ["RANK"] == "0":
-        weights = {name: load_file(folder / name / "final" / "model.safetensors") for name in runs}
-        for name, run in runs.items():
-            like = {"halves": "constant", "whole bf16": "whole bf16", "fp16": "fp16"}.get(
-                name, "plain"
-            )
-            run["same as"] = [
-                like,
-                all(torch.equal(value, weights[like][key]) for key, value in weights[name].items()),
-            ]
-            run["dtype"] = str(next(iter(weights[name].values())).dtype)
-        results.write_text(json.dumps({"runs": runs, "refused": refused, "lacks": lacks}))
-
-
-if __name__ == "__main__":
-    main()
+    if os.environ["RANK"] != "0":
+        return {}
+    weights = {name: load_file(folder / name / "final" / "model.safetensors") for name in runs}
+    for name, one in runs.items():
+        like = {"halves": "constant", "whole bf16": "whole bf16", "fp16": "fp16"}.get(name, "plain")
+        one["same as"] = [
+            like,
+            all(torch.equal(value, weights[like][key]) for key, value in weights[name].items()),
+        ]
+        one["dtype"] = str(next(iter(weights[name].values())).dtype)
+    return {"runs": runs, "refused": refused, "lacks": lacks}
