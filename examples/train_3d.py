@@ -2,6 +2,8 @@
 
     zeroshard run --nproc 8 examples/train_3d.py --dp 2 --tp 2 --pp 2
     zeroshard run --nproc 4 examples/train_3d.py --dp 2 --pp 2 --policy zero2 --schedule gpipe
+    # weights stay gathered over the micro-batches of a stage, as far as they fit
+    zeroshard run --nproc 4 examples/train_3d.py --dp 2 --pp 2 --budget 64MiB
     # saves, and goes on from there on any other axes
     zeroshard run --nproc 4 examples/train_3d.py --dp 2 --tp 2 --checkpoint DIR
     zeroshard run --nproc 4 examples/train_3d.py --dp 2 --pp 2 --checkpoint DIR --steps 80
@@ -203,7 +205,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--policy", default="zero3", help="a row of the table: ddp to zero3")
     parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="1f1b")
     parser.add_argument("--micro-batches", type=int, default=4, help="of a pipeline's step")
-    parser.add_argument("--budget", default="64MiB", help="of weights gathered in a pipeline")
+    parser.add_argument("--budget", help="bytes of weights gathered in a pipeline: 64MiB")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch", type=int, default=16, help="sequences, of all ranks together")
     parser.add_argument("--time", type=int, default=128, help="bytes of a sequence")
