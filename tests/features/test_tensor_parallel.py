@@ -384,6 +384,87 @@ def test_a_dtensor_is_gathered_where_it_is_used_and_refused_where_it_cannot_be()
     run_ranks(4, _used_outside, timeout=100)
 
 
+# ----------------------------------------------------------------------------------- Transformers
+
+
+def _tokens(rank: int, step: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    tokens = torch.randint(0, 48, (2, 8), generator=generator)
+    return {"input_ids": tokens, "labels": tokens, "use_cache": False}
+
+
+def _tp_plan(rank: int, world: int, directory: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    mesh = mesh_of(dp=2, tp=2)
+    plain = AutoModelForCausalLM.from_pretrained(directory)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-4)
+    for step in range(3):
+        for number in (0, 1):
+            (plain(**_tokens(number, step)).loss / 2).backward()
+        expected = float(nn.utils.clip_grad_norm_(plain.parameters(), SMALL))
+        optimizer.step()
+        optimizer.zero_grad()
+    states = []
+    for row in ("ddp", "zero3"):
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, tp_plan="auto", device_mesh=mesh["tp"]
+        )
+        model(**_tokens(0, 0))  # Transformers hangs its own hooks on gradients in the first forward
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+        engine = zs.shard(model, optimizer, policy=row, mesh=mesh, stall_timeout_s=30)
+        for step in range(3):
+            engine.backward(model(**_tokens(engine.rank, step)).loss)
+            norm = float(engine.clip_grad_norm_(SMALL))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert norm == pytest.approx(expected, rel=1e-5), row
+        with torch.no_grad():
+            loss = float(model(**_tokens(0, 0)).loss)
+        states.append(engine.full_state_dict(rank0_only=False))
+        engine.close()
+        assert loss == pytest.approx(float(plain(**_tokens(0, 0)).loss), rel=1e-5), row
+        assert difference(states[-1], plain.state_dict()) < 1e-5, row
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+_SIZES = {
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
+    "attn_implementation": "eager", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_tp_plan_auto_trains_as_one_process_does(family: str, tmp_path: Path) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**_SIZES)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path)
+    run_ranks(4, _tp_plan, str(tmp_path), timeout=300)
+
+
+def _packed(rank: int, world: int, directory: str) -> str:
+    from transformers import AutoModelForCausalLM
+
+    mesh = mesh_of(dp=1, tp=2)
+    model = AutoModelForCausalLM.from_pretrained(directory, tp_plan="auto", device_mesh=mesh["tp"])
+    with pytest.raises(ConfigError) as refused:
+        zs.shard(model, torch.optim.AdamW(model.parameters()), mesh=mesh)
+    return str(refused.value)
+
+
+@pytest.mark.slow
+def test_packed_parameters_of_a_tp_plan_are_refused_by_name(tmp_path: Path) -> None:
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    Phi3ForCausalLM(Phi3Config(**_SIZES)).save_pretrained(tmp_path)
+    for message in run_ranks(2, _packed, str(tmp_path), timeout=100):
+        assert "gate_up_proj" in message and "that are Shard or Replicate" in message
+
+
 # --------------------------------------------------------------------------------------- bad inputs
 
 
