@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import zeroshard as zs
 from tests.support.harness import run_ranks
@@ -231,6 +232,20 @@ def _whole(rank: int, world: int, row: str) -> None:
         if rank == 0:  # and not its replica along tp
             model.get_submodule("norm").weight.zero_()
     _holds(engine, original.state_dict())
+    with (
+        pytest.raises(StateError, match=r"'head.weight' is a DTensor and was edited on one rank"),
+        engine.gathered(writeback=True),
+        torch.no_grad(),
+    ):
+        if rank == 0:  # which has half of it
+            parameters["head.weight"].zero_()
+    with engine.gathered(writeback=True), torch.no_grad():
+        parameters["embed.weight"][1] = 0  # which lies on one rank along tp
+    _holds(engine, original.state_dict() | {"embed.weight": _without_row(original, 1)})
+    model.load_state_dict(original.state_dict())
+    model.to("cpu")  # changes nothing, and so is allowed
+    with pytest.raises(StateError, match="cannot be changed"):
+        model.half()
     engine.close()
     assert {name: id(p) for name, p in model.named_parameters()} == {
         name: id(p) for name, p in parameters.items()
@@ -238,6 +253,12 @@ def _whole(rank: int, world: int, row: str) -> None:
     for name, value in original.state_dict().items():
         here = parameters[name]
         assert torch.equal(here.full_tensor() if isinstance(here, DTensor) else here, value)
+
+
+def _without_row(model: nn.Module, row: int) -> torch.Tensor:
+    value = model.get_submodule("embed").weight.detach().clone()
+    value[row] = 0
+    return value
 
 
 def _holds(engine: zs.Engine, expected: Mapping[str, torch.Tensor]) -> None:
@@ -393,23 +414,33 @@ def _tokens(rank: int, step: int) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": tokens, "use_cache": False}
 
 
-def _tp_plan(rank: int, world: int, directory: str) -> None:
+def _from_transformers(directory: str, mesh: DeviceMesh) -> nn.Module:
+    """Return a model that Transformers has cut. By itself it takes all ranks of the job as 'tp'."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    if mesh.size() == mesh["tp"].size():
+        return AutoModelForCausalLM.from_pretrained(directory, tp_plan="auto")
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    plan = model._expand_parallel_plan(dict(model.tp_plan))
+    return apply_tensor_parallelism(model, mesh["tp"], plan)
+
+
+def _tp_plan(rank: int, world: int, directory: str, dp: int) -> None:
     from transformers import AutoModelForCausalLM
 
-    mesh = mesh_of(dp=2, tp=2)
+    mesh = mesh_of(dp=dp, tp=world // dp)
     plain = AutoModelForCausalLM.from_pretrained(directory)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-4)
     for step in range(3):
-        for number in (0, 1):
-            (plain(**_tokens(number, step)).loss / 2).backward()
+        for number in range(dp):
+            (plain(**_tokens(number, step)).loss / dp).backward()
         expected = float(nn.utils.clip_grad_norm_(plain.parameters(), SMALL))
         optimizer.step()
         optimizer.zero_grad()
     states = []
     for row in ("ddp", "zero3"):
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, tp_plan="auto", device_mesh=mesh["tp"]
-        )
+        model = _from_transformers(directory, mesh)
         model(**_tokens(0, 0))  # Transformers hangs its own hooks on gradients in the first forward
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
         engine = zs.shard(model, optimizer, policy=row, mesh=mesh, stall_timeout_s=30)
@@ -436,33 +467,17 @@ _SIZES = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
-def test_tp_plan_auto_trains_as_one_process_does(family: str, tmp_path: Path) -> None:
+def test_the_tp_plan_of_transformers_trains_as_one_process_does(
+    family: str, dp: int, tmp_path: Path
+) -> None:
     import transformers
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**_SIZES)
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path)
-    run_ranks(4, _tp_plan, str(tmp_path), timeout=300)
-
-
-def _packed(rank: int, world: int, directory: str) -> str:
-    from transformers import AutoModelForCausalLM
-
-    mesh = mesh_of(dp=1, tp=2)
-    model = AutoModelForCausalLM.from_pretrained(directory, tp_plan="auto", device_mesh=mesh["tp"])
-    with pytest.raises(ConfigError) as refused:
-        zs.shard(model, torch.optim.AdamW(model.parameters()), mesh=mesh)
-    return str(refused.value)
-
-
-@pytest.mark.slow
-def test_packed_parameters_of_a_tp_plan_are_refused_by_name(tmp_path: Path) -> None:
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    Phi3ForCausalLM(Phi3Config(**_SIZES)).save_pretrained(tmp_path)
-    for message in run_ranks(2, _packed, str(tmp_path), timeout=100):
-        assert "gate_up_proj" in message and "that are Shard or Replicate" in message
+    run_ranks(2 * dp, _tp_plan, str(tmp_path), dp, timeout=300)
 
 
 # --------------------------------------------------------------------------------------- bad inputs
@@ -479,6 +494,7 @@ def _refusals(rank: int, world: int) -> list[str]:
         (mesh["dp"], Shard(0), mesh),
         (unnamed, Shard(0), mesh),
         (mesh["tp"], Partial(), mesh),
+        (mesh["tp"], _StridedShard(0, split_factor=2), mesh),
         (turned["tp"], Shard(0), mesh),
     ]
     told = []
@@ -503,6 +519,8 @@ def test_dtensors_that_do_not_fit_the_mesh_are_refused_in_one_line() -> None:
             " along it itself: give it the model before fully_shard() or distribute_tensor()",
             "on a mesh without names: make it with mesh_dim_names",
             "placed as P(sum): give shard() parameters that are Shard or Replicate, as"
+            " parallelize_module() makes them",
+            "placed as _S(0, 2): give shard() parameters that are Shard or Replicate, as"
             " parallelize_module() makes them",
             f"along 'tp', there over the ranks {[rank % 2, rank % 2 + 2]}, and in the mesh given to"
             f" shard() over {[rank // 2 * 2, rank // 2 * 2 + 1]}: use one mesh for both",
