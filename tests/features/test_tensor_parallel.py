@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -240,7 +240,11 @@ def _whole(rank: int, world: int, row: str) -> None:
         if rank == 0:  # which has half of it
             parameters["head.weight"].zero_()
     with engine.gathered(writeback=True), torch.no_grad():
-        parameters["embed.weight"][1] = 0  # which lies on one rank along tp
+        embed = parameters["embed.weight"]
+        assert isinstance(embed, DTensor)
+        whole = embed.full_tensor()
+        whole[1] = 0  # which lies on one rank along tp
+        embed.copy_(distribute_tensor(whole, embed.device_mesh, embed.placements))
     _holds(engine, original.state_dict() | {"embed.weight": _without_row(original, 1)})
     model.load_state_dict(original.state_dict())
     model.to("cpu")  # changes nothing, and so is allowed

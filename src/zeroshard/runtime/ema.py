@@ -56,9 +56,8 @@ class EMA:
         """Move the average towards the weights; call it after ``optimizer.step()``. Nothing is
         sent.
         """
-        torch._foreach_lerp_(
-            self.averages, states_of(self._engine).rest.masters(), 1.0 - self.decay
-        )
+        masters = states_of(self._engine).rest.masters()
+        torch._foreach_lerp_(self.averages, masters, 1.0 - self.decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
