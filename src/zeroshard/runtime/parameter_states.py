@@ -189,7 +189,7 @@ class ParameterStates:
             for span in ranges:
                 if span not in known:  # else a lower rank has sent it
                     known.append(span)
-                    self._states.broadcast(flat[slice(*span)], rank)
+                    self._states.transport.broadcast(flat[slice(*span)], rank)
         return whole_of(param, flat.as_strided(here.shape, self._stride()))
 
     # ------------------------------------------------------------------ values to set
