@@ -151,7 +151,7 @@ def shard(
     assert asked is not None  # else that has raised
     told = _told(model, differences)
     context = _make_context(model, asked, seat, sync_from, trains=optimizer is not None, told=told)
-    context.prepare(list(model.buffers()))
+    context.prepare([local_of(buffer) for buffer in model.buffers()])
     try:
         engine = Engine(model, asked.plans, context, prefetch_bytes=asked.settings.prefetch_bytes)
     except StorageError:

@@ -4,6 +4,8 @@ A piece is a range of a parameter's elements, so it lies in a range of rows of t
 file: at most two rows more than the piece are read. No rank holds a whole parameter, except where
 its memory is not in row order (channels_last).
 
+Of a DTensor the rank's own part is read: its columns of its rows.
+
 Invariant: everything is compared (missing, unexpected, shapes) before anything is written. Nothing
 is unpickled. Cost: ``LoadReport.bytes_read``; replicated weights are read whole on every rank.
 """
@@ -25,8 +27,10 @@ from torch import nn
 
 from zeroshard.checkpoint.manifest import ParameterEntry, row_stride
 from zeroshard.checkpoint.pieces import in_memory_order, names_of, persistent_buffers
+from zeroshard.core.part import Part
 from zeroshard.errors import CheckpointError
 from zeroshard.nn.deferred import allocate
+from zeroshard.nn.local import local_of, part_of
 from zeroshard.runtime.engine import Engine, states_of
 
 __all__ = ["LoadReport", "load_pretrained", "weight_files"]
@@ -88,7 +92,7 @@ def load_pretrained(
             raise error
         with torch.no_grad():
             for buffer, name in found.buffers:
-                buffer.copy_(files.read(name, buffer.shape, 0, buffer.numel()).view(buffer.shape))
+                files.fill(name, buffer)
             if isinstance(target, Engine):
                 _fill_engine(target, files, found)
             else:
@@ -98,23 +102,23 @@ def load_pretrained(
 
 
 def _fill_engine(engine: Engine, files: _Files, found: _Found) -> None:
+    parts = states_of(engine).parts()
     with states_of(engine).rewriting():
         for piece in states_of(engine).resting_pieces():
             name = found.parameters.get(id(piece.parameter))
             if name is not None:
-                shape = tuple(piece.parameter.shape)
-                entry = ParameterEntry(shape, row_stride(shape), trained=False)
-                read = partial(files.read, name, shape)
+                part = parts[piece.name]
+                entry = ParameterEntry(part.sizes, row_stride(part.sizes), trained=False)
+                read = partial(files.read, name, part)
                 piece.write(in_memory_order(read, entry, piece.stride, piece.start, piece.stop))
     states_of(engine).overwritten(found.parameters)
 
 
 def _fill_module(model: nn.Module, files: _Files, found: _Found) -> None:
     present = [parameter for parameter in model.parameters() if id(parameter) in found.parameters]
-    allocate(*present)  # deferred ones
+    allocate(*map(local_of, present))  # deferred ones
     for parameter in present:
-        name, shape = found.parameters[id(parameter)], tuple(parameter.shape)
-        parameter.copy_(files.read(name, shape, 0, parameter.numel()).view(shape))
+        files.fill(found.parameters[id(parameter)], parameter)
 
 
 class _Files:
@@ -138,17 +142,28 @@ class _Files:
         file, there = self._tensors[name]
         return tuple(file.get_slice(there).get_shape())
 
-    def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
-        """Return elements ``[start, stop)`` of a tensor, in row order, 1-D, in the file's dtype."""
+    def fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Give `tensor`, or what is here of a DTensor, its numbers."""
+        part, here = part_of(name, tensor), local_of(tensor)
+        if part.numel:
+            here.copy_(self.read(name, part, 0, part.numel).view(part.sizes))
+
+    def read(self, name: str, part: Part, start: int, stop: int) -> torch.Tensor:
+        """Return elements ``[start, stop)`` of a part of a tensor, in row order, 1-D, in the file's
+        dtype. It has elements.
+        """
         file, there = self._tensors[name]
-        axis = next((axis for axis, size in enumerate(shape) if size > 1), None)
-        if axis is None:  # a scalar, or all sizes are 1
+        if not part.shape:
             rows: torch.Tensor = file.get_tensor(there)
             self.bytes_read += rows.numel() * rows.element_size()
             return rows.reshape(-1)[start:stop]
-        row = prod(shape[axis + 1 :])
+        # the rows of the first dimension that has several
+        axis = next((axis for axis, size in enumerate(part.sizes) if size > 1), 0)
+        row = prod(part.sizes[axis + 1 :])
         first, last = start // row, -(-stop // row)
-        rows = file.get_slice(there)[(*[slice(None)] * axis, slice(first, last))]
+        box = [slice(at, at + size) for at, size in zip(part.start, part.sizes, strict=True)]
+        box[axis] = slice(part.start[axis] + first, part.start[axis] + last)
+        rows = file.get_slice(there)[tuple(box)]
         self.bytes_read += rows.numel() * rows.element_size()
         return rows.reshape(-1)[start - first * row : stop - first * row]
 

@@ -26,6 +26,7 @@ from torch import nn
 
 from zeroshard.core.placement import Tier
 from zeroshard.errors import ConfigError, StateError, StorageError
+from zeroshard.nn.local import local_of
 from zeroshard.optim.elementwise import check_elementwise, shard_state
 from zeroshard.optim.runner import StepOptions, TileRunner
 from zeroshard.optim.sealed import GradientOwner, SealedGrad
@@ -154,8 +155,8 @@ class ShardedOptimizer:
             state = optimizer.state.get(shard.parameter)
             if state:
                 new_state[shard.tensor] = shard_state(
-                    state,
-                    tuple(shard.parameter.shape),
+                    {key: local_of(value) for key, value in state.items()},
+                    tuple(local_of(shard.parameter).shape),
                     shard.piece.start,
                     shard.piece.stop,
                     stride=shard.stride,

@@ -83,12 +83,13 @@ class StateAccess:
     ) -> None:
         self._context = context
         self._weights = weights
-        self._rest = rest
+        self.rest = rest
         self._backward = backward
         self._finalizer = finalizer
         self._recovery = recovery
         self._scaler = scaler
         self._faults = context.faults
+        self.transport = context.transport
         self._sharded: ShardedOptimizer | None = None
         self.accounts = Accounts(weights.units, context)
         self.peers = Peers(self, context.transport.control)  # the data parallel ranks
@@ -105,22 +106,16 @@ class StateAccess:
         self.is_closed = True
 
     def rewriting(self) -> AbstractContextManager[None]:
-        """Return a context in which `masters` and `resting_pieces` may be written; then the
+        """Return a context in which `rest.masters()` and `resting_pieces` may be written; then the
         weights follow, as after a step. Collective.
         """
         self.check_open()
         self.join_step()
-        return self._rest.rewriting()
+        return self.rest.rewriting()
 
     def overwritten(self, parameters: Iterable[int]) -> None:
         """Called when every rank has read the same values for these parameters, given by id."""
         self._faults.overwritten(parameters)
-
-    def masters(self) -> list[torch.Tensor]:
-        """Return this rank's part of the fp32 masters of all trained parameters, flat, a tensor
-        per segment in unit order.
-        """
-        return self._rest.masters()
 
     def resting_pieces(self, *, share: bool = False) -> Iterator[RestingPiece]:
         """Yield what rests here of every parameter: the master where there is one, else the weight.
@@ -129,7 +124,7 @@ class StateAccess:
         are then every element once.
         """
         self.join_step()
-        return self._rest.pieces(share=share)
+        return self.rest.pieces(share=share)
 
     def stepped_pieces(self) -> Iterator[ParamShard]:
         """Yield what the optimizer steps here, a tensor of its own per piece of a parameter."""
@@ -163,7 +158,7 @@ class StateAccess:
         self._faults.check(passes=False)
         self.join_step()
         if self._sharded is not None and self._sharded.runner.take_late():
-            with self._rest.rewriting():
+            with self.rest.rewriting():
                 pass
 
     @property

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 
 import torch
 from torch import nn
@@ -146,13 +145,6 @@ class SegmentPlan:
     def parts(self) -> tuple[Part, ...]:
         """Which part of each parameter is here."""
         return tuple(part_of(name, parameter) for name, parameter in self.members.items())
-
-    @property
-    def told_numel(self) -> int:
-        """The elements of the whole parameters, by which ranks compare what they do: that of their
-        parts, and so the layout, may differ along 'tp'.
-        """
-        return sum(prod(part.shape) for part in self.parts)
 
     def counted(self, context: Context) -> tuple[bool, ...] | None:
         """Return of which parameters the elements count here, where others have the same, too;

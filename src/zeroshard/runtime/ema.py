@@ -44,7 +44,7 @@ class EMA:
             )
         self.decay = decay
         self._engine = engine
-        self.averages = [master.clone() for master in states_of(engine).masters()]
+        self.averages = [master.clone() for master in states_of(engine).rest.masters()]
 
     @property
     def bytes(self) -> int:
@@ -56,7 +56,8 @@ class EMA:
         """Move the average towards the weights; call it after ``optimizer.step()``. Nothing is
         sent.
         """
-        torch._foreach_lerp_(self.averages, states_of(self._engine).masters(), 1.0 - self.decay)
+        masters = states_of(self._engine).rest.masters()
+        torch._foreach_lerp_(self.averages, masters, 1.0 - self.decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -79,7 +80,7 @@ class EMA:
     def _swap(self) -> None:
         states = states_of(self._engine)
         with torch.no_grad(), states.rewriting():
-            for average, master in zip(self.averages, states.masters(), strict=True):
+            for average, master in zip(self.averages, states.rest.masters(), strict=True):
                 for here, there in zip(
                     torch.split(average, _CHUNK), torch.split(master, _CHUNK), strict=True
                 ):

@@ -246,18 +246,19 @@ class Engine:
 
         Inside, all ranks with data must do the same: forwards of the module, backwards,
         ``clip_grad_norm_``, steps (with ``zero_grad()`` after each), and nothing else that is
-        collective. Gradients are divided by the number of all ranks. Needs an optimizer. A learning
-        rate scheduler that is stepped in the loop falls behind on a rank whose loop has ended: step
-        it after the context, or load its state from a rank with the most batches. Collective;
-        raises PlanMismatch where ranks with data do different things.
+        collective. Gradients are divided by the number of all ranks. Ranks along 'tp' end together;
+        'pp' is refused. Needs an optimizer. A learning rate scheduler that is stepped in the loop
+        falls behind on a rank whose loop has ended: step it after the context, or load its state
+        from a rank with the most batches. Collective; raises PlanMismatch where ranks with data do
+        different things.
         """
         self._states.check_open()
         if self._sharded is None:
             raise ConfigError("join() needs an optimizer: give it to shard() or engine.attach()")
-        if self._context.mesh.others:
+        if stages := [axis.name for axis in self._context.mesh.others if not axis.alike]:
             raise ConfigError(
-                "join() shadows data parallel ranks alone, and this mesh has other axes: run as"
-                " many batches on every rank"
+                f"join() shadows data parallel ranks, and this mesh has {stages[0]!r}, along which"
+                " ranks have other parameters: run as many batches on every rank"
             )
         with Join(self._loop, self._finalizer, self._sharded, self._context.transport).joined():
             yield

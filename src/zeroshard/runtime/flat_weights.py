@@ -83,7 +83,6 @@ class FlatWeights:
         layout, cells, rank = plan.layout, plan.cells, plan.rank
         self.key = plan.key
         self.layout = layout
-        self.told_numel = plan.told_numel
         self.dtype = plan.dtype
         self.codec: Codec | None = plan.codec(context)  # in which weights travel
         self.scope = layout.scope(cells.weight)  # of what rests here

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -64,6 +65,8 @@ class GradientPath:
         self.summed = summed
         self.partial = partial
         self.precision = precision = plan.precision(context)
+        # by which ranks compare reduces: those of parts may differ along 'tp'
+        self.whole_numel = sum(prod(part.shape) for part in plan.parts)
         # of which the elements count in a norm, where not all do (docs/design/mesh.md)
         self.counted = plan.counted(context)
         self.used = [False] * len(flat.layout.slots)  # has a gradient since the last drop

@@ -4,6 +4,7 @@ hide the class's method of that name.
     to, half, cpu, ...   refused where they would change a parameter (buffers follow)
     deepcopy, pickle     refused: a copy would hold released parameters
     compile              refused: it would compile the hooks that gather weights
+    parallelize_module   refused, as is a DTensor in the place of a parameter: it goes first
     DDP, DataParallel    refused around the model: they would average gradients twice, or copy
                          released parameters
 
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from zeroshard.errors import StateError
+from zeroshard.nn.local import is_dtensor
 
 __all__ = ["OWNED", "compiled_whole", "guard", "is_traced"]
 
@@ -44,6 +46,7 @@ def guard(model: nn.Module) -> list[Any]:
             handles.append(_Attribute(module, method, _refusing_copies(name)))
         handles.append(_Attribute(module, "_apply", _refusing_changes(module, prefix)))
         handles.append(_Attribute(module, "compile", _refusing_compile(name)))
+        handles.append(_Attribute(module, "register_parameter", _refusing_parts(module, name)))
     return handles
 
 
@@ -93,6 +96,22 @@ def _refusing_compile(name: str) -> Callable[..., Any]:
         raise compiled_whole(f"{name}.compile()")
 
     return refuse
+
+
+def _refusing_parts(module: nn.Module, prefix: str) -> Callable[..., None]:
+    """Return what stands in for ``module.register_parameter``, by which torch's parallel styles
+    put DTensors in the place of parameters.
+    """
+
+    def register(name: str, param: nn.Parameter | None) -> None:
+        if is_dtensor(param):
+            raise StateError(
+                f"parameter {name!r} of {prefix} is sharded and cannot become a DTensor: call"
+                " parallelize_module() before shard(), or engine.close() first"
+            )
+        type(module).register_parameter(module, name, param)
+
+    return register
 
 
 def compiled_whole(what: str) -> StateError:

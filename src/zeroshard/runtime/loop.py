@@ -29,6 +29,7 @@ from torch import nn
 
 from zeroshard.core.launched import heartbeat
 from zeroshard.errors import StateError, StorageError
+from zeroshard.nn.local import local_of
 from zeroshard.optim.sharded import INTERRUPTED, ShardedOptimizer
 from zeroshard.runtime.backward import Backward, retains_graph
 from zeroshard.runtime.context import Context
@@ -140,7 +141,7 @@ class Loop:
     def _broadcast_buffers(self) -> None:
         if self._context.options.broadcast_buffers:
             for buffer in self._model.buffers():
-                self._context.transport.broadcast(buffer)
+                self._context.transport.broadcast(local_of(buffer))
 
     # ------------------------------------------------------------------ one module's forward
 

@@ -2,10 +2,13 @@
 
     pieces of this rank    (start, stop, numbers)     in the order of the parameter's memory
     exchange               who holds which range      the lowest rank that holds one sends it
-    all-reduce             of the bits, 0 elsewhere   every rank has the whole
+    broadcast              of each range              every rank has the whole
 
-Cost: a message per rank and an all-reduce of the parameter. With ``local=True`` this rank's pieces
-alone are read and written, joined, and nothing is sent.
+Of a DTensor these are the pieces of what this rank has of it; whole values are whole over the
+DTensor's mesh, too.
+
+Cost: a message per rank and a broadcast per piece of the parameter. With ``local=True`` this
+rank's pieces alone are read and written, joined, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zeroshard.errors import ConfigError, StateError
+from zeroshard.nn.local import local_of, part_within, whole_of
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.engine import Engine, states_of
 
@@ -177,16 +180,17 @@ class ParameterStates:
         everyone = [json.loads(answer) for answer in answers]
         if not any(everyone):
             return None
-        param = self._param
-        flat = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
+        param, here = self._param, local_of(self._param)
+        flat = torch.zeros(here.numel(), dtype=torch.float32, device=param.device)
         for piece in pieces:
             flat[piece.start : piece.stop] = piece.numbers
-        for earlier in everyone[: self._engine.rank]:  # who sends these
-            for start, stop in earlier:
-                flat[start:stop] = 0
-        if self._engine.world > 1:
-            dist.all_reduce(flat.view(torch.int32))  # of the bits: -0.0 + 0.0 would be 0.0
-        return flat.as_strided(param.shape, self._stride())
+        known: list[list[int]] = []
+        for rank, ranges in enumerate(everyone):
+            for span in ranges:
+                if span not in known:  # else a lower rank has sent it
+                    known.append(span)
+                    self._states.transport.broadcast(flat[slice(*span)], rank)
+        return whole_of(param, flat.as_strided(here.shape, self._stride()))
 
     # ------------------------------------------------------------------ values to set
 
@@ -203,9 +207,11 @@ class ParameterStates:
         param, shape = self._param, tuple(self._param.shape)
         if value.numel() != prod(shape):
             raise ConfigError(f"value has shape {tuple(value.shape)}, the parameter {shape}")
-        stride = self._stride()
-        dense = torch.empty_strided(shape, stride, dtype=torch.float32, device=param.device)
-        dense.copy_(value.detach().view(shape))
+        here = local_of(part_within(param, value.detach().view(shape)))
+        dense = torch.empty_strided(
+            here.shape, self._stride(), dtype=torch.float32, device=param.device
+        )
+        dense.copy_(here)
         return dense.as_strided((dense.numel(),), (1,))
 
     def _stride(self) -> tuple[int, ...]:

@@ -64,7 +64,7 @@ class Reductions:
             "reduce",
             unit.name,
             dtype_name(path.precision.wire),
-            segment.flat.told_numel,
+            path.whole_numel,
             ordered=False,
         )
         if self.trace is not None:

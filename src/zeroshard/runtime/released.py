@@ -47,6 +47,7 @@ from zeroshard.runtime.trees import tensors_in
 __all__ = ["ReleasedParameter", "Tie", "know_class", "release_class", "restore_class"]
 
 _ANSWERED = ANSWERED | {torch.Tensor.data_ptr, torch.Tensor.retain_grad}
+_OF_LOCAL = ("to_local", "full_tensor", "redistribute")  # methods that read the local tensor
 _WRITES = frozenset((torch.Tensor.__setitem__, SET_DATA))
 
 
@@ -115,12 +116,26 @@ _RELEASED: dict[type, type] = {nn.Parameter: ReleasedParameter}  # by the class 
 _PLAIN: dict[type, type] = {ReleasedParameter: nn.Parameter}
 
 
+def _using(name: str) -> Callable[..., Any]:
+    """Return what stands in for a DTensor's method `name`, which is no function of torch's."""
+
+    def use(parameter: Any, *args: Any, **kwargs: Any) -> Any:
+        tie: Tie = parameter._zeroshard
+        tie.gather(name)
+        result = getattr(parameter, name)(*args, **kwargs)
+        tie.watch(result)
+        return result
+
+    return use
+
+
 def know_class(parameter: nn.Parameter) -> None:
     """Let `release_class` take DTensors, where `parameter` is one."""
     kind = type(parameter)
     if is_dtensor(parameter) and kind not in _RELEASED and kind not in _PLAIN:
         # torch.distributed.tensor is imported where there are DTensors alone (nn/local.py)
-        released = type(f"Released{kind.__name__}", (_Released, kind), {"__slots__": ()})
+        entries = {"__slots__": ()} | {name: _using(name) for name in _OF_LOCAL}
+        released = type(f"Released{kind.__name__}", (_Released, kind), entries)
         _RELEASED[kind], _PLAIN[released] = released, kind
 
 
@@ -142,8 +157,9 @@ def restore_class(parameter: nn.Parameter) -> None:
 
 def _describe(parameter: _Released) -> str:
     shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
+    kind, name = type(parameter).__name__, parameter._zeroshard.name
     return (
-        f"{type(parameter).__name__}({parameter._zeroshard.name}, shape={shape}, dtype={dtype}: rests sharded, read it inside"
+        f"{kind}({name}, shape={shape}, dtype={dtype}: rests sharded, read it inside"
         " engine.gathered())"
     )
 

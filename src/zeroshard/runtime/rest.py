@@ -44,7 +44,7 @@ class RestingPiece:
     stop: int
     state: State
     place: slice  # in the state
-    # which of `Engine.states.masters()` it lies in, and where; None for a frozen parameter's weight
+    # which of `Rest.masters()` it lies in, and where; None for a frozen parameter's weight
     master: tuple[int, slice] | None
 
     @property

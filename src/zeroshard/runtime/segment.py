@@ -48,7 +48,6 @@ class Segment:
         self.parameters = tuple(plan.members.values())
         self.parts = plan.parts  # of the parameters, that are here
         self.given = tuple(parameter.dtype for parameter in self.parameters)  # before shard()
-        self.key = flat.key  # in collectives
         self.flat = flat
         self.grad = grad
         self.master: State | None = None  # what the optimizer steps
@@ -64,6 +63,11 @@ class Segment:
         # what the user sees
         self.seen = Parameters(self.names, self.parameters, flat.dtype)
         self.rewritten = True  # frozen weights: since they were gathered last
+
+    @property
+    def key(self) -> str:
+        """What it is called in collectives."""
+        return self.flat.key
 
     @property
     def has_news(self) -> bool:

@@ -45,6 +45,8 @@ class Whole:
         self._finalizer = finalizer
         self._transport = context.transport
         self._axes = context.axes
+        others = context.mesh.others
+        self._has_replicas = bool(others) and all(axis.alike for axis in others)
         self._faults = context.faults
         self._join_step = join_step  # returns when no step is under way
 
@@ -75,7 +77,7 @@ class Whole:
                 values = _by_parameter(units, copies)
                 before = [digest_of(value) for value in values.values()]
                 yield
-                edited = self._keep_edits(values, before)
+                edited = self._agreed_edits(values, before)
             for unit, tensors in zip(units, copies, strict=True):
                 self.store_unit(unit, tensors, edited, refresh=False)
             self._weights.refresh(units)
@@ -96,9 +98,9 @@ class Whole:
                     unit.release(Use.USER)
                     self._weights.release_unused(unit)
 
-    def _keep_edits(self, values: dict[str, torch.Tensor], before: list[str]) -> set[str]:
-        """Bring rank 0's edits of `values` to every rank, and return the names; raise when
-        another rank made edits of its own.
+    def _keep_edits(self, values: dict[str, torch.Tensor], before: list[str]) -> dict[str, bool]:
+        """Bring rank 0's edits of `values` to every rank, and return by name whether rank 0 of
+        several made them alone; raise when another rank made edits of its own.
         """
         transport = self._transport
         after = [digest_of(value) for value in values.values()]
@@ -123,11 +125,41 @@ class Whole:
                 )
             if len(set(mine)) > 1:
                 transport.broadcast(value, 0)
-        return {
-            name
-            for position, name in enumerate(values)
-            if any(answer[position] for answer in changed)
+        edits = {}
+        for position, name in enumerate(values):
+            edited = [bool(answer[position]) for answer in changed]
+            if any(edited):
+                edits[name] = not all(edited)
+        return edits
+
+    def _agreed_edits(self, values: dict[str, torch.Tensor], before: list[str]) -> set[str]:
+        """Return the names of `_keep_edits`, which replicas along the mesh have edited alike.
+
+        Where other ranks have other parameters, groups edit on their own and are not asked.
+        """
+        if not self._has_replicas:
+            return set(self._keep_edits(values, before))
+        with self._axes.telling(_CALL):
+            edits = self._keep_edits(values, before)
+        named = [
+            (name, part)
+            for unit in self._weights.units
+            for segment in unit.segments
+            for name, part in zip(segment.names, segment.parts, strict=True)
+            if name in values
+        ]
+        alike = {
+            f"parameter {name}": digest_of(values[name]) for name, part in named if not part.axes
         }
+        told = self._axes.share(edits, _CALL, alike=alike)
+        for name in (name for name, part in named if part.axes):
+            by_one = [one[name] for one in told if name in one]
+            if any(by_one) and len(by_one) < len(told):
+                raise StateError(
+                    f"parameter {name!r} is a DTensor and was edited on one rank alone, which has a"
+                    " part of it: edit it on every rank"
+                )
+        return set(edits)
 
     def store_unit(
         self,

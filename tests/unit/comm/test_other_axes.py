@@ -56,10 +56,10 @@ def test_without_other_axes_nobody_is_asked() -> None:
         raise ConfigError("mine")
 
 
-def test_stages_add_and_replicas_count_once() -> None:
-    squares = [0.1, 7.0, 0.2, 9.0]  # of (pp, tp): (0, 0), (0, 1), (1, 0), (1, 1)
+def test_what_groups_count_is_added_in_mesh_order() -> None:
+    squares = [0.1, 0.7, 0.2, 0.0]  # of (pp, tp): (0, 0), (0, 1), (1, 0), (1, 1)
     sums = _run(lambda axes, n: axes.add(squares[n], "norm", common={}), pp=2, tp=2)
-    assert sums == [0.1 + 0.2] * 4
+    assert sums == [0.1 + 0.7 + 0.2] * 4
     infinite = _run(lambda axes, n: axes.add(float("inf") if n else 1.0, "norm", common={}))
     assert infinite == [float("inf")] * 2
 
