@@ -100,12 +100,12 @@ def _sums(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> dict[str
             flat = segment.flat
             parts = zip(segment.names, segment.parts, strict=True)
             whole |= {each for each, part in parts if not part.axes}
-            if not flat.rest.on_device:
-                continue
             flat.wait_published()
-            for piece in flat.layout.pieces_in(flat.rest_span):
-                if piece.name in whole:
-                    numbers = flat.rest.whole[piece.shard_start :][: piece.numel]
+            here = flat.rest.tensor  # of what rests on other tiers the part that does not
+            low, numel = flat.rest_span[0], flat.rest.split
+            for piece in flat.layout.pieces_in((low, low + numel)):
+                if piece.name in whole and here is not None:
+                    numbers = here[piece.shard_start :][: piece.numel]
                     total += placed_sum(numbers, piece.start + _seed(piece.name))
         sums[name] = total
     for shard in () if optimizer is None else optimizer.pieces():
