@@ -371,7 +371,6 @@ def _make_context(
         dtypes=asked.dtypes,
         transport=transport,
         mesh=asked.mesh,
-        axes=axes,
         everyone=Everyone(transport.control, axes),
         codecs=settings.comm.codecs(),
         streams=make_streams(device),

@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zeroshard as zs
 from tests.support.broken_storage import Broken
 from tests.support.harness import RankError, run_ranks, spawn_ranks
+from tests.support.tensor_parallel import CASES, train
 from tests.support.training import TRANSPORTS, Net, State, batch, two_groups
 from zeroshard import ConfigError, PlanMismatch, StateError, StorageError
+from zeroshard.runtime.engine import states_of
 
 ROWS = ("ddp", "zero1", "zero2", "zero3")
 SMALL = 0.05  # what clips every step
@@ -619,3 +621,53 @@ def test_ranks_that_disagree_about_the_axes_are_told_before_they_meet() -> None:
         assert "disagree, first about 'mesh'" in told[1] and "Pass the same mesh=" in told[1]
         assert "disagree, first about 'mesh'" in told[2]
         assert not any("\n" in one for one in told)
+
+
+# ------------------------------------------------------------------------------------ verify_every
+
+
+def _flipped(rank: int, world: int, names: tuple[str, ...]) -> list[str]:
+    """Flip one bit of a sharded weight, or of a moment, of the last rank; return the errors."""
+    told = []
+    for what in ("weight", "moment", "nothing"):
+        mesh = _mesh(*names)
+        model = _stage(0 if "tp" in names else mesh.get_local_rank("pp"))
+        optimizer, engine = _sharded(mesh, model, verify_every=2)
+        message = "not found"
+        for step in range(4):
+            engine.backward(model(*batch(engine.rank, step)))
+            if step == 3 and rank == 3:
+                shard = next(iter(states_of(engine).stepped_pieces()))
+                moment = optimizer.state[shard.tensor]["exp_avg"]
+                flipped = {"weight": shard.tensor.detach(), "moment": moment}.get(what)
+                if flipped is not None:
+                    flipped.view(torch.int32)[0] ^= 1
+            try:
+                optimizer.step()
+            except PlanMismatch as error:
+                message = f"{step} {error}"
+                break
+            optimizer.zero_grad()
+        told.append(message)
+        if message == "not found":
+            engine.close()
+    return told
+
+
+def test_a_flipped_bit_of_a_shard_is_found_by_its_replica_along_tp() -> None:
+    for weight, moment, nothing in run_ranks(4, _flipped, ("dp", "tp"), timeout=100):
+        assert weight.startswith("3 weights of unit ") and "between tp=0 and tp=1" in weight
+        assert moment.startswith("3 optimizer state of ") and "between tp=0 and tp=1" in moment
+        assert nothing == "not found"
+    for told in run_ranks(4, _flipped, ("pp", "dp"), timeout=100):  # no second copy of a shard
+        assert told == ["not found"] * 3
+
+
+def _parts_have_no_replica(rank: int, world: int) -> None:
+    """Parts of DTensors differ, and plain parameters are cut elsewhere beside uneven ones."""
+    for row in ("zero1", "zero3"):
+        train(CASES["empty"], _mesh("dp", "tp"), 2, policy=row, verify_every=1)
+
+
+def test_parts_of_dtensors_are_not_compared_along_tp() -> None:
+    run_ranks(4, _parts_have_no_replica, timeout=100)

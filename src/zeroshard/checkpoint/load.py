@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from zeroshard.checkpoint.match import Wanted
 from zeroshard.checkpoint.pieces import Stateful, check_arguments
 from zeroshard.checkpoint.reading import Reading
 from zeroshard.checkpoint.stages import names_elsewhere
@@ -79,14 +80,13 @@ def load(
     directory = Path(directory)
     states_of(engine).begin_load()
     elsewhere = names_elsewhere(engine, "zs.load()")
+    wanted = Wanted(dict(states or {}), elsewhere, frozen)
     candidates = _candidates(directory, engine, step)
     damaged: list[str] = []
     while True:
         number = candidates.pop()
         try:
-            options = {"strict": strict, "verify": verify, "frozen": frozen}
-            mine = dict(states or {})
-            restored = _load_step(directory, number, engine, mine, elsewhere, **options)
+            restored = _load_step(directory, number, engine, wanted, strict=strict, verify=verify)
         except CheckpointError as error:
             if not candidates:
                 raise CheckpointError("; ".join([*damaged, str(error)])) from error
@@ -122,12 +122,10 @@ def _load_step(
     directory: Path,
     step: int,
     engine: Engine,
-    states: dict[str, Stateful],
-    elsewhere: set[str],
+    wanted: Wanted,
     *,
     strict: bool,
     verify: bool,
-    frozen: bool,
 ) -> Restored:
     with ExitStack() as stack:
         # also for invalid values, a disk that fails, no memory
@@ -139,7 +137,7 @@ def _load_step(
                     " that all ranks share?"
                 )
             saved = StepReader(path, stack, states_of(engine).trimmer(), verify=verify)
-            reading = Reading(saved, engine, states, elsewhere, frozen=frozen)
+            reading = Reading(saved, engine, wanted)
             if strict and reading.misfits:
                 raise _Misfit(
                     f"{path} does not fit {type(engine.module).__name__}: {_some(reading.misfits)};"

@@ -8,6 +8,7 @@ Invariant: nothing is read but the manifest. `misfits` is empty, or says all tha
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from zeroshard.checkpoint.manifest import STATE, VALUE
@@ -24,32 +25,31 @@ from zeroshard.checkpoint.values import decode
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, states_of
 
-__all__ = ["Match"]
+__all__ = ["Match", "Wanted"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a load is to bring."""
+
+    states: dict[str, Stateful]  # into these
+    elsewhere: set[str]  # names that other stages have
+    frozen: bool  # whether into frozen parameters, too
 
 
 class Match:
-    """The names that the step in `saved` and an engine have in common; `elsewhere` are those of
-    other stages.
-    """
+    """The names that the step in `saved` and an engine have in common."""
 
-    def __init__(
-        self,
-        saved: StepReader,
-        engine: Engine,
-        states: dict[str, Stateful],
-        elsewhere: set[str],
-        *,
-        frozen: bool,
-    ) -> None:
+    def __init__(self, saved: StepReader, engine: Engine, wanted: Wanted) -> None:
         self.misfits: list[str] = []
         self.skipped: list[str] = []
         self.left_alone: list[str] = []  # frozen parameters, where they are not asked for
         self._saved = saved
         self._engine = engine
-        self._states = states
-        self._elsewhere = elsewhere
+        self._states = wanted.states
+        self._elsewhere = wanted.elsewhere
         # the name there of each parameter, by id
-        self.there: dict[int, str] = self._match_parameters(frozen=frozen)
+        self.there: dict[int, str] = self._match_parameters(frozen=wanted.frozen)
         # the saved options of each param group; None: there are none to load
         self.groups: list[dict[str, Any]] | None = self._match_groups()
         self._check_states()

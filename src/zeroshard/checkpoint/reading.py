@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from zeroshard.checkpoint.manifest import BUFFER, STATE, VALUE, row_stride
-from zeroshard.checkpoint.match import Match
+from zeroshard.checkpoint.match import Match, Wanted
 from zeroshard.checkpoint.pieces import (
     EXTRA,
     RNG,
@@ -44,20 +44,12 @@ __all__ = ["Reading"]
 class Reading:
     """One checkpoint on its way into one engine."""
 
-    def __init__(
-        self,
-        saved: StepReader,
-        engine: Engine,
-        states: dict[str, Stateful],
-        elsewhere: set[str],
-        *,
-        frozen: bool,
-    ) -> None:
+    def __init__(self, saved: StepReader, engine: Engine, wanted: Wanted) -> None:
         self.extra: Any = None
         self._saved = saved
         self._engine = engine
-        self._states = states
-        self._match = Match(saved, engine, states, elsewhere, frozen=frozen)
+        self._states = wanted.states
+        self._match = Match(saved, engine, wanted)
         self._parts = states_of(engine).parts()
         self._rank = rank_there(engine, saved.manifest.world, saved.manifest.places)
         # (to, from): masters, weights, averages

@@ -444,7 +444,7 @@ class Saver:
             tensors=tuple(_tensor(raw) for index in indices for raw in index["tensors"]),
             optimizer=optimizer,
             states=states,
-            places=states_of(engine).places,
+            places=self._ranks.places,
         )
 
 

@@ -49,7 +49,7 @@ def unite(engine: Engine, part: RankPart) -> None:
     Raises CheckpointError, on every rank, for a name that stages have with other contents.
     """
     states = states_of(engine)
-    if not states.places:
+    if not states.everyone.places:
         return
     stages = _stages(engine, part)
     _refuse_classes(stages)
@@ -69,7 +69,7 @@ def unite(engine: Engine, part: RankPart) -> None:
                 )
     if again:
         _refuse_other_numbers(engine, part, again, first)
-    mine = {name for name, stage in again if stage == states.stage}
+    mine = {name for name, stage in again if stage == states.everyone.stage}
     part.stored = [one for one in part.stored if one[0].parameter not in mine]
     part.parameters = {
         name: _entry(raw) for stage in stages for name, raw in stage.parameters.items()
@@ -82,7 +82,7 @@ def names_elsewhere(engine: Engine, call: str) -> set[str]:
     Collective.
     """
     states = states_of(engine)
-    if not states.places:
+    if not states.everyone.places:
         return set()
     mine = {
         *(one for name, entry in parameters_of(engine).items() for one in (name, *entry.aliases)),
@@ -98,10 +98,10 @@ def rank_there(engine: Engine, world: int, places: Sequence[str]) -> int | None:
     the ranks were laid out in another way.
     """
     states = states_of(engine)
-    if set(places) != set(states.places) or world != states.everyone.size:
+    if set(places) != set(states.everyone.places) or world != states.everyone.size:
         return None
     rank = states.everyone.rank
-    return places.index(states.places[rank]) if places else rank
+    return places.index(states.everyone.places[rank]) if places else rank
 
 
 def united_groups(stages: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -135,7 +135,7 @@ def _stages(engine: Engine, part: RankPart) -> list[_Stage]:
     if engine.rank == 0:  # of a data parallel group, whose ranks have the same
         kind = "" if engine.optimizer is None else type(engine.optimizer).__name__
         parameters = {name: asdict(entry) for name, entry in part.parameters.items()}
-        told = json.dumps(asdict(_Stage(states.stage, parameters, part.groups, kind)))
+        told = json.dumps(asdict(_Stage(states.everyone.stage, parameters, part.groups, kind)))
     answers = [json.loads(answer) for answer in states.everyone.exchange(told.encode(), _CALL)]
     stages = [_Stage(**raw) for raw in answers if raw is not None]
     return list({stage.name: stage for stage in reversed(stages)}.values())[::-1]
@@ -161,7 +161,7 @@ def _refuse_other_numbers(
         if entry.parameter in names:
             kinds = sums.setdefault(entry.parameter, {})
             kinds[entry.kind] = kinds.get(entry.kind, 0) + _sum(entry, numbers)
-    mine = json.dumps([states_of(engine).stage, sums]).encode()
+    mine = json.dumps([states_of(engine).everyone.stage, sums]).encode()
     total: dict[tuple[str, str], dict[str, int]] = {}  # by stage and name, of each kind
     for stage, found in map(json.loads, states_of(engine).everyone.exchange(mine, _CALL)):
         for name, kinds in found.items():

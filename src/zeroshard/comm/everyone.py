@@ -28,8 +28,8 @@ class Everyone:
     """All ranks of the mesh as one Control. Made by all of them together."""
 
     def __init__(self, control: Control, axes: OtherAxes) -> None:
+        self.axes = axes
         self._control = control
-        self._axes = axes
         self.rank, self.size = control.rank, control.size
         self.places: tuple[str, ...] = ()  # of each rank; () where all are data parallel
         self._order: list[int] = []  # by number: which of the groups' payloads, in mesh order
@@ -45,7 +45,7 @@ class Everyone:
         """Return every rank's `payload`, in the order of their numbers. Collective; PlanMismatch,
         on every rank, where other ranks are in another `call`.
         """
-        if self._axes.size == 1:
+        if self.axes.size == 1:
             return self._control.exchange(payload, call)
         answers = self._of_groups(payload, call)
         return [answers[index] for index in self._order]
@@ -55,11 +55,11 @@ class Everyone:
         or a peer, is known to have ended. Never blocks.
         """
         self._control.check_peers(what)
-        self._axes.check(what)
+        self.axes.check(what)
 
     def _of_groups(self, payload: bytes, call: str) -> list[bytes]:
         """Return the payloads of all ranks, group by group in mesh order."""
-        with self._axes.telling(call):
+        with self.axes.telling(call):
             own = self._control.exchange(payload, call)
-        groups = self._axes.share([answer.decode("latin-1") for answer in own], call)
+        groups = self.axes.share([answer.decode("latin-1") for answer in own], call)
         return [answer.encode("latin-1") for group in groups for answer in group]

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm.agree import agree
+from zeroshard.comm.everyone import Everyone
 from zeroshard.comm.transport import Control
 from zeroshard.core.part import Part
 from zeroshard.core.placement import Tier
@@ -34,7 +35,7 @@ from zeroshard.runtime.reports import Accounts
 from zeroshard.runtime.rest import Rest, RestingPiece
 from zeroshard.runtime.weights import Weights
 
-__all__ = ["Peers", "StateAccess"]
+__all__ = ["Peers", "Ranks", "StateAccess"]
 
 _DELAYED = "delayed_steps"
 
@@ -68,6 +69,15 @@ class Peers:
         self._control.check_peers(during)
 
 
+class Ranks(Peers):
+    """All ranks of the mesh."""
+
+    def __init__(self, states: StateAccess, everyone: Everyone) -> None:
+        super().__init__(states, everyone)
+        self.places = everyone.places  # of each, by number; () where all are data parallel
+        self.stage = everyone.axes.place.stage  # where others have other parameters: "pp=1"
+
+
 class StateAccess:
     """The states of one engine at rest."""
 
@@ -93,7 +103,7 @@ class StateAccess:
         self._sharded: ShardedOptimizer | None = None
         self.accounts = Accounts(weights.units, context)
         self.peers = Peers(self, context.transport.control)  # the data parallel ranks
-        self.everyone = Peers(self, context.everyone)  # all ranks of the mesh
+        self.everyone = Ranks(self, context.everyone)
         self.is_closed = False
 
     def attach(self, sharded: ShardedOptimizer) -> None:
@@ -169,16 +179,6 @@ class StateAccess:
     def trimmer(self) -> Trimmer:
         """Return what keeps the allocator from holding on to temporaries."""
         return self._context.tiering.trimmer()
-
-    @property
-    def places(self) -> tuple[str, ...]:
-        """Where each rank of the mesh is, by number; () where all are data parallel."""
-        return self._context.everyone.places
-
-    @property
-    def stage(self) -> str:
-        """Where this rank is along the axes along which ranks have other parameters."""
-        return self._context.axes.place.stage
 
     @property
     def rests_on_disk(self) -> bool:

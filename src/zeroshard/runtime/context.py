@@ -82,7 +82,6 @@ class Context:
     dtypes: Dtypes
     transport: Transport
     mesh: Mesh
-    axes: OtherAxes
     everyone: Everyone
     streams: Streams
     meter: MemoryCounter
@@ -94,6 +93,11 @@ class Context:
     # gives a segment's parameters their initial values
     prepare: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None
     tiering: Tiering = field(default_factory=Tiering)
+
+    @property
+    def axes(self) -> OtherAxes:
+        """What the data parallel groups tell each other."""
+        return self.everyone.axes
 
     @property
     def steps_into_forward(self) -> bool:

@@ -39,7 +39,7 @@ from zeroshard.runtime.prefetch import Phase
 from zeroshard.runtime.recomputed import count_recomputations, is_checkpointed
 from zeroshard.runtime.recovery import Recovery
 from zeroshard.runtime.repartition import StepTiles
-from zeroshard.runtime.replicas import compare_replicas
+from zeroshard.runtime.replicas import verify_replicas
 from zeroshard.runtime.rest import Rest
 from zeroshard.runtime.trees import tensors_within
 from zeroshard.runtime.unit import Unit, Use
@@ -249,7 +249,7 @@ class Loop:
             self._finalizer.clip(context.options.clip_norm)
         result = self._finalizer.before_step()
         if self._finalizer.is_every(context.options.verify_every):
-            compare_replicas(self.weights.units, self._optimizer, context.transport)
+            verify_replicas(self.weights.units, self._optimizer, context)
         context.faults.agree()  # before anything is written
         since = None if recording is None else recording.now()
         self._rest.before_writing()

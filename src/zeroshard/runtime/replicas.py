@@ -2,10 +2,17 @@
 
 A flipped bit in a replicated weight or moment makes that rank's gradients differ from then on,
 silently (FAULTS: silent corruption). Every `verify_every` steps the ranks exchange one 64-bit
-digest per unit and state and compare. Sharded state has no second copy and is not covered.
+digest per unit and state and compare. Sharded state has no second copy among data parallel ranks,
+and is not covered there. Along 'tp' it has: each group has the same plain parameters (parts of
+DTensors are a group's own), in shards that need not be cut alike. So sums of mixed bits, which add
+up, are compared there.
+
+    mesh (dp 2, tp 2), zero3      tp 0          tp 1
+                           dp 0   a[:5], b      a[:4], c      a: plain; b, c, d, e: of DTensors
+                           dp 1   a[5:], d      a[4:], e      sums: a[:5] + a[5:] = a[:4] + a[4:]
 
 Cost: a digest of the replicated state where it lies (core/tensor_digest.py) and 8 bytes per unit
-and state on the wire, every `verify_every` steps.
+and state on the wire, every `verify_every` steps; of sharded state, too, where the mesh has 'tp'.
 """
 
 from __future__ import annotations
@@ -18,12 +25,13 @@ import torch
 from zeroshard.comm.agree import agree
 from zeroshard.comm.transport import Transport
 from zeroshard.core.placement import Scope
-from zeroshard.core.tensor_digest import digest_of
+from zeroshard.core.tensor_digest import digest_of, placed_sum
 from zeroshard.errors import PlanMismatch
 from zeroshard.optim.sharded import ShardedOptimizer
+from zeroshard.runtime.context import Context
 from zeroshard.runtime.unit import Unit, UnitState
 
-__all__ = ["compare_replicas"]
+__all__ = ["compare_replicas", "verify_replicas"]
 
 _CALL = "the comparison of replicas (verify_every)"
 _REMEDY = (
@@ -50,6 +58,69 @@ def compare_replicas(
         named |= _state_digests(optimizer)
     _compare_columns(units, optimizer, transport)
     agree(transport.control.exchange, named, call=_CALL, remedy=_REMEDY)
+
+
+def verify_replicas(
+    units: Sequence[Unit], optimizer: ShardedOptimizer | None, context: Context
+) -> None:
+    """Raise PlanMismatch, on every rank of the mesh, naming the first unit whose replicated weights
+    or optimizer state differ between data parallel ranks, or along other axes; collective.
+    """
+    with context.axes.telling(_CALL):
+        compare_replicas(units, optimizer, context.transport)
+    places = context.everyone.places
+    if not places:
+        return
+    mine = json.dumps([context.axes.place.stage, context.axes.place.text, _sums(units, optimizer)])
+    total: dict[str, dict[str, dict[str, int]]] = {}  # by stage, group and name
+    for stage, group, sums in map(json.loads, context.everyone.exchange(mine.encode(), _CALL)):
+        held = total.setdefault(stage, {}).setdefault(group, {})
+        for name, number in sums.items():
+            held[name] = (held.get(name, 0) + number) % (1 << 64)
+    for groups in total.values():
+        (first, expected), *others = groups.items()
+        for group, held in others:
+            for name in (*expected, *held):
+                if held.get(name) != expected.get(name):
+                    raise PlanMismatch(
+                        f"{name} differ between {first} and {group} of the mesh, which hold the"
+                        f" same. {_REMEDY}"
+                    )
+
+
+def _sums(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> dict[str, int]:
+    """Return sums of the bits that rest here of whole parameters, weights by unit and optimizer
+    states by parameter: those of the ranks of a group add up to one number however they are cut.
+    """
+    sums: dict[str, int] = {}
+    whole: set[str] = set()
+    for unit in units:
+        name, total = f"weights of unit {unit.name}", 0
+        for segment in unit.segments:
+            flat = segment.flat
+            parts = zip(segment.names, segment.parts, strict=True)
+            whole |= {each for each, part in parts if not part.axes}
+            flat.wait_published()
+            here = flat.rest.tensor  # of what rests on other tiers the part that does not
+            low, numel = flat.rest_span[0], flat.rest.split
+            for piece in flat.layout.pieces_in((low, low + numel)):
+                if piece.name in whole and here is not None:
+                    numbers = here[piece.shard_start :][: piece.numel]
+                    total += placed_sum(numbers, piece.start + _seed(piece.name))
+        sums[name] = total
+    for shard in () if optimizer is None else optimizer.pieces():
+        if shard.name in whole:
+            state = optimizer.optimizer.state.get(shard.tensor, {}) if optimizer else {}
+            tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+            name = f"optimizer state of {shard.name}"
+            for tensor in (shard.tensor, *(each for each in tensors if each.dim())):
+                sums[name] = sums.get(name, 0) + placed_sum(tensor, shard.piece.start)
+    return sums
+
+
+def _seed(name: str) -> int:
+    """Return where the elements of a parameter are counted from: apart from those of others."""
+    return int(digest_of(torch.tensor(list(name.encode()), dtype=torch.uint8))[:8], 16) << 24
 
 
 def _compare_columns(
