@@ -17,7 +17,7 @@ from typing import Protocol
 
 from zeroshard.core.cost import LinkBytes
 from zeroshard.core.pipeline import UNSHARD
-from zeroshard.core.placement import Mesh
+from zeroshard.core.placement import Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.planner.axes import Grid
 from zeroshard.planner.beside import TensorParallel, activation_bytes, send_seconds
@@ -83,6 +83,7 @@ class GridPlan:
         if grid.tp not in known:
             known[grid.tp] = cut_tensors(model, grid.tp)
         self.stages = cut_stages(known[grid.tp], grid.stages)
+        self._worked: dict[Policy, Sequence[StageWork]] = {}
 
     # ------------------------------------------------------------------------------ bytes
 
@@ -147,8 +148,11 @@ class GridPlan:
         most = most_in_flight(order, kept)
         if grid.schedule.name == "gpipe":
             most = sum(kept) * grid.micro_batches
-        works = [self._works(policy)[stage].gathered_bytes for stage in self._own(rank)]
-        return InFlight(max(0, most - sum(kept)), min(sum(works), room(works)))
+        weight, gathered = policy.default.weight, 0
+        if weight.scope is not Scope.FULL or weight.tier is not Tier.DEVICE:
+            works = self._works(policy)
+            gathered = room([works[stage].gathered_bytes for stage in self._own(rank)])
+        return InFlight(max(0, most - sum(kept)), gathered)
 
     def budget(self, rank: int, policy: Policy) -> int:
         """Return the bytes that gathered stages may take together; 0 where none come and go."""
@@ -236,15 +240,13 @@ class GridPlan:
         return m * max(ranks) + (fill / 3 if grid.schedule.splits_backwards else fill)
 
     def _works(self, policy: Policy) -> Sequence[StageWork]:
-        if self._worked[0] is not policy:
+        if policy not in self._worked:
             made: dict[int, StageWork] = {}
             for one in self._durations:
                 if id(one) not in made:
                     made[id(one)] = stage_work(one, policy)
-            self._worked = (policy, [made[id(one)] for one in self._durations])
-        return self._worked[1]
-
-    _worked: tuple[Policy | None, Sequence[StageWork]] = (None, ())
+            self._worked[policy] = [made[id(one)] for one in self._durations]
+        return self._worked[policy]
 
     def step(self, policy: Policy) -> StepSeconds:
         """Return how long a step takes."""
