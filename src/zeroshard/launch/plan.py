@@ -395,7 +395,11 @@ def _cells(row: PlannedRow, axes: Axes | None) -> dict[str, str]:
     numbers = {"rest": row.rest_bytes["device"], "peak": row.peak_bytes["device"]}
     numbers |= {tier: row.rest_bytes[tier] for tier in ("host", "disk")}
     numbers |= row.traffic_bytes
-    bubble = {"idle": f"{row.spread.bubble:.0%}" if row.spread.bubble else "-"} if axes is not None else {}
+    bubble = (
+        {"idle": f"{row.spread.bubble:.0%}" if row.spread.bubble else "-"}
+        if axes is not None
+        else {}
+    )
     return {
         **along,
         "row": row.row,

@@ -31,8 +31,8 @@ __all__ = ["cut_stages", "cut_tensors", "is_assumed", "layer_numbers"]
 _COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj", "qkv", "up",
             "query_key_value", "dense_h_to_4h")  # fmt: skip
 _ROWS = ("o_proj", "down_proj", "out", "down", "dense", "dense_4h_to_h")
-_VOCABULARY = ("embed_tokens", "wte", "embed_in", "embed_out", "embedding", "token", "lm_head",
-               "head")  # fmt: skip
+_VOCABULARY = ("embed_tokens", "embed", "wte", "embed_in", "embed_out", "embedding", "token",
+               "lm_head", "head")  # fmt: skip
 _WHOLE = ("wpe", "position", "gate", "norm_1", "norm_2")
 # name of a layer -> the dimension of its weight that is cut; Conv1D's weights are [in, out]
 _CUT = dict.fromkeys((*_COLUMNS, "c_proj"), -2) | dict.fromkeys((*_ROWS, "c_attn", "c_fc"), -1)

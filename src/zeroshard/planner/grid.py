@@ -17,7 +17,7 @@ from typing import Protocol
 
 from zeroshard.core.cost import LinkBytes
 from zeroshard.core.pipeline import UNSHARD
-from zeroshard.core.placement import Mesh
+from zeroshard.core.placement import Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.planner.axes import Grid
 from zeroshard.planner.beside import TensorParallel, activation_bytes, send_seconds
@@ -83,6 +83,7 @@ class GridPlan:
         if grid.tp not in known:
             known[grid.tp] = cut_tensors(model, grid.tp)
         self.stages = cut_stages(known[grid.tp], grid.stages)
+        self._worked: dict[Policy, Sequence[StageWork]] = {}
 
     # ------------------------------------------------------------------------------ bytes
 
@@ -123,6 +124,10 @@ class GridPlan:
         plans = [self._rank(rank, policy) for rank in self._ranks]
         return max(plans, key=lambda one: one.peak.total)
 
+    def laid_out_of(self, rank: int) -> LaidOut:
+        """Return the units of the first or the last rank of the pipeline."""
+        return self._ranks[rank]
+
     def rests(self, policy: Policy) -> Iterator[StateBytes]:
         """Yield what rests on the first and the last rank of the pipeline."""
         for laid_out in self._ranks.values():
@@ -147,15 +152,18 @@ class GridPlan:
         most = most_in_flight(order, kept)
         if grid.schedule.name == "gpipe":
             most = sum(kept) * grid.micro_batches
-        works = [self._works(policy)[stage].gathered_bytes for stage in self._own(rank)]
-        return InFlight(max(0, most - sum(kept)), min(sum(works), room(works)))
+        weight, gathered = policy.default.weight, 0
+        if weight.scope is not Scope.FULL or weight.tier is not Tier.DEVICE:
+            works = self._works(policy)
+            own = sum(works[stage].gathered_bytes for stage in self._own(rank))
+            gathered = min(own, room([work.gathered_bytes for work in works], grid.pp))
+        return InFlight(max(0, most - sum(kept)), gathered)
 
-    def budget(self, rank: int, policy: Policy) -> int:
+    def budget(self, policy: Policy) -> int:
         """Return the bytes that gathered stages may take together; 0 where none come and go."""
         if self.grid.pp == 1:
             return 0
-        works = self._works(policy)
-        return room([works[stage].whole_bytes for stage in self._own(rank)])
+        return room([work.whole_bytes for work in self._works(policy)], self.grid.pp)
 
     # ------------------------------------------------------------------------------ traffic
 
@@ -164,19 +172,17 @@ class GridPlan:
         if self.grid.pp == 1:
             return traffic_bytes(self._laid_out[0], policy, self.training)
         total = LinkBytes()
-        works = self._works(policy)
-        sizes = {stage: works[stage].whole_bytes for stage in self._own(rank)}
-        gathers = self._gathers(rank, sizes)
+        gathers = self._gathers(rank, [work.whole_bytes for work in self._works(policy)])
         for stage in self._own(rank):
             laid_out = self._laid_out[stage]
             total = total + traffic_bytes(laid_out, policy, self.training, gathers[stage])
         return total
 
-    def _gathers(self, rank: int, sizes: dict[int, int]) -> dict[int, tuple[int, int]]:
+    def _gathers(self, rank: int, sizes: Sequence[int]) -> dict[int, tuple[int, int]]:
         """Return how often each stage is gathered before forwards, and before backwards."""
         grid = self.grid
         actions = placed_actions(grid.schedule, rank, grid.pp, grid.micro_batches, sizes)
-        out = dict.fromkeys(sizes, (0, 0))
+        out = dict.fromkeys(self._own(rank), (0, 0))
         what_for = phases(actions)
         for at, action in enumerate(actions):
             if action.kind == UNSHARD:
@@ -227,24 +233,31 @@ class GridPlan:
 
     @cached_property
     def least_s(self) -> float:
-        """Seconds of a step in which nothing but computations and their order takes time."""
+        """Seconds that a step takes at least: computations and their order, or what gradients and
+        weights take between nodes, once each way.
+        """
         grid, m = self.grid, self.grid.micro_batches
         by_kind = {id(one): one.compute_s() / m for one in self._durations}
         stages = [by_kind[id(one)] for one in self._durations]
         ranks = [sum(stages[stage] for stage in self._own(rank)) for rank in range(grid.pp)]
         fill = (grid.pp - 1) * min(stages)
-        return m * max(ranks) + (fill / 3 if grid.schedule.splits_backwards else fill)
+        computing = m * max(ranks) + (fill / 3 if grid.schedule.splits_backwards else fill)
+        mesh, speeds = self.share.mesh, self.machine.speeds
+        if mesh.num_nodes == 1:
+            return computing
+        size = self.training.formats(None).weight.bytes_per_element
+        moved = 2 * size * self._ranks[0].model.numel / mesh.node_size
+        part = (mesh.num_nodes - 1) / mesh.num_nodes
+        return max(computing, part * moved / (speeds.network * speeds.bandwidth_efficiency))
 
     def _works(self, policy: Policy) -> Sequence[StageWork]:
-        if self._worked[0] is not policy:
+        if policy not in self._worked:
             made: dict[int, StageWork] = {}
             for one in self._durations:
                 if id(one) not in made:
                     made[id(one)] = stage_work(one, policy)
-            self._worked = (policy, [made[id(one)] for one in self._durations])
-        return self._worked[1]
-
-    _worked: tuple[Policy | None, Sequence[StageWork]] = (None, ())
+            self._worked[policy] = [made[id(one)] for one in self._durations]
+        return self._worked[policy]
 
     def step(self, policy: Policy) -> StepSeconds:
         """Return how long a step takes."""

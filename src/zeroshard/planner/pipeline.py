@@ -89,22 +89,23 @@ class PipelineTime:
         return max(others, key=lambda name: others[name])
 
 
-def room(stages: Sequence[int]) -> int:
-    """Return the bytes that gathered stages of a rank may take in a plan: that of one stage, of
-    several stages the two that follow each other.
+def room(stages: Sequence[int], ranks: int) -> int:
+    """Return the bytes that gathered stages of a rank may take in a plan, the same on each of the
+    `ranks`: those of one stage, of several stages on a rank the two that follow each other.
     """
-    return sum(sorted(stages)[-2:])
+    return max(sum(sorted(stages[rank::ranks])[-2:]) for rank in range(ranks))
 
 
 def placed_actions(
-    schedule: Schedule, rank: int, ranks: int, micro_batches: int, stage_bytes: Mapping[int, int]
+    schedule: Schedule, rank: int, ranks: int, micro_batches: int, stage_bytes: Sequence[int]
 ) -> list[Action]:
     """Return what `rank` does in a step, with gathers where the engine places them within `room`.
-    `stage_bytes`: of its stages, what gathering each takes.
+    `stage_bytes`: of all stages, what gathering each takes.
     """
     order = schedule.order(rank, ranks, micro_batches)
-    budget = room(list(stage_bytes.values()))
-    return place(order, stage_bytes, budget if budget else None)
+    budget = room(stage_bytes, ranks)
+    sizes = dict(enumerate(stage_bytes))
+    return place(order, sizes, budget if budget else None)
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,12 @@ class Pipeline:
             for rank in range(self.ranks)
         ]
         total = done.total
-        ranks = [_rank_time(done, rank, total, tensor[rank]) for rank in range(self.ranks)]
+        computed: list[list[int]] = [[] for _ in range(self.ranks)]
+        for number, job in enumerate(done.jobs):
+            if job.task.lane == "compute":
+                computed[job.rank].append(number)
+        ranks = [_rank_time(done, computed[rank], total, tensor[rank])
+                 for rank in range(self.ranks)]  # fmt: skip
         return PipelineTime(total, tuple(ranks))
 
 
@@ -159,7 +165,7 @@ class _Jobs:
         """Enqueue what `rank` does."""
         pipeline = self._pipeline
         own = range(rank, len(pipeline.stages), pipeline.ranks)
-        sizes = {stage: pipeline.stages[stage].whole_bytes for stage in own}
+        sizes = [stage.whole_bytes for stage in pipeline.stages]
         actions = placed_actions(
             pipeline.schedule, rank, pipeline.ranks, self._micro_batches, sizes
         )
@@ -249,16 +255,16 @@ def phases(actions: Sequence[Action]) -> dict[int, str]:
     return out
 
 
-def _rank_time(done: Run, rank: int, total: float, tensor_s: float) -> RankTime:
-    """Return how `rank`'s compute lane passes the step."""
+def _rank_time(done: Run, computed: Sequence[int], total: float, tensor_s: float) -> RankTime:
+    """Return how a rank's compute lane, with these jobs, passes the step."""
+    rank = done.jobs[computed[0]].rank
     shares: defaultdict[str, float] = defaultdict(float, {COMPUTE: -tensor_s})
     if tensor_s:
         shares[TENSOR] = tensor_s
     idle_from = computing = 0.0
     waits: list[tuple[float, float, int]] = []
-    for number, job in enumerate(done.jobs):
-        if job.rank != rank or job.task.lane != "compute":
-            continue
+    for number in computed:
+        job = done.jobs[number]
         if done.starts[number] > idle_from:
             waits.append((idle_from, done.starts[number], done.causes[number]))
         idle_from = done.stop(number)

@@ -136,7 +136,7 @@ def plan_on_grid(
         stage=found.rank,
         axis_bytes=plan.axis_bytes(found.rank, links),
         bubble=taken.bubble if isinstance(taken, PipelineTime) else 0.0,
-        budget=plan.budget(found.rank, policy),
+        budget=plan.budget(policy),
     )
     saved = {"all": plan.saved_bytes(), **row.checkpoint_bytes}
     return replace(row, checkpoint_bytes=saved, spread=spread)

@@ -2,10 +2,11 @@
 axes are "auto", the best row of each of the grids that may be fastest.
 
 A search over grids goes from the one whose computations take least, with what their order leaves
-idle, to the one whose take most. It ends when eight grids fit or were found not to, and what
-computations alone take of the next one is more than the fastest step so far. In a grid, states
-leave the device only where no row fits on it; rows that move less are tried first, and none after
-one whose step is within 2% of its computations. A data parallel grid alone is always planned.
+idle, to the one whose take most. It ends when eight grids were planned and the next one's least
+time is more than the fastest step so far, or with twelve grids of which one fits. In a grid, states
+leave the device only where no row fits on it; the three rows that move least are simulated, and
+none after one whose step is within 2% of the grid's least. Data parallel ranks alone are always
+planned.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ __all__ = ["Policies", "Search"]
 
 Policies = Callable[[Machine], Iterable[Policy]]
 
-_GRIDS = 8  # shown by a search
-_NEAR = 1.02  # of the seconds of computations alone: faster is not looked for
+_GRIDS, _MOST_GRIDS = 8, 12  # planned by a search, where the fastest is known by then
+_ROWS = 3  # simulated in a grid
+_NEAR = 1.02  # of a grid's least seconds: faster is not looked for
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ class Search:
         fastest = float("inf")
         for number, plan in enumerate(plans):
             is_alone = plan.grid.tp == plan.grid.pp == 1
-            if number >= _GRIDS and plan.least_s > fastest and not is_alone:
+            is_over = number >= _GRIDS and plan.least_s > fastest
+            if not is_alone and (is_over or (number >= _MOST_GRIDS and fastest < float("inf"))):
                 continue
             row = self._row(plan, training)
             found.append(row)
@@ -151,7 +154,7 @@ def _fastest(plan: GridPlan, fits: Iterable[tuple[Policy, RankPlan]]) -> Planned
     """Return the fastest row; those that receive least are tried first."""
     order = sorted(fits, key=lambda one: plan.traffic(one[1].rank, one[0]).total)
     best = None
-    for policy, sizes in order:
+    for policy, sizes in order[:_ROWS]:
         time = plan.step(policy)
         if best is None or time.total < best[2].total:
             best = policy, sizes, time

@@ -52,18 +52,21 @@ def stage_work(durations: Durations, policy: Policy) -> StageWork:
     names = {"F": "forward", "B": "backward", "I": "backward input", "W": "backward weights"}
     cores = durations.cores
     last = training.micro_batches - 1
-    reduces = [
-        [_reduce(program, durations, unit, number, training.micro_batches) for unit in units]
-        for number in (0, min(1, last), last)
-    ]
+    positions = [(unit, number) for number in (0, min(1, last), last) for unit in units]
+    made: dict[tuple[int, int], list[Task]] = {}  # units of one kind are one object
+    for unit, number in positions:
+        if (id(unit), number) not in made:
+            made[id(unit), number] = _reduce(program, durations, unit, number)
+    every = [made[id(unit), number] for unit, number in positions]
+    reduces = [every[at : at + len(units)] for at in range(0, len(every), len(units))]
     copies = [sum(_sum(_on_compute(tasks)) for tasks in one) for one in reduces]
-    publish = [
-        program.tasks(unit.trained, (group.routes.regather for group in unit.trained))
-        for unit in units
-    ]
-    tail = Program(durations, policy)
-    tail.build_tail()
-    tail_s = run(tail.jobs).total
+    publishes = {
+        id(unit): program.tasks(unit.trained, (group.routes.regather for group in unit.trained))
+        for unit in {id(unit): unit for unit in units}.values()
+    }
+    publish = [publishes[id(unit)] for unit in units]
+    program.build_tail()
+    tail_s = run(program.jobs).total
     return StageWork(
         compute={
             kind: Task("compute", names[kind], seconds[kind], takes=cores) for kind in seconds
@@ -84,13 +87,11 @@ def stage_work(durations: Durations, policy: Policy) -> StageWork:
     )
 
 
-def _reduce(
-    program: Program, durations: Durations, unit: Unit, number: int, micro_batches: int
-) -> list[Task]:
+def _reduce(program: Program, durations: Durations, unit: Unit, number: int) -> list[Task]:
     """Return the tasks of a unit's gradients after a backward: see ``Program._reduce``."""
     out = []
     for group in unit.trained:
-        route = group.reduce(number, micro_batches)
+        route = group.reduce(number, durations.training.micro_batches)
         tasks = list(program.tasks([group], [route]))
         if all(hop.lane != "compute" for hop in route):
             tasks.insert(0, durations.grad_copy(group.one.layout.numel, group.formats))
