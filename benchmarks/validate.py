@@ -106,6 +106,13 @@ def _step(model: GPT, optimizer: torch.optim.Optimizer, batches: Batches, number
     optimizer.zero_grad()
 
 
+def _let_arrive(case: _Case, model: GPT, batches: Batches) -> None:
+    """Wait for the weights that the last step of a row with whole weights has published."""
+    if case.policy.default.weight.node is Placement.REPLICATE:
+        with torch.no_grad():
+            model(*batches[1])
+
+
 def _payload(report: TrafficReport) -> dict[str, int]:
     """Return the bytes of a step by link, without small exchanges of the ranks."""
     node = sum(size for name, size in report.between_nodes.items() if name != "exchange")
@@ -145,11 +152,11 @@ def _measure(size: Size, turns: int, steps: int, disk: str) -> dict[str, dict[st
         tiers = engine.memory().tiers
         optimizer.step()
         optimizer.zero_grad()
+        # a publish is counted when it has arrived: the one of the step before must not count here
+        _let_arrive(case, model, batches)
         engine.reset_traffic()
         step(1)
-        if case.policy.default.weight.node is Placement.REPLICATE:  # the publish is on its way
-            with torch.no_grad():
-                model(*batches[1])
+        _let_arrive(case, model, batches)
         found[case.name] = {
             "rest": {
                 tier.value: sum(by_tier.get(tier.value, 0) for by_tier in tiers.values())

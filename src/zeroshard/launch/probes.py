@@ -10,11 +10,14 @@ Rates are per second of wall time: floating-point operations, or bytes of payloa
 from __future__ import annotations
 
 import json
+import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,9 @@ from typing import Any
 import torch
 
 from zeroshard.core.work import Work
+from zeroshard.tier.direct_io import BLOCK
 from zeroshard.tier.disk import DiskStore
+from zeroshard.tier.store import Storage
 from zeroshard.tier.swapdir import SwapDirectory, free_bytes
 
 __all__ = ["collectives", "copies", "disk", "matmul"]
@@ -34,6 +39,7 @@ RANKS_TIMEOUT_S = 40.0
 _DISK_BYTES = 256 << 20
 _DISK_CHUNK = 16 << 20
 _DISK_BUDGET_S = 2.0  # each way
+_LONE_READS = 25
 
 
 def matmul(device: torch.device) -> list[dict[str, Any]]:
@@ -100,7 +106,11 @@ def collectives(*transports: str) -> list[dict[str, Any]]:
 
 def disk(directory: Path) -> list[dict[str, Any]]:
     """Return "write_bytes_per_s" and "read_bytes_per_s" of the disk tier below `directory`,
-    "free_bytes" there, and whether it goes past the page cache ("direct"). Raises OSError.
+    "free_bytes" there, whether it goes past the page cache ("direct"), the seconds of cores that a
+    byte takes ("core_s_per_byte"), and how long a read of one block takes: "latency_s", and
+    "busy_latency_s" where every core computes, so that the disk's thread waits for one.
+
+    Raises OSError.
     """
     free = free_bytes(directory)
     num_bytes = min(_DISK_BYTES, free // 4) // _DISK_CHUNK * _DISK_CHUNK
@@ -111,13 +121,19 @@ def disk(directory: Path) -> list[dict[str, Any]]:
     try:
         storage = store.allocate("doctor", num_bytes, torch.uint8)
         ring = [store.staging.tensor(_DISK_CHUNK, torch.uint8).random_() for _ in range(4)]
+        before = time.process_time()
         written, write_rate = _stream(storage.write, ring, num_bytes)
-        _, read_rate = _stream(storage.read, ring, written)
+        read, read_rate = _stream(storage.read, ring, written)
+        core_s = (time.process_time() - before) / (written + read)
+        latency = _latency(storage, ring[0])
+        with _busy_cores():
+            busy_latency = _latency(storage, ring[0])
     finally:
         store.close()
     rates = {"write_bytes_per_s": write_rate, "read_bytes_per_s": read_rate}
     facts = {"path": str(directory), "direct": store.direct, "bytes": written, "free_bytes": free}
-    return [facts | rates]
+    costs = {"core_s_per_byte": core_s, "latency_s": latency, "busy_latency_s": busy_latency}
+    return [facts | rates | costs]
 
 
 # ------------------------------------------------------------------------------------------ helpers
@@ -133,6 +149,33 @@ def _best(run: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
     return min(seconds[1:])
+
+
+def _latency(storage: Storage, buffer: torch.Tensor) -> float:
+    """Return the median seconds of a read of one block by itself."""
+    seconds = []
+    for number in range(_LONE_READS):
+        begin = time.perf_counter()
+        storage.read(number * BLOCK, (number + 1) * BLOCK, buffer[:BLOCK]).wait()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+@contextmanager
+def _busy_cores() -> Iterator[None]:
+    """Compute on every core that this process may use."""
+    line = [sys.executable, "-S", "-c", "print(flush=True)\nwhile True: pass"]
+    pipe, cores = subprocess.PIPE, len(os.sched_getaffinity(0))
+    processes = [subprocess.Popen(line, stdout=pipe) for _ in range(cores)]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()  # it has started
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def _stream(

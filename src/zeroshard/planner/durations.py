@@ -3,7 +3,8 @@ for each class of link. Every assumption is here and in docs/planner.md.
 
     collective    steps x latency + bytes / bandwidth, inside nodes and between them
     other tiers   latency + bytes / the slowest of host link, this rank's share of the host's
-                  memory, and of the disk
+                  memory, and of the disk; a sum that comes to rest there is read once more, to know
+                  whether it is finite (state/reduction.py: RunningSum)
     compute       FLOPs / achieved FLOP/s: 2 per parameter and token forward, 4 backward (2 for what
                   is frozen), 2 once more where recomputed, and attention's share
     casts, codecs, the optimizer's step on the device
@@ -13,9 +14,10 @@ A ring over N ranks has N - 1 steps (NCCL's model, src/graph/tuning.cc). Bytes a
 hops. FLOPs of attention: arXiv 2204.02311, appendix B.
 
 Where the device is the host itself, what moves inside a node is copied and added by the cores that
-compute, and what comes from other nodes is copied by them out of and into sockets. Weights that
-rest sharded on one such node are read where they lie, in memory that all ranks map: their gather
-takes no time.
+compute, and what comes from other nodes is copied by them out of and into sockets. Copies between
+device and host are theirs as well (tier/link.py: Direct), and so is a part of every read and write
+of the disk: the kernel's, and that of the threads that wait for it. Weights that rest sharded on
+one such node are read where they lie, in memory that all ranks map: their gather takes no time.
 """
 
 from __future__ import annotations
@@ -153,7 +155,7 @@ class Durations:
         if hop.axis is not None:
             yield from self._collective(hop, numel, cells)
         elif hop.kind in (Kind.READ, Kind.WRITE) or hop.lane == "host":
-            yield self._off_device(hop, numel)
+            yield from self._off_device(hop, numel)
         else:
             elements = hop.held_bytes(hop.target, numel) / hop.wire.bytes_per_element
             moved = elements * (4 + hop.wire.bytes_per_element)  # from or to fp32, at most
@@ -203,17 +205,20 @@ class Durations:
         if moved.between and self.cores:  # out of one socket, and into another
             yield self.in_memory(hop.lane, "copy", 4 * moved.between)
 
-    def _off_device(self, hop: Hop, numel: int) -> Task:
+    def _off_device(self, hop: Hop, numel: int) -> tuple[Task, ...]:
         """Return a read, a write, or what the host adds and casts."""
         moved = hop.tier_bytes(numel)
         disk = Tier.DISK in (hop.source.tier, hop.target.tier)
         if hop.lane == "host":
             held = hop.held_bytes(hop.target, numel)
-            return self.on_host(hop.kind.value, 3 * held, moved.read + moved.write)
+            # an addition reads two and writes one, and what is added up is read once more
+            return (self.on_host(hop.kind.value, 4 * held, moved.read + moved.write),)
         return self.transfer(hop.lane, hop.kind.value, moved.read + moved.write, disk=disk)
 
-    def transfer(self, lane: Lane, name: str, num_bytes: float, *, disk: bool) -> Task:
-        """Return a copy of `num_bytes` between this rank's device, the host and the disk."""
+    def transfer(self, lane: Lane, name: str, num_bytes: float, *, disk: bool) -> tuple[Task, ...]:
+        """Return a copy of `num_bytes` between this rank's device, the host and the disk; of the
+        disk, where the device is the host, the cores' part of it by itself.
+        """
         speeds, ranks = self.machine.speeds, self.machine.node_size
         times = {
             _HOST_LINK: num_bytes / speeds.host_link,
@@ -223,8 +228,16 @@ class Durations:
         slowest = max(times, key=lambda link: times[link])
         latency = speeds.disk_latency if disk else speeds.host_latency
         seconds = latency + times[slowest] / speeds.bandwidth_efficiency
-        takes = ("disk",) if disk else ()
-        return Task(lane, name, seconds, num_bytes, takes, slowest)
+        if not disk:
+            return (Task(lane, name, seconds, num_bytes, self._cores, slowest),)
+        worked = min(num_bytes * speeds.disk_core_s, seconds) if self._cores else 0.0
+        moved = Task(lane, name, seconds - worked, num_bytes, ("disk",), slowest)
+        work = Task(lane, "copy", worked, takes=self._cores, bound_by=_DISK)
+        return (moved, work) if worked else (moved,)
+
+    def arrive(self, hop: Hop, numel: int) -> Task:
+        """Return the pass over a sum that `hop` has written to another tier."""
+        return self.in_memory(hop.lane, "sum", hop.held_bytes(hop.target, numel))
 
     def on_host(self, name: str, num_bytes: float, on_disk: float = 0.0) -> Task:
         """Return the task of the host's cores that read and write `num_bytes` of its memory, and

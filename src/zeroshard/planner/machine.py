@@ -37,6 +37,7 @@ class Speeds:
     network_latency: float = 0.0  # ... between nodes
     host_latency: float = 0.0  # of a copy between one GPU and the host
     disk_latency: float = 0.0  # of a read or write of the disk
+    disk_core_s: float = 0.0  # that a byte of the disk takes the cores that compute
     compute_efficiency: float = 1.0  # of the FLOP/s
     bandwidth_efficiency: float = 1.0  # of every bandwidth
 

@@ -5,8 +5,9 @@
     machine_of(report, ranks=4)      ... as a Machine of 4 ranks here
 
 Invariant: every speed of the Machine is one that was reached, so its efficiencies are 1. Links to
-other nodes, which nobody can measure on one machine, and the latencies of copies and of the disk
-are the nearest preset's. Ranks on CPUs share cores, memory and its bandwidth.
+other nodes, which nobody can measure on one machine, and the latency of copies are the nearest
+preset's. Ranks on CPUs share cores, memory and its bandwidth. Where no core is spare, the disk's
+threads take theirs from those that compute, and a request ends when the kernel gives them one.
 """
 
 from __future__ import annotations
@@ -122,6 +123,8 @@ def _speeds(report: Report, ranks: int, preset: Speeds, disk: Report | None) -> 
     on_gpu, host = bool(report["devices"]), report["host"]
     threads_each = host["cores"] / ranks
     sharing = 1.0 if on_gpu else max(1.0, host["threads"] / threads_each)
+    # cores beside one that computes
+    spare = min(max(threads_each / host["threads"] - 1.0, 0.0), 1.0)
     device = "cuda:0" if on_gpu else "cpu"
 
     def matmul(dtype: str) -> float:
@@ -146,8 +149,15 @@ def _speeds(report: Report, ranks: int, preset: Speeds, disk: Report | None) -> 
         local_latency=latency,
         network_latency=preset.network_latency,
         host_latency=preset.host_latency,
-        disk_latency=preset.disk_latency,
+        disk_latency=preset.disk_latency if disk is None else _disk_latency(disk, spare, preset),
+        disk_core_s=0.0 if disk is None else disk.get("core_s_per_byte", 0.0) * (1.0 - spare),
     )
+
+
+def _disk_latency(disk: Report, spare: float, preset: Speeds) -> float:
+    """Return the seconds of a read of one block, with `spare` cores beside one that computes."""
+    idle = float(disk.get("latency_s", preset.disk_latency))
+    return spare * idle + (1.0 - spare) * float(disk.get("busy_latency_s", idle))
 
 
 def _links(report: Report, ranks: int) -> tuple[float, float]:

@@ -333,8 +333,10 @@ class Program:
         last = on_lane = self._last
         for group, route in zip(self.units[number].trained, routes, strict=True):
             tasks = list(self.tasks([group], [route]))
+            numel = group.one.layout.numel
+            tasks += [self._durations.arrive(hop, numel) for hop in route if hop.kind is Kind.WRITE]
             if all(hop.lane != "compute" for hop in route):  # no cast, which would be the copy
-                tasks.insert(0, self._durations.grad_copy(group.one.layout.numel, group.formats))
+                tasks.insert(0, self._durations.grad_copy(numel, group.formats))
             for last in self._send(tasks, number):
                 on_lane = last if self.jobs[last].task.lane == "reduce" else on_lane
         self._mark(on_lane, True, "buckets", -buffer)
@@ -376,7 +378,8 @@ class Program:
         here = [unit for unit in self.units if not unit.steps_off_device]
         for unit in here:
             state, grad = self._stepped_bytes(unit)
-            moved += 2 * state + 3 * grad  # averages are divided first
+            # gradients are read to be stepped, and before that to be divided and checked
+            moved += 2 * state + grad + self._averaging(grad)
         if moved:
             self._compute(durations.in_memory("compute", "step", moved, STEP), -1)
         steps: list[int] = []
@@ -398,9 +401,22 @@ class Program:
         )
         return sum(group.bytes_of(cell, state) for group in unit.trained), sum(grads)
 
+    @property
+    def _divides(self) -> bool:
+        """Whether a sum becomes an average by a division: by the ranks, or the loss scale."""
+        training = self._durations.training
+        return self._durations.laid_out.mesh.size > 1 or training.precision == "fp16"
+
+    def _averaging(self, grad: float) -> float:
+        """Return the bytes of a pass over gradients on the device that sees whether they are
+        finite, and divides them.
+        """
+        return (2 if self._divides else 1) * grad
+
     def _step_off_device(self, number: int, steps: list[int], writes: list[int]) -> None:
         """Step one unit on the host: from disk through a ring, with gradients of the device after a
-        copy that the host waits for.
+        copy that the host waits for. Gradients off the device are divided here, a tile at a time:
+        in the ring, or in a copy, since what rests stays as it is (state/gradient.py: block).
         """
         durations, unit = self._durations, self.units[number]
         state, grad = self._stepped_bytes(unit)
@@ -413,14 +429,20 @@ class Program:
                 grad if grads_leave and self._cells.grad.tier is Tier.DISK else 0.0
             )
             read = durations.transfer("tier read", "read", read_bytes, disk=True)
-            needs = needs + self._send([read], number, free)
+            needs = needs + self._send(read, number, free)
         if not grads_leave:
+            average = durations.in_memory("compute", "average", self._averaging(grad), STEP)
+            needs = needs + self._send([average], number)
+        if not grads_leave and (on_disk or durations.machine.accelerator):  # else it lies there
             copy = durations.transfer("tier write", "write", grad, disk=False)
-            needs = needs + self._send([copy], number, steps[-1:])
-        steps += self._send([durations.on_host("step", 2 * state + grad)], number, needs)
+            needs = needs + self._send(copy, number, (*needs[-1:], *steps[-1:]))
+        passes = 1
+        if grads_leave and self._divides:
+            passes += 2 if on_disk else 4  # read and written, in a copy twice
+        steps += self._send([durations.on_host("step", 2 * state + passes * grad)], number, needs)
         if on_disk:
             write = durations.transfer("tier write", "write", state, disk=True)
-            writes += self._send([write], number, steps[-1:])
+            writes += self._send(write, number, steps[-1:])[-1:]
 
 
 def _on_gather(route: Route) -> list[Hop]:

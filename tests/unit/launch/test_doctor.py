@@ -154,6 +154,8 @@ def test_rates_are_measured_between_two_ranks_and_on_disk_and_kept_for_a_plan(
     (disk,) = measured["disk"]
     assert disk["path"] == str(tmp_path) and disk["bytes"] % (16 << 20) == 0 < disk["bytes"]
     assert disk["write_bytes_per_s"] > 1e5 and disk["read_bytes_per_s"] > 1e5
+    assert 0 < disk["core_s_per_byte"] < 1e-6
+    assert 0 < disk["latency_s"] < 5 and 0 < disk["busy_latency_s"] < 5
     assert [path.name for path in tmp_path.iterdir()] == ["cache"] and disk["free_bytes"] > 0
 
     monkeypatch.setattr(doctor, "examine", lambda: pytest.fail("measured again"))

@@ -105,6 +105,20 @@ def test_a_disk_is_planned_with_where_it_was_measured() -> None:
     assert (machine.disk, machine.speeds.disk) == (7, pytest.approx(1.5e9))
 
 
+def test_threads_of_the_disk_take_cores_that_compute_where_none_is_spare() -> None:
+    report = _report()
+    rates = {"read_bytes_per_s": 1e9, "write_bytes_per_s": 1e9, "core_s_per_byte": 4e-10}
+    rates |= {"latency_s": 1e-4, "busy_latency_s": 4e-3}
+    report["measured"]["disk"] = [{"free_bytes": 7, **rates}]
+    assert machine_of(report).speeds.disk_core_s == 4e-10  # as many threads as cores
+    report["host"]["threads"] = 1  # of 8 cores
+    for ranks, expected in ((1, 0.0), (4, 0.0), (5, 4e-10 * 0.4), (8, 4e-10), (16, 4e-10)):
+        speeds = machine_of(report, ranks=ranks).speeds
+        assert speeds.disk_core_s == pytest.approx(expected), ranks
+        busy = expected / 4e-10
+        assert speeds.disk_latency == pytest.approx(1e-4 + busy * 3.9e-3), ranks
+
+
 def test_a_containers_limit_is_the_hosts_memory() -> None:
     report = _report()
     report["limits"]["memory_bytes"] = 8 << 30

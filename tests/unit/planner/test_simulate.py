@@ -338,6 +338,49 @@ def test_on_the_host_itself_collectives_take_the_cores_time() -> None:
     assert gathers and _busy(gathers) == 0 < sum(one.num_bytes for one in gathers)
 
 
+def _step_s(policy: Policy, machine: Machine, training: Training) -> float:
+    return step_time(LaidOut(_model(), machine.mesh), policy, machine, training).total
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_on_the_host_itself_states_of_another_tier_cost_copies_and_passes(ranks: int) -> None:
+    """Gradients that rest on the host are copied there, summed up, and divided in a copy; stepped
+    weights are copied back. Nothing of it saves time, since device and host are one memory.
+    """
+    machine, training = _machine(1, ranks, "CPU"), Training("fp32")
+    there = row("zero3").tiered(DEVICE, HOST, HOST)
+    events = _simulated(there, machine, training).events
+    seconds = {
+        name: _busy([one for one in events if one.name == name])
+        for name in ("sum", "write", "step")
+    }
+    own = sum(4.0 * one.layout.numel * one.count for one in LaidOut(_model(), machine.mesh).groups)
+    own /= ranks
+    speeds = machine.speeds
+    memory = speeds.memory * speeds.bandwidth_efficiency
+    assert seconds["sum"] == pytest.approx(own / memory)
+    assert seconds["write"] >= own / (speeds.host_link * speeds.bandwidth_efficiency)
+    passes = 2 * 3 + (1 if ranks == 1 else 5)  # masters and two moments; gradients
+    shared = speeds.host * speeds.bandwidth_efficiency / ranks
+    assert seconds["step"] == pytest.approx(passes * own / shared)
+    assert _step_s(row("zero3"), machine, training) < _step_s(there, machine, training)
+    working = sorted((one for one in events if not one.waits_for), key=lambda one: one.start)
+    for before, after in pairwise(one for one in working if one.duration):
+        assert after.start >= before.stop * (1 - 1e-12), (before, after)
+
+
+def test_the_disks_threads_take_cores_that_compute() -> None:
+    policy, training = row("zero3").tiered(DISK, DISK, DISK), Training("fp32")
+    free = _machine(1, 2, "CPU", disk=1e12, disk_latency=0.0)
+    busy = replace(free, speeds=replace(free.speeds, disk_core_s=1e-9))
+    moved = sum(one.num_bytes for one in _simulated(policy, busy, training).events if one.num_bytes)
+    without, beside = (_step_s(policy, machine, training) for machine in (free, busy))
+    assert without < beside <= without + 1e-9 * moved
+    gpu = _machine(1, 2, disk_core_s=1e-9)
+    plain = _machine(1, 2)
+    assert _step_s(policy, gpu, training) == _step_s(policy, plain, training)
+
+
 def test_attention_and_recomputation_cost_what_the_papers_say() -> None:
     """arXiv 2204.02311, appendix B: 6 N + 12 L H Q T per token; recomputing is a third more."""
     machine = _machine(1, 1)
