@@ -233,7 +233,7 @@ def _traced(rank: int, world: int, directory: str) -> list[tuple[float, str, str
     own.train(1, 8)
     with own.engine.trace(f"{directory}/{rank}"):
         own.train(1, 8, first=1)
-    path = Path(directory) / str(rank) / f"rank-{own.engine.rank:05d}.json"
+    (path,) = (Path(directory) / str(rank)).iterdir()
     timeline = Timeline.from_chrome(json.loads(path.read_text()))
     own.engine.close()
     return sorted((one.start, one.lane, one.name, one.unit) for one in timeline.events)
@@ -313,7 +313,7 @@ def test_the_loss_of_fp16_is_scaled_in_the_last_stage_for_all(name: str) -> None
 
 
 def _overflows(rank: int, world: int) -> None:
-    own = piped(mesh_of(), "1F1B", "zero3", precision="fp16", loss_scale=2.0**30)
+    own = piped(mesh_of(), "1F1B", "zero3", precision="fp16", loss_scale={"initial": 2.0**30})
     before = own.state()
     own.train(1, 8)
     assert own.engine.steps_skipped == 1 and _equal(before, own.state())
@@ -331,8 +331,7 @@ def _accumulated(rank: int, world: int, name: str) -> None:
         states, reduced = [], []
         for inside_no_sync in (False, True):
             own = piped(mesh, name, row, comm=zs.Comm(transport="gloo"))
-            own.run(0, 8)
-            own.optimizer.zero_grad()
+            own.train(1, 8)
             own.engine.reset_traffic()
             if inside_no_sync:
                 with own.engine.no_sync():
@@ -370,7 +369,7 @@ def _evaluates(rank: int, world: int, name: str) -> None:
         assert [loss.item() for loss in losses] == own.losses[1]
 
 
-@pytest.mark.parametrize("name", ["GPipe", "ZBVZeroBubble"])
+@pytest.mark.parametrize("name", ["GPipe", "Interleaved1F1B"])
 def test_a_schedule_evaluates_between_steps(name: str) -> None:
     run_ranks(4, _evaluates, name)
 

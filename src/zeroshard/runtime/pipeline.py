@@ -112,6 +112,7 @@ class Following:
         self._put(self.schedule, "step", self._around_step)
         for driven in self._stages.values():
             stage = driven.stage
+            self._put(stage, "clear_runtime_states", self._around_beginning, driven)
             self._put(stage, "forward_one_chunk", self._around_forward, driven)
             self._put(stage, "backward_one_chunk", self._around_backward, driven)
             self._put(stage, "backward_weight_one_chunk", self._around_weights, driven)
@@ -204,20 +205,27 @@ class Following:
         self._driving = True
         try:
             return original(*args, **options)
+        except BaseException:
+            self.schedule._internal_losses.clear()  # torch would count them with the next step's
+            raise
         finally:
             self._driving = False
+
+    def _around_beginning(self, driven: _Driven, original: Callable[..., Any]) -> Any:
+        """A schedule begins a step: refuse another one, before a rank waits for another."""
+        if not self._driving and driven.stage.has_backward:
+            raise StateError(
+                f"stage {driven.stage.stage_index} is driven by another schedule than the"
+                f" {type(self.schedule).__name__} that the engine follows: one schedule drives a"
+                " stage; end following with the remove() of what engine.follow() has returned"
+            )
+        return original()
 
     @contextmanager
     def _computing(self, driven: _Driven, kind: str) -> Iterator[None]:
         """Run one computation of a stage inside."""
         number = driven.stage.stage_index
-        if not self._driving:
-            raise StateError(
-                f"stage {number} is driven by another schedule than the"
-                f" {type(self.schedule).__name__} that the engine follows: one schedule drives a"
-                " stage; end following with the remove() of what engine.follow() has returned"
-            )
-        if self._runs_lists:
+        if self._runs_lists or not self._driving:  # somebody else's evaluation
             yield
             return
         self._advance(COMPUTATIONS)
@@ -235,8 +243,6 @@ class Following:
     def _around_forward(
         self, driven: _Driven, original: Callable[..., Any], *args: Any, **options: Any
     ) -> Any:
-        if not (self._driving or driven.stage.has_backward):
-            return original(*args, **options)  # somebody else's evaluation
         with self._computing(driven, "F"):
             return original(*args, **options)
 
