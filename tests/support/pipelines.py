@@ -184,6 +184,7 @@ def piped(
     *,
     micro_batches: int = 4,
     budget: int | str | None = None,
+    no_sync: bool = True,
     recomputes: bool = False,
     shapes: torch.Tensor | None = None,
     scale_grads: bool = True,
@@ -229,7 +230,7 @@ def piped(
     )
     out = Piped(mesh, stages, optimizer, engine, schedule)
     if follow:
-        out.following = engine.follow(schedule, budget=budget)
+        out.following = engine.follow(schedule, budget=budget, no_sync=no_sync)
     return out
 
 

@@ -35,8 +35,8 @@ from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.join import Join
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.offload_states import OffloadedStates
-from zeroshard.runtime.pipeline import Following, check_budget, check_mesh, units_of
 from zeroshard.runtime.parts import input_dtype, make_weights_and_gradients, step_settings
+from zeroshard.runtime.pipeline import Following, Terms, check_budget, check_mesh, units_of
 from zeroshard.runtime.recovery import Recovery
 from zeroshard.runtime.repartition import StepTiles
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, describe_bytes
@@ -273,13 +273,16 @@ class Engine:
         with Join(self._loop, self._finalizer, self._sharded, self._context.transport).joined():
             yield
 
-    def follow(self, schedule: Any, *, budget: int | str | None = None) -> Following:
+    def follow(
+        self, schedule: Any, *, budget: int | str | None = None, no_sync: bool = True
+    ) -> Following:
         """Let `schedule` (torch.distributed.pipelining) drive the stages that were given to
         ``zs.shard()``: its ``step()`` runs them, ``clip_grad_norm_`` and ``optimizer.step()`` come
         after it.
 
-        Gradients of all micro-batches but a stage's last are added as inside ``no_sync()``; around
-        ``schedule.step()`` that says that more steps of the schedule follow. The schedule's
+        Gradients of all micro-batches but a stage's last are added as inside ``no_sync()``
+        (`no_sync` False: each is reduced, which gives all rows the same bits); that context around
+        ``schedule.step()`` says that more steps of the schedule follow. The schedule's
         ``scale_grads`` is done here, and in fp16 its loss is scaled. With a `budget` in bytes (or
         "2GiB") the weights of a stage stay gathered over its micro-batches as long as they fit;
         without one, modules gather and release them. Collective over the mesh.
@@ -289,9 +292,13 @@ class Engine:
         """
         self._states.check_open()
         error: ZeroshardError | None = None
-        report = {"schedule": type(schedule).__name__, "budget": repr(budget)}
+        report = {
+            "schedule": type(schedule).__name__,
+            "budget": repr(budget),
+            "no_sync": str(no_sync),
+        }
         try:
-            following = self._follower(schedule, budget)
+            following = self._follower(schedule, budget, no_sync)
             report["n_microbatches"] = str(schedule._n_microbatches)
             report["scale_grads"] = str(schedule.scale_grads)
         except ZeroshardError as refused:
@@ -303,7 +310,7 @@ class Engine:
         following.begin()
         return following
 
-    def _follower(self, schedule: Any, budget: int | str | None) -> Following:
+    def _follower(self, schedule: Any, budget: int | str | None, no_sync: bool) -> Following:
         if self._following is not None and self._following.is_on:
             raise ConfigError(
                 f"the engine follows a {type(self._following.schedule).__name__} already: end that"
@@ -314,7 +321,8 @@ class Engine:
         check_mesh(schedule, self._context.mesh.others)
         if room is not None:
             check_budget(room, units, self.policy.name)
-        return Following(schedule, units, self._weights, self._backward, self._scaler, room)
+        terms = Terms(room, no_sync)
+        return Following(schedule, units, self._weights, self._backward, self._scaler, terms)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients so that their 2-norm over all ranks is at most `max_norm`.

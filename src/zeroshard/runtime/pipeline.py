@@ -38,11 +38,11 @@ from zeroshard.core.pipeline import (
 from zeroshard.core.placement import OtherAxis
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.optim.scaler import LossScaler
-from zeroshard.runtime.backward import Backward
+from zeroshard.runtime.backward import Backward, Manner
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
 
-__all__ = ["Following", "check_budget", "check_mesh", "stages_of", "units_of"]
+__all__ = ["Following", "Terms", "check_budget", "check_mesh", "stages_of", "units_of"]
 
 _REFUSED = (
     "a backward outside of {name}.step(), which the engine follows, would bring gradients of a part"
@@ -50,6 +50,14 @@ _REFUSED = (
     " engine.follow() has returned"
 )
 _OURS = "_zeroshard"  # marks the functions that stand in for a stage's methods
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the user has asked of following."""
+
+    budget: int | None = None  # bytes of stages that stay gathered; see core/pipeline.py
+    no_sync: bool = True  # for all micro-batches of a stage but the last
 
 
 @dataclass
@@ -72,20 +80,22 @@ class Following:
         weights: Weights,
         backward: Backward,
         scaler: LossScaler | None,
-        budget: int | None,
+        terms: Terms,
     ) -> None:
-        """`units`: those of each stage, by its number; `budget`: see core/pipeline.py."""
+        """`units`: those of each stage, by its number."""
         self.schedule = schedule
         self._weights = weights
         self._backward = backward
         self._scaler = scaler
-        self._budget = budget
+        self._terms = terms
         self._undo: list[Callable[[], object]] = []
         self._runs_lists = _runs_lists(schedule)
         sizes = {number: gathered_bytes(held) for number, held in units.items()}
-        self._placed = place(_actions_of(schedule), sizes, budget)
+        self._placed = place(_actions_of(schedule), sizes, terms.budget)
         self._next = 0  # in `_placed`, where the schedule runs no list
         self._driving = False
+        divisor = schedule._n_microbatches if schedule.scale_grads else 1
+        self._manner = Manner(scaled=scaler is not None, divisor=divisor)
         computations = [one for action in self._placed for one in action.computations]
         self._stages = {}
         for stage in stages_of(schedule):
@@ -102,6 +112,7 @@ class Following:
         self._put(self.schedule, "step", self._around_step)
         for driven in self._stages.values():
             stage = driven.stage
+            self._put(stage, "clear_runtime_states", self._around_beginning, driven)
             self._put(stage, "forward_one_chunk", self._around_forward, driven)
             self._put(stage, "backward_one_chunk", self._around_backward, driven)
             self._put(stage, "backward_weight_one_chunk", self._around_weights, driven)
@@ -185,26 +196,36 @@ class Following:
                 "the last step of the schedule did not finish: call engine.reset() on every rank"
                 " after an exception"
             )
+        # here: later, ranks would wait for the activations of one that has refused
+        self._backward.collect_dropped()
+        self._backward.accumulation.check(scaled=self._manner.scaled, divisor=self._manner.divisor)
         self._next = 0
         for driven in self._stages.values():
             driven.left = driven.num_backwards
         self._driving = True
         try:
             return original(*args, **options)
+        except BaseException:
+            self.schedule._internal_losses.clear()  # torch would count them with the next step's
+            raise
         finally:
             self._driving = False
+
+    def _around_beginning(self, driven: _Driven, original: Callable[..., Any]) -> Any:
+        """A schedule begins a step: refuse another one, before a rank waits for another."""
+        if not self._driving and driven.stage.has_backward:
+            raise StateError(
+                f"stage {driven.stage.stage_index} is driven by another schedule than the"
+                f" {type(self.schedule).__name__} that the engine follows: one schedule drives a"
+                " stage; end following with the remove() of what engine.follow() has returned"
+            )
+        return original()
 
     @contextmanager
     def _computing(self, driven: _Driven, kind: str) -> Iterator[None]:
         """Run one computation of a stage inside."""
         number = driven.stage.stage_index
-        if not self._driving:
-            raise StateError(
-                f"stage {number} is driven by another schedule than the"
-                f" {type(self.schedule).__name__} that the engine follows: one schedule drives a"
-                " stage; end following with the remove() of what engine.follow() has returned"
-            )
-        if self._runs_lists:
+        if self._runs_lists or not self._driving:  # somebody else's evaluation
             yield
             return
         self._advance(COMPUTATIONS)
@@ -222,8 +243,6 @@ class Following:
     def _around_forward(
         self, driven: _Driven, original: Callable[..., Any], *args: Any, **options: Any
     ) -> Any:
-        if not (self._driving or driven.stage.has_backward):
-            return original(*args, **options)  # somebody else's evaluation
         with self._computing(driven, "F"):
             return original(*args, **options)
 
@@ -258,16 +277,14 @@ class Following:
             yield  # schedule.eval(): torch computes nothing
             return
         driven.left -= brings
-        schedule = self.schedule
-        manner = replace(
-            backward.manner,
-            sync=backward.manner.sync and not driven.left,
-            scaled=self._scaler is not None,
-            divisor=schedule._n_microbatches if schedule.scale_grads else 1,
-        )
-        with backward.running_as(manner), self._whole(driven.units, kind):
-            with backward.of_schedule(driven.units if brings else (), retains=kind == "I"):
-                yield
+        sync = backward.manner.sync and not (driven.left and self._terms.no_sync)
+        units = driven.units if brings else ()
+        with (
+            backward.running_as(replace(self._manner, sync=sync)),
+            self._whole(driven.units, kind),
+            backward.of_schedule(units, retains=kind == "I"),
+        ):
+            yield
 
     @contextmanager
     def _whole(self, units: Sequence[Unit], kind: str) -> Iterator[None]:
@@ -277,7 +294,7 @@ class Following:
         if kind == "B":
             yield
             return
-        holds = self._budget is None
+        holds = self._terms.budget is None
         if holds:
             self._weights.hold_stage(units)
         for unit in units:

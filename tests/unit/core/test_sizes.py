@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.errors import ConfigError
 from zeroshard.core.sizes import parse_bytes, parse_count
+from zeroshard.errors import ConfigError
 
 
 @pytest.mark.parametrize(
