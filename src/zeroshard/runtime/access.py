@@ -178,6 +178,12 @@ class StateAccess:
         return " x ".join(f"{axis.name!r} of {axis.size}" for axis in self._context.mesh.others)
 
     @property
+    def own_meshes(self) -> str:
+        """The patterns of parameters that only some ranks hold, as text; "" where there is none."""
+        own = self._context.own.items()
+        return ", ".join(repr(pattern) for pattern, one in own if one.holders.differ)
+
+    @property
     def rests_on_disk(self) -> bool:
         """Whether any state rests on disk."""
         return Tier.DISK in self._context.tiering.stores

@@ -65,7 +65,7 @@ def compute_dtypes(model: nn.Module, precision: Precision) -> Dtypes:
 
 def build_units(plans: Sequence[UnitPlan], context: Context) -> list[Unit]:
     """Take every planned unit's parameters over; afterwards they rest as the policy says."""
-    planned = [_plan_segments(plan, context) for plan in plans]
+    planned = [_plan_segments(plan, context.of(plan.pattern)) for plan in plans]
     splits = dict(
         zip(
             (p.key for group in planned for p in group),
@@ -79,7 +79,8 @@ def build_units(plans: Sequence[UnitPlan], context: Context) -> list[Unit]:
     for index, (plan, group) in enumerate(zip(plans, planned, strict=True)):
         cells = context.policy.cells(plan.name)
         segments = [
-            _build_segment(segment, splits[segment.key], reserved, context) for segment in group
+            _build_segment(segment, splits[segment.key], reserved, context.of(plan.pattern))
+            for segment in group
         ]
         unit = Unit(
             index,

@@ -9,7 +9,7 @@ casts.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,7 +20,9 @@ from zeroshard.comm.codec import Codec
 from zeroshard.comm.other_axes import OtherAxes
 from zeroshard.comm.quantized import Codecs
 from zeroshard.comm.transport import Transport
+from zeroshard.comm.transports import Transports
 from zeroshard.comm.two_level import TwoLevelTransport
+from zeroshard.core.holders import Holders
 from zeroshard.core.layout import Layout
 from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
@@ -71,13 +73,16 @@ class Options:
 
 @dataclass(frozen=True)
 class Context:
-    """What every part of one engine shares."""
+    """What every part of one engine shares; of units that lie over a mesh of their own, what these
+    units share.
+    """
 
     policy: Policy
     precision: Precision
     dtypes: Dtypes
     transport: Transport
     mesh: Mesh
+    holders: Holders  # of these parameters, among all data parallel ranks
     axes: OtherAxes
     streams: Streams
     meter: MemoryCounter
@@ -89,6 +94,23 @@ class Context:
     # gives a segment's parameters their initial values
     prepare: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None
     tiering: Tiering = field(default_factory=Tiering)
+    own: Mapping[str, Context] = field(default_factory=dict)  # of units with a mesh of their own
+
+    def of(self, pattern: str) -> Context:
+        """Return the context of units of `pattern`, "" for those over all ranks."""
+        return self.own[pattern] if pattern else self
+
+    @property
+    def transports(self) -> Transports:
+        """All transports of the engine."""
+        return Transports(self.transport, tuple(one.transport for one in self.own.values()))
+
+    @property
+    def num_contributors(self) -> int:
+        """The ranks whose batches a gradient is a sum of, by which an average divides: all data
+        parallel ranks, since tokens of all of them pass through experts that some hold.
+        """
+        return sum(map(len, self.holders.groups))
 
     @property
     def steps_into_forward(self) -> bool:

@@ -97,21 +97,21 @@ class Engine:
         self.module = module
         self.precision: Precision = context.precision  # the dtypes in force
         self._context = context
-        transport, faults, digest = context.transport, context.faults, Digest()
+        transports, faults, digest = context.transports, context.faults, Digest()
         weights, backward = make_weights_and_gradients(
             plans, context, digest, prefetch_bytes=prefetch_bytes
         )
         self._weights, self._backward = weights, backward
         self._scaler = context.options.loss_scaler
         self._finalizer = Finalizer(backward, context, digest, self._scaler)
-        rest = Rest(weights, transport=transport, streams=context.streams, faults=faults)
+        rest = Rest(weights, transports=transports, streams=context.streams, faults=faults)
         self._recovery = Recovery(weights, rest, digest, context)
         self._loop = Loop(module, context, weights, backward, self._finalizer, rest, self._recovery)
         self._states = StateAccess(
             context, weights, rest, backward, self._finalizer, self._recovery, self._scaler
         )
         self._whole = Whole(
-            module, weights, self._finalizer, transport, faults, self._states.join_step
+            module, weights, self._finalizer, transports, faults, self._states.join_step
         )
         self._hooks = Hooks(
             module,
@@ -125,8 +125,8 @@ class Engine:
         self._tiles: StepTiles | None = None
         self._offloaded: OffloadedStates | None = None
         faults.agree()  # that the weights have been written to where they rest
-        transport.watch(digest, context.streams.is_idle)
-        if transport.size > 1 or context.axes.size > 1:
+        transports.watch(digest, context.streams.is_idle)
+        if self.world > 1 or context.axes.size > 1:
             refuse_in_children(self, weights.refuse)
         _ENGINES[next(_numbers)] = self
 
@@ -256,10 +256,10 @@ class Engine:
         self._states.check_open()
         if self._sharded is None:
             raise ConfigError("join() needs an optimizer: give it to shard() or engine.attach()")
-        if self._context.mesh.others:
+        if self._context.mesh.others or self._context.own:
             raise ConfigError(
-                "join() shadows data parallel ranks alone, and this mesh has other axes: run as"
-                " many batches on every rank"
+                "join() shadows data parallel ranks alone, and this mesh has other axes, or"
+                " parameters a mesh of their own (mesh_of): run as many batches on every rank"
             )
         with Join(self._loop, self._finalizer, self._sharded, self._context.transport).joined():
             yield
@@ -385,7 +385,7 @@ class Engine:
         self._states.join_step()
         self._weights.end_pass()
         offloaded = OffloadedStates(
-            self._weights, self._sharded, self._context.transport, self._context.device
+            self._weights, self._sharded, self._context.transports, self._context.device
         )
         offloaded.begin()
         self._context.memory.release_idle()
@@ -412,7 +412,7 @@ class Engine:
         self._states.check_open()
         self._states.end_step()
         self._context.axes.give_up()
-        self._context.transport.abandon()
+        self._context.transports.abandon()
         self._context.axes.abandon()
         self._context.streams.drain()  # memory that lanes still use is about to be released
         self._weights.abandon()
@@ -446,8 +446,8 @@ class Engine:
             self._context.faults.agree()
         except StorageError as error:
             failure = error
-        self._context.transport.begin_write()
-        self._context.transport.close()
+        self._context.transports.begin_write()
+        self._context.transports.close()
         self._context.axes.close()
         self._context.tiering.close()
         self._context.memory.release_idle()

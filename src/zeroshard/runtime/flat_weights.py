@@ -22,7 +22,7 @@ from functools import cached_property
 import torch
 
 from zeroshard.comm.codec import Codec
-from zeroshard.comm.transport import DoneWork, Window, Work
+from zeroshard.comm.transport import DoneWork, Transport, Window, Work
 from zeroshard.comm.two_level import ColumnWindow, gather_over, mesh_of
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Scope
@@ -121,6 +121,7 @@ class FlatWeights:
             is_wanted=any(hop.kind is Kind.KEEP for hop in self.routes.unshard_forward),
         )
         self._context = context
+        self.holders = context.holders  # the ranks that have these parameters
 
     def _make_window(self, context: Context, written: Scope) -> tuple[Window, torch.Tensor]:
         """Make the window; return it and what of it rests here."""
@@ -157,6 +158,11 @@ class FlatWeights:
     def views(self) -> list[torch.Tensor]:
         """Every parameter inside the full buffer; readable only while gathered."""
         return self.buffer.views
+
+    @property
+    def transport(self) -> Transport:
+        """The transport of the ranks that have these parameters."""
+        return self._context.transport
 
     @property
     def replicated(self) -> bool:

@@ -11,6 +11,10 @@ larger than max(one repeated block without such modules, the largest single para
 model where there are none); the cut depends on the module tree alone, so that it is the same on
 every rank.
 
+Modules that match a pattern of ``shard(mesh_of=)`` are units of their own, since a unit lies over
+one mesh. One without a forward (a ModuleList) is gathered around the forward of the module that
+holds it, so that ranks may run other parts of it.
+
 What it does not do: it touches no parameter and installs nothing; it reads names, classes, shapes.
 """
 
@@ -19,6 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -41,6 +46,7 @@ class UnitPlan:
     """One unit to be: its parameters, and the modules whose forward needs them."""
 
     name: str
+    pattern: str = ""  # of the mesh of its own that it lies over
     # qualified name -> parameter, in definition order
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     # modules whose forward spans the unit
@@ -65,13 +71,16 @@ def named_parameters_once(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters(remove_duplicate=True))
 
 
-def partition_units(model: nn.Module, units: UnitSpec | None = None) -> list[UnitPlan]:
+def partition_units(
+    model: nn.Module, units: UnitSpec | None = None, *, own_meshes: Sequence[str] = ()
+) -> list[UnitPlan]:
     """Return the units of `model` in definition order; `units` are module classes, qualified
-    names or a callable(name, module) -> bool.
+    names or a callable(name, module) -> bool; `own_meshes` patterns of names of modules.
 
-    Raises ConfigError when a name or class in `units` matches nothing, or a chosen module holds no
-    parameter of its own.
+    Raises ConfigError when a name, class or pattern matches nothing, a chosen module holds no
+    parameter of its own, two patterns match one module, or a parameter belongs to two meshes.
     """
+    meshes = _Meshes(model, own_meshes)
     parameters = named_parameters_once(model)
     chosen = find_blocks(model, units)
     taken = set() if units is None else {name for name, _ in chosen}
@@ -80,16 +89,18 @@ def partition_units(model: nn.Module, units: UnitSpec | None = None) -> list[Uni
         for name, module in model.named_modules()
         if name and _is_apart(module) and name.rpartition(".")[0] not in taken
     ]
-    chosen = list(
-        dict(
-            _innermost_first(apart) + (chosen if units is None else _innermost_first(chosen))
-        ).items()
-    )
+    if units is None:
+        chosen = _innermost_first(meshes.modules) + chosen
+    else:
+        chosen = _innermost_first(meshes.modules + chosen)
+    chosen = list(dict(_innermost_first(apart) + chosen).items())
     names = {id(parameter): name for name, parameter in parameters.items()}
     unassigned = dict.fromkeys(parameters)  # ordered set
     blocks: dict[str, UnitPlan] = {}
     for name, module in chosen:
-        plan = UnitPlan(name or "model", roots=[(name, module)])
+        pattern = meshes.of(name)
+        roots = _spanning(model, name, module) if pattern else [(name, module)]
+        plan = UnitPlan(name or "model", pattern, roots=roots)
         for parameter in module.parameters():
             own = names[id(parameter)]
             if own in unassigned:
@@ -98,7 +109,7 @@ def partition_units(model: nn.Module, units: UnitSpec | None = None) -> list[Uni
         if plan.parameters:
             blocks[plan.name] = plan
     limit = max(
-        [plan.numel for plan in blocks.values()]
+        [plan.numel for plan in blocks.values() if not plan.pattern]
         + [parameter.numel() for parameter in parameters.values()]
         # else it would undo the tiling
         + ([] if apart else [sum(parameter.numel() for parameter in parameters.values()) // 8])
@@ -106,6 +117,65 @@ def partition_units(model: nn.Module, units: UnitSpec | None = None) -> list[Uni
     plans = _in_order(parameters, blocks, unassigned, limit)
     _find_owners(model, plans)
     return plans
+
+
+class _Meshes:
+    """Which modules of a model lie over meshes of their own."""
+
+    def __init__(self, model: nn.Module, patterns: Sequence[str]) -> None:
+        """Raises ConfigError; see `partition_units`."""
+        self._pattern_of: dict[str, str] = {}  # of the outermost modules that match, by name
+        self.modules: list[tuple[str, nn.Module]] = []  # these
+        for name, module in model.named_modules() if patterns else ():
+            self._match(name, module, patterns)
+        for pattern in patterns:
+            if pattern not in self._pattern_of.values():
+                raise ConfigError(
+                    f"mesh_of: {pattern!r} matches no module of {type(model).__name__} that holds"
+                    " parameters; names are those of model.named_modules()"
+                )
+        if patterns:
+            self._refuse_ties(model)
+
+    def _match(self, name: str, module: nn.Module, patterns: Sequence[str]) -> None:
+        found = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
+        if not name or not found or not _has_parameters(module):
+            return
+        around = self.of(name)
+        meant = list(dict.fromkeys([around, *found] if around else found))
+        if len(meant) > 1:
+            raise ConfigError(
+                f"mesh_of: module {name!r} belongs to {meant[0]!r} and to {meant[1]!r}: let one"
+                " pattern match it"
+            )
+        if not around:
+            self._pattern_of[name] = found[0]
+            self.modules.append((name, module))
+
+    def of(self, name: str) -> str:
+        """Return the pattern of the module called `name`, "" where it has no mesh of its own."""
+        parts = name.split(".")
+        names = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        return next((self._pattern_of[one] for one in names if one in self._pattern_of), "")
+
+    def _refuse_ties(self, model: nn.Module) -> None:
+        patterns: dict[int, tuple[str, str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            pattern = self.of(name.rpartition(".")[0])
+            first, other = patterns.setdefault(id(parameter), (name, pattern))
+            if other != pattern:
+                raise ConfigError(
+                    f"mesh_of: parameters {first!r} and {name!r} are one tensor, which would lie"
+                    " over two meshes: untie them, or let a pattern match both of their modules"
+                )
+
+
+def _spanning(model: nn.Module, name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the module whose forward spans `module`: itself, unless it has none."""
+    while isinstance(module, (nn.ModuleList, nn.ModuleDict)) and name:
+        name = name.rpartition(".")[0]
+        module = model.get_submodule(name)
+    return [(name, module)]
 
 
 def find_blocks(

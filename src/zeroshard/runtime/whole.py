@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from zeroshard.comm.transport import Transport
+from zeroshard.comm.transports import Transports
 from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.faults import Faults
@@ -37,14 +37,14 @@ class Whole:
         module: nn.Module,
         weights: Weights,
         finalizer: Finalizer,
-        transport: Transport,
+        transports: Transports,
         faults: Faults,
         join_step: Callable[[], None],
     ) -> None:
         self._module = module
         self._weights = weights
         self._finalizer = finalizer
-        self._transport = transport
+        self._transports = transports
         self._faults = faults
         self._join_step = join_step  # returns when no step is under way
 
@@ -75,7 +75,7 @@ class Whole:
                 values = _by_parameter(units, copies)
                 before = [digest_of(value) for value in values.values()]
                 yield
-                edited = self._keep_edits(values, before)
+                edited = self._keep_edits(units, values, before)
             for unit, tensors in zip(units, copies, strict=True):
                 self.store_unit(unit, tensors, edited, refresh=False)
             self._weights.refresh(units)
@@ -96,38 +96,38 @@ class Whole:
                     unit.release(Use.USER)
                     self._weights.release_unused(unit)
 
-    def _keep_edits(self, values: dict[str, torch.Tensor], before: list[str]) -> set[str]:
-        """Bring rank 0's edits of `values` to every rank, and return the names; raise when
-        another rank made edits of its own.
+    def _keep_edits(
+        self, units: Sequence[Unit], values: dict[str, torch.Tensor], before: list[str]
+    ) -> set[str]:
+        """Bring the edits of `values` of `units` by the first rank that has them to the others,
+        and return the names; raise when another rank made edits of its own.
         """
-        transport = self._transport
+        control = self._transports.main.control
+        flats = {name: one.flat for unit in units for one in unit.segments for name in one.names}
         after = [digest_of(value) for value in values.values()]
         answers = [
             answer.decode().split(",")
-            for answer in transport.control.exchange(",".join(after).encode(), _CALL)
+            for answer in control.exchange(",".join(after).encode(), _CALL)
         ]
-        changed = transport.control.exchange(
-            bytes(a != b for a, b in zip(after, before, strict=True)), _CALL
-        )
+        changed = control.exchange(bytes(a != b for a, b in zip(after, before, strict=True)), _CALL)
+        edited = set()
         for position, (name, value) in enumerate(values.items()):
-            mine = [answer[position] for answer in answers]
-            rivals = [
-                rank
-                for rank, digest in enumerate(mine)
-                if changed[rank][position] and digest != mine[0]
-            ]
-            if rivals:
-                raise StateError(
-                    f"parameter {name!r} was edited differently on ranks 0 and {rivals}: edit on"
-                    " rank 0 alone, or the same on every rank"
-                )
-            if len(set(mine)) > 1:
-                transport.broadcast(value, 0)
-        return {
-            name
-            for position, name in enumerate(values)
-            if any(answer[position] for answer in changed)
-        }
+            for group in flats[name].holders.groups:
+                digest = answers[group[0]][position]
+                others = [rank for rank in group if answers[rank][position] != digest]
+                rivals = [rank for rank in others if changed[rank][position]]
+                if rivals:
+                    raise StateError(
+                        f"parameter {name!r} was edited differently on ranks {group[0]} and"
+                        f" {rivals}: edit on rank {group[0]} alone, or the same on every rank"
+                    )
+                if group != flats[name].holders.members:
+                    continue
+                if others:
+                    flats[name].transport.broadcast(value, 0)
+                if any(changed[rank][position] for rank in group):
+                    edited.add(name)
+        return edited
 
     def store_unit(
         self,
@@ -144,7 +144,7 @@ class Whole:
         that the copies do not have.
         """
         self._join_step()
-        self._transport.begin_write()
+        self._transports.begin_write()
         for segment, copy in zip(unit.segments, copies, strict=True):
             with self._faults.noted(lost=True):
                 masters = None if edited is None else [name in edited for name in segment.names]
@@ -156,9 +156,10 @@ class Whole:
 
     def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, torch.Tensor]:
         """Return the model's whole ``state_dict()`` on CPU, streamed a unit at a time; empty on
-        other ranks unless `rank0_only` is False.
+        other ranks unless `rank0_only` is False. Parameters with a mesh of their own are those
+        of this rank; the first of each group of ranks that hold the same has them.
         """
-        keep = not rank0_only or self._transport.rank == 0
+        keep = not rank0_only or any(transport.rank == 0 for transport in self._transports)
         values: dict[int, torch.Tensor] = {}
         for unit in self._weights.units:
             with self.gathered([p for s in unit.segments for p in s.parameters]):
@@ -248,7 +249,7 @@ class Whole:
         low, high = segment.flat.own_span
         local = local[low - start : high - start]
         out = torch.empty(layout.numel, dtype=local.dtype, device=local.device)
-        self._transport.all_gather(key, local, layout.ranges, out).wait()
+        segment.flat.transport.all_gather(key, local, layout.ranges, out).wait()
         return out
 
     def find(self, parameter: nn.Parameter) -> tuple[Segment, int]:
