@@ -28,7 +28,7 @@ from zeroshard.comm.device_mesh import Seat, seat_of
 from zeroshard.comm.own_mesh import OwnMesh
 from zeroshard.comm.select import make_transport
 from zeroshard.comm.spec import CommSpec
-from zeroshard.comm.transport import Traffic, Transport
+from zeroshard.comm.transport import Transport
 from zeroshard.config import AUTO, Config, ShardOptions, build_config
 from zeroshard.core.dims import Dims
 from zeroshard.core.holders import Holders
@@ -364,15 +364,11 @@ def _make_context(
         hop_dtype=torch.bfloat16 if settings.comm.grad_codec == "bf16" else torch.float32,
         ordered=settings.comm.ordered,
         stall_timeout_s=settings.stall_timeout_s,
-        pool_bytes=_pool_bytes(asked, precision, ""),
+        pool_bytes=_pool_bytes(asked, ""),
     )
     with seat.axes.telling("shard()"):
         tiering = _make_tiering(settings, model, seat.group, device)
         transport = make_transport(seat.group, device, spec)
-        own = {
-            one.pattern: _make_own_transport(one, asked, spec, device, transport.traffic)
-            for one in seat.own
-        }
     context = Context(
         policy=policy,
         precision=precision,
@@ -381,54 +377,44 @@ def _make_context(
         mesh=asked.mesh,
         holders=Holders.everyone(transport.size, transport.rank),
         axes=seat.axes.connected(spec, transport.traffic),
-        codecs=settings.comm.codecs(),
         streams=make_streams(device),
         meter=MemoryCounter(),
         memory=DeviceMemory(device, Pages(), tiering.link),
         faults=Faults(transport, active=bool(tiering.stores), differing=told),
-        trains=trains,
         options=Options(
             strict=settings.strict,
             verify_every=settings.verify_every,
             broadcast_buffers=settings.broadcast_buffers,
             clip_norm=settings.gradient_clipping,
             loss_scaler=settings.loss_scaler(),
+            trains=trains,
+            codecs=settings.comm.codecs(),
         ),
         prepare=lambda tensors: _prepare(tensors, transport, sync_from),
         tiering=tiering,
     )
-    contexts = {
-        one.pattern: replace(
-            context,
-            transport=own[one.pattern],
-            mesh=one.holders.mesh(asked.mesh),
-            holders=one.holders,
-        )
-        for one in seat.own
-    }
-    return replace(context, own=contexts)
+    own = {one.pattern: _own_context(one, context, asked, spec) for one in seat.own}
+    return replace(context, own=own)
 
 
-def _make_own_transport(
-    own: OwnMesh, asked: _Asked, spec: CommSpec, device: torch.device, traffic: Traffic
-) -> Transport:
-    """Make the transport of the ranks that hold the parameters of a mesh of their own. Collective
-    among them.
-    """
+def _own_context(own: OwnMesh, whole: Context, asked: _Asked, spec: CommSpec) -> Context:
+    """Return the context of parameters with a mesh of their own. Collective over that."""
+    mesh, members = own.holders.mesh(whole.mesh), own.holders.members
     spec = replace(
         spec,
-        mesh=own.holders.mesh(asked.mesh),
-        name="auto" if len(own.holders.members) == 1 else spec.name,
-        pool_bytes=_pool_bytes(asked, asked.settings.resolved_precision(), own.pattern),
-        members=own.holders.members,
+        mesh=mesh,
+        name="auto" if len(members) == 1 else spec.name,
+        pool_bytes=_pool_bytes(asked, own.pattern),
+        members=members,
     )
-    return make_transport(own.group, device, spec, traffic)
+    transport = make_transport(own.group, whole.device, spec, whole.transport.traffic)
+    return replace(whole, transport=transport, mesh=mesh, holders=own.holders)
 
 
-def _pool_bytes(asked: _Asked, precision: Precision, pattern: str) -> int:
+def _pool_bytes(asked: _Asked, pattern: str) -> int:
     """Return the bytes of the gradient buffers of the units of `pattern`: twice the largest."""
     numel = max((plan.numel for plan in asked.plans if plan.pattern == pattern), default=0)
-    return 2 * numel * asked.dtypes.widest(precision)
+    return 2 * numel * asked.dtypes.widest(asked.settings.resolved_precision())
 
 
 def _make_tiering(

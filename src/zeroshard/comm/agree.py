@@ -75,12 +75,12 @@ def agree(
         if failure is not None:
             raise refusal(f"rank {rank} refused: {failure}")
     reports = [entries for entries, _ in answers]
-    everyone = (tuple(range(len(reports))),)
+    all_ranks = (tuple(range(len(reports))),)
     for groups in (None, *dict.fromkeys(within.values())):
         chosen = [
             [entry for entry in report if within.get(_name(entry)) == groups] for report in reports
         ]
-        for ranks in groups or everyone:
+        for ranks in groups or all_ranks:
             _refuse_difference([chosen[rank] for rank in ranks], remedy, ranks)
 
 
@@ -112,9 +112,9 @@ def differing(
     """
     answers = [json.loads(answer) for answer in exchange(json.dumps(report).encode(), call)]
     found: dict[str, str] = {}
-    everyone = (tuple(range(len(answers))),)
+    all_ranks = (tuple(range(len(answers))),)
     for name in report:
-        for ranks in within.get(name, everyone):
+        for ranks in within.get(name, all_ranks):
             texts = [answers[rank][name] for rank in ranks]
             if len(set(texts)) > 1:
                 found.setdefault(name, holders(texts, ranks))

@@ -109,7 +109,7 @@ def _plan_segments(plan: UnitPlan, context: Context) -> list[SegmentPlan]:
     for (dtype, trainable), members in groups.items():
         key = f"{plan.name}:{dtype_name(dtype)}{'' if trainable else ':frozen'}"
         shapes = [(name, tuple(p.shape)) for name, p in members.items()]
-        layout = Layout.build(shapes, context.mesh, align=context.codecs.align)
+        layout = Layout.build(shapes, context.mesh, align=context.options.codecs.align)
         out.append(
             SegmentPlan(
                 key,
@@ -195,7 +195,7 @@ def _storages_of(
         out.append((f"{plan.key} weights", share - splits.weight, plan.dtype, cells.weight.tier))
     if (
         plan.trainable
-        and context.trains
+        and context.options.trains
         and cells.optim.tier is not Tier.DEVICE
         and splits.optim < plan.num_stepped
     ):
@@ -221,7 +221,7 @@ def _build_segment(
     flat = FlatWeights(plan, context, _rest_of_weights(plan, splits, reserved, context))
     grad = _gradient_path(plan, splits, flat, context) if plan.trainable else None
     segment = Segment(list(plan.members), parameters, flat, grad, split=splits.optim)
-    if plan.trainable and context.trains:
+    if plan.trainable and context.options.trains:
         make_master(segment, cells, context, reserved)
     context.prepare(parameters)
     with context.faults.noted(lost=True):
@@ -252,7 +252,7 @@ def _rest_of_weights(
     if (
         codec is not None
         and not plan.trainable
-        and context.codecs.frozen is not None
+        and context.options.codecs.frozen is not None
         and tier is Tier.DEVICE
     ):
         return State(EncodedStorage(plan.key, share, plan.dtype, codec, context.device))

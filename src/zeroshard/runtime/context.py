@@ -62,13 +62,15 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class Options:
-    """What the user wants done at every forward or step beside what the policy says."""
+    """What the user wants done beside what the policy says."""
 
     strict: bool  # compare what was written to released parameters by value
     verify_every: int | None  # steps between comparisons of replicated state
     broadcast_buffers: bool  # every forward takes rank 0's buffers
     clip_norm: float | None  # what a step clips to where the user has not clipped
     loss_scaler: LossScaler | None  # of fp16
+    trains: bool  # an optimizer is there, or will be: masters are kept
+    codecs: Codecs = field(default_factory=Codecs)
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,7 @@ class Context:
     meter: MemoryCounter
     memory: DeviceMemory
     faults: Faults
-    trains: bool  # an optimizer is there, or will be: masters are kept
     options: Options
-    codecs: Codecs = field(default_factory=Codecs)
     # gives a segment's parameters their initial values
     prepare: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None
     tiering: Tiering = field(default_factory=Tiering)
@@ -166,12 +166,12 @@ class SegmentPlan:
         """Return the codec in which the weights travel."""
         if self.dtype not in CODED or self.cells.weight.scope is not Scope.SHARD:
             return None
-        codecs = context.codecs
+        codecs = context.options.codecs
         return codecs.frozen if codecs.frozen is not None and not self.trainable else codecs.weight
 
     def grad_codec(self, context: Context) -> Codec | None:
         """Return the codec in which the gradients travel."""
-        return context.codecs.grad if self.precision(context).wire in CODED else None
+        return context.options.codecs.grad if self.precision(context).wire in CODED else None
 
     def routes(self, context: Context, rest: State) -> Routes:
         """Return the routes of weights that rest as `rest` and of their gradients."""

@@ -213,7 +213,7 @@ class Finalizer:
         position, here = 0, answers[self._transport.rank].used
         unions: dict[tuple[int, ...], int] = {}  # by the ranks that have the same parameters
         for path in self._backward.paths():
-            members = path.flat.holders.members
+            members = path.flat.context.holders.members
             if members not in unions:
                 unions[members] = _union([answers[rank] for rank in members])
             for index in range(len(path.used)):

@@ -41,7 +41,7 @@ def compare_replicas(
     named: dict[str, str] = {}
     within: dict[str, Groups] = {}  # of parameters that only some ranks have
     for unit in units:
-        groups = unit.segments[0].flat.holders.groups
+        groups = unit.segments[0].flat.context.holders.groups
         if not unit.cells.weight.is_sharded:
             if unit.state is UnitState.GATHERING:  # published, and not used since on this rank
                 unit.wait_for_unshard()
@@ -72,7 +72,7 @@ def _compare_columns(
                 named[name] = digest_of(flat.rest.whole)
                 own = [
                     tuple(group[rank] for rank in mesh.column(local))
-                    for group in flat.holders.groups
+                    for group in flat.context.holders.groups
                     for local in range(mesh.node_size)
                 ]
                 columns |= dict.fromkeys((name, *map(_state_of, segment.names)), own)

@@ -103,7 +103,8 @@ class Whole:
         and return the names; raise when another rank made edits of its own.
         """
         control = self._transports.main.control
-        flats = {name: one.flat for unit in units for one in unit.segments for name in one.names}
+        segments = [segment for unit in units for segment in unit.segments]
+        contexts = {name: one.flat.context for one in segments for name in one.names}
         after = [digest_of(value) for value in values.values()]
         answers = [
             answer.decode().split(",")
@@ -112,7 +113,8 @@ class Whole:
         changed = control.exchange(bytes(a != b for a, b in zip(after, before, strict=True)), _CALL)
         edited = set()
         for position, (name, value) in enumerate(values.items()):
-            for group in flats[name].holders.groups:
+            context = contexts[name]
+            for group in context.holders.groups:
                 digest = answers[group[0]][position]
                 others = [rank for rank in group if answers[rank][position] != digest]
                 rivals = [rank for rank in others if changed[rank][position]]
@@ -121,10 +123,10 @@ class Whole:
                         f"parameter {name!r} was edited differently on ranks {group[0]} and"
                         f" {rivals}: edit on rank {group[0]} alone, or the same on every rank"
                     )
-                if group != flats[name].holders.members:
+                if group != context.holders.members:
                     continue
                 if others:
-                    flats[name].transport.broadcast(value, 0)
+                    context.transport.broadcast(value, 0)
                 if any(changed[rank][position] for rank in group):
                     edited.add(name)
         return edited
@@ -249,7 +251,7 @@ class Whole:
         low, high = segment.flat.own_span
         local = local[low - start : high - start]
         out = torch.empty(layout.numel, dtype=local.dtype, device=local.device)
-        segment.flat.transport.all_gather(key, local, layout.ranges, out).wait()
+        segment.flat.context.transport.all_gather(key, local, layout.ranges, out).wait()
         return out
 
     def find(self, parameter: nn.Parameter) -> tuple[Segment, int]:
