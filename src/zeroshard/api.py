@@ -405,6 +405,8 @@ def _own_context(own: OwnMesh, whole: Context, asked: _Asked, spec: CommSpec) ->
         mesh=mesh,
         name="auto" if len(members) == 1 else spec.name,
         pool_bytes=_pool_bytes(asked, own.pattern),
+        # where hosts are several, groups inside one would gather without the memory of the others
+        alias=whole.transport.one_sided,
         members=members,
     )
     transport = make_transport(own.group, whole.device, spec, whole.transport.traffic)
