@@ -6,11 +6,12 @@ compared, before the first parameter is changed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,15 +22,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.comm.agree import REMEDY, agree, differing, through
+from zeroshard.comm.agree import REMEDY, Groups, agree, differing, through
 from zeroshard.comm.codec import DTYPES as CODED
 from zeroshard.comm.device_mesh import Seat, seat_of
 from zeroshard.comm.everyone import Everyone
+from zeroshard.comm.own_mesh import OwnMesh
 from zeroshard.comm.select import make_transport
 from zeroshard.comm.spec import CommSpec
 from zeroshard.comm.transport import Transport
 from zeroshard.config import AUTO, Config, ShardOptions, build_config
 from zeroshard.core.dims import Dims
+from zeroshard.core.holders import Holders
 from zeroshard.core.launched import meeting_file
 from zeroshard.core.placement import Mesh, Tier
 from zeroshard.core.policy import Policy
@@ -80,7 +83,6 @@ _COMPARED = (
     "prefetch_bytes", "strict", "verify_every", "broadcast_buffers", "gradient_clipping",
     "loss_scale",
 )  # fmt: skip
-_VALUE = "initial value of "  # as entries of a report begin
 
 
 def init_distributed(backend: str | None = None, *, timeout_s: float = 1800.0) -> None:
@@ -126,6 +128,7 @@ def shard(
     units: UnitSpec | None = None,
     mesh: DeviceMesh | None = None,
     dp: str | Sequence[str] | None = None,
+    mesh_of: Mapping[str, DeviceMesh] | None = None,
     sync_from: int | None = None,
     **overrides: Unpack[ShardOptions],
 ) -> Engine:
@@ -142,15 +145,17 @@ def shard(
     or the one named "dp", or "dp_replicate" x "dp_shard", the nodes and local ranks of hpz, mics
     and hfsdp, and "cp". Beside them "pp" (ranks have other parameters) and "tp" (plain parameters
     are the same, DTensors are parts of whole ones) may be there: norm and clip, skipped steps and
-    the order of steps are those of the whole mesh, and no weight is sharded along them. `sync_from`
-    is a data parallel rank whose weights and buffers all others take (default: the ranks' weights
-    are compared). Further keywords are those of Config, which ``help(zs.Config)`` describes.
-    Collective.
+    the order of steps are those of the whole mesh, and no weight is sharded along them. `mesh_of`
+    gives the parameters of modules whose names match a pattern (as ``fnmatch`` has it) a mesh of
+    their own, whose dimensions "dp" or "cp" run over the ranks with the same parameters:
+    ``{"*.experts": mesh}`` for experts that ranks divide. `sync_from` is a data parallel rank whose
+    weights and buffers all others take (default: the ranks' weights are compared). Further keywords
+    are those of Config, which ``help(zs.Config)`` describes. Collective.
 
     Raises ConfigError for what cannot be done, and PlanMismatch where the ranks disagree, on every
     rank, before anything is changed.
     """
-    seat = seat_of(mesh, dp)
+    seat = seat_of(mesh, dp, mesh_of)
     build = partial(build_config, config, stage=stage, policy=policy, units=units, **overrides)
     module: Any = model
     try:
@@ -166,7 +171,7 @@ def shard(
     try:
         engine = Engine(module, asked.plans, context, prefetch_bytes=asked.settings.prefetch_bytes)
     except StorageError:
-        context.transport.close()
+        context.transports.close()
         context.axes.close()
         context.tiering.close()
         raise
@@ -192,6 +197,13 @@ class _Asked:
     report: dict[str, str]  # must be the same on every data parallel rank, and on replicas
     values: dict[str, str]  # of a deferred model: should be
     parts: frozenset[str]  # entries of both about parts, which differ along the mesh
+    # entries of parameters that some ranks hold, and by which groups of ranks
+    within: dict[str, Groups]
+
+    @property
+    def own_meshes(self) -> tuple[str, ...]:
+        """The patterns of parameters with a mesh of their own."""
+        return tuple(dict.fromkeys(plan.pattern for plan in self.plans if plan.pattern))
 
 
 def _compared(asked: _Asked | None, error: ZeroshardError | None, seat: Seat) -> dict[str, str]:
@@ -203,14 +215,19 @@ def _compared(asked: _Asked | None, error: ZeroshardError | None, seat: Seat) ->
     exchange = through(seat.group)
     with seat.axes.telling("shard()"):
         report = {} if asked is None else asked.settings_report | asked.report
-        agree(exchange, report, call="shard()", error=error, remedy=REMEDY)
+        within = {} if asked is None else asked.within
+        agree(exchange, report, call="shard()", error=error, remedy=REMEDY, within=within)
     assert asked is not None  # else that has raised
     values, differences = asked.values, {}
     if values:
-        differences = differing(exchange, values, call="shard()")
+        differences = differing(exchange, values, call="shard()", within=within)
     alike = {name: text for name, text in values.items() if name not in differences}
     alike |= asked.report
     alike = {name: text for name, text in alike.items() if name not in asked.parts}
+    if within:  # what peers are told is the same on all ranks of the group
+        mine = json.dumps([alike.pop(name) for name in within if name in alike]).encode()
+        everything = b"".join(exchange(mine, call="shard()"))
+        alike["initial values of parameters with a mesh of their own"] = _hash(everything)
     seat.axes.share(None, "shard()", common=asked.settings_report, alike=alike)
     return differences
 
@@ -255,9 +272,9 @@ def _facts(
 
     exchange, error, own = through(seat.group), None, {}
     try:
-        if seat.dims.others:
+        if seat.dims.others or seat.own:
             raise ConfigError("policy='auto' plans data parallel ranks alone, and this mesh has"
-                              " other axes: name a row of the table")  # fmt: skip
+                              " other axes or mesh_of: name a row")  # fmt: skip
         refuse_inside("shard()")
         _check_model(model, optimizer)
         own = facts(model, settings, 1 if seat.group is None else seat.group.size())
@@ -321,16 +338,24 @@ def _checked(
     _check_precision(model, precision)
     dtypes = compute_dtypes(model, precision)
     _check_codecs(model, dtypes, settings)
-    plans = partition_units(model, settings.units)
+    plans = partition_units(model, settings.units, own_meshes=[own.pattern for own in seat.own])
+    _check_own_meshes(model, plans, seat, mesh, settings, sync_from)
+    groups = {own.pattern: own.holders.groups for own in seat.own}
+    within = {
+        _initial(name): groups[plan.pattern]
+        for plan in plans
+        if plan.pattern
+        for name in plan.parameters
+    }
     common = {"sync_from": str(sync_from), **_settings_report(settings, node_size)}
     report = _report(model, optimizer, dtypes, plans)
     values = _initial_values(model) if sync_from is None else {}
     named = named_parameters_once(model).items()
-    parts = frozenset(_VALUE + name for name, p in named if part_of(name, p).axes)
+    parts = frozenset(_initial(name) for name, p in named if part_of(name, p).axes)
     if values and any(fingerprint_of(parameter) is not None for parameter in model.parameters()):
         deferred = report | {"a deferred model": "yes"}
-        return _Asked(settings, mesh, dtypes, plans, common, deferred, values, parts)
-    return _Asked(settings, mesh, dtypes, plans, common, report | values, {}, parts)
+        return _Asked(settings, mesh, dtypes, plans, common, deferred, values, parts, within)
+    return _Asked(settings, mesh, dtypes, plans, common, report | values, {}, parts, within)
 
 
 def _make_context(
@@ -349,7 +374,6 @@ def _make_context(
     settings, policy = asked.settings, asked.settings.resolved_policy()
     precision = settings.resolved_precision()
     device = next(model.parameters()).device
-    largest = max(plan.local_numel for plan in asked.plans)
     spec = CommSpec(
         asked.mesh,
         name=settings.comm.transport,
@@ -359,35 +383,60 @@ def _make_context(
         hop_dtype=torch.bfloat16 if settings.comm.grad_codec == "bf16" else torch.float32,
         ordered=settings.comm.ordered,
         stall_timeout_s=settings.stall_timeout_s,
-        pool_bytes=2 * largest * asked.dtypes.widest(precision),
+        pool_bytes=_pool_bytes(asked, ""),
     )
     with seat.axes.telling("shard()"):
         tiering = _make_tiering(settings, model, seat.group, device)
         transport = make_transport(seat.group, device, spec)
     axes = seat.axes.connected(spec, transport.traffic)
-    return Context(
+    context = Context(
         policy=policy,
         precision=precision,
         dtypes=asked.dtypes,
         transport=transport,
         mesh=asked.mesh,
         everyone=Everyone(transport.control, axes),
-        codecs=settings.comm.codecs(),
+        holders=Holders.everyone(transport.size, transport.rank),
         streams=make_streams(device),
         meter=MemoryCounter(),
         memory=DeviceMemory(device, Pages(), tiering.link),
         faults=Faults(transport, active=bool(tiering.stores), differing=told),
-        trains=trains,
         options=Options(
             strict=settings.strict,
             verify_every=settings.verify_every,
             broadcast_buffers=settings.broadcast_buffers,
             clip_norm=settings.gradient_clipping,
             loss_scaler=settings.loss_scaler(),
+            trains=trains,
+            codecs=settings.comm.codecs(),
         ),
         prepare=lambda tensors: _prepare(tensors, transport, sync_from),
         tiering=tiering,
     )
+    own = {one.pattern: _own_context(one, context, asked, spec) for one in seat.own}
+    return replace(context, own=own)
+
+
+def _own_context(own: OwnMesh, whole: Context, asked: _Asked, spec: CommSpec) -> Context:
+    """Return the context of parameters with a mesh of their own. Collective over that."""
+    mesh, members = own.holders.mesh(whole.mesh), own.holders.members
+    spec = replace(
+        spec,
+        mesh=mesh,
+        name="auto" if len(members) == 1 else spec.name,
+        pool_bytes=_pool_bytes(asked, own.pattern),
+        # where hosts are several, groups inside one would gather without the memory of the others
+        alias=whole.transport.one_sided,
+        members=members,
+    )
+    transport = make_transport(own.group, whole.device, spec, whole.transport.traffic)
+    return replace(whole, transport=transport, mesh=mesh, holders=own.holders)
+
+
+def _pool_bytes(asked: _Asked, pattern: str) -> int:
+    """Return the bytes of the gradient buffers of the units of `pattern`: twice the largest."""
+    numel = max((plan.local_numel for plan in asked.plans if plan.pattern == pattern), default=0)
+    return 2 * numel * asked.dtypes.widest(asked.settings.resolved_precision())
 
 
 def _make_tiering(
@@ -617,6 +666,38 @@ def _node_size(settings: Config, dims: Dims) -> int | None:
     return int(text)
 
 
+def _check_own_meshes(
+    model: nn.Module,
+    plans: Sequence[UnitPlan],
+    seat: Seat,
+    mesh: Mesh,
+    settings: Config,
+    sync_from: int | None,
+) -> None:
+    """Raise ConfigError for what cannot be done beside meshes of parameters' own."""
+    if not seat.own:
+        return
+    for own in seat.own:
+        own.holders.mesh(mesh)
+    if sync_from is not None:
+        raise ConfigError(
+            f"sync_from={sync_from} would copy one rank's experts to all ranks, and mesh_of lets"
+            " ranks hold others: build the same model on the ranks with the same experts"
+        )
+    inside = {name for plan in plans if plan.pattern for name, _ in plan.owners}
+    buffers = [
+        f"{name}.{buffer}"
+        for name, module in model.named_modules()
+        if name in inside
+        for buffer in module._buffers
+    ]
+    if settings.broadcast_buffers and buffers:
+        raise ConfigError(
+            f"broadcast_buffers=True would give every rank rank 0's buffer {buffers[0]!r}, which"
+            " belongs to a module with a mesh of its own (mesh_of): leave it out"
+        )
+
+
 def _settings_report(settings: Config, node_size: int | None) -> dict[str, str]:
     """Return the settings that must be equal on all ranks, in order of importance."""
     report = {
@@ -661,15 +742,24 @@ def _initial_values(model: nn.Module) -> dict[str, str]:
     for name, parameter in named_parameters_once(model).items():
         recipe = fingerprint_of(parameter)
         value = digest_of(local_of(parameter)) if recipe is None else f"deferred {recipe}"
-        values[_VALUE + name] = value
+        values[_initial(name)] = value
     return values
+
+
+def _hash(payload: bytes) -> str:
+    return hashlib.blake2b(payload, digest_size=8).hexdigest()
+
+
+def _initial(name: str) -> str:
+    """Return what reports call the initial value of a parameter."""
+    return f"initial value of {name}"
 
 
 def _told(model: nn.Module, differences: Mapping[str, str]) -> dict[int, str]:
     """Return, by parameter id, the error message for values that differ between ranks."""
     remedy = f"{REMEDY}, or give it values with zs.load_pretrained() before its first use"
     named = named_parameters_once(model).items()
-    keys = {_VALUE + name: id(parameter) for name, parameter in named}
+    keys = {_initial(name): id(parameter) for name, parameter in named}
     return {
         keys[name]: f"the ranks disagree, first about {name!r}: {who}. {remedy}"
         for name, who in differences.items()

@@ -30,6 +30,11 @@ def test_opposite_order_with_a_pool_of_one_does_not_deadlock(spec: Spec) -> None
         assert num_slots == [1] * spec.world_size
 
 
+def test_a_rank_that_blocks_elsewhere_ahead_of_the_others_does_not_end_them() -> None:
+    ran = run_ranks(2, failures.a_rank_ahead_leaves_for_a_collective, SHM2, timeout=30)
+    assert ran == [1, 2]
+
+
 def test_a_slow_rank_costs_neither_copies_nor_slots() -> None:
     assert run_ranks(2, failures.a_slow_rank_costs_no_copies, SHM2, timeout=30) == [(0, 1), (0, 1)]
 

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from tests.support.transport_cases import check_sum, expected_sum, fill, same
 from tests.support.transports import CPU, Spec, opened, values
 from zeroshard.comm.links import Kind
 from zeroshard.comm.matching import Part
 from zeroshard.comm.spec import CommSpec
-from zeroshard.comm.transport import ReduceRequest, Transport, Window
+from zeroshard.comm.transport import GradBuffer, ReduceRequest, Transport, Window
 from zeroshard.core.layout import end_of
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError, PeerLostError, PlanMismatch, StallError, StateError
@@ -53,6 +54,32 @@ def opposite_order_needs_one_buffer(rank: int, world_size: int, spec: Spec) -> i
             check_sum(spec, outs[key], expected[key], torch.float32)
         transport.control.exchange(b"")
         return 0 if spec.two_level else len(transport.collectives.slots.slots)  # type: ignore[attr-defined]
+
+
+def a_rank_ahead_leaves_for_a_collective(rank: int, world_size: int, spec: Spec) -> int:
+    """Rank 0 is relieved, runs ahead and blocks in a collective of the program's own, while rank 1
+    still needs two buffers. Return how many slots that took.
+    """
+    ranges, numel, works = spec.cut(640, 640), 1280, []
+    with opened(spec, rank, pool_bytes=1, stall_timeout_s=5.0) as transport:
+
+        def reduce(key: str, buffer: GradBuffer) -> None:
+            request = ReduceRequest(key, ranges, torch.float32)
+            works.append(transport.reduce(request, buffer, torch.zeros(640), accumulate=False))
+
+        for key in "abc" if rank == 0 else "bac":
+            buffer = fill(transport, key, ord(key), numel, torch.float32)
+            if rank == 1 and key == "a":  # it computes, and serves the other rank once
+                time.sleep(0.3)
+                transport.progress()
+                time.sleep(0.3)
+            reduce(key, buffer)
+        most = len(transport.collectives.slots.slots)  # type: ignore[attr-defined]
+        dist.barrier()
+        for work in works:
+            work.wait()
+        transport.control.exchange(b"")
+        return most
 
 
 def a_slow_rank_costs_no_copies(rank: int, world_size: int, spec: Spec) -> tuple[int, int]:

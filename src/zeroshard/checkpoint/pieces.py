@@ -98,6 +98,16 @@ def parameters_of(engine: Engine, *, frozen: bool = True) -> dict[str, Parameter
     return out
 
 
+def refuse_own_meshes(engine: Engine, which: str) -> None:
+    """Raise ConfigError where ranks hold different parameters under one name."""
+    if patterns := states_of(engine).own_meshes:
+        raise ConfigError(
+            f"{which} one tensor of each name, and mesh_of lets ranks hold different experts under"
+            f" one name ({patterns}): save engine.full_state_dict() of the first rank of each group"
+            " with the same experts, and load it into the module before shard()"
+        )
+
+
 def check_arguments(directory: object, engine: object, states: object) -> None:
     """Raise ConfigError, naming the argument, for a wrong directory, engine or states."""
     if not isinstance(engine, Engine):
@@ -106,6 +116,7 @@ def check_arguments(directory: object, engine: object, states: object) -> None:
             f"engine is a {type(engine).__name__}, not the zeroshard.Engine that shard()"
             f" returned{swapped}"
         )
+    refuse_own_meshes(engine, "checkpoints hold")
     if not isinstance(directory, (str, Path)):
         raise ConfigError(f"directory is a {type(directory).__name__}, not a path")
     if not isinstance(states, Mapping | None):

@@ -26,7 +26,12 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from zeroshard.checkpoint.manifest import ParameterEntry, row_stride
-from zeroshard.checkpoint.pieces import in_memory_order, names_of, persistent_buffers
+from zeroshard.checkpoint.pieces import (
+    in_memory_order,
+    names_of,
+    persistent_buffers,
+    refuse_own_meshes,
+)
 from zeroshard.core.part import Part
 from zeroshard.errors import CheckpointError
 from zeroshard.nn.deferred import allocate
@@ -65,6 +70,8 @@ def load_pretrained(
     Raises CheckpointError naming missing and unexpected tensors (only reported with `strict` off)
     and tensors of another shape, before anything is changed; PlanMismatch where another rank does.
     """
+    if isinstance(target, Engine):
+        refuse_own_meshes(target, "pretrained files hold")
     report = LoadReport()
     model = target.module if isinstance(target, Engine) else target
     with ExitStack() as stack:

@@ -21,7 +21,10 @@ from zeroshard.comm.plain import gather_bytes
 from zeroshard.core.digest import first_difference, holders
 from zeroshard.errors import PlanMismatch, ZeroshardError
 
-__all__ = ["REMEDY", "Exchange", "agree", "differing", "failures", "through"]
+__all__ = ["REMEDY", "Exchange", "Groups", "agree", "differing", "failures", "through"]
+
+Groups = tuple[tuple[int, ...], ...]  # of ranks, inside which something is the same
+_EVERYWHERE: Mapping[str, Groups] = {}
 
 REMEDY = "Build the same model with the same options on every rank (same seed), or use sync_from=0"
 
@@ -55,8 +58,10 @@ def agree(
     error: ZeroshardError | None = None,
     remedy: str = "",
     refusal: type[ZeroshardError] = PlanMismatch,
+    within: Mapping[str, Groups] = _EVERYWHERE,
 ) -> None:
-    """Return when every rank sent the same `report`; collective.
+    """Return when every rank sent the same `report`; collective. Entries of the names `within` are
+    the same inside each of these groups of ranks.
 
     Raises this rank's own `error` if it has one, a `refusal` with another rank's error, or
     PlanMismatch naming the first difference, with the caller's `remedy`.
@@ -69,23 +74,48 @@ def agree(
     for rank, (_, failure) in enumerate(answers):
         if failure is not None:
             raise refusal(f"rank {rank} refused: {failure}")
-    _refuse_difference([entries for entries, _ in answers], remedy)
+    reports = [entries for entries, _ in answers]
+    all_ranks = (tuple(range(len(reports))),)
+    for groups in (None, *dict.fromkeys(within.values())):
+        chosen = [
+            [entry for entry in report if within.get(_name(entry)) == groups] for report in reports
+        ]
+        for ranks in groups or all_ranks:
+            _refuse_difference([chosen[rank] for rank in ranks], remedy, ranks)
 
 
-def _refuse_difference(reports: Sequence[Sequence[str]], remedy: str) -> None:
+def _name(entry: str) -> str:
+    return entry.split(" = ")[0]
+
+
+def _refuse_difference(
+    reports: Sequence[Sequence[str]], remedy: str, ranks: Sequence[int] | None = None
+) -> None:
     position, entries = first_difference(reports)
     if len(set(entries)) > 1:
         entry = next(report[position] for report in reports if position < len(report))
-        name = entry.split(" = ")[0]
         raise PlanMismatch(
-            f"the ranks disagree, first about {name!r}: {holders(entries)}. {remedy}".rstrip(". ")
+            f"the ranks disagree, first about {_name(entry)!r}: {holders(entries, ranks)}."
+            f" {remedy}".rstrip(". ")
         )
 
 
-def differing(exchange: Exchange, report: Mapping[str, str], *, call: str) -> dict[str, str]:
-    """Return the entries of `report` that are not the same on every rank, with who holds what;
-    all have the same names. Collective.
+def differing(
+    exchange: Exchange,
+    report: Mapping[str, str],
+    *,
+    call: str,
+    within: Mapping[str, Groups] = _EVERYWHERE,
+) -> dict[str, str]:
+    """Return the entries of `report` that are not the same on every rank (or `within` groups of
+    ranks), with who holds what; all have the same names. Collective.
     """
-    answers = exchange(json.dumps(list(report.values())).encode(), call)
-    entries = dict(zip(report, zip(*map(json.loads, answers), strict=True), strict=True))
-    return {name: holders(texts) for name, texts in entries.items() if len(set(texts)) > 1}
+    answers = [json.loads(answer) for answer in exchange(json.dumps(report).encode(), call)]
+    found: dict[str, str] = {}
+    all_ranks = (tuple(range(len(answers))),)
+    for name in report:
+        for ranks in within.get(name, all_ranks):
+            texts = [answers[rank][name] for rank in ranks]
+            if len(set(texts)) > 1:
+                found.setdefault(name, holders(texts, ranks))
+    return found

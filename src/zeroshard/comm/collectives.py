@@ -12,6 +12,11 @@ canonical order once it is complete (``matching.py``)::
 Invariant: the n-th operation of a key meets the n-th of every rank. Cost per rank, N equal shares,
 B bytes: ``B (N-1)/N`` read in place from near peers or received from far ones; one control record
 per near peer each way, one message per far peer.
+
+[Note: ahead] Relief lets a rank go on before the others have come. If it then blocks in a
+collective of the program's own (tokens for experts, an all-reduce of the loss), it reads no slot
+until they have come there, too, and they may need one before. So a rank whose readers are all ahead
+of it takes memory beyond the pool, at most as much as they are ahead.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ from zeroshard.memory import Pool
 __all__ = ["Collectives"]
 
 # how long a full pool waits for far peers, which cannot say whether they are slow or need another
-# unit first
+# unit first, and for near ones that are ahead ([Note: ahead])
 _SPILL_AFTER_S = 0.1
 _BROADCAST_BYTES = 16 << 20
 
@@ -99,7 +104,8 @@ class Collectives(Plane):
 
         def free() -> bool:
             readers = self.slots.readers()
-            spill = not readers or (FAR in readers and time.monotonic() - begin > _SPILL_AFTER_S)
+            is_late = time.monotonic() - begin > _SPILL_AFTER_S
+            spill = not readers or (is_late and (FAR in readers or self._are_ahead(readers)))
             taken = self.slots.take(numel, dtype, device, spill=spill)
             found.extend([] if taken is None else [taken])
             return bool(found)
@@ -121,6 +127,11 @@ class Collectives(Plane):
             idle=idle,
         )
         return found[0]
+
+    def _are_ahead(self, readers: set[int]) -> bool:
+        """Whether near ranks that read our slots have contributed to all that we have begun."""
+        near = readers - {self._rank}
+        return bool(near) and not near & self.matching.awaited()
 
     def reduce(
         self,

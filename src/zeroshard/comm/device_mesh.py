@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.comm.agree import agree
 from zeroshard.comm.groups import make_group
 from zeroshard.comm.other_axes import OtherAxes, ThroughGroups
+from zeroshard.comm.own_mesh import OwnMesh, check_meshes, meet
 from zeroshard.core.dims import Dims
 from zeroshard.errors import ConfigError
 
 __all__ = ["Seat", "seat_of"]
 
-_ALL = "Pass the same mesh= and dp= on every rank"
+_ALL = "Pass the same mesh=, dp= and mesh_of= on every rank"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Seat:
     dims: Dims
     axes: OtherAxes
     mesh: DeviceMesh | None = None  # as it was given
+    own: tuple[OwnMesh, ...] = ()  # of parameters that some of these ranks hold
 
     @property
     def rank(self) -> int:
@@ -41,31 +43,35 @@ class Seat:
         return 0 if self.group is None else self.group.rank()
 
 
-def seat_of(mesh: Any, dp: Sequence[str] | str | None = None) -> Seat:
+def seat_of(mesh: Any, dp: Sequence[str] | str | None = None, mesh_of: Any = None) -> Seat:
     """Return this rank's seat in `mesh` (None: all ranks are data parallel), of which the
-    dimensions `dp` are data parallel. Collective.
+    dimensions `dp` are data parallel, and in the meshes of parameters, `mesh_of`. Collective.
 
     Raises ConfigError for what is no mesh of named dimensions with this rank in it, and
     PlanMismatch where the ranks name other dimensions, before any of their groups is used.
     """
-    dims, error = None, None
+    dims, asked, error = None, [], None
     try:
         dims = _dims_of(mesh, dp)
+        asked = check_meshes(mesh_of)
     except ConfigError as refused:
         error = refused
     known = isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is not None
     if mesh is None or known:
         described = "none" if mesh is None else "" if dims is None else dims.describe()
-        everyone = _members(mesh).exchange
-        agree(everyone, {"mesh": described}, call="shard()", error=error, remedy=_ALL)
+        report = {"mesh": described, "mesh_of": "; ".join(one.describe() for one in asked)}
+        agree(_members(mesh).exchange, report, call="shard()", error=error, remedy=_ALL)
     if error is not None:
         raise error
     assert dims is not None  # else that has raised
     if mesh is None:
-        return Seat(_everyone(), dims, OtherAxes.none())
-    peers = ThroughGroups([mesh.get_group(index) for index in dims.beside])
-    axes = OtherAxes(dims.place(mesh.get_coordinate()), dims.num_groups, peers)
-    return Seat(_data_group(mesh, dims), dims, axes, mesh)
+        group, axes = _everyone(), OtherAxes.none()
+    else:
+        peers = ThroughGroups([mesh.get_group(index) for index in dims.beside])
+        axes = OtherAxes(dims.place(mesh.get_coordinate()), dims.num_groups, peers)
+        group = _data_group(mesh, dims)
+    with axes.telling("shard()"):
+        return Seat(group, dims, axes, mesh, meet(asked, group))
 
 
 def _dims_of(mesh: Any, dp: Sequence[str] | str | None) -> Dims:

@@ -266,10 +266,10 @@ class Subgroup:
     members: tuple[int, ...]  # what errors call its ranks
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Subgroup:
-        """Return the subgroup of all ranks of `group`. Collective."""
+    def of(cls, group: dist.ProcessGroup, members: tuple[int, ...] = ()) -> Subgroup:
+        """Return the subgroup of all ranks of `group`, called `members`. Collective."""
         name = gather_bytes(group, secrets.token_bytes(16))[0].hex()
-        return cls(name, group.rank(), group.size(), tuple(range(group.size())))
+        return cls(name, group.rank(), group.size(), members or tuple(range(group.size())))
 
     def part(self, ranks: Sequence[int]) -> Subgroup:
         """Return the subgroup of some of our `ranks`, this one among them."""
@@ -277,7 +277,7 @@ class Subgroup:
             f"{self.name}/{'-'.join(map(str, ranks))}",
             ranks.index(self.rank),
             len(ranks),
-            tuple(ranks),
+            tuple(self.members[rank] for rank in ranks),
         )
 
 

@@ -112,6 +112,10 @@ class Matching:
             else set(pending.contributors - self.contributions.get((key, sequence), {}).keys())
         )
 
+    def awaited(self) -> set[int]:
+        """Return the ranks that lack in any pending operation."""
+        return set().union(*(self.missing(*name) for name in self.pending))
+
     def advance(self) -> bool:
         """Finish every operation that has become possible, oldest first; return whether there
         was one.

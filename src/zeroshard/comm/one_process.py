@@ -36,13 +36,13 @@ class _Alone:
 class OneProcess:
     """A Transport without peers."""
 
-    def __init__(self, spec: CommSpec) -> None:
+    def __init__(self, spec: CommSpec, traffic: Traffic | None = None) -> None:
         self.name = "one_process"
         self.rank = 0
         self.size = 1
         self.one_sided = True
         self.keyed = True
-        self.traffic = Traffic()
+        self.traffic = Traffic() if traffic is None else traffic
         self.control = _Alone()
         self.stall_timeout_s = spec.stall_timeout_s
         self._pool = Pool(spec.pool_bytes)

@@ -35,10 +35,13 @@ _NAMES = ("auto", "one_process", "shared_memory", "gloo", "mixed", "nccl")
 
 
 def make_transport(
-    group: dist.ProcessGroup | None, device: torch.device, spec: CommSpec
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    spec: CommSpec,
+    traffic: Traffic | None = None,
 ) -> Transport:
     """Make the transport of `group` (None: the default group, or one process where there is
-    none) for tensors on `device`. Collective.
+    none) for tensors on `device`, which counts its bytes in `traffic`. Collective.
 
     Raises ConfigError for a transport that was asked for by name and cannot be had.
     """
@@ -48,10 +51,11 @@ def make_transport(
     _check_name(spec.name, world, has_group=group is not None)
     assert spec.mesh.size == world, (spec.mesh, world)
     if group is None or (world == 1 and spec.name in ("auto", "one_process")):
-        return OneProcess(spec)
+        return OneProcess(spec, traffic)
+    traffic = Traffic() if traffic is None else traffic
     on_cpu = device.type == "cpu"
     if spec.name == "nccl" or (spec.name == "auto" and not on_cpu and _has_native(group, device)):
-        return _make_native(group, device, spec)
+        return _make_native(group, device, spec, traffic)
     if spec.ordered is False:
         raise ConfigError(
             "ordered=False: on CPU ranks the ordered exchange is the only reduce (and the fast"
@@ -64,7 +68,7 @@ def make_transport(
             f"transport {spec.name!r} serves CPU tensors, not {device}: use 'auto', 'nccl' or"
             " 'gloo'"
         )
-    return _make_paired(group, spec)
+    return _make_paired(group, spec, traffic)
 
 
 def _check_name(name: str, world: int, *, has_group: bool) -> None:
@@ -80,13 +84,13 @@ def _check_name(name: str, world: int, *, has_group: bool) -> None:
         )
 
 
-def _make_paired(group: dist.ProcessGroup, spec: CommSpec) -> Transport:
-    everyone, mesh, lowering = Subgroup.of(group), spec.mesh, _lowering(spec)
+def _make_paired(group: dist.ProcessGroup, spec: CommSpec, traffic: Traffic) -> Transport:
+    everyone, mesh, lowering = Subgroup.of(group, spec.members), spec.mesh, _lowering(spec)
 
     def make(subgroup: Subgroup, spec: CommSpec, traffic: Traffic) -> PairedTransport:
         return PairedTransport(make_control(subgroup, spec, traffic), spec)
 
-    flat = make(everyone, spec, Traffic())
+    flat = make(everyone, spec, traffic)
     # one host has no slow wire to spare
     is_fast = flat.name == "shared_memory" and spec.two_level is None
     if mesh.num_nodes == 1 or not (spec.columns or (lowering.ever and not is_fast)):
@@ -101,10 +105,13 @@ def _make_paired(group: dist.ProcessGroup, spec: CommSpec) -> Transport:
     )
 
 
-def _make_native(group: dist.ProcessGroup, device: torch.device, spec: CommSpec) -> Transport:
+def _make_native(
+    group: dist.ProcessGroup, device: torch.device, spec: CommSpec, traffic: Traffic
+) -> Transport:
     mesh, lowering = spec.mesh, _lowering(spec)
     _warn_of_timeout(group, device, spec)
-    control = make_control(Subgroup.of(group), replace(spec, name="nccl"), Traffic())
+    named = Subgroup.of(group, spec.members)
+    control = make_control(named, replace(spec, name="nccl"), traffic)
     _check_ordered(spec, control)
     flat = NcclTransport(group, device, spec, control)
     if mesh.num_nodes == 1 or not (spec.columns or lowering.ever):

@@ -34,3 +34,5 @@ class CommSpec:
     columns: bool = False  # the row keeps columns
     node_sums: bool = False  # the row keeps sums of nodes
     hop_dtype: torch.dtype = torch.float32  # in which sums of nodes travel
+    # what errors call the ranks; (): their numbers in the group
+    members: tuple[int, ...] = ()

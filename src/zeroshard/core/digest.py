@@ -99,10 +99,12 @@ def first_difference(logs: Sequence[Sequence[str]]) -> tuple[int, list[str]]:
     return length, ["the same"] * len(logs)
 
 
-def holders(entries: Sequence[str]) -> str:
-    """Return which ranks hold each of the `entries`: ``"ranks 0, 2: a; rank 1: b"``."""
+def holders(entries: Sequence[str], ranks: Sequence[int] | None = None) -> str:
+    """Return which of `ranks` (default: all) hold each of the `entries`:
+    ``"ranks 0, 2: a; rank 1: b"``.
+    """
     ranks_of: dict[str, list[int]] = {}
-    for rank, entry in enumerate(entries):
+    for rank, entry in zip(range(len(entries)) if ranks is None else ranks, entries, strict=True):
         ranks_of.setdefault(entry, []).append(rank)
     return "; ".join(
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {entry}"

@@ -23,9 +23,10 @@ from math import prod
 from zeroshard.core.placement import OtherAxis
 from zeroshard.errors import ConfigError
 
-__all__ = ["Dims", "Place"]
+__all__ = ["Dims", "Place", "shared_dims"]
 
 _FLAT, _OUTER, _INNER, _CONTEXT = "dp", "dp_replicate", "dp_shard", "cp"
+_EXPERT = "ep"
 _USUAL = ([_FLAT], [_OUTER], [_INNER], [_OUTER, _INNER])
 _ALIKE = {"tp": True, "pp": False}  # by name: whether plain parameters are alike along it
 _KNOWN = "'dp', or 'dp_replicate' and 'dp_shard', are data parallel, as is 'cp'; 'tp' and 'pp'"
@@ -140,6 +141,32 @@ class Dims:
             frozenset(name for name, number in along if not number),
             not any(number for name, number in along if _ALIKE[name]),
         )
+
+
+def shared_dims(names: Sequence[str] | None, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the dimensions of a mesh of ``shard(mesh_of=)`` along which ranks hold the same
+    parameters: those with the usual names. Along all others, whatever their names, ranks hold other
+    parameters (experts).
+
+    Raises ConfigError for a mesh without any.
+    """
+    if len(sizes) > 1 and not names:
+        raise ConfigError(
+            f"the mesh has {len(sizes)} dimensions without names: give it mesh_dim_names, 'dp' for"
+            " the ranks with the same parameters"
+        )
+    known = (_FLAT, _OUTER, _INNER, _CONTEXT)
+    every = [
+        index
+        for index, name in enumerate(names or (_FLAT,))
+        if name in known or (len(sizes) == 1 and name not in (*_ALIKE, _EXPERT))
+    ]
+    if not every:
+        raise ConfigError(
+            f"the mesh has no data parallel dimension, only {list(names or ())}: name 'dp' the one"
+            " along which ranks hold the same parameters, of size 1 where each rank has its own"
+        )
+    return tuple(index for index in every if sizes[index] > 1) or tuple(every[:1])
 
 
 def _checked(dp: Sequence[str] | str, names: Sequence[str] | None) -> tuple[str, ...]:

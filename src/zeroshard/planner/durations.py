@@ -229,10 +229,10 @@ class Durations:
         latency = speeds.disk_latency if disk else speeds.host_latency
         seconds = latency + times[slowest] / speeds.bandwidth_efficiency
         if not disk:
-            return (Task(lane, name, seconds, num_bytes, self._cores, slowest),)
-        worked = min(num_bytes * speeds.disk_core_s, seconds) if self._cores else 0.0
+            return (Task(lane, name, seconds, num_bytes, self.cores, slowest),)
+        worked = min(num_bytes * speeds.disk_core_s, seconds) if self.cores else 0.0
         moved = Task(lane, name, seconds - worked, num_bytes, ("disk",), slowest)
-        work = Task(lane, "copy", worked, takes=self._cores, bound_by=_DISK)
+        work = Task(lane, "copy", worked, takes=self.cores, bound_by=_DISK)
         return (moved, work) if worked else (moved,)
 
     def arrive(self, hop: Hop, numel: int) -> Task:

@@ -181,6 +181,12 @@ class StateAccess:
         return self._context.tiering.trimmer()
 
     @property
+    def own_meshes(self) -> str:
+        """The patterns of parameters that only some ranks hold, as text; "" where there is none."""
+        own = self._context.own.items()
+        return ", ".join(repr(pattern) for pattern, one in own if one.holders.differ)
+
+    @property
     def rests_on_disk(self) -> bool:
         """Whether any state rests on disk."""
         return Tier.DISK in self._context.tiering.stores

@@ -38,7 +38,7 @@ class GradBucket:
         self._flat = flat
         self._dtype = request.dtype
         self._codec = request.codec
-        self._residual = context.codecs.residual(request.codec)
+        self._residual = context.options.codecs.residual(request.codec)
         self._transport = context.transport
         self._streams = context.streams
         self._meter = context.meter

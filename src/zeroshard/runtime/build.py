@@ -66,7 +66,7 @@ def compute_dtypes(model: nn.Module, precision: Precision) -> Dtypes:
 
 def build_units(plans: Sequence[UnitPlan], context: Context) -> list[Unit]:
     """Take every planned unit's parameters over; afterwards they rest as the policy says."""
-    planned = [_plan_segments(plan, context) for plan in plans]
+    planned = [_plan_segments(plan, context.of(plan.pattern)) for plan in plans]
     splits = dict(
         zip(
             (p.key for group in planned for p in group),
@@ -80,7 +80,8 @@ def build_units(plans: Sequence[UnitPlan], context: Context) -> list[Unit]:
     for index, (plan, group) in enumerate(zip(plans, planned, strict=True)):
         cells = context.policy.cells(plan.name)
         segments = [
-            _build_segment(segment, splits[segment.key], reserved, context) for segment in group
+            _build_segment(segment, splits[segment.key], reserved, context.of(plan.pattern))
+            for segment in group
         ]
         unit = Unit(
             index,
@@ -109,7 +110,7 @@ def _plan_segments(plan: UnitPlan, context: Context) -> list[SegmentPlan]:
     for (dtype, trainable), members in groups.items():
         key = f"{plan.name}:{dtype_name(dtype)}{'' if trainable else ':frozen'}"
         shapes = [(name, tuple(local_of(p).shape)) for name, p in members.items()]
-        layout = Layout.build(shapes, context.mesh, align=context.codecs.align)
+        layout = Layout.build(shapes, context.mesh, align=context.options.codecs.align)
         out.append(
             SegmentPlan(
                 key,
@@ -195,7 +196,7 @@ def _storages_of(
         out.append((f"{plan.key} weights", share - splits.weight, plan.dtype, cells.weight.tier))
     if (
         plan.trainable
-        and context.trains
+        and context.options.trains
         and cells.optim.tier is not Tier.DEVICE
         and splits.optim < plan.num_stepped
     ):
@@ -221,7 +222,7 @@ def _build_segment(
     flat = FlatWeights(plan, context, _rest_of_weights(plan, splits, reserved, context))
     grad = _gradient_path(plan, splits, flat, context) if plan.trainable else None
     segment = Segment(plan, flat, grad, split=splits.optim)
-    if plan.trainable and context.trains:
+    if plan.trainable and context.options.trains:
         make_master(segment, cells, context, reserved)
     values = [local_of(parameter) for parameter in parameters]
     context.prepare(values)
@@ -253,7 +254,7 @@ def _rest_of_weights(
     if (
         codec is not None
         and not plan.trainable
-        and context.codecs.frozen is not None
+        and context.options.codecs.frozen is not None
         and tier is Tier.DEVICE
     ):
         return State(EncodedStorage(plan.key, share, plan.dtype, codec, context.device))

@@ -9,7 +9,7 @@ casts.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -22,7 +22,9 @@ from zeroshard.comm.everyone import Everyone
 from zeroshard.comm.other_axes import OtherAxes
 from zeroshard.comm.quantized import Codecs
 from zeroshard.comm.transport import Transport
+from zeroshard.comm.transports import Transports
 from zeroshard.comm.two_level import TwoLevelTransport
+from zeroshard.core.holders import Holders
 from zeroshard.core.layout import Layout
 from zeroshard.core.part import Part
 from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
@@ -64,18 +66,22 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class Options:
-    """What the user wants done at every forward or step beside what the policy says."""
+    """What the user wants done beside what the policy says."""
 
     strict: bool  # compare what was written to released parameters by value
     verify_every: int | None  # steps between comparisons of replicated state
     broadcast_buffers: bool  # every forward takes rank 0's buffers
     clip_norm: float | None  # what a step clips to where the user has not clipped
     loss_scaler: LossScaler | None  # of fp16
+    trains: bool  # an optimizer is there, or will be: masters are kept
+    codecs: Codecs = field(default_factory=Codecs)
 
 
 @dataclass(frozen=True)
 class Context:
-    """What every part of one engine shares."""
+    """What every part of one engine shares; of units that lie over a mesh of their own, what these
+    units share.
+    """
 
     policy: Policy
     precision: Precision
@@ -83,16 +89,32 @@ class Context:
     transport: Transport
     mesh: Mesh
     everyone: Everyone
+    holders: Holders  # of these parameters, among all data parallel ranks
     streams: Streams
     meter: MemoryCounter
     memory: DeviceMemory
     faults: Faults
-    trains: bool  # an optimizer is there, or will be: masters are kept
     options: Options
-    codecs: Codecs = field(default_factory=Codecs)
     # gives a segment's parameters their initial values
     prepare: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None
     tiering: Tiering = field(default_factory=Tiering)
+    own: Mapping[str, Context] = field(default_factory=dict)  # of units with a mesh of their own
+
+    def of(self, pattern: str) -> Context:
+        """Return the context of units of `pattern`, "" for those over all ranks."""
+        return self.own[pattern] if pattern else self
+
+    @property
+    def transports(self) -> Transports:
+        """All transports of the engine."""
+        return Transports(self.transport, tuple(one.transport for one in self.own.values()))
+
+    @property
+    def num_contributors(self) -> int:
+        """The ranks whose batches a gradient is a sum of, by which an average divides: all data
+        parallel ranks, since tokens of all of them pass through experts that some hold.
+        """
+        return sum(map(len, self.holders.groups))
 
     @property
     def axes(self) -> OtherAxes:
@@ -166,12 +188,12 @@ class SegmentPlan:
         """Return the codec in which the weights travel."""
         if self.dtype not in CODED or self.cells.weight.scope is not Scope.SHARD:
             return None
-        codecs = context.codecs
+        codecs = context.options.codecs
         return codecs.frozen if codecs.frozen is not None and not self.trainable else codecs.weight
 
     def grad_codec(self, context: Context) -> Codec | None:
         """Return the codec in which the gradients travel."""
-        return context.codecs.grad if self.precision(context).wire in CODED else None
+        return context.options.codecs.grad if self.precision(context).wire in CODED else None
 
     def routes(self, context: Context, rest: State) -> Routes:
         """Return the routes of weights that rest as `rest` and of their gradients."""

@@ -101,14 +101,14 @@ class Engine:
         self.module = module
         self.precision: Precision = context.precision  # the dtypes in force
         self._context = context
-        transport, faults, digest = context.transport, context.faults, Digest()
+        transports, faults, digest = context.transports, context.faults, Digest()
         weights, backward = make_weights_and_gradients(
             plans, context, digest, prefetch_bytes=prefetch_bytes
         )
         self._weights, self._backward = weights, backward
         self._scaler = context.options.loss_scaler
         self._finalizer = Finalizer(backward, context, digest, self._scaler)
-        rest = Rest(weights, transport=transport, streams=context.streams, faults=faults)
+        rest = Rest(weights, transports=transports, streams=context.streams, faults=faults)
         self._recovery = Recovery(weights, rest, digest, context)
         self._loop = Loop(module, context, weights, backward, self._finalizer, rest, self._recovery)
         self._states = StateAccess(
@@ -128,8 +128,8 @@ class Engine:
         self._offloaded: OffloadedStates | None = None
         self._following: Following | None = None
         faults.agree()  # that the weights have been written to where they rest
-        transport.watch(digest, context.streams.is_idle)
-        if transport.size > 1 or context.axes.size > 1:
+        transports.watch(digest, context.streams.is_idle)
+        if self.world > 1 or context.axes.size > 1:
             refuse_in_children(self, weights.refuse)
         _ENGINES[next(_numbers)] = self
 
@@ -264,6 +264,11 @@ class Engine:
             raise ConfigError(
                 "join() cannot shadow a schedule, whose ranks wait for each other's activations:"
                 " run as many batches on every rank"
+            )
+        if self._context.own:
+            raise ConfigError(
+                "join() shadows data parallel ranks alone, and some parameters have a mesh of their"
+                " own (mesh_of): run as many batches on every rank"
             )
         if stages := [axis.name for axis in self._context.mesh.others if not axis.alike]:
             raise ConfigError(
@@ -447,7 +452,7 @@ class Engine:
         self._states.join_step()
         self._weights.end_pass()
         offloaded = OffloadedStates(
-            self._weights, self._sharded, self._context.transport, self._context.device
+            self._weights, self._sharded, self._context.transports, self._context.device
         )
         offloaded.begin()
         self._context.memory.release_idle()
@@ -474,7 +479,7 @@ class Engine:
         self._states.check_open()
         self._states.end_step()
         self._context.axes.give_up()
-        self._context.transport.abandon()
+        self._context.transports.abandon()
         self._context.axes.abandon()
         self._context.streams.drain()  # memory that lanes still use is about to be released
         self._weights.abandon()
@@ -510,8 +515,8 @@ class Engine:
             self._context.faults.agree()
         except StorageError as error:
             failure = error
-        self._context.transport.begin_write()
-        self._context.transport.close()
+        self._context.transports.begin_write()
+        self._context.transports.close()
         self._context.axes.close()
         self._context.tiering.close()
         self._context.memory.release_idle()

@@ -204,20 +204,23 @@ class Finalizer:
         """Unite the used parameters, and return a bit for each. Raises StateError when no rank
         has a gradient.
         """
-        united = 0
-        for answer in answers:
-            united |= answer.used
+        united = _union(answers)
         if not united:
             raise StateError(
                 "optimizer.step() without a gradient on any rank: call loss.backward() first (and"
                 " zero_grad() before it, not after)"
             )
-        position = 0
+        position, here = 0, answers[self._transport.rank].used
+        unions: dict[tuple[int, ...], int] = {}  # by the ranks that have the same parameters
         for path in self._backward.paths():
+            members = path.flat.context.holders.members
+            if members not in unions:
+                unions[members] = _union([answers[rank] for rank in members])
             for index in range(len(path.used)):
-                path.used[index] = bool(united >> position & 1)
+                path.used[index] = bool(unions[members] >> position & 1)
+                here ^= path.used[index] << position
                 position += 1
-        if united != answers[self._transport.rank].used:
+        if here:
             # those that only other ranks used: None there would say that the user cleared them
             self._backward.seal()
         return united
@@ -336,12 +339,13 @@ class Finalizer:
         with self._axes.telling(_NORM):
             local = [path.summed.squares(path.in_norm) for path in self._backward.paths()]
             self._faults.agree()
-        rank, size = self._transport.rank, self._transport.size
-        if local and len(local[0]) == size and size > 1:
+        size, paths = self._transport.size, self._backward.paths()
+        if local and size > 1 and all(len(values) == size for values in local):
             # every rank holds all sums
             sums = [sum(values[other] for values in local) for other in range(size)]
         else:
-            own = sum((values[rank] for values in local), 0.0)
+            ranks = [path.summed.rank for path in paths]
+            own = sum((values[rank] for rank, values in zip(ranks, local, strict=True)), 0.0)
             sums = [
                 struct.unpack("<d", answer)[0]
                 for answer in self._transport.control.exchange(struct.pack("<d", own), _NORM)
@@ -397,3 +401,11 @@ class Finalizer:
         self.clipped = False
         self._backward.decisions.reset()
         self._digest.advance()
+
+
+def _union(answers: Sequence[_Answer]) -> int:
+    """Return the parameters that any rank has used, a bit for each."""
+    united = 0
+    for answer in answers:
+        united |= answer.used
+    return united

@@ -97,7 +97,7 @@ class FlatWeights:
             at_rest = torch.zeros(numel, dtype=plan.dtype, device=context.device)
             rest = State.of(at_rest, link=context.memory.link)
         if rest is None:
-            is_stepped = plan.trainable and context.trains
+            is_stepped = plan.trainable and context.options.trains
             self.window, at_rest = self._make_window(
                 context, layout.scope(cells.optim) if is_stepped else Scope.SHARD
             )
@@ -120,7 +120,7 @@ class FlatWeights:
             context.streams,
             is_wanted=any(hop.kind is Kind.KEEP for hop in self.routes.unshard_forward),
         )
-        self._context = context
+        self.context = context  # of the ranks that have these parameters
 
     def _make_window(self, context: Context, written: Scope) -> tuple[Window, torch.Tensor]:
         """Make the window; return it and what of it rests here."""
@@ -200,7 +200,7 @@ class FlatWeights:
 
     def note(self, error: StorageError, *, lost: bool = False) -> None:
         """Note that what rests on another tier could not be read, or (`lost`) written."""
-        self._context.faults.note(error, lost=lost)
+        self.context.faults.note(error, lost=lost)
 
     # ------------------------------------------------------------------------------ gathering
 
@@ -208,8 +208,8 @@ class FlatWeights:
         """Take the memory of the full buffer, on compute."""
         if self.buffer.is_ours:
             self.buffer.take()
-            self._context.meter.add(self.full_bytes)
-            self._context.streams.alloc(self.key)
+            self.context.meter.add(self.full_bytes)
+            self.context.streams.alloc(self.key)
 
     def unshard(self, raw: bool) -> Work:
         """Start bringing the weights together, in memory that has been taken; `raw`: as they rest,
@@ -225,7 +225,7 @@ class FlatWeights:
         return Run(self._hops(levels, here, source))
 
     def _hops(self, levels: _Levels, here: torch.Tensor, source: str | None) -> Hops:
-        streams, whole = self._context.streams, here
+        streams, whole = self.context.streams, here
         for hop, axes in levels:
             if hop is None or hop.kind is Kind.ALL_GATHER:
                 whole, work = self._gather(hop, axes, here, source)
@@ -261,12 +261,12 @@ class FlatWeights:
     @property
     def recording(self) -> Recording | None:
         """Who is told of the segment's operations, if anybody is."""
-        return self._context.streams.probe.recording
+        return self.context.streams.probe.recording
 
     def _map(self) -> Work:
         """Start a gather that moves nothing; its bytes are those that it makes readable."""
         assert self.window is not None
-        recording = self._context.streams.probe.recording
+        recording = self.context.streams.probe.recording
         if recording is None:
             return self.window.gather()
         num_bytes = self._start(raw=False)[0].bytes(self.layout.numel).total
@@ -278,7 +278,7 @@ class FlatWeights:
 
     def _read(self, out: torch.Tensor) -> Work:
         """Start reading our slice from another tier, which notes the read itself."""
-        work, recording = _Reads(self.rest, out, self._lose), self._context.streams.probe.recording
+        work, recording = _Reads(self.rest, out, self._lose), self.context.streams.probe.recording
         if recording is None:
             return work
         return recording.watch(work, Operation("tier read", "", self.key), recording.now())
@@ -287,7 +287,7 @@ class FlatWeights:
         self, hop: Hop | None, axes: tuple[Axis, ...], here: torch.Tensor, source: str | None
     ) -> tuple[torch.Tensor, Work]:
         """Start an all-gather of `here`, and note it where somebody is told."""
-        recording = self._context.streams.probe.recording
+        recording = self.context.streams.probe.recording
         if recording is None or hop is None:
             return self._start_gather(hop, axes, here, source)
         since = recording.now()
@@ -302,7 +302,7 @@ class FlatWeights:
         self, hop: Hop | None, axes: tuple[Axis, ...], here: torch.Tensor, source: str | None
     ) -> tuple[torch.Tensor, Work]:
         """Start an all-gather of `here`; return what it fills, and what is left to wait for."""
-        streams, out, ranges = self._context.streams, self.full, self.layout.ranges
+        streams, out, ranges = self.context.streams, self.full, self.layout.ranges
         if source is not None:
             streams.read(source)
         streams.write(self.key)
@@ -314,7 +314,7 @@ class FlatWeights:
         if hop.wire.codec is not None:
             out, ranges = self._empty_encoding(self.layout.numel), self._encoded_ranges
         key = source if source == self.column.name else f"{self.key}.weight"
-        work = gather_over(self._context.transport, axes, key, here, ranges, out)
+        work = gather_over(self.context.transport, axes, key, here, ranges, out)
         return out, ended(work, streams)
 
     def _lose(self, error: StorageError) -> None:
@@ -331,7 +331,7 @@ class FlatWeights:
     def _empty_encoding(self, numel: int) -> torch.Tensor:
         assert self.codec is not None
         num_bytes = self.codec.encoded_bytes(numel)
-        return self._context.memory.empty(num_bytes, torch.uint8)
+        return self.context.memory.empty(num_bytes, torch.uint8)
 
     @cached_property
     def _encoded_ranges(self) -> tuple[Range, ...]:
@@ -352,8 +352,8 @@ class FlatWeights:
             self.column.keep(self.full)
         self.column.end_gather()
         if self.buffer.is_ours:
-            self._context.streams.free(self.key)
-            self._context.meter.remove(self.full_bytes)
+            self.context.streams.free(self.key)
+            self.context.meter.remove(self.full_bytes)
             self.buffer.release()
 
     def wait_published(self) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from zeroshard.comm.transport import Transport
+from zeroshard.comm.transports import Transports
 from zeroshard.memory import placeholder
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.segment import Segment
@@ -43,12 +43,12 @@ class OffloadedStates:
         self,
         weights: Weights,
         sharded: ShardedOptimizer | None,
-        transport: Transport,
+        transports: Transports,
         device: torch.device,
     ) -> None:
         self._weights = weights
         self._sharded = sharded
-        self._transport = transport
+        self._transports = transports
         self._store = HostStore(device)
         self._returns: list[Callable[[], None]] = []  # each brings one state back
 
@@ -63,7 +63,7 @@ class OffloadedStates:
         """
         for unit in self._weights.units:
             _flush(unit, self._weights)
-        self._transport.begin_write()
+        self._transports.begin_write()
         for segment in self._segments():
             self._put_gradient(segment)
         if self._sharded is not None:

@@ -38,7 +38,7 @@ def make_weights_and_gradients(
         budget,
         streams=context.streams,
         digest=digest,
-        transport=context.transport,
+        transports=context.transports,
         ordered=ordered,
     )
     weights = Weights(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from zeroshard.comm.transport import Transport
+from zeroshard.comm.transports import Transports
 from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
 from zeroshard.runtime.budget import Budget
@@ -38,7 +38,7 @@ class Reductions:
         *,
         streams: Streams,
         digest: Digest,
-        transport: Transport,
+        transports: Transports,
         ordered: bool,
     ) -> None:
         """`ordered`: all ranks gather the same units in the same order."""
@@ -48,12 +48,12 @@ class Reductions:
         self._streams = streams
         self._digest = digest
         self._ordered = ordered
-        self._transport = transport
+        self._transports = transports
         self._flights: dict[str, GradientPath] = {}  # reduces under way, oldest first
         self._flushing: list[GradientPath] = []  # whose sums go to another tier, oldest first
         sharded = any(unit.cells.weight.is_sharded for unit in units)
         # the ranks run units in the same order
-        self._waits_for_room = ordered and (sharded or not transport.keyed)
+        self._waits_for_room = ordered and (sharded or not transports.main.keyed)
 
     def start(self, unit: Unit, segment: Segment, *, sync: bool, with_earlier: bool) -> None:
         """Start the reduce of `segment`; see GradientPath.reduce."""
@@ -83,7 +83,7 @@ class Reductions:
         """A unit has been handed over: note which sums are over, and bound those on their way to
         another tier.
         """
-        self._transport.progress()
+        self._transports.progress()
         if self._ordered:
             self._flush_oldest()
         else:

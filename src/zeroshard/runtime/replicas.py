@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zeroshard.comm.agree import agree
+from zeroshard.comm.agree import Groups, agree
 from zeroshard.comm.transport import Transport
 from zeroshard.core.placement import Scope
 from zeroshard.core.tensor_digest import digest_of, placed_sum
@@ -47,17 +47,20 @@ def compare_replicas(
     optimizer state differ; collective.
     """
     named: dict[str, str] = {}
+    within: dict[str, Groups] = {}  # of parameters that only some ranks have
     for unit in units:
+        groups = unit.segments[0].flat.context.holders.groups
         if not unit.cells.weight.is_sharded:
             if unit.state is UnitState.GATHERING:  # published, and not used since on this rank
                 unit.wait_for_unshard()
-            named[f"weights of unit {unit.name}"] = digest_of(
-                *(segment.flat.full for segment in unit.segments)
-            )
+            name = f"weights of unit {unit.name}"
+            named[name] = digest_of(*(segment.flat.full for segment in unit.segments))
+            within[name] = groups
+        within |= {_state_of(name): groups for one in unit.segments for name in one.names}
     if optimizer is not None and units and not units[0].cells.optim.is_sharded:
         named |= _state_digests(optimizer)
     _compare_columns(units, optimizer, transport)
-    agree(transport.control.exchange, named, call=_CALL, remedy=_REMEDY)
+    agree(transport.control.exchange, named, call=_CALL, remedy=_REMEDY, within=within)
 
 
 def verify_replicas(
@@ -130,14 +133,21 @@ def _compare_columns(
     hfsdp: weights).
     """
     named: dict[str, str] = {}
-    mesh = None
+    columns: dict[str, list[tuple[int, ...]]] = {}  # of every entry
     for unit in units:
-        for flat in (segment.flat for segment in unit.segments):
+        for segment in unit.segments:
+            flat = segment.flat
             if flat.scope is Scope.NODE_SHARD and flat.rest.on_device:
                 flat.wait_published()
-                mesh = flat.layout.mesh
-                named[f"weights of unit {unit.name}"] = digest_of(flat.rest.whole)
-    if mesh is None:
+                name, mesh = f"weights of unit {unit.name}", flat.layout.mesh
+                named[name] = digest_of(flat.rest.whole)
+                own = [
+                    tuple(group[rank] for rank in mesh.column(local))
+                    for group in flat.context.holders.groups
+                    for local in range(mesh.node_size)
+                ]
+                columns |= dict.fromkeys((name, *map(_state_of, segment.names)), own)
+    if not named:
         return
     if optimizer is not None and units[0].cells.optim.scope is Scope.NODE_SHARD:
         named |= _state_digests(optimizer)
@@ -145,8 +155,9 @@ def _compare_columns(
         json.loads(answer)
         for answer in transport.control.exchange(json.dumps(named).encode(), _CALL)
     ]
-    for column in (mesh.column(local) for local in range(mesh.node_size)):
-        for name, digest in answers[column[0]].items():
+    for name in named:
+        for column in columns[name]:
+            digest = answers[column[0]].get(name)
             others = [rank for rank in column if answers[rank].get(name) != digest]
             if others:
                 raise PlanMismatch(
@@ -161,5 +172,10 @@ def _state_digests(optimizer: ShardedOptimizer) -> dict[str, str]:
     for piece in optimizer.pieces():
         state = optimizer.optimizer.state.get(piece.tensor, {})
         tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-        named[f"optimizer state of {piece.name}"] = digest_of(piece.tensor, *tensors)
+        named[_state_of(piece.name)] = digest_of(piece.tensor, *tensors)
     return named
+
+
+def _state_of(parameter: str) -> str:
+    """Return what errors call the optimizer's state of a parameter."""
+    return f"optimizer state of {parameter}"

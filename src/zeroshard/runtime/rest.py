@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeroshard.comm.transport import Transport
+from zeroshard.comm.transports import Transports
 from zeroshard.core.work import wait_on_host
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.faults import Faults
@@ -72,11 +72,11 @@ class Rest:
     """The masters and weights at rest of one engine."""
 
     def __init__(
-        self, weights: Weights, *, transport: Transport, streams: Streams, faults: Faults
+        self, weights: Weights, *, transports: Transports, streams: Streams, faults: Faults
     ) -> None:
         self._weights = weights
         self._faults = faults
-        self._transport = transport
+        self._transports = transports
         self._streams = streams
 
     def before_writing(self) -> None:
@@ -86,7 +86,7 @@ class Rest:
                 self._weights.release_prefetched(unit)
             elif unit.state is UnitState.FULL:
                 unit.check_memory()
-        self._transport.begin_write()
+        self._transports.begin_write()
 
     def publish(self, *, frozen: bool = False, everything: bool = True) -> None:
         """The masters (and `frozen` weights) have been written: cast them into the weights and
@@ -99,7 +99,7 @@ class Rest:
                 for segment in unit.segments if frozen else unit.trainable:
                     self._streams.write(segment.flat.rest_name)
                     segment.publish(everything=everything)
-                    if self._transport.size > 1 or not unit.cells.optim.is_sharded:
+                    if self._transports.main.size > 1 or not unit.cells.optim.is_sharded:
                         # a peer may wait for it before this rank comes to this unit; or the weights
                         # are in use as they are
                         segment.wait_uploads()

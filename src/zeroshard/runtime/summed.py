@@ -52,6 +52,8 @@ class SummedGradient:
         self._flat = flat
         self._place = place
         self._transport = context.transport
+        self._num_contributors = context.num_contributors
+        self.rank = rank  # among the ranks that have these parameters
         self._streams = context.streams
         self._memory = context.memory
         self._held: RestingGradient | None = None
@@ -132,14 +134,14 @@ class SummedGradient:
     # ------------------------------------------------------------------ from sum to average
 
     def average(self, loss_scale: float) -> bool:
-        """Divide our slice of the sum by the number of ranks and by `loss_scale` (a power of
-        two); return whether all of it is finite, as far as the host knows.
+        """Divide our slice of the sum by the number of data parallel ranks and by `loss_scale` (a
+        power of two); return whether all of it is finite, as far as the host knows.
         """
         resting = self.resting()
         if resting is None:
             return True
         self._streams.write(f"{self.key}.resting")
-        return resting.average(self.own, self._transport.size * loss_scale)
+        return resting.average(self.own, self._num_contributors * loss_scale)
 
     @property
     def gathers_averages(self) -> bool:

@@ -11,6 +11,10 @@ larger than max(one repeated block without such modules, the largest single para
 model where there are none); the cut depends on the module tree alone, so that it is the same on
 every rank.
 
+Modules that match a pattern of ``shard(mesh_of=)`` are units of their own, since a unit lies over
+one mesh. One without a forward (a ModuleList) is gathered around the forward of the module that
+holds it, so that ranks may run other parts of it.
+
 What it does not do: it touches no parameter and installs nothing; it reads names, classes, shapes.
 """
 
@@ -24,6 +28,7 @@ from torch import nn
 
 from zeroshard.errors import ConfigError
 from zeroshard.nn.local import local_of
+from zeroshard.runtime.own_meshes import OwnMeshes, has_parameters, matching, refuse_unmatched
 from zeroshard.runtime.stages import Stages
 
 __all__ = [
@@ -43,6 +48,7 @@ class UnitPlan:
     """One unit to be: its parameters, and the modules whose forward needs them."""
 
     name: str
+    pattern: str = ""  # of the mesh of its own that it lies over
     # qualified name -> parameter, in definition order
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     # modules whose forward spans the unit
@@ -72,15 +78,18 @@ def named_parameters_once(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters(remove_duplicate=True))
 
 
-def partition_units(model: nn.Module, units: UnitSpec | None = None) -> list[UnitPlan]:
+def partition_units(
+    model: nn.Module, units: UnitSpec | None = None, *, own_meshes: Sequence[str] = ()
+) -> list[UnitPlan]:
     """Return the units of `model` in definition order; `units` are module classes, qualified
-    names or a callable(name, module) -> bool.
+    names or a callable(name, module) -> bool; `own_meshes` patterns of names of modules.
 
-    Raises ConfigError when a name or class in `units` matches nothing, or a chosen module holds no
-    parameter of its own.
+    Raises ConfigError when a name, class or pattern matches nothing, a chosen module holds no
+    parameter of its own, two patterns match one module, or a parameter belongs to two meshes.
     """
     if isinstance(model, Stages):
-        return _of_stages(model, units)
+        return _of_stages(model, units, own_meshes)
+    meshes = OwnMeshes(model, own_meshes)
     parameters = named_parameters_once(model)
     chosen = find_blocks(model, units)
     taken = set() if units is None else {name for name, _ in chosen}
@@ -89,16 +98,18 @@ def partition_units(model: nn.Module, units: UnitSpec | None = None) -> list[Uni
         for name, module in model.named_modules()
         if name and _is_apart(module) and name.rpartition(".")[0] not in taken
     ]
-    chosen = list(
-        dict(
-            _innermost_first(apart) + (chosen if units is None else _innermost_first(chosen))
-        ).items()
-    )
+    if units is None:
+        chosen = _innermost_first(meshes.modules) + chosen
+    else:
+        chosen = _innermost_first(meshes.modules + chosen)
+    chosen = list(dict(_innermost_first(apart) + chosen).items())
     names = {id(parameter): name for name, parameter in parameters.items()}
     unassigned = dict.fromkeys(parameters)  # ordered set
     blocks: dict[str, UnitPlan] = {}
     for name, module in chosen:
-        plan = UnitPlan(name or "model", roots=[(name, module)])
+        pattern = meshes.of(name)
+        roots = _spanning(model, name, module) if pattern else [(name, module)]
+        plan = UnitPlan(name or "model", pattern, roots=roots)
         for parameter in module.parameters():
             own = names[id(parameter)]
             if own in unassigned:
@@ -107,7 +118,7 @@ def partition_units(model: nn.Module, units: UnitSpec | None = None) -> list[Uni
         if plan.parameters:
             blocks[plan.name] = plan
     limit = max(
-        [plan.numel for plan in blocks.values()]
+        [plan.numel for plan in blocks.values() if not plan.pattern]
         + [parameter.numel() for parameter in parameters.values()]
         # else it would undo the tiling
         + ([] if apart else [sum(parameter.numel() for parameter in parameters.values()) // 8])
@@ -117,10 +128,11 @@ def partition_units(model: nn.Module, units: UnitSpec | None = None) -> list[Uni
     return plans
 
 
-def _of_stages(model: Stages, units: UnitSpec | None) -> list[UnitPlan]:
+def _of_stages(model: Stages, units: UnitSpec | None, own_meshes: Sequence[str]) -> list[UnitPlan]:
     """Return the units of every stage: none spans two."""
     if units is not None:
         find_blocks(model, units)  # raises for what matches in no stage
+    refuse_unmatched(model, own_meshes, list(model.children()))
     plans: list[UnitPlan] = []
     for number, stage in model.named_children():
         mine = units
@@ -129,7 +141,8 @@ def _of_stages(model: Stages, units: UnitSpec | None) -> list[UnitPlan]:
             mine = [want for want in wanted if _matches(want, stage)]
         elif units is not None:
             mine = [name for name, module in stage.named_modules() if units(name, module)]
-        for plan in partition_units(stage, mine):
+        own = [pattern for pattern in own_meshes if matching(pattern, stage)]
+        for plan in partition_units(stage, mine, own_meshes=own):
             taken = any(plan.name == other.name for other in plans)
             plan.name = f"{plan.name} of stage {number}" if taken else plan.name
             plans.append(plan)
@@ -141,6 +154,14 @@ def _matches(want: str | type[nn.Module], model: nn.Module) -> bool:
         name == want if isinstance(want, str) else isinstance(module, want)
         for name, module in model.named_modules()
     )
+
+
+def _spanning(model: nn.Module, name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the module whose forward spans `module`: itself, unless it has none."""
+    while isinstance(module, (nn.ModuleList, nn.ModuleDict)) and name:
+        name = name.rpartition(".")[0]
+        module = model.get_submodule(name)
+    return [(name, module)]
 
 
 def find_blocks(
@@ -188,12 +209,8 @@ def _signature(module: nn.Module) -> tuple[object, ...]:
     return (type(module), shapes)
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
 def _is_apart(module: nn.Module) -> bool:
-    return bool(getattr(type(module), "unit_of_its_own", False)) and _has_parameters(module)
+    return bool(getattr(type(module), "unit_of_its_own", False)) and has_parameters(module)
 
 
 def _inner(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -203,7 +220,7 @@ def _inner(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [
         (name, child)
         for name, child in module.named_children()
-        if _has_parameters(child) and not _is_apart(child)
+        if has_parameters(child) and not _is_apart(child)
     ]
 
 
@@ -297,7 +314,7 @@ def _chosen_blocks(model: nn.Module, units: UnitSpec, option: str) -> list[tuple
             picked += hits
     chosen = [(name, modules[name]) for name in dict.fromkeys(picked)]
     for name, module in chosen:
-        if not _has_parameters(module):
+        if not has_parameters(module):
             raise ConfigError(
                 f"{option}: module {name!r} ({type(module).__name__}) holds no parameters: choose"
                 " one that does"

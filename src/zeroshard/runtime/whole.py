@@ -43,7 +43,7 @@ class Whole:
         self._module = module
         self._weights = weights
         self._finalizer = finalizer
-        self._transport = context.transport
+        self._transports = context.transports
         self._axes = context.axes
         others = context.mesh.others
         self._has_replicas = bool(others) and all(axis.alike for axis in others)
@@ -77,7 +77,7 @@ class Whole:
                 values = _by_parameter(units, copies)
                 before = [digest_of(value) for value in values.values()]
                 yield
-                edited = self._agreed_edits(values, before)
+                edited = self._agreed_edits(units, values, before)
             for unit, tensors in zip(units, copies, strict=True):
                 self.store_unit(unit, tensors, edited, refresh=False)
             self._weights.refresh(units)
@@ -98,49 +98,54 @@ class Whole:
                     unit.release(Use.USER)
                     self._weights.release_unused(unit)
 
-    def _keep_edits(self, values: dict[str, torch.Tensor], before: list[str]) -> dict[str, bool]:
-        """Bring rank 0's edits of `values` to every rank, and return by name whether rank 0 of
-        several made them alone; raise when another rank made edits of its own.
+    def _keep_edits(
+        self, units: Sequence[Unit], values: dict[str, torch.Tensor], before: list[str]
+    ) -> dict[str, bool]:
+        """Bring the edits of `values` of `units` by the first rank that has them to the others,
+        and return by name whether only some of several made them; raise when another rank made
+        edits of its own.
         """
-        transport = self._transport
+        control = self._transports.main.control
+        segments = [segment for unit in units for segment in unit.segments]
+        contexts = {name: one.flat.context for one in segments for name in one.names}
         after = [digest_of(value) for value in values.values()]
         answers = [
             answer.decode().split(",")
-            for answer in transport.control.exchange(",".join(after).encode(), _CALL)
+            for answer in control.exchange(",".join(after).encode(), _CALL)
         ]
-        changed = transport.control.exchange(
-            bytes(a != b for a, b in zip(after, before, strict=True)), _CALL
-        )
+        changed = control.exchange(bytes(a != b for a, b in zip(after, before, strict=True)), _CALL)
+        edits: dict[str, bool] = {}
         for position, (name, value) in enumerate(values.items()):
-            mine = [answer[position] for answer in answers]
-            rivals = [
-                rank
-                for rank, digest in enumerate(mine)
-                if changed[rank][position] and digest != mine[0]
-            ]
-            if rivals:
-                raise StateError(
-                    f"parameter {name!r} was edited differently on ranks 0 and {rivals}: edit on"
-                    " rank 0 alone, or the same on every rank"
-                )
-            if len(set(mine)) > 1:
-                transport.broadcast(value, 0)
-        edits = {}
-        for position, name in enumerate(values):
-            edited = [bool(answer[position]) for answer in changed]
-            if any(edited):
-                edits[name] = not all(edited)
+            context = contexts[name]
+            for group in context.holders.groups:
+                digest = answers[group[0]][position]
+                others = [rank for rank in group if answers[rank][position] != digest]
+                rivals = [rank for rank in others if changed[rank][position]]
+                if rivals:
+                    raise StateError(
+                        f"parameter {name!r} was edited differently on ranks {group[0]} and"
+                        f" {rivals}: edit on rank {group[0]} alone, or the same on every rank"
+                    )
+                if group != context.holders.members:
+                    continue
+                if others:
+                    context.transport.broadcast(value, 0)
+                edited = [bool(changed[rank][position]) for rank in group]
+                if any(edited):
+                    edits[name] = not all(edited)
         return edits
 
-    def _agreed_edits(self, values: dict[str, torch.Tensor], before: list[str]) -> set[str]:
+    def _agreed_edits(
+        self, units: Sequence[Unit], values: dict[str, torch.Tensor], before: list[str]
+    ) -> set[str]:
         """Return the names of `_keep_edits`, which replicas along the mesh have edited alike.
 
         Where other ranks have other parameters, groups edit on their own and are not asked.
         """
         if not self._has_replicas:
-            return set(self._keep_edits(values, before))
+            return set(self._keep_edits(units, values, before))
         with self._axes.telling(_CALL):
-            edits = self._keep_edits(values, before)
+            edits = self._keep_edits(units, values, before)
         named = [
             (name, part)
             for unit in self._weights.units
@@ -176,7 +181,7 @@ class Whole:
         that the copies do not have.
         """
         self._join_step()
-        self._transport.begin_write()
+        self._transports.begin_write()
         for segment, copy in zip(unit.segments, copies, strict=True):
             with self._faults.noted(lost=True):
                 masters = None if edited is None else [name in edited for name in segment.names]
@@ -189,8 +194,11 @@ class Whole:
     def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, torch.Tensor]:
         """Return the model's whole ``state_dict()`` on CPU, DTensors whole, streamed a unit at a
         time; empty on other ranks, and replicas along 'tp', unless `rank0_only` is False.
+        Parameters with a mesh of their own are those of this rank; the first of each group of
+        ranks that hold the same has them.
         """
-        keep = not rank0_only or (self._transport.rank == 0 and self._axes.place.is_first)
+        is_first = any(transport.rank == 0 for transport in self._transports)
+        keep = not rank0_only or (is_first and self._axes.place.is_first)
         values: dict[int, torch.Tensor] = {}
         for unit in self._weights.units:
             with self.gathered([p for s in unit.segments for p in s.parameters]):
@@ -284,7 +292,7 @@ class Whole:
         low, high = segment.flat.own_span
         local = local[low - start : high - start]
         out = torch.empty(layout.numel, dtype=local.dtype, device=local.device)
-        self._transport.all_gather(key, local, layout.ranges, out).wait()
+        segment.flat.context.transport.all_gather(key, local, layout.ranges, out).wait()
         return out
 
     def find(self, parameter: nn.Parameter) -> tuple[Segment, int]:

@@ -1,0 +1,147 @@
+"""The meshes of ``shard(mesh_of=)``: which ranks hold the same parameters below the modules of a
+pattern.
+
+    mesh_of={"*.experts": mesh}, mesh ('dp' 2, 'ep' 2) of ranks 0 to 3:
+    groups ((0, 2), (1, 3)), along 'dp'; each reduces its own experts
+
+Every rank tells its group to all data parallel ranks, so that all know every group.
+
+Invariant: a group is a part of the data parallel ranks. The process groups are those of the mesh.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroshard.comm.agree import through
+from zeroshard.comm.groups import make_group
+from zeroshard.comm.other_axes import ThroughGroups
+from zeroshard.core.dims import shared_dims
+from zeroshard.core.holders import Holders
+from zeroshard.errors import ConfigError
+
+__all__ = ["Asked", "OwnMesh", "check_meshes", "meet"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A mesh for the modules of a pattern, checked on this rank alone."""
+
+    pattern: str
+    mesh: DeviceMesh
+    dims: tuple[int, ...]  # along which ranks hold the same parameters
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return f"mesh_of[{self.pattern!r}]"
+
+    def describe(self) -> str:
+        """Return it as text that ranks compare."""
+        names = self.mesh.mesh_dim_names or ("dp",)
+        pairs = zip(names, self.mesh.shape, strict=True)
+        return f"{self.pattern}: ({', '.join(f'{name} of {size}' for name, size in pairs)})"
+
+    def ranks(self) -> list[int]:
+        """Return the ranks of the job that hold what this one holds. Raises ConfigError."""
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        index = tuple(
+            slice(None) if dim in self.dims else number for dim, number in enumerate(coordinate)
+        )
+        ranks: list[int] = self.mesh.mesh[index].flatten().tolist()
+        if ranks != sorted(ranks):
+            raise ConfigError(
+                f"{self.name} has the data parallel ranks {ranks} out of order: process groups"
+                " order theirs"
+            )
+        return ranks
+
+    def group(self) -> dist.ProcessGroup:
+        """Return their process group. Collective where it spans several dimensions."""
+        groups = [self.mesh.get_group(dim) for dim in self.dims]
+        if len(groups) == 1:
+            return groups[0]
+        if len(self.ranks()) == dist.get_world_size():
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        # members agree along one dimension after the other
+        return make_group(self.ranks(), ThroughGroups(groups).exchange)
+
+
+@dataclass(frozen=True)
+class OwnMesh:
+    """The data parallel ranks of the parameters below the modules of one pattern."""
+
+    pattern: str
+    group: dist.ProcessGroup  # of the ranks that hold what this one holds
+    holders: Holders
+
+
+def check_meshes(mesh_of: Any) -> list[Asked]:
+    """Return what ``shard(mesh_of=)`` asks for. Raises ConfigError."""
+    if mesh_of is None:
+        return []
+    if not isinstance(mesh_of, Mapping) or not mesh_of:
+        raise ConfigError(
+            f"mesh_of is {mesh_of!r}: give a dict of patterns of module names and the DeviceMesh of"
+            " each, or leave it out"
+        )
+    asked = []
+    for pattern, mesh in mesh_of.items():
+        if not isinstance(pattern, str):
+            raise ConfigError(f"mesh_of has the key {pattern!r}: keys are patterns of module names")
+        name = f"mesh_of[{pattern!r}]"
+        if not isinstance(mesh, DeviceMesh):
+            raise ConfigError(
+                f"{name} is a {type(mesh).__name__}, not a DeviceMesh: make one with"
+                " torch.distributed.init_device_mesh()"
+            )
+        if mesh.get_coordinate() is None:
+            raise ConfigError(f"{name} does not contain rank {dist.get_rank()}: every data parallel"
+                              " rank has a place in it")  # fmt: skip
+        try:
+            dims = shared_dims(mesh.mesh_dim_names, mesh.shape)
+        except ConfigError as refused:
+            raise ConfigError(f"{name}: {refused}") from None
+        asked.append(Asked(pattern, mesh, dims))
+        asked[-1].ranks()
+    return asked
+
+
+def meet(asked: Sequence[Asked], group: dist.ProcessGroup | None) -> tuple[OwnMesh, ...]:
+    """Return the meshes that every rank of `group`, the data parallel ranks, has `asked` for.
+    Collective.
+
+    Raises ConfigError, on all of them, where a mesh has ranks that are none of them.
+    """
+    if not asked:
+        return ()
+    everyone = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    mine = json.dumps([one.ranks() for one in asked]).encode()
+    answers = [json.loads(answer) for answer in through(group)(mine, call="shard()")]
+    own = []
+    for index, one in enumerate(asked):
+        groups = sorted({tuple(answer[index]) for answer in answers})
+        outside = {rank for ranks in groups for rank in ranks}.difference(everyone)
+        if outside:
+            raise ConfigError(
+                f"{one.name} has rank(s) {sorted(outside)} among those with the same parameters,"
+                f" which are no data parallel ranks of mesh= ({everyone}): give it a mesh of these"
+            )
+        if sum(map(len, groups)) != len(everyone):
+            raise ConfigError(
+                f"{one.name} has groups of ranks that overlap, {list(map(list, groups))}: pass the"
+                " same mesh on every rank"
+            )
+        places = tuple(tuple(everyone.index(rank) for rank in ranks) for ranks in groups)
+        own.append(
+            OwnMesh(one.pattern, one.group(), Holders(places, everyone.index(dist.get_rank())))
+        )
+    return tuple(own)

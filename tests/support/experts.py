@@ -1,0 +1,155 @@
+"""A mixture of experts that ranks divide: tokens go to the ranks of their experts by all-to-all,
+and their results come back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from tests.support.training import VOCABULARY
+
+__all__ = ["Listed", "Mixture", "Stacked", "local_part", "whole_mixture"]
+
+WIDTH, HIDDEN, NUM_EXPERTS, LAYERS = 12, 20, 4, 2
+
+
+class _Exchange(torch.autograd.Function):
+    """Send rows to other ranks; their gradients come back the same way."""
+
+    @staticmethod
+    def forward(
+        context: Any, rows: torch.Tensor, send: list[int], receive: list[int], group: Any
+    ) -> torch.Tensor:
+        context.args = (send, receive, group)
+        out = rows.new_empty(sum(receive), rows.shape[1])
+        dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
+        return out
+
+    @staticmethod
+    def backward(context: Any, *grads: torch.Tensor) -> Any:
+        send, receive, group = context.args
+        return _Exchange.apply(grads[0], receive, send, group), None, None, None
+
+
+class Stacked(nn.Module):
+    """Experts in one parameter of every matrix."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(num_experts, WIDTH, HIDDEN) * 0.2)
+        self.down = nn.Parameter(torch.randn(num_experts, HIDDEN, WIDTH) * 0.2)
+
+    def forward(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        parts = [
+            functional.silu(part @ self.up[index]) @ self.down[index]
+            for index, part in enumerate(rows.split(counts))
+        ]
+        return torch.cat(parts)
+
+
+class _Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.silu(self.up(rows)))
+
+
+class Listed(nn.ModuleList):
+    """Experts as modules, of which those without a token do not run."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__(_Expert() for _ in range(num_experts))
+
+
+class _Layer(nn.Module):
+    """Router, two experts of each token, and their weighted sum."""
+
+    def __init__(self, kind: type[nn.Module], group: Any) -> None:
+        super().__init__()
+        self.group = group  # of the ranks that divide the experts; None: all are here
+        self.num_ranks = 1 if group is None else group.size()
+        self.num_local = NUM_EXPERTS // self.num_ranks
+        self.norm = nn.LayerNorm(WIDTH)
+        self.router = nn.Linear(WIDTH, NUM_EXPERTS, bias=False)
+        self.experts = kind(self.num_local)
+
+    def forward(self, x: torch.Tensor, banned: torch.Tensor) -> torch.Tensor:
+        rows = self.norm(x).flatten(0, 1)
+        scores = self.router(rows).unflatten(0, x.shape[:2])
+        scores = scores.masked_fill(functional.one_hot(banned, NUM_EXPERTS).bool()[:, None], -1e9)
+        weight, chosen = scores.flatten(0, 1).softmax(-1).topk(2, -1)
+        weight = weight / weight.sum(-1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        per_expert = torch.bincount(chosen.flatten(), minlength=NUM_EXPERTS)
+        out = self._on_their_ranks(rows[order // 2], per_expert)[back].unflatten(0, (-1, 2))
+        return x + (out * weight[..., None]).sum(1).unflatten(0, x.shape[:2])
+
+    def _on_their_ranks(self, rows: torch.Tensor, per_expert: torch.Tensor) -> torch.Tensor:
+        if self.group is None:
+            return self._run(rows, per_expert.tolist())
+        theirs = torch.empty_like(per_expert)
+        dist.all_to_all_single(theirs, per_expert, group=self.group)
+        by_source = theirs.view(self.num_ranks, self.num_local)
+        send = per_expert.view(self.num_ranks, self.num_local).sum(1).tolist()
+        receive = by_source.sum(1).tolist()
+        arrived = _Exchange.apply(rows, send, receive, self.group)
+        experts = torch.arange(self.num_local).repeat(self.num_ranks)
+        order = torch.repeat_interleave(experts, theirs).argsort(stable=True)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        out = self._run(arrived[order], by_source.sum(0).tolist())[back]
+        return _Exchange.apply(out, receive, send, self.group)
+
+    def _run(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        if isinstance(self.experts, Stacked):
+            return self.experts(rows, counts)
+        parts = zip(self.experts, rows.split(counts), strict=True)
+        return torch.cat([expert(part) if len(part) else part for expert, part in parts])
+
+
+class Mixture(nn.Module):
+    """A language model of layers of experts; `group` divides them."""
+
+    def __init__(self, kind: type[nn.Module] = Stacked, group: Any = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(_Layer(kind, group) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, banned: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = layer(h, banned)
+        return functional.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+
+def whole_mixture(kind: type[nn.Module]) -> Mixture:
+    """Return the model with all experts."""
+    torch.manual_seed(0)
+    return Mixture(kind)
+
+
+def local_part(
+    state: dict[str, torch.Tensor], kind: type[nn.Module], place: int, num_ranks: int
+) -> dict[str, torch.Tensor]:
+    """Return of the whole model's `state` what the rank at `place` of `num_ranks` holds."""
+    num_local, out = NUM_EXPERTS // num_ranks, {}
+    for name, value in state.items():
+        if ".experts." not in name:
+            out[name] = value
+        elif kind is Stacked:
+            out[name] = value[place * num_local : (place + 1) * num_local].clone()
+        else:
+            before, _, after = name.partition(".experts.")
+            number, _, rest = after.partition(".")
+            if int(number) // num_local == place:
+                out[f"{before}.experts.{int(number) % num_local}.{rest}"] = value
+    return out
