@@ -193,6 +193,29 @@ def test_join_works_beside_tp() -> None:
     run_ranks(4, _uneven_data, timeout=100)
 
 
+def _begun(rank: int, world: int) -> None:
+    """An optimizer that has stepped DTensors before shard() brings its state along."""
+    mesh, states = mesh_of(dp=1, tp=2), []
+    for begun in (False, True):
+        model = parallelize_module(CASES["uneven"].model(), mesh["tp"], llama_plan())
+        # torch's foreach steps refuse DTensors beside plain parameters
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, foreach=False)
+        if begun:
+            model(*next(micro_batches(0, 0, 37))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine = zs.shard(model, optimizer, mesh=mesh, stall_timeout_s=30)
+        for step in range(begun, 2):
+            _step(model, engine, step)
+        states.append(engine.full_state_dict(rank0_only=False))
+        engine.close()
+    assert difference(states[0], states[1]) < 1e-6
+
+
+def test_the_state_of_an_optimizer_that_has_begun_is_cut_with_its_dtensors() -> None:
+    run_ranks(2, _begun, timeout=100)
+
+
 # ------------------------------------------------------------------------------------ whole tensors
 
 
