@@ -25,7 +25,7 @@ import zeroshard as zs
 from tests.support.checkpoints import Training, make
 from tests.unit.checkpoint.test_manifest import sealed
 from zeroshard import CheckpointError
-from zeroshard.checkpoint.manifest import ITEMSIZE, Manifest, digest, num_chunks
+from zeroshard.checkpoint.manifest import ITEMSIZE, VERSION, Manifest, digest, num_chunks
 from zeroshard.checkpoint.steps import MANIFEST, open_regular
 
 STEP, FILE = "step-0000000001", "rank-00000-of-00001.safetensors"
@@ -393,7 +393,14 @@ CORPUS: dict[str, Callable[[Path], None]] = {
     "parameters among the options": lambda folder: forge(
         folder, lambda raw: raw["optimizer"]["groups"][0]["options"].update(params=[])
     ),
-    "newer version": lambda folder: forge(folder, lambda raw: raw.update(version=2)),
+    "newer version": lambda folder: forge(folder, lambda raw: raw.update(version=VERSION + 1)),
+    "a box beyond its parameter": lambda folder: forge(
+        folder, lambda raw: [one.update(box=[[0, 1 << 40]]) for one in raw["tensors"]]
+    ),
+    "one box of many": lambda folder: forge(
+        folder, lambda raw: raw["tensors"][0].update(box=[[0, 1]], start=0, stop=1)
+    ),
+    "places without ranks": lambda folder: forge(folder, lambda raw: raw.update(places=["a"] * 9)),
 }
 
 
