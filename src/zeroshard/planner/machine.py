@@ -12,8 +12,8 @@ from importlib.resources import files
 from typing import Any
 
 from zeroshard.core.placement import Mesh
-from zeroshard.errors import ConfigError
 from zeroshard.core.sizes import parse_bytes
+from zeroshard.errors import ConfigError
 
 __all__ = ["Machine", "Speeds", "nearest_preset", "presets"]
 

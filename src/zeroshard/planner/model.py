@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from zeroshard.errors import ConfigError
 from zeroshard.core.sizes import parse_count
+from zeroshard.errors import ConfigError
 from zeroshard.planner.trace import ActivationTrace
 
 __all__ = ["Decoder", "GroupShape", "ModelShape", "Shape", "UnitShape", "describe", "pack_units"]

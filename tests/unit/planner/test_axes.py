@@ -215,7 +215,11 @@ def test_a_search_considers_what_the_machine_and_the_heads_allow() -> None:
     machine = Machine.of(gpus=32)
     found = grids(Axes("auto", "auto"), _llama(num_key_value_heads=4), machine, Training())
     assert {one.tp for one in found} == {1, 2, 4}
-    assert {one.pp for one in found} == {1, 2, 4}  # of 8 one stage would have twice another's layers
+    assert {one.pp for one in found} == {
+        1,
+        2,
+        4,
+    }  # of 8 one stage would have twice another's layers
     assert all(one.tp * one.pp * one.dp == 32 for one in found)
     assert all(one.micro_batches == one.tp * one.pp for one in found)
 
