@@ -68,9 +68,11 @@ class _Stage(nn.Module):
 
     def __init__(self, model: GPT, layers: Sequence[int], *, first: bool, last: bool) -> None:
         super().__init__()
-        self.token, self.position = (model.token, model.position) if first else (None, None)
+        self.token: nn.Embedding | None = model.token if first else None
+        self.position: nn.Embedding | None = model.position if first else None
         self.blocks = nn.ModuleDict({str(number): model.blocks[number] for number in layers})
-        self.norm, self.head = (model.norm, model.head) if last else (None, None)
+        self.norm: nn.LayerNorm | None = model.norm if last else None
+        self.head: nn.Linear | None = model.head if last else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens, or what the stage before has sent, to what goes on, or logits."""

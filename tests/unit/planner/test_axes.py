@@ -219,7 +219,7 @@ def test_a_search_considers_what_the_machine_and_the_heads_allow() -> None:
         1,
         2,
         4,
-    }  # of 8 one stage would have twice another's layers
+    }  # of 8 stages some have twice as many layers
     assert all(one.tp * one.pp * one.dp == 32 for one in found)
     assert all(one.micro_batches == one.tp * one.pp for one in found)
 
