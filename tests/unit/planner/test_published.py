@@ -15,8 +15,11 @@ from zeroshard.core.placement import Tier
 from zeroshard.core.policy import STAGES, row
 from zeroshard.core.timeline import Timeline
 from zeroshard.planner import Machine, ModelShape, Training, describe
+from zeroshard.planner.axes import Grid
 from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
 from zeroshard.planner.families import shape_of_config
+from zeroshard.planner.grid import GridPlan
+from zeroshard.planner.schedules import Schedule
 from zeroshard.planner.simulate import simulate, step_time
 
 
@@ -209,3 +212,40 @@ def test_torchtitans_tokens_per_second_are_as_far_off_as_the_docs_say(
     time = step_time(LaidOut(model, machine.mesh), row("zero3"), machine, training)
     assert training.tokens / time.total / published == pytest.approx(times, abs=0.01)
     assert time.bound_by == "compute"
+
+
+# ------------------------------------------------------------------------------------ Megatron-LM
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "tp", "pp", "gpus", "batch", "published", "times"),
+    [
+        (24, 2304, 24, 1, 1, 32, 512, 137, 1.07),
+        (40, 6144, 48, 8, 1, 256, 1024, 135, 0.90),
+        (60, 10240, 80, 8, 4, 1024, 1792, 140, 0.90),
+        (80, 12288, 96, 8, 8, 1536, 2304, 148, 0.87),
+        pytest.param(128, 25600, 160, 8, 64, 3072, 3072, 163, 0.77, marks=pytest.mark.slow),
+    ],
+    ids=["1.7B", "18B, tp 8", "76B, pp 4", "146B, pp 8", "1T, pp 64"],
+)
+def test_megatrons_flops_per_second_are_as_far_off_as_the_docs_say(
+    layers: int, hidden: int, heads: int, tp: int, pp: int, gpus: int, batch: int,
+    published: int, times: float,
+) -> None:  # fmt: skip
+    """arXiv 2104.04473, table 1: TFLOP/s of each A100 (of 312), counted as equation 3 counts,
+    recomputing included; sequences of 2048, a vocabulary of 51,200, the interleaved schedule, taken
+    with two stages on each rank and micro-batches of one sequence.
+    """
+    fields = {
+        "model_type": "gpt_neox", "hidden_size": hidden, "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": 51200,
+    }  # fmt: skip
+    schedule = Schedule.parse("interleaved") if pp > 1 else Schedule()
+    grid = Grid(tp, pp, gpus // (tp * pp), schedule, batch * tp * pp // gpus)
+    training = Training("fp16", checkpointing=True)
+    machine = Machine.of("A100-80", gpus=gpus)
+    plan = GridPlan(grid, shape_of_config(fields, "megatron"), machine, training)
+    seconds = plan.step(row("ddp")).total
+    extra = 1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden)
+    flops = 96 * batch * 2048 * layers * hidden**2 * extra
+    assert flops / seconds / gpus / 1e12 / published == pytest.approx(times, abs=0.01)
