@@ -577,7 +577,7 @@ def test_checkpoints_and_join_refuse_other_axes(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# ------------------------------------------------------------------------------- names of the user's
+# ------------------------------------------------------------------------ names of the users
 
 
 def _named(rank: int, world: int) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -125,8 +125,8 @@ def _of_stages(model: Stages, units: UnitSpec | None) -> list[UnitPlan]:
             mine = [name for name, module in stage.named_modules() if units(name, module)]
         for plan in partition_units(stage, mine):
             taken = any(plan.name == other.name for other in plans)
-            plan.name = f"{plan.name} of stage {number}" if taken else plan.name
-            plans.append(plan)
+            name = f"{plan.name} of stage {number}" if taken else plan.name
+            plans.append(replace(plan, name=name))
     return plans
 
 
