@@ -125,20 +125,20 @@ def shard(
     sync_from: int | None = None,
     **overrides: Unpack[ShardOptions],
 ) -> Engine:
-    """Shard `model` and `optimizer` in place over the data parallel ranks, and return the engine.
+    """Shard `model` and `optimizer` in place over the data parallel ranks (a collective call).
 
     Both stay the objects they were. `model` may be this rank's stage, or list of stages, of
     torch.distributed.pipelining (``engine.follow``). `stage` 0 to 3 or `policy` (a row's name, a
     Policy, or "auto": the fastest row that the planner finds to fit here) says where each state
     rests (default: stage 3); `config` is a Config, a dict or a path to JSON, of our form or
     DeepSpeed's, and keywords go before it; `units` are module classes, qualified names or a
-    callable(name, module) -> bool (default: found automatically); `mesh` a DeviceMesh whose data parallel dimensions are sharded over (default:
-    all ranks): those that `dp` names, else the only one, or the one named "dp", or "dp_replicate" x
-    "dp_shard", the nodes and local ranks of hpz, mics and hfsdp, and "cp". Beside them "pp" (ranks
-    have other parameters) and "tp" (plain parameters are the same) may be there: norm and clip,
-    skipped steps and the order of steps are those of the whole mesh, and nothing is reduced along
-    them. `sync_from` is a data parallel rank whose weights and buffers all others take (default:
-    the ranks' weights are compared). Further keywords: ``help(zs.Config)``. Collective.
+    callable(name, module) -> bool (default: found automatically); `mesh` a DeviceMesh whose data
+    parallel dimensions are sharded over (default: all ranks): those that `dp` names, else the only
+    one, or the one named "dp", or "dp_replicate" x "dp_shard", the nodes and local ranks of hpz,
+    mics and hfsdp, and "cp". Beside them "pp" (ranks have other parameters) and "tp" (plain
+    parameters are the same) may be there: norm and clip, skipped steps and the order of steps are
+    those of the whole mesh, and nothing is reduced along them. `sync_from` is a data parallel rank
+    whose weights and buffers all take (default: they are compared). See also ``help(zs.Config)``.
 
     Raises ConfigError for what cannot be done, and PlanMismatch where the ranks disagree, on every
     rank, before anything is changed.
