@@ -132,25 +132,21 @@ def shard(
     sync_from: int | None = None,
     **overrides: Unpack[ShardOptions],
 ) -> Engine:
-    """Shard `model` and `optimizer` in place over the data parallel ranks, and return the engine.
+    """Shard `model` and `optimizer` in place over the data parallel ranks (a collective call).
 
-    Both stay the objects they were. A `model` that is a stage of torch.distributed.pipelining, or
-    the list of this rank's stages, means their modules; ``engine.follow(schedule)`` comes next, and
-    `stage` remains the ZeRO stage. `stage` 0 to 3 or `policy` (a row's name, a Policy, or "auto":
-    the fastest row that the planner finds to fit here, docs/planner.md) says where each state rests
-    (default: stage 3); `config` is a Config, a dict or a path to JSON, of our form or DeepSpeed's,
-    and keywords go before it; `units` are module classes, qualified names or a callable(name,
-    module) -> bool (default: found automatically); `mesh` a DeviceMesh whose data parallel
-    dimensions are sharded over (default: all ranks): those that `dp` names, else the only one,
-    or the one named "dp", or "dp_replicate" x "dp_shard", the nodes and local ranks of hpz, mics
-    and hfsdp, and "cp". Beside them "pp" (ranks have other parameters) and "tp" (plain parameters
-    are the same, DTensors are parts of whole ones) may be there: norm and clip, skipped steps and
-    the order of steps are those of the whole mesh, and no weight is sharded along them. `mesh_of`
-    gives the parameters of modules whose names match a pattern (as ``fnmatch`` has it) a mesh of
-    their own, whose dimensions "dp" or "cp" run over the ranks with the same parameters:
-    ``{"*.experts": mesh}`` for experts that ranks divide. `sync_from` is a data parallel rank whose
-    weights and buffers all others take (default: the ranks' weights are compared). Further keywords
-    are those of Config, which ``help(zs.Config)`` describes. Collective.
+    Both stay the objects they were. `model` may be this rank's stage, or list of stages, of
+    torch.distributed.pipelining (``engine.follow``). `stage` 0 to 3 or `policy` (a row's name, a
+    Policy, or "auto": the fastest row that the planner finds to fit here) says where each state
+    rests (default: stage 3); `config` is a Config, a dict or a path to JSON, of our form or
+    DeepSpeed's, and keywords go before it; `units` are module classes, qualified names or a
+    callable(name, module) -> bool (default: found automatically); `mesh` a DeviceMesh whose data
+    parallel dimensions are sharded over (default: all ranks): those that `dp` names, else the only
+    one, or "dp", or "dp_replicate" x "dp_shard", the nodes and local ranks of hpz, mics and hfsdp,
+    and "cp". Beside them "pp" (other parameters) and "tp" (plain parameters are the same, DTensors
+    are parts) may be there: norm, clip and steps are those of the whole mesh (docs/composition.md).
+    `mesh_of` gives modules whose names match a pattern a mesh of their own, whose "dp" or "cp" runs
+    over the ranks with the same parameters: ``{"*.experts": mesh}``. `sync_from` is a data parallel
+    rank whose weights and buffers all take (default: they are compared). See ``help(zs.Config)``.
 
     Raises ConfigError for what cannot be done, and PlanMismatch where the ranks disagree, on every
     rank, before anything is changed.

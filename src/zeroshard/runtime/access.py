@@ -30,6 +30,7 @@ from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.finalize import Finalizer
+from zeroshard.runtime.pipeline import Following
 from zeroshard.runtime.recovery import Recovery
 from zeroshard.runtime.reports import Accounts
 from zeroshard.runtime.rest import Rest, RestingPiece
@@ -105,11 +106,17 @@ class StateAccess:
         self.peers = Peers(self, context.transport.control)  # the data parallel ranks
         self.everyone = Ranks(self, context.everyone)
         self.is_closed = False
+        self.following: Following | None = None  # the last one
 
     def attach(self, sharded: ShardedOptimizer) -> None:
         """Take note of the optimizer, whose state is one of ours."""
         self._sharded = sharded
         self.accounts.attach(sharded)
+
+    def follow(self, following: Following) -> None:
+        """Let a schedule drive the engine."""
+        following.begin()
+        self.following = following
 
     def close(self) -> None:
         """Refuse everything from here on."""

@@ -86,6 +86,7 @@ class Manner:
     sync: bool = True  # False inside no_sync()
     scaled: bool = False  # inside engine.backward()
     divisor: int = 1  # by which the step divides, beside the number of ranks
+    refused: str | None = None  # why a backward that no schedule runs is refused
 
 
 @dataclass(eq=False)
@@ -115,6 +116,10 @@ class _Pass:
     def driven(self) -> bool:
         """Whether a schedule runs it, now."""
         return self.units is not None and not self.ended
+
+    def end(self) -> None:
+        """No gradient comes any more."""
+        self.ended = True
 
     def push(self, task: int) -> None:
         """A graph task begins, the first or one inside another."""
@@ -153,7 +158,6 @@ class Backward:
         self.saved = SavedTensors(weights)
         self._weights = weights
         self.manner = Manner()
-        self.refused: str | None = None  # why a backward that no schedule runs is refused
         self._announce: Callable[[str, Any], None] | None = None  # inside join()
         self._pass = _Pass()
         self._trainable = [unit for unit in weights.units if unit.trainable]
@@ -181,21 +185,9 @@ class Backward:
     # ------------------------------------------------------------------ how a backward is run
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Sum up the gradients of backwards inside where the policy's cell says: more follow."""
-        with self.running_as(replace(self.manner, sync=False)):
-            yield
-
-    @contextmanager
-    def of_loss(self, *, scaled: bool) -> Iterator[None]:
-        """Say whether the loss of the backward inside is scaled."""
-        with self.running_as(replace(self.manner, scaled=scaled)):
-            yield
-
-    @contextmanager
-    def running_as(self, manner: Manner) -> Iterator[None]:
-        """Run the backwards inside in this manner."""
-        before, self.manner = self.manner, manner
+    def running_as(self, **changes: Any) -> Iterator[None]:
+        """Run the backwards inside in a manner with these `changes`."""
+        before, self.manner = self.manner, replace(self.manner, **changes)
         try:
             yield
         finally:
@@ -212,9 +204,11 @@ class Backward:
         self._begin(retains=retains, units=units)
         yield
         with torch._C.DisableTorchFunctionSubclass():
-            for leaf in self.leaves:
-                if leaf.unit in units:
-                    self._take_assigned(leaf)
+            for leaf in self.leaves if units else ():
+                grad = leaf.parameter.grad
+                if grad is not None and leaf.unit in units and not isinstance(grad, SealedGrad):
+                    leaf.clear()
+                    self._add(leaf, grad)
         self._end()
 
     @contextmanager
@@ -242,8 +236,8 @@ class Backward:
         if task < 0:
             raise StateError("a backward hook ran outside a backward")
         if not current.tasks and not current.driven:
-            if self.refused is not None:
-                raise StateError(self.refused)
+            if self.manner.refused is not None:
+                raise StateError(self.manner.refused)
             current = self._begin(retains=retains_graph())
         if not current.tasks:
             self._note_outer()
@@ -345,12 +339,6 @@ class Backward:
             return  # torch has only looked for the shapes of gradients
         self._add(leaf, grad)
 
-    def _take_assigned(self, leaf: _Leaf) -> None:
-        """Take the gradient that a schedule has put into ``.grad`` by itself, if it has."""
-        grad, leaf.parameter.grad = leaf.parameter.grad, None
-        if grad is not None and not isinstance(grad, SealedGrad):
-            self._add(leaf, grad)
-
     def _add(self, leaf: _Leaf, grad: torch.Tensor) -> None:
         unit = leaf.unit
         # create_graph=True: what is summed has no graph
@@ -424,7 +412,7 @@ class Backward:
         """Take part in a backward of the other ranks, without one of our own: gather what they
         gather, contribute zeros.
         """
-        with self.running_as(replace(self.manner, sync=sync, scaled=scaled)):
+        with self.running_as(sync=sync, scaled=scaled):
             self._begin(brings=True)
             for unit in self._weights.shadow("backward"):
                 # at once, as they do: they may wait for our part before they gather on
@@ -441,7 +429,7 @@ class Backward:
                 self._weights.after_backward(unit)
 
     def _end(self) -> None:
-        self._pass.ended = True
+        self._pass.end()
         own = self._trainable if self._pass.units is None else self._pass.units
         for unit in reversed(own):
             if unit.trainable and unit.index not in self._pass.reduced:

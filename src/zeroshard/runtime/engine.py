@@ -126,7 +126,6 @@ class Engine:
         self._sharded: ShardedOptimizer | None = None
         self._tiles: StepTiles | None = None
         self._offloaded: OffloadedStates | None = None
-        self._following: Following | None = None
         faults.agree()  # that the weights have been written to where they rest
         transports.watch(digest, context.streams.is_idle)
         if self.world > 1 or context.axes.size > 1:
@@ -234,7 +233,7 @@ class Engine:
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Run the backward of `loss` (0-d); in fp16 of the scaled loss."""
         self._states.check_open()
-        with self._backward.of_loss(scaled=self._scaler is not None):
+        with self._backward.running_as(scaled=self._scaler is not None):
             scaled = loss if self._scaler is None else loss.float() * self._scaler.scale
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
@@ -242,7 +241,7 @@ class Engine:
         """Say that more micro-batches follow before the step: gradients rest where the policy's
         cell says meanwhile.
         """
-        return self._backward.no_sync()
+        return self._backward.running_as(sync=False)
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -260,7 +259,7 @@ class Engine:
         self._states.check_open()
         if self._sharded is None:
             raise ConfigError("join() needs an optimizer: give it to shard() or engine.attach()")
-        if self._following is not None and self._following.is_on:
+        if self._states.following is not None and self._states.following.is_on:
             raise ConfigError(
                 "join() cannot shadow a schedule, whose ranks wait for each other's activations:"
                 " run as many batches on every rank"
@@ -311,14 +310,13 @@ class Engine:
         with self._context.axes.telling(_FOLLOW):
             self._states.peers.agree(report, error, _FOLLOW)
         self._context.axes.share(None, _FOLLOW, common=report)
-        self._following = following
-        following.begin()
+        self._states.follow(following)
         return following
 
     def _follower(self, schedule: Any, budget: int | str | None, no_sync: bool) -> Following:
-        if self._following is not None and self._following.is_on:
+        if (other := self._states.following) is not None and other.is_on:
             raise ConfigError(
-                f"the engine follows a {type(self._following.schedule).__name__} already: end that"
+                f"the engine follows a {type(other.schedule).__name__} already: end that"
                 " with the remove() of what engine.follow() has returned"
             )
         room = parse_bytes(budget, "budget") if isinstance(budget, str) else budget
@@ -501,8 +499,8 @@ class Engine:
         self._states.check_open()
         told = self._context.faults.refusal if self._context.faults.is_lost else None
         self.reload_states()
-        if self._following is not None:
-            self._following.remove()
+        if self._states.following is not None:
+            self._states.following.remove()
         self._backward.abandon()
         self._states.join_step()
         self._weights.end_step()

@@ -19,8 +19,8 @@ does not do: change what a schedule computes, or when.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,6 +69,14 @@ class _Driven:
     num_backwards: int  # of a step
     left: int = 0  # of them, to come
 
+    def begin(self) -> None:
+        """A step begins."""
+        self.left = self.num_backwards
+
+    def ran(self, backwards: int) -> None:
+        """So many of its backwards are about to have run."""
+        self.left -= backwards
+
 
 class Following:
     """A schedule that drives the stages of one engine, until `remove`."""
@@ -88,7 +96,8 @@ class Following:
         self._backward = backward
         self._scaler = scaler
         self._terms = terms
-        self._undo: list[Callable[[], object]] = []
+        self._undo = ExitStack()
+        self.is_on = False  # drives the engine
         self._runs_lists = _runs_lists(schedule)
         sizes = {number: gathered_bytes(held) for number, held in units.items()}
         self._placed = place(_actions_of(schedule), sizes, terms.budget)
@@ -107,8 +116,8 @@ class Following:
 
     def begin(self) -> None:
         """Put ourselves around the schedule and its stages."""
-        self._backward.refused = _REFUSED.format(name=type(self.schedule).__name__)
-        self._undo.append(lambda: setattr(self._backward, "refused", None))
+        refused = _REFUSED.format(name=type(self.schedule).__name__)
+        self._undo.enter_context(self._backward.running_as(refused=refused))
         self._put(self.schedule, "step", self._around_step)
         for driven in self._stages.values():
             stage = driven.stage
@@ -120,18 +129,14 @@ class Following:
             self._put(stage, "_prepare_backward_infra", self._around_inference)
         if self._runs_lists:
             self._give_list()
+        self.is_on = True
 
     def remove(self) -> None:
         """Give the schedule and its stages back as they were. Not inside a step."""
         if self._driving:
             raise StateError("remove() inside the schedule's step(): call it between steps")
-        while self._undo:
-            self._undo.pop()()
-
-    @property
-    def is_on(self) -> bool:
-        """Whether it drives the engine, still."""
-        return bool(self._undo)
+        self._undo.close()
+        self.is_on = False
 
     def _put(self, target: Any, name: str, around: Callable[..., Any], *first: Any) -> None:
         original = getattr(target, name)
@@ -149,7 +154,7 @@ class Following:
             else:
                 target.__dict__[name] = before
 
-        self._undo.append(put_back)
+        self._undo.callback(put_back)
 
     def _give_list(self) -> None:
         """Let a schedule with an action list run ours."""
@@ -159,11 +164,11 @@ class Following:
         lists, rank = schedule.pipeline_order_with_comms, schedule.rank
         before = lists[rank]
         lists[rank] = [_to_torch(action, torchs) for action in self._placed]
-        self._undo.append(lambda: lists.__setitem__(rank, before))
+        self._undo.callback(lists.__setitem__, rank, before)
         for name in (UNSHARD, RESHARD, REDUCE_GRAD):
             kind = torchs._ComputationType(name)
             schedule.register_custom_function(kind, self._called)
-            self._undo.append(lambda kind=kind: functions.pop(kind, None))  # type: ignore[misc]
+            self._undo.callback(functions.pop, kind, None)
 
     # ------------------------------------------------------------------ between the computations
 
@@ -174,9 +179,9 @@ class Following:
     def _run(self, kind: str, number: int) -> None:
         units = self._stages[number].units
         if kind == UNSHARD:
-            self._weights.hold_stage(units)
+            self._weights.hold_stage(units, held=True)
         elif kind == RESHARD:
-            self._weights.let_stage_go(units)
+            self._weights.hold_stage(units, held=False)
         else:
             # the last backward has started them, unit by unit
             self._backward.reductions.advance()
@@ -201,7 +206,7 @@ class Following:
         self._backward.accumulation.check(scaled=self._manner.scaled, divisor=self._manner.divisor)
         self._next = 0
         for driven in self._stages.values():
-            driven.left = driven.num_backwards
+            driven.begin()
         self._driving = True
         try:
             return original(*args, **options)
@@ -276,11 +281,13 @@ class Following:
         if not driven.stage.has_backward:
             yield  # schedule.eval(): torch computes nothing
             return
-        driven.left -= brings
+        driven.ran(int(brings))
         sync = backward.manner.sync and not (driven.left and self._terms.no_sync)
         units = driven.units if brings else ()
         with (
-            backward.running_as(replace(self._manner, sync=sync)),
+            backward.running_as(
+                sync=sync, scaled=self._manner.scaled, divisor=self._manner.divisor
+            ),
             self._whole(driven.units, kind),
             backward.of_schedule(units, retains=kind == "I"),
         ):
@@ -296,12 +303,12 @@ class Following:
             return
         holds = self._terms.budget is None
         if holds:
-            self._weights.hold_stage(units)
+            self._weights.hold_stage(units, held=True)
         for unit in units:
             self._weights.unshard(unit, "backward")
         yield
         if holds:
-            self._weights.let_stage_go(units)
+            self._weights.hold_stage(units, held=False)
 
     def _around_inference(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Run the backward by which torch learns the shapes of gradients, and keep nothing."""
@@ -404,7 +411,7 @@ def check_budget(budget: int, units: Mapping[int, Sequence[Unit]], row: str) -> 
 
 def gathered_bytes(units: Sequence[Unit]) -> int:
     """Return the bytes of those weights of `units` that rest sharded."""
-    return sum(unit.nominal_bytes for unit in units if unit.cells.weight.is_sharded)
+    return sum(unit.nominal_bytes * unit.cells.weight.is_sharded for unit in units)
 
 
 # ---------------------------------------------------------------------------- torch's action lists

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -144,8 +144,8 @@ def _of_stages(model: Stages, units: UnitSpec | None, own_meshes: Sequence[str])
         own = [pattern for pattern in own_meshes if matching(pattern, stage)]
         for plan in partition_units(stage, mine, own_meshes=own):
             taken = any(plan.name == other.name for other in plans)
-            plan.name = f"{plan.name} of stage {number}" if taken else plan.name
-            plans.append(plan)
+            name = f"{plan.name} of stage {number}" if taken else plan.name
+            plans.append(replace(plan, name=name))
     return plans
 
 

@@ -107,12 +107,17 @@ class Weights:
         self.passes.hold(unit, until)
         self.unshard(unit, phase)
 
-    def hold_stage(self, units: Sequence[Unit]) -> None:
-        """A schedule computes with `units` from here on: start what is not here, and keep all
-        until `let_stage_go`.
+    def hold_stage(self, units: Sequence[Unit], *, held: bool) -> None:
+        """A schedule computes with `units` from here on: start what is not here, and keep all; or
+        (not `held`) it does so no longer: release those that nothing else uses.
         """
         for unit in units:
-            if not unit.cells.weight.is_sharded:
+            if not held:
+                self._prefetch.let_go(unit)
+                unit.release(Use.SCHEDULE)
+                if unit.state is UnitState.GATHERING:
+                    unit.wait_for_unshard()
+                self.release_unused(unit, for_backward=None)
                 continue
             if unit is self._idle:
                 self.release_idle()
@@ -124,18 +129,6 @@ class Weights:
             if unit.state is UnitState.RESTING:
                 self.check_awake()
                 self.start(unit)
-
-    def let_stage_go(self, units: Sequence[Unit]) -> None:
-        """The schedule computes with other stages now: release `units`, but for those in use."""
-        for unit in units:
-            if not unit.cells.weight.is_sharded:
-                continue
-            self._prefetch.let_go(unit)
-            unit.release(Use.SCHEDULE)
-            if not unit.in_use and unit.state is UnitState.GATHERING:
-                self.release_prefetched(unit)
-            elif not unit.in_use and unit.state is UnitState.FULL:
-                self.release(unit, for_backward=None)
 
     def begin(self, phase: Phase) -> None:
         """Start a pass over the model."""
@@ -268,12 +261,12 @@ class Weights:
         unit.reshard(for_backward=for_backward)
         self._trimmer.passed(unit.full_bytes)
 
-    def release_unused(self, unit: Unit) -> None:
+    def release_unused(self, unit: Unit, *, for_backward: bool | None = False) -> None:
         """Release a unit that rests sharded, where neither a forward, a backward nor the user
-        has it in use.
+        has it in use; see `release`.
         """
         if unit.cells.weight.is_sharded and unit.state is UnitState.FULL and not unit.in_use:
-            self.release(unit)
+            self.release(unit, for_backward=for_backward)
 
     def end_pass(self) -> None:
         """A forward or backward of the whole model is over: nothing stays that was only expected
