@@ -167,9 +167,7 @@ def shard(
     try:
         engine = Engine(module, asked.plans, context, prefetch_bytes=asked.settings.prefetch_bytes)
     except StorageError:
-        context.transports.close()
-        context.axes.close()
-        context.tiering.close()
+        context.close()
         raise
     if optimizer is not None:
         try:

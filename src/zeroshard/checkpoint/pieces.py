@@ -255,14 +255,14 @@ def _collect_pieces(
     for owned in states_of(engine).stepped_pieces():
         stepped.setdefault(id(owned.parameter), []).append(owned)
     names, parts = names_of(engine.module), states_of(engine).parts()
-    counted = states_of(engine).counted()
     part.parameters = parameters_of(engine, frozen=frozen)
     for piece in states_of(engine).resting_pieces(share=True):
         name, span = names[id(piece.parameter)][0], (piece.start, piece.stop)
-        if name not in part.parameters or piece.name not in counted:
+        if name not in part.parameters or not parts[piece.name][1]:
             continue
-        if not parts[piece.name].is_whole:
-            part.boxes[name] = box_of(parts[piece.name])
+        mine, _ = parts[piece.name]
+        if not mine.is_whole:
+            part.boxes[name] = box_of(mine)
             if piece.start == piece.stop:
                 continue  # a box without elements is none
         values = piece.tensor if piece.state.on_device else piece.borrowed

@@ -114,7 +114,7 @@ def _fill_engine(engine: Engine, files: _Files, found: _Found) -> None:
         for piece in states_of(engine).resting_pieces():
             name = found.parameters.get(id(piece.parameter))
             if name is not None:
-                part = parts[piece.name]
+                part, _ = parts[piece.name]
                 entry = ParameterEntry(part.sizes, row_stride(part.sizes), trained=False)
                 read = partial(files.read, name, part)
                 piece.write(in_memory_order(read, entry, piece.stride, piece.start, piece.stop))

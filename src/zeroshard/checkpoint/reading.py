@@ -50,7 +50,8 @@ class Reading:
         self._engine = engine
         self._states = wanted.states
         self._match = Match(saved, engine, wanted)
-        self._parts = states_of(engine).parts()
+        parts = states_of(engine).parts()
+        self._parts = {name: part for name, (part, _) in parts.items()}
         self._rank = rank_there(engine, saved.manifest.world, saved.manifest.places)
         # (to, from): masters, weights, averages
         self._copies: list[tuple[torch.Tensor | RestingPiece, Callable[[], torch.Tensor]]] = []

@@ -218,25 +218,18 @@ class StateAccess:
             )
         }
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, tuple[Part, bool]]:
         """Return, by name of each parameter, which part of it the ranks of this data parallel
-        group have.
+        group have, and whether it counts here: of several groups with the same part, the first's.
         """
+        alike = [axis.name for axis in self._context.mesh.others if axis.alike]
+        first_along = self._context.axes.place.first_along
         return {
-            name: part
+            name: (part, part.counts(alike, first_along))
             for unit in self._weights.units
             for segment in unit.segments
             for name, part in zip(segment.names, segment.parts, strict=True)
         }
-
-    def counted(self) -> frozenset[str]:
-        """Return the names of the parameters whose parts count here: of several data parallel
-        groups with the same part, the first's.
-        """
-        alike = [axis.name for axis in self._context.mesh.others if axis.alike]
-        first_along = self._context.axes.place.first_along
-        parts = self.parts().items()
-        return frozenset(name for name, part in parts if part.counts(alike, first_along))
 
     @property
     def has_pending_gradients(self) -> bool:

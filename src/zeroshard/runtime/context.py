@@ -116,6 +116,12 @@ class Context:
         """
         return sum(map(len, self.holders.groups))
 
+    def close(self) -> None:
+        """Release transports, sockets and stores."""
+        self.transports.close()
+        self.axes.close()
+        self.tiering.close()
+
     @property
     def axes(self) -> OtherAxes:
         """What the data parallel groups tell each other."""

@@ -514,9 +514,7 @@ class Engine:
         except StorageError as error:
             failure = error
         self._context.transports.begin_write()
-        self._context.transports.close()
-        self._context.axes.close()
-        self._context.tiering.close()
+        self._context.close()
         self._context.memory.release_idle()
         self._states.close()
         if held := self._states.accounts.unreleased():
