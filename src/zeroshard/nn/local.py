@@ -13,13 +13,13 @@ a second).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from zeroshard.core.local_tensor import is_dtensor, local_of
 from zeroshard.core.part import Part
 from zeroshard.errors import ConfigError
 
@@ -30,22 +30,6 @@ __all__ = [
     "gradient_taker", "is_dtensor", "local_of", "part_of", "part_within", "point_at", "retype",
     "whole_of", "whole_shape",
 ]  # fmt: skip
-
-_DTENSOR = "torch.distributed.tensor"
-
-
-def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether `tensor` is a DTensor."""
-    kind = type(tensor)
-    if kind is torch.Tensor or kind is nn.Parameter:
-        return False
-    dtensor = getattr(sys.modules.get(_DTENSOR), "DTensor", None)  # not imported: there is none
-    return dtensor is not None and issubclass(kind, dtensor)
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that is here of a DTensor; any other tensor itself. No copy."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def part_of(name: str, tensor: torch.Tensor) -> Part:

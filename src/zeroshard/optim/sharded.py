@@ -24,9 +24,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zeroshard.core.local_tensor import local_of
 from zeroshard.core.placement import Tier
 from zeroshard.errors import ConfigError, StateError, StorageError
-from zeroshard.nn.local import local_of
 from zeroshard.optim.elementwise import check_elementwise, shard_state
 from zeroshard.optim.runner import StepOptions, TileRunner
 from zeroshard.optim.sealed import GradientOwner, SealedGrad
