@@ -24,7 +24,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zeroshard.core.local_tensor import local_of
 from zeroshard.core.placement import Tier
 from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.optim.elementwise import check_elementwise, shard_state
@@ -33,6 +32,7 @@ from zeroshard.optim.sealed import GradientOwner, SealedGrad
 from zeroshard.optim.shards import ParamShard, Taken, Tile
 from zeroshard.optim.state_dicts import PartialState, fill_in
 from zeroshard.optim.tiles import TileStates
+from zeroshard.state.local import local_of
 
 __all__ = ["INTERRUPTED", "ShardedOptimizer", "StepHooks", "check_parameters"]
 

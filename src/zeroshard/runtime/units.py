@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from zeroshard.errors import ConfigError
-from zeroshard.nn.local import local_of
+from zeroshard.state.local import local_of
 
 __all__ = [
     "UnitPlan",
