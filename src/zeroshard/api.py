@@ -48,7 +48,6 @@ from zeroshard.nn.deferred import (
     materialize,
     refuse_inside,
 )
-from zeroshard.nn.local import local_of, part_of, whole_shape
 from zeroshard.nn.placed import check_dtensors
 from zeroshard.optim.elementwise import check_elementwise
 from zeroshard.optim.sharded import check_parameters
@@ -63,6 +62,7 @@ from zeroshard.runtime.stages import model_of
 from zeroshard.runtime.streams import make_streams
 from zeroshard.runtime.tiering import Tiering
 from zeroshard.runtime.units import UnitPlan, UnitSpec, named_parameters_once, partition_units
+from zeroshard.state.local import local_of, part_of, whole_shape
 from zeroshard.state.state import DeviceMemory
 from zeroshard.tier.disk import DiskStore
 from zeroshard.tier.host import HostStore

@@ -30,7 +30,7 @@ from tests.support.tensor_parallel import (
     train,
 )
 from zeroshard import ConfigError, PlanMismatch, StateError
-from zeroshard.nn.local import local_of
+from zeroshard.state.local import local_of
 
 ROWS = ("ddp", "zero1", "zero2", "zero3", "zero3-keep")
 SMALL = 0.05  # what clips every step

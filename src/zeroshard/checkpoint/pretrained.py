@@ -35,8 +35,8 @@ from zeroshard.checkpoint.pieces import (
 from zeroshard.core.part import Part
 from zeroshard.errors import CheckpointError
 from zeroshard.nn.deferred import allocate
-from zeroshard.nn.local import local_of, part_of
 from zeroshard.runtime.engine import Engine, states_of
+from zeroshard.state.local import local_of, part_of
 
 __all__ = ["LoadReport", "load_pretrained", "weight_files"]
 

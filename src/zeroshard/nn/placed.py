@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.core.dims import Dims
 from zeroshard.errors import ConfigError
-from zeroshard.nn.local import is_dtensor, part_of
+from zeroshard.state.local import is_dtensor, part_of
 
 __all__ = ["check_dtensors"]
 

@@ -26,13 +26,13 @@ from torch import nn
 
 from zeroshard.core.placement import Tier
 from zeroshard.errors import ConfigError, StateError, StorageError
-from zeroshard.nn.local import local_of
 from zeroshard.optim.elementwise import check_elementwise, shard_state
 from zeroshard.optim.runner import StepOptions, TileRunner
 from zeroshard.optim.sealed import GradientOwner, SealedGrad
 from zeroshard.optim.shards import ParamShard, Taken, Tile
 from zeroshard.optim.state_dicts import PartialState, fill_in
 from zeroshard.optim.tiles import TileStates
+from zeroshard.state.local import local_of
 
 __all__ = ["INTERRUPTED", "ShardedOptimizer", "StepHooks", "check_parameters"]
 

@@ -28,7 +28,6 @@ import torch
 from torch import nn
 
 from zeroshard.errors import ConfigError, StateError
-from zeroshard.nn.local import gradient_taker
 from zeroshard.optim.sealed import SealedGrad
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.accumulation import UNKNOWN, Accumulation
@@ -40,6 +39,7 @@ from zeroshard.runtime.saved import SavedTensors
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit, Use
 from zeroshard.runtime.weights import Weights
+from zeroshard.state.local import gradient_taker
 
 __all__ = ["Backward", "Manner", "retains_graph"]
 

@@ -19,7 +19,6 @@ from zeroshard.core.layout import Layout
 from zeroshard.core.placement import Cells, Scope, Tier
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.memory import return_freed_memory
-from zeroshard.nn.local import local_of
 from zeroshard.runtime.bucket import PartialSum
 from zeroshard.runtime.context import Context, Dtypes, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
@@ -31,6 +30,7 @@ from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, holding_others
 from zeroshard.state.allocator import GradientAllocator
 from zeroshard.state.encoded import EncodedStorage
+from zeroshard.state.local import local_of
 from zeroshard.state.state import State
 from zeroshard.tier.store import Storage, Store
 

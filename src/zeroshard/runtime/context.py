@@ -33,13 +33,13 @@ from zeroshard.core.precision import Precision
 from zeroshard.core.route import Routes, routes
 from zeroshard.core.wire import Formats, Wire
 from zeroshard.memory import MemoryCounter
-from zeroshard.nn.local import local_of, part_of
 from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.tiering import Tiering
 from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.full import memory_stride
+from zeroshard.state.local import local_of, part_of
 from zeroshard.state.state import DeviceMemory, State
 
 __all__ = ["Context", "Dtypes", "Options", "SegmentPlan"]

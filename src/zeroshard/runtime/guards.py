@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from zeroshard.errors import StateError
-from zeroshard.nn.local import is_dtensor
+from zeroshard.state.local import is_dtensor
 
 __all__ = ["OWNED", "compiled_whole", "guard", "is_traced"]
 

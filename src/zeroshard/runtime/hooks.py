@@ -29,7 +29,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.errors import StateError
-from zeroshard.nn.local import part_within
 from zeroshard.runtime.casts import cast, casting_hooks, explain
 from zeroshard.runtime.guards import compiled_whole, guard, is_traced
 from zeroshard.runtime.loop import Loop
@@ -41,6 +40,7 @@ from zeroshard.runtime.trees import tensors_in, tensors_within
 from zeroshard.runtime.unit import Unit, UnitState, Use
 from zeroshard.runtime.units import UnitPlan
 from zeroshard.runtime.weights import in_transform
+from zeroshard.state.local import part_within
 
 __all__ = ["Hooks"]
 

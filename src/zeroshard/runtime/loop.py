@@ -29,7 +29,6 @@ from torch import nn
 
 from zeroshard.core.launched import heartbeat
 from zeroshard.errors import StateError, StorageError
-from zeroshard.nn.local import local_of
 from zeroshard.optim.sharded import INTERRUPTED, ShardedOptimizer
 from zeroshard.runtime.backward import Backward, retains_graph
 from zeroshard.runtime.context import Context
@@ -45,6 +44,7 @@ from zeroshard.runtime.trees import tensors_within
 from zeroshard.runtime.unit import Unit, Use
 from zeroshard.runtime.watch import Watch, check_frozen
 from zeroshard.runtime.weights import Weights
+from zeroshard.state.local import local_of
 
 __all__ = ["Loop"]
 

@@ -23,8 +23,8 @@ from torch import nn
 
 from zeroshard.core.storage import storage_of
 from zeroshard.errors import ConfigError
-from zeroshard.nn.local import local_of
 from zeroshard.runtime.units import named_parameters_once
+from zeroshard.state.local import local_of
 
 __all__ = ["check_overlap"]
 

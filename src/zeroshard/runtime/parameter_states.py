@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from zeroshard.errors import ConfigError, StateError
-from zeroshard.nn.local import local_of, part_within, whole_of
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.engine import Engine, states_of
+from zeroshard.state.local import local_of, part_within, whole_of
 
 __all__ = ["ParameterStates"]
 

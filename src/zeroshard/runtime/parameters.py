@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from zeroshard.memory import placeholder_value
-from zeroshard.nn.local import local_of, retype
 from zeroshard.runtime.released import release_class, restore_class
+from zeroshard.state.local import local_of, retype
 
 __all__ = ["Parameters"]
 

@@ -40,9 +40,9 @@ import torch
 from torch import nn
 
 from zeroshard.errors import StateError
-from zeroshard.nn.local import is_dtensor
 from zeroshard.optim.sealed import ANSWERED, SET_DATA, SealedGrad, name_of
 from zeroshard.runtime.trees import tensors_in
+from zeroshard.state.local import is_dtensor
 
 __all__ = ["ReleasedParameter", "Tie", "know_class", "release_class", "restore_class"]
 
@@ -133,7 +133,7 @@ def know_class(parameter: nn.Parameter) -> None:
     """Let `release_class` take DTensors, where `parameter` is one."""
     kind = type(parameter)
     if is_dtensor(parameter) and kind not in _RELEASED and kind not in _PLAIN:
-        # torch.distributed.tensor is imported where there are DTensors alone (nn/local.py)
+        # torch.distributed.tensor is imported where there are DTensors alone (state/local.py)
         entries = {"__slots__": ()} | {name: _using(name) for name in _OF_LOCAL}
         released = type(f"Released{kind.__name__}", (_Released, kind), entries)
         _RELEASED[kind], _PLAIN[released] = released, kind

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import torch
 
-from zeroshard.nn.local import local_of
 from zeroshard.runtime.unit import Unit, UnitState
 from zeroshard.runtime.weights import Weights
+from zeroshard.state.local import local_of
 
 __all__ = ["SavedTensors"]
 

@@ -22,7 +22,6 @@ from torch import nn
 
 from zeroshard.core.placement import Cells
 from zeroshard.errors import StateError
-from zeroshard.nn.local import local_of
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.forwards import Forwards
@@ -30,6 +29,7 @@ from zeroshard.runtime.gradients import GradientPath
 from zeroshard.runtime.released import release_class, restore_class
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import Lane, Streams
+from zeroshard.state.local import local_of
 
 __all__ = ["Unit", "UnitState", "Use"]
 

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from zeroshard.errors import ConfigError
-from zeroshard.nn.local import local_of
 from zeroshard.runtime.own_meshes import OwnMeshes, has_parameters, matching, refuse_unmatched
 from zeroshard.runtime.stages import Stages
+from zeroshard.state.local import local_of
 
 __all__ = [
     "UnitPlan",

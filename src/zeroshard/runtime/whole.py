@@ -17,12 +17,12 @@ from torch import nn
 
 from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import ConfigError, StateError
-from zeroshard.nn.local import is_dtensor, local_of, point_at, whole_of
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit, Use
 from zeroshard.runtime.weights import Weights
+from zeroshard.state.local import is_dtensor, local_of, point_at, whole_of
 
 __all__ = ["Whole"]
 

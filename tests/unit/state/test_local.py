@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from tests.support.harness import run_ranks
 from zeroshard.core.part import Part
 from zeroshard.errors import ConfigError
-from zeroshard.nn.local import (
+from zeroshard.state.local import (
     gradient_taker,
     is_dtensor,
     local_of,
@@ -40,7 +40,7 @@ def test_a_plain_tensor_is_its_own_local_tensor_and_all_of_itself() -> None:
 
 def test_dtensors_are_not_imported_where_there_are_none() -> None:
     code = (
-        "import sys, torch; from zeroshard.nn.local import is_dtensor, local_of;"
+        "import sys, torch; from zeroshard.state.local import is_dtensor, local_of;"
         " local_of(torch.ones(1)); assert 'torch.distributed.tensor' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
