@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.support.training import Net, two_groups
@@ -120,6 +121,20 @@ class Llama(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
 
 
+class Recomputed(Llama):
+    """A Llama whose blocks are recomputed in the backward."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=self.reentrant)
+        return nn.functional.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
+
+
 def llama_plan() -> Plan:
     """Return how a `Llama` is cut; its norms stay plain parameters."""
     return {
@@ -176,6 +191,8 @@ CASES = {
     # neither the vocabulary nor the features between divide by two
     "uneven": Case(lambda: Llama(45, 37), llama_plan, vocabulary=37),
     "sequence and loss": Case(lambda: _net(VOCABULARY), _sequence_plan, loss_parallel),
+    "recomputed": Case(lambda: Recomputed(reentrant=False), llama_plan),
+    "recomputed inside": Case(lambda: Recomputed(reentrant=True), llama_plan),
     "empty": Case(Narrow, _narrow_plan),
 }
 

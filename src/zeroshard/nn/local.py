@@ -36,8 +36,11 @@ _DTENSOR = "torch.distributed.tensor"
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Whether `tensor` is a DTensor."""
-    kind = getattr(sys.modules.get(_DTENSOR), "DTensor", None)  # not imported: there is none
-    return kind is not None and isinstance(tensor, kind)
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is nn.Parameter:
+        return False
+    dtensor = getattr(sys.modules.get(_DTENSOR), "DTensor", None)  # not imported: there is none
+    return dtensor is not None and issubclass(kind, dtensor)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -282,8 +282,10 @@ class Engine:
     ) -> AbstractContextManager[None]:
         """Return a context that holds full parameters (default: all) readable inside, collectively.
 
-        With `writeback`, edits inside are kept: those of rank 0, or the same on every rank; others
-        raise StateError at the end. Edits without it are lost and raise where they are seen.
+        A DTensor is one inside, too, whole over the data parallel ranks: ``full_tensor()``, on
+        every rank, is all of it. With `writeback`, edits inside are kept: those of rank 0, or the
+        same on every rank (of DTensors, and beside 'tp', on every rank); others raise StateError,
+        or PlanMismatch, at the end. Edits without it are lost and raise where they are seen.
         """
         self._states.check_readable()
         if writeback:
@@ -291,15 +293,15 @@ class Engine:
         return self._whole.gathered(params, writeback=writeback)
 
     def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, torch.Tensor]:
-        """Return the model's whole ``state_dict()`` on CPU, streamed a unit at a time; empty on
-        other ranks unless `rank0_only` is False.
+        """Return the model's whole ``state_dict()`` on CPU, DTensors whole, streamed a unit at a
+        time; empty on other ranks, and on replicas along 'tp', unless `rank0_only` is False.
         """
         self._states.check_readable()
         return self._whole.full_state_dict(rank0_only=rank0_only)
 
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return the averaged gradient of `param` [its shape] on every rank, or None where no
-        rank used it. Collective.
+        """Return the averaged gradient of `param` [its shape, whole of a DTensor] on every rank,
+        or None where no rank used it. Collective.
         """
         self._states.check_open()
         return self._whole.full_grad(param)
