@@ -3,7 +3,8 @@
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
 NPROC ?= 2
-JOBS ?= 2
+# one more than the cores it is planned for: tests wait for processes to start, to end or to give up
+JOBS ?= 3
 ARGS ?=
 
 VENV := .venv

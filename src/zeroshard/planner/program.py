@@ -437,7 +437,9 @@ class Program:
             copy = durations.transfer("tier write", "write", grad, disk=False)
             needs = needs + self._send(copy, number, (*needs[-1:], *steps[-1:]))
         passes = 1
-        if grads_leave and self._divides:
+        # A tile fits the caches, so that memory is read once; a rank's own core, whose rate is that
+        # of its loads and stores, passes over the tile again.
+        if grads_leave and self._divides and not durations.machine.accelerator:
             passes += 2 if on_disk else 4  # read and written, in a copy twice
         steps += self._send([durations.on_host("step", 2 * state + passes * grad)], number, needs)
         if on_disk:

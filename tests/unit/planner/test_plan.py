@@ -210,7 +210,7 @@ def test_what_fits_fits_in_more_memory(first: int, second: int, params: str, gpu
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=25)
 @given(_GB, _GB, st.sampled_from(["1.3B", "13B", "70B"]), st.sampled_from([1, 8, 64]))
 def test_what_fits_fits_in_more_memory_of_larger_models(
     first: int, second: int, params: str, gpus: int
