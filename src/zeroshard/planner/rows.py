@@ -79,7 +79,8 @@ class PlannedRow:
     def to_dict(self) -> dict[str, Any]:
         """Return it as ``zeroshard plan --json`` prints it."""
         out = asdict(self)
-        return {**out, **out.pop("spread")}
+        spread = out.pop("spread")
+        return {**out, **spread}
 
 
 def candidates(machine: Machine) -> Iterator[Policy]:
