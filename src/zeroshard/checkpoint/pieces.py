@@ -26,11 +26,11 @@ from zeroshard.core.boxes import Box, box_of
 from zeroshard.core.layout import Range
 from zeroshard.core.repartition import overlap
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.nn.local import is_dtensor, local_of, part_of
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, states_of
 from zeroshard.state.full import flatten
+from zeroshard.state.local import is_dtensor, local_of, part_of
 
 __all__ = [
     "EXTRA", "RNG", "SCALER", "RankPart", "Stateful", "check_arguments", "collect", "divide",
