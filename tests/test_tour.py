@@ -38,7 +38,9 @@ def test_the_tours_files_are_there() -> None:
 
 def test_the_table_of_tests_names_every_test_and_what_is_there() -> None:
     tests = ROOT / "tests"
-    named = set(re.findall(r"`((?:[a-z_]+/)*(?:[a-z0-9_]+\.py)?)`", (tests / "README.md").read_text()))
+    named = set(
+        re.findall(r"`((?:[a-z_]+/)*(?:[a-z0-9_]+\.py)?)`", (tests / "README.md").read_text())
+    )
     assert [name for name in named if not any((at / name).exists() for at in (tests, ROOT))] == []
     files = [path.relative_to(tests).as_posix() for path in tests.rglob("*/test_*.py")]
     folders = tuple(name for name in named if name.endswith("/"))

@@ -113,20 +113,26 @@ class _Lanes:
                 takes = self.jobs[number].task.takes
                 if self._missing[number] or any((rank, one) in self._busy for one in takes):
                     continue
-                mine = (self._ready[number], number)
+                mine = (self._could_start(number), number)
                 first = mine if first is None or mine < first else first
             if first is None:
                 return
-            ready, number = first
+            number = first[1]
             task = self.jobs[number].task
             self._queues[rank][task.lane].popleft()
             names = self._names(number)
-            if ready < now:  # it has waited for its lane, or for a resource
+            if self._ready[number] < now:  # it has waited for its lane, or for a resource
                 freed = (self._freed_by.get(name, -1) for name in names)
                 self.causes[number] = max(freed, key=self._stopped)
             self.starts[number] = now
             self._busy.update(names)
             heappush(self._ends, (now + task.duration, number))
+
+    def _could_start(self, number: int) -> float:
+        """Return since when job `number` is the first of its lane, and needs nothing more."""
+        job = self.jobs[number]
+        freed = self._freed_by.get((job.rank, job.task.lane), -1)
+        return max(self._ready[number], self._stopped(freed))
 
     def _names(self, number: int) -> list[_Queue]:
         job = self.jobs[number]
