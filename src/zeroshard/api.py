@@ -274,7 +274,7 @@ def _facts(
         own = facts(model, settings, 1 if seat.group is None else seat.group.size())
     except ZeroshardError as refused:
         error = refused
-    report = {"sync_from": str(sync_from), "policy": AUTO}  # as _settings_report begins
+    report = {**_mesh_report(seat), "sync_from": str(sync_from), "policy": AUTO}  # as others begin
     with seat.axes.telling("shard()"):
         agree(exchange, report, call="shard()", error=error, remedy=REMEDY)
         everyone = exchange(json.dumps(own).encode(), "shard()")
@@ -342,6 +342,7 @@ def _checked(
         for name in plan.parameters
     }
     common = {"sync_from": str(sync_from), **_settings_report(settings, node_size)}
+    common = _mesh_report(seat) | common
     report = _report(model, optimizer, dtypes, plans)
     values = _initial_values(model) if sync_from is None else {}
     named = named_parameters_once(model).items()
@@ -690,6 +691,11 @@ def _check_own_meshes(
             f"broadcast_buffers=True would give every rank rank 0's buffer {buffers[0]!r}, which"
             " belongs to a module with a mesh of its own (mesh_of): leave it out"
         )
+
+
+def _mesh_report(seat: Seat) -> dict[str, str]:
+    """Return that there is no mesh: ranks that have one have compared it before (seat_of)."""
+    return {"mesh": "none"} if seat.mesh is None else {}
 
 
 def _settings_report(settings: Config, node_size: int | None) -> dict[str, str]:

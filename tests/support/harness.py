@@ -218,9 +218,14 @@ def _drop_groups() -> None:
     """Destroy the process groups that the job before has made: each has a thread of gloo's that
     wakes a hundred times a second. All ranks have ended that job.
     """
+    import torch
     import torch.distributed as dist
 
-    if dist.is_initialized():
+    if dist.is_initialized() and len(dist.distributed_c10d._world.pg_map) > 1:
+        if "torch.distributed.tensor" in sys.modules:  # its cache keeps meshes, by their names
+            torch._C._clear_DTensor_sharding_propagator_cache()
+            dispatcher = sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher
+            dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
         for group in list(dist.distributed_c10d._world.pg_map):
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)

@@ -75,6 +75,9 @@ def agree(
         if failure is not None:
             raise refusal(f"rank {rank} refused: {failure}")
     reports = [entries for entries, _ in answers]
+    if not within:
+        _refuse_difference(reports, remedy)
+        return
     all_ranks = (tuple(range(len(reports))),)
     for groups in (None, *dict.fromkeys(within.values())):
         chosen = [

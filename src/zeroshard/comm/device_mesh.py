@@ -57,7 +57,7 @@ def seat_of(mesh: Any, dp: Sequence[str] | str | None = None, mesh_of: Any = Non
     except ConfigError as refused:
         error = refused
     known = isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is not None
-    if mesh is None or known:
+    if asked or known:  # else the comparison of options that follows tells
         described = "none" if mesh is None else "" if dims is None else dims.describe()
         report = {"mesh": described, "mesh_of": "; ".join(one.describe() for one in asked)}
         agree(_members(mesh).exchange, report, call="shard()", error=error, remedy=_ALL)
