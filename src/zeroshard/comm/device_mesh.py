@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.comm.agree import agree
+from zeroshard.comm.agree import Exchange, agree, through
 from zeroshard.comm.groups import make_group
 from zeroshard.comm.other_axes import OtherAxes, ThroughGroups
 from zeroshard.comm.own_mesh import OwnMesh, check_meshes, meet
@@ -60,7 +60,7 @@ def seat_of(mesh: Any, dp: Sequence[str] | str | None = None, mesh_of: Any = Non
     if asked or known:  # else the comparison of options that follows tells
         described = "none" if mesh is None else "" if dims is None else dims.describe()
         report = {"mesh": described, "mesh_of": "; ".join(one.describe() for one in asked)}
-        agree(_members(mesh).exchange, report, call="shard()", error=error, remedy=_ALL)
+        agree(_members(mesh), report, call="shard()", error=error, remedy=_ALL)
     if error is not None:
         raise error
     assert dims is not None  # else that has raised
@@ -96,12 +96,13 @@ def _dims_of(mesh: Any, dp: Sequence[str] | str | None) -> Dims:
     return Dims.of(mesh.mesh_dim_names, mesh.shape, dp)
 
 
-def _members(mesh: DeviceMesh | None) -> ThroughGroups:
-    """Return the exchange of all ranks of `mesh`, along groups that do not depend on its names."""
+def _members(mesh: DeviceMesh | None) -> Exchange:
+    """Return the exchange of all ranks of `mesh`, along groups that do not depend on its names: of
+    the whole job that of ranks without a mesh.
+    """
     if mesh is None or mesh.size() == dist.get_world_size():
-        group = _everyone()
-        return ThroughGroups([] if group is None else [group])
-    return ThroughGroups([mesh.get_group(index) for index in range(mesh.ndim)])
+        return through(_everyone())
+    return ThroughGroups([mesh.get_group(index) for index in range(mesh.ndim)]).exchange
 
 
 def _everyone() -> dist.ProcessGroup | None:
