@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.agree import Exchange, agree, through
-from zeroshard.comm.groups import make_group
+from zeroshard.comm.along import group_along, ranks_along
 from zeroshard.comm.other_axes import OtherAxes, ThroughGroups
 from zeroshard.comm.own_mesh import OwnMesh, check_meshes, meet
 from zeroshard.core.dims import Dims
@@ -118,23 +118,10 @@ def _everyone() -> dist.ProcessGroup | None:
 
 def _data_group(mesh: DeviceMesh, dims: Dims) -> dist.ProcessGroup:
     """Return the process group of this rank's data parallel ranks."""
-    if len(dims.data) == 1:
-        along: dist.ProcessGroup = mesh.get_group(dims.data[0])
-        return along
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    index = tuple(
-        slice(None) if dim in dims.data else number for dim, number in enumerate(coordinate)
-    )
-    ranks = mesh.mesh[index].flatten().tolist()
-    if ranks != sorted(ranks):
+    ranks = ranks_along(mesh, dims.data)
+    if len(dims.data) > 1 and ranks != sorted(ranks):
         raise ConfigError(
             f"mesh has the data parallel ranks {ranks} out of order: process groups order theirs,"
             " and nodes are consecutive ranks"
         )
-    if len(ranks) == dist.get_world_size():
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-    # not DeviceMesh._flatten(), in which every rank of the job takes part
-    along_both = ThroughGroups([mesh.get_group(dim) for dim in dims.data])
-    return make_group(ranks, along_both.exchange)
+    return group_along(mesh, dims.data)

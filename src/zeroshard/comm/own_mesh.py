@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.agree import through
-from zeroshard.comm.groups import make_group
-from zeroshard.comm.other_axes import ThroughGroups
+from zeroshard.comm.along import group_along, ranks_along
 from zeroshard.core.dims import shared_dims
 from zeroshard.core.holders import Holders
 from zeroshard.errors import ConfigError
@@ -50,29 +49,13 @@ class Asked:
 
     def ranks(self) -> list[int]:
         """Return the ranks of the job that hold what this one holds. Raises ConfigError."""
-        coordinate = self.mesh.get_coordinate()
-        assert coordinate is not None
-        index = tuple(
-            slice(None) if dim in self.dims else number for dim, number in enumerate(coordinate)
-        )
-        ranks: list[int] = self.mesh.mesh[index].flatten().tolist()
+        ranks = ranks_along(self.mesh, self.dims)
         if ranks != sorted(ranks):
             raise ConfigError(
                 f"{self.name} has the data parallel ranks {ranks} out of order: process groups"
                 " order theirs"
             )
         return ranks
-
-    def group(self) -> dist.ProcessGroup:
-        """Return their process group. Collective where it spans several dimensions."""
-        groups = [self.mesh.get_group(dim) for dim in self.dims]
-        if len(groups) == 1:
-            return groups[0]
-        if len(self.ranks()) == dist.get_world_size():
-            assert dist.group.WORLD is not None
-            return dist.group.WORLD
-        # members agree along one dimension after the other
-        return make_group(self.ranks(), ThroughGroups(groups).exchange)
 
 
 @dataclass(frozen=True)
@@ -141,7 +124,6 @@ def meet(asked: Sequence[Asked], group: dist.ProcessGroup | None) -> tuple[OwnMe
                 " same mesh on every rank"
             )
         places = tuple(tuple(everyone.index(rank) for rank in ranks) for ranks in groups)
-        own.append(
-            OwnMesh(one.pattern, one.group(), Holders(places, everyone.index(dist.get_rank())))
-        )
+        holders = Holders(places, everyone.index(dist.get_rank()))
+        own.append(OwnMesh(one.pattern, group_along(one.mesh, one.dims), holders))
     return tuple(own)
