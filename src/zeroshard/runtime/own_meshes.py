@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -27,11 +27,10 @@ def matching(pattern: str, model: nn.Module) -> bool:
     )
 
 
-def refuse_unmatched(model: nn.Module, patterns: Sequence[str], parts: Iterable[nn.Module]) -> None:
-    """Raise ConfigError for a pattern that matches in none of the `parts` of `model`."""
-    among = list(parts)
+def refuse_unmatched(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Raise ConfigError for a pattern that matches nothing of `model`."""
     for pattern in patterns:
-        if not any(matching(pattern, part) for part in among):
+        if not matching(pattern, model):
             raise ConfigError(
                 f"mesh_of: {pattern!r} matches no module of {type(model).__name__} that holds"
                 " parameters; names are those of model.named_modules()"
@@ -47,7 +46,7 @@ class OwnMeshes:
         self.modules: list[tuple[str, nn.Module]] = []  # these
         for name, module in model.named_modules() if patterns else ():
             self._match(name, module, patterns)
-        refuse_unmatched(model, patterns, [model])
+        refuse_unmatched(model, patterns)
         if patterns:
             self._refuse_ties(model)
 

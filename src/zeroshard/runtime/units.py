@@ -132,7 +132,7 @@ def _of_stages(model: Stages, units: UnitSpec | None, own_meshes: Sequence[str])
     """Return the units of every stage: none spans two."""
     if units is not None:
         find_blocks(model, units)  # raises for what matches in no stage
-    refuse_unmatched(model, own_meshes, list(model.children()))
+    refuse_unmatched(model, own_meshes)  # in any stage
     plans: list[UnitPlan] = []
     for number, stage in model.named_children():
         mine = units
