@@ -210,17 +210,18 @@ class Finalizer:
                 "optimizer.step() without a gradient on any rank: call loss.backward() first (and"
                 " zero_grad() before it, not after)"
             )
-        position, here = 0, answers[self._transport.rank].used
+        position, others_used = 0, False
         unions: dict[tuple[int, ...], int] = {}  # by the ranks that have the same parameters
         for path in self._backward.paths():
             members = path.flat.context.holders.members
             if members not in unions:
                 unions[members] = _union([answers[rank] for rank in members])
             for index in range(len(path.used)):
-                path.used[index] = bool(unions[members] >> position & 1)
-                here ^= path.used[index] << position
+                used = bool(unions[members] >> position & 1)
+                others_used = others_used or used != path.used[index]
+                path.used[index] = used
                 position += 1
-        if here:
+        if others_used:
             # those that only other ranks used: None there would say that the user cleared them
             self._backward.seal()
         return united
