@@ -22,11 +22,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -38,10 +35,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks import PATH
 from benchmarks.contenders import adamw
 from benchmarks.model import Batches
 from benchmarks.plan import SIZES, Size
+from benchmarks.ranks import start, timed
 from benchmarks.results import ComparisonResult, ContenderResult, Report, Run, machine_facts
 from benchmarks.stats import bootstrap_median, judge
 
@@ -220,17 +217,6 @@ def _built(size: Size, name: str) -> Take:
 # ------------------------------------------------------------------------------------ turns
 
 
-def _turn(take: Take, steps: int) -> float:
-    """Return the seconds of `steps` steps of all ranks, after an untimed one."""
-    take(0)
-    dist.barrier()
-    begin = time.perf_counter()
-    for number in range(steps):
-        take(number)
-    dist.barrier()
-    return time.perf_counter() - begin
-
-
 def _measure(size: Size, names: Sequence[str], pairs: int, steps: int) -> Run:
     takes = {name: _built(size, name) for name in names}
     parameters = sum(parameter.numel() for parameter in Decoder(size).parameters())
@@ -244,7 +230,7 @@ def _measure(size: Size, names: Sequence[str], pairs: int, steps: int) -> Run:
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(pairs):
         for name, take in takes.items():
-            seconds[name].append(_turn(take, steps))
+            seconds[name].append(steps * timed(take, steps))
     for result in run.contenders:
         result.step_s = [one / steps for one in seconds[result.name]]
     for name in names:
@@ -313,14 +299,7 @@ def main(arguments: list[str]) -> int:
         facts = machine_facts()
         with tempfile.TemporaryDirectory(prefix="zeroshard-composed-") as directory:
             out = Path(directory, "run.json")
-            environment = {
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(PATH),
-                "OMP_NUM_THREADS": "1",
-            }
-            line = [sys.executable, "-m", "zeroshard", "run", "--nproc", str(RANKS), __file__]
-            ranks = [*line, *arguments, "--out", str(out)]
-            code = subprocess.run(ranks, env=environment, check=False).returncode
+            code = start(__file__, RANKS, [*arguments, "--out", str(out)])
             if code:
                 return code
             run = read(out)

@@ -14,12 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +30,7 @@ from benchmarks.contenders import adamw
 from benchmarks.model import GPT, Batches
 from benchmarks.plan import SIZES, Size
 from benchmarks.predicted import Steps, in_order
+from benchmarks.ranks import start_with_report, timed
 from zeroshard.core.placement import Mesh, Placement, Tier
 from zeroshard.core.policy import ROWS, Policy
 from zeroshard.planner import Machine, ModelShape, Training
@@ -87,17 +84,6 @@ def _cases(ranks: int) -> Iterator[_Case]:
 
 
 # ---------------------------------------------------------------------------------------- measured
-
-
-def _timed(step: Callable[[int], None], steps: int) -> float:
-    """Return the seconds of one of `steps` steps, after an untimed one, between two barriers."""
-    step(0)
-    dist.barrier()
-    begin = time.perf_counter()
-    for number in range(steps):
-        step(number)
-    dist.barrier()
-    return (time.perf_counter() - begin) / steps
 
 
 def _step(model: GPT, optimizer: torch.optim.Optimizer, batches: Batches, number: int) -> None:
@@ -167,7 +153,7 @@ def _measure(size: Size, turns: int, steps: int, disk: str) -> dict[str, dict[st
         running[case.name] = step
     for _ in range(turns):
         for name, run in running.items():
-            found[name].setdefault("seconds", []).append(_timed(run, steps))
+            found[name].setdefault("seconds", []).append(timed(run, steps))
     return found
 
 
@@ -275,17 +261,7 @@ def main(arguments: list[str]) -> int:
     """Measure this machine, then start the ranks; a rank compares."""
     given = _parser().parse_args(arguments)
     if given.report is None:
-        from zeroshard.launch.doctor import examine
-
-        torch.set_num_threads(1)
-        with tempfile.TemporaryDirectory(prefix="zeroshard-validate-") as directory:
-            report = Path(directory, "report.json")
-            report.write_text(json.dumps(examine(Path(directory))), encoding="utf-8")
-            root = str(Path(__file__).parents[1])
-            command = [sys.executable, "-m", "zeroshard", "run", "--nproc", str(given.ranks)]
-            environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-            ranks = [*command, __file__, *arguments, "--report", str(report)]
-            return subprocess.run(ranks, env=environment, check=False).returncode
+        return start_with_report(__file__, given.ranks, arguments, with_disk=True)
     zs.init_distributed()
     if not dist.is_initialized():  # a single rank
         store = dist.HashStore()  # type: ignore[attr-defined]

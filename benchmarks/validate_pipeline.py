@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -36,6 +33,7 @@ import zeroshard as zs
 from benchmarks.contenders import adamw
 from benchmarks.model import GPT, Batches
 from benchmarks.plan import SIZES, Size
+from benchmarks.ranks import start_with_report
 from benchmarks.validate import shape_of
 from zeroshard.core.policy import ROWS
 from zeroshard.core.timeline import Timeline
@@ -247,22 +245,7 @@ def main(arguments: list[str]) -> int:
     """Measure this machine, then start the ranks."""
     given = _parser().parse_args(arguments)
     if given.report is None:
-        from zeroshard.launch.doctor import examine
-
-        torch.set_num_threads(1)
-        with tempfile.TemporaryDirectory(prefix="zeroshard-validate-") as directory:
-            report = Path(directory, "report.json")
-            report.write_text(json.dumps(examine(None)), encoding="utf-8")
-            path = [
-                str(Path(__file__).parents[1]),
-                *os.environ.get("PYTHONPATH", "").split(os.pathsep),
-            ]
-            root = os.pathsep.join(path)
-            ranks = str(given.stages * given.dp)
-            command = [sys.executable, "-m", "zeroshard", "run", "--nproc", ranks]
-            environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-            started = [*command, __file__, *arguments, "--report", str(report)]
-            return subprocess.run(started, env=environment, check=False).returncode
+        return start_with_report(__file__, given.stages * given.dp, arguments)
     zs.init_distributed()
     torch.set_num_threads(1)
     run = _Run(SIZES[given.size], given.stages, given.dp, given.micro_batches, given.steps)

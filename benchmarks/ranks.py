@@ -1,0 +1,55 @@
+"""The ranks of a comparison, which starts itself once more under ``zeroshard run``: started, told
+what this machine can do, and timed together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import PATH
+
+__all__ = ["start", "start_with_report", "timed"]
+
+
+def start(script: str, ranks: int, arguments: Sequence[str]) -> int:
+    """Run `script` on `ranks` ranks of one thread each; return the exit code."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATH), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "zeroshard", "run", "--nproc", str(ranks), script, *arguments]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def start_with_report(
+    script: str, ranks: int, arguments: Sequence[str], *, with_disk: bool = False
+) -> int:
+    """Measure this machine, `with_disk` the one of temporary files, too; then `start`, with
+    ``--report FILE`` of what ``zeroshard doctor`` has found. Its folder is there until the end.
+    """
+    from zeroshard.launch.doctor import examine
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="zeroshard-validate-") as directory:
+        report = Path(directory, "report.json")
+        found = examine(Path(directory) if with_disk else None)
+        report.write_text(json.dumps(found), encoding="utf-8")
+        return start(script, ranks, [*arguments, "--report", str(report)])
+
+
+def timed(step: Callable[[int], object], steps: int) -> float:
+    """Return the seconds of one of `steps` steps, after an untimed one, between two barriers."""
+    step(0)
+    dist.barrier()
+    begin = time.perf_counter()
+    for number in range(steps):
+        step(number)
+    dist.barrier()
+    return (time.perf_counter() - begin) / steps
