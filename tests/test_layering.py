@@ -37,6 +37,8 @@ LAYERS = {
     "planner": 4,
     "config": 4,
     "api": 5,
+    "asked": 5,
+    "checks": 5,
     "activations": 5,
     "planning": 5,
     "auto": 5,

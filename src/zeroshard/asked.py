@@ -1,0 +1,289 @@
+"""What `shard()` is asked for on this rank: understood, checked, compared with the other ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.checks import (
+    check_codecs,
+    check_model,
+    check_nodes,
+    check_own_meshes,
+    check_precision,
+    node_size_of,
+)
+from zeroshard.comm.agree import REMEDY, Groups, agree, differing, through
+from zeroshard.comm.device_mesh import Seat
+from zeroshard.config import AUTO, Config
+from zeroshard.core.placement import Mesh
+from zeroshard.core.precision import dtype_name
+from zeroshard.core.tensor_digest import digest_of
+from zeroshard.errors import ConfigError, ZeroshardError
+from zeroshard.nn.deferred import (
+    fingerprint_of,
+    refuse_inside,
+)
+from zeroshard.nn.placed import check_dtensors
+from zeroshard.runtime.build import Dtypes, compute_dtypes
+from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_units
+from zeroshard.state.local import local_of, part_of, whole_shape
+
+__all__ = ["Asked", "compared", "told_by_id", "understood"]
+
+_log = logging.getLogger("zeroshard")
+
+# settings that must be the same on every rank
+_COMPARED = (
+    "prefetch_bytes", "strict", "verify_every", "broadcast_buffers", "gradient_clipping",
+    "loss_scale",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """This rank's settings, checked, and not yet compared with the other ranks'."""
+
+    settings: Config
+    mesh: Mesh
+    dtypes: Dtypes
+    plans: list[UnitPlan]
+    settings_report: dict[str, str]  # must be the same on every rank of the mesh
+    report: dict[str, str]  # must be the same on every data parallel rank, and on replicas
+    values: dict[str, str]  # of a deferred model: should be
+    parts: frozenset[str]  # entries of both about parts, which differ along the mesh
+    # entries of parameters that some ranks hold, and by which groups of ranks
+    within: dict[str, Groups]
+
+
+def compared(asked: Asked | None, error: ZeroshardError | None, seat: Seat) -> dict[str, str]:
+    """Return which initial values of a deferred model differ between the data parallel ranks;
+    they are reported only if no file overwrites them. Collective.
+
+    Raises this rank's `error`, another's, or PlanMismatch where they ask for something else.
+    """
+    exchange = through(seat.group)
+    with seat.axes.telling("shard()"):
+        report = {} if asked is None else asked.settings_report | asked.report
+        within = {} if asked is None else asked.within
+        agree(exchange, report, call="shard()", error=error, remedy=REMEDY, within=within)
+    assert asked is not None  # else that has raised
+    values, differences = asked.values, {}
+    if values:
+        differences = differing(exchange, values, call="shard()", within=within)
+    alike = {name: text for name, text in values.items() if name not in differences}
+    alike |= asked.report
+    alike = {name: text for name, text in alike.items() if name not in asked.parts}
+    if within:  # what peers are told is the same on all ranks of the group
+        mine = json.dumps([alike.pop(name) for name in within if name in alike]).encode()
+        everything = b"".join(exchange(mine, call="shard()"))
+        alike["initial values of parameters with a mesh of their own"] = _hash(everything)
+    seat.axes.share(None, "shard()", common=asked.settings_report, alike=alike)
+    return differences
+
+
+def understood(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    build: Callable[[], Config],
+    seat: Seat,
+    sync_from: int | None,
+) -> tuple[Asked | None, ZeroshardError | None]:
+    """Return what is asked for, checked, or why this rank refuses. Collective for policy="auto"
+    alone.
+    """
+    try:
+        settings = build()
+    except ZeroshardError as refused:
+        return None, refused
+    everyone = None
+    if settings.policy == AUTO:
+        everyone = _facts(model, optimizer, settings, seat, sync_from)
+    try:
+        if everyone is not None:
+            settings = _chosen(model, optimizer, settings, seat, everyone)
+        return _checked(model, optimizer, settings, seat, sync_from), None
+    except ZeroshardError as refused:
+        return None, refused
+
+
+def _facts(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Config,
+    seat: Seat,
+    sync_from: int | None,
+) -> list[dict[str, Any]]:
+    """Return what all ranks know of their machines, for policy="auto". Collective.
+
+    Raises this rank's error, another's, or PlanMismatch where not all ranks ask for it.
+    """
+    from zeroshard.auto import facts  # and with it the planner, for nobody else
+
+    exchange, error, own = through(seat.group), None, {}
+    try:
+        if seat.dims.others or seat.own:
+            raise ConfigError("policy='auto' plans data parallel ranks alone, and this mesh has"
+                              " other axes or mesh_of: name a row")  # fmt: skip
+        refuse_inside("shard()")
+        check_model(model, optimizer)
+        own = facts(model, settings, 1 if seat.group is None else seat.group.size())
+    except ZeroshardError as refused:
+        error = refused
+    report = _first_report(seat, sync_from) | {"policy": AUTO}  # as _settings_report begins
+    with seat.axes.telling("shard()"):
+        agree(exchange, report, call="shard()", error=error, remedy=REMEDY)
+        everyone = exchange(json.dumps(own).encode(), "shard()")
+    return [json.loads(one) for one in everyone]
+
+
+def _chosen(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Config,
+    seat: Seat,
+    everyone: list[dict[str, Any]],
+) -> Config:
+    """Return `settings` with the row that the planner takes; rank 0 logs it. Raises ConfigError
+    where nothing fits.
+    """
+    from zeroshard.auto import decide
+
+    def check(asked: Config) -> None:
+        asked.refuse_unsupported()
+        check_nodes(Mesh.of(len(everyone), node_size_of(asked, seat.dims)), asked)
+
+    known = settings.comm.node_size if seat.dims.node_size is None else seat.dims.node_size
+    out, told = decide(model, optimizer, settings, everyone, node_size=known, check=check)
+    if seat.rank == 0:
+        _log.info("%s", told)
+    return out
+
+
+def _checked(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Config,
+    seat: Seat,
+    sync_from: int | None,
+) -> Asked:
+    """Check everything on this rank. Nothing is changed or sent. Raises ConfigError."""
+    world = 1 if seat.group is None else seat.group.size()
+    settings.refuse_unsupported()
+    settings.batch_sizes(world)
+    node_size = node_size_of(settings, seat.dims)
+    mesh = Mesh.of(world, node_size, seat.dims.others)
+    check_nodes(mesh, settings)
+    if sync_from is not None and not 0 <= sync_from < world:
+        raise ConfigError(f"sync_from={sync_from} is not a rank of this group of {world}")
+    if sync_from is not None and any(axis.alike for axis in mesh.others):
+        raise ConfigError(
+            f"sync_from={sync_from} would copy inside each data parallel group, and the replicas"
+            " along 'tp' must begin alike: build the same model on every rank (same seed)"
+        )
+    refuse_inside("shard()")
+    check_model(model, optimizer)
+    check_dtensors(named_parameters_once(model), seat.mesh, seat.dims)
+    precision = settings.resolved_precision()
+    check_precision(model, precision)
+    dtypes = compute_dtypes(model, precision)
+    check_codecs(model, dtypes, settings)
+    plans = partition_units(model, settings.units, own_meshes=[own.pattern for own in seat.own])
+    check_own_meshes(model, plans, seat, mesh, settings, sync_from)
+    groups = {own.pattern: own.holders.groups for own in seat.own}
+    within = {
+        _initial(name): groups[plan.pattern]
+        for plan in plans
+        if plan.pattern
+        for name in plan.parameters
+    }
+    common = _first_report(seat, sync_from) | _settings_report(settings, node_size)
+    report = _report(model, optimizer, dtypes, plans)
+    values = _initial_values(model) if sync_from is None else {}
+    named = named_parameters_once(model).items()
+    parts = frozenset(_initial(name) for name, p in named if part_of(name, p).axes)
+    if values and any(fingerprint_of(parameter) is not None for parameter in model.parameters()):
+        deferred = report | {"a deferred model": "yes"}
+        return Asked(settings, mesh, dtypes, plans, common, deferred, values, parts, within)
+    return Asked(settings, mesh, dtypes, plans, common, report | values, {}, parts, within)
+
+
+def _first_report(seat: Seat, sync_from: int | None) -> dict[str, str]:
+    """Return how every report begins. Ranks that have a mesh have compared it before (seat_of)."""
+    mesh = {"mesh": "none"} if seat.mesh is None else {}
+    return mesh | {"sync_from": str(sync_from)}
+
+
+def _settings_report(settings: Config, node_size: int | None) -> dict[str, str]:
+    """Return the settings that must be equal on all ranks, in order of importance."""
+    report = {
+        "policy": settings.resolved_policy().name,
+        "precision": settings.resolved_precision().describe(),
+        "comm": settings.comm.model_dump_json(),
+        "comm.node_size": str(node_size),
+        "offload": settings.offload.model_dump_json(exclude={"disk_path"}),
+    }
+    return report | {name: str(getattr(settings, name)) for name in _COMPARED}
+
+
+def _report(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    dtypes: Dtypes,
+    plans: list[UnitPlan],
+) -> dict[str, str]:
+    """Return what of the model must be equal on all of its ranks, in order of importance."""
+    report: dict[str, str] = {}
+    names: dict[int, str] = {}
+    for name, parameter in named_parameters_once(model).items():
+        names[id(parameter)] = name
+        dtype = dtype_name(dtypes.of[id(parameter)])
+        kind = "trained" if parameter.requires_grad else "frozen"
+        report[f"parameter {name}"] = f"{whole_shape(parameter)} {dtype} {kind}"
+    for plan in plans:
+        report[f"unit {plan.name}"] = ", ".join(plan.parameters)
+    report["optimizer"] = type(optimizer).__name__
+    for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
+        params = [names[id(parameter)] for parameter in group["params"]]
+        report[f"optimizer param group {index}"] = ", ".join(params)
+        for key, value in group.items():
+            if key not in ("params", "param_names"):
+                report[f"optimizer param group {index}: {key}"] = repr(value)
+    return report
+
+
+def _initial_values(model: nn.Module) -> dict[str, str]:
+    """Return a digest of each parameter's values, or of how they will be computed."""
+    values: dict[str, str] = {}
+    for name, parameter in named_parameters_once(model).items():
+        recipe = fingerprint_of(parameter)
+        value = digest_of(local_of(parameter)) if recipe is None else f"deferred {recipe}"
+        values[_initial(name)] = value
+    return values
+
+
+def _hash(payload: bytes) -> str:
+    return hashlib.blake2b(payload, digest_size=8).hexdigest()
+
+
+def _initial(name: str) -> str:
+    """Return what reports call the initial value of a parameter."""
+    return f"initial value of {name}"
+
+
+def told_by_id(model: nn.Module, differences: Mapping[str, str]) -> dict[int, str]:
+    """Return, by parameter id, the error message for values that differ between ranks."""
+    remedy = f"{REMEDY}, or give it values with zs.load_pretrained() before its first use"
+    named = named_parameters_once(model).items()
+    keys = {_initial(name): id(parameter) for name, parameter in named}
+    return {
+        keys[name]: f"the ranks disagree, first about {name!r}: {who}. {remedy}"
+        for name, who in differences.items()
+    }

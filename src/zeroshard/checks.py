@@ -1,0 +1,247 @@
+"""What `shard()` refuses on this rank alone, before anything is compared, sent or changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from zeroshard.comm.codec import DTYPES as CODED
+from zeroshard.comm.device_mesh import Seat
+from zeroshard.config import Config
+from zeroshard.core.dims import Dims
+from zeroshard.core.placement import Mesh
+from zeroshard.core.precision import Precision, dtype_name
+from zeroshard.errors import ConfigError
+from zeroshard.memory import check_device
+from zeroshard.optim.elementwise import check_elementwise
+from zeroshard.optim.sharded import check_parameters
+from zeroshard.runtime.build import Dtypes
+from zeroshard.runtime.guards import OWNED
+from zeroshard.runtime.overlap import check_overlap
+from zeroshard.runtime.units import UnitPlan, named_parameters_once
+
+__all__ = [
+    "check_codecs",
+    "check_model",
+    "check_nodes",
+    "check_own_meshes",
+    "check_precision",
+    "node_size_of",
+]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise ConfigError for a model or an optimizer that cannot be sharded."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model is a {type(model).__name__}, not a torch.nn.Module: give shard() one module"
+            " that holds all the others"
+        )
+    if model.__dict__.get(OWNED):
+        raise ConfigError(f"{type(model).__name__} is sharded already: call engine.close() first")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ConfigError(
+            "the model is wrapped in DistributedDataParallel: give shard() the module inside"
+            " (model.module)"
+        )
+    if isinstance(model, nn.DataParallel):
+        raise ConfigError(
+            "the model is wrapped in DataParallel: give shard() the module inside (model.module),"
+            " on one rank per device"
+        )
+    parameters = named_parameters_once(model)
+    if not parameters:
+        raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to shard")
+    _check_parameters(parameters)
+    check_overlap(model)
+    for name, module in model.named_modules():
+        _check_module(name, module)
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    check_parameters(optimizer, parameters)
+    check_elementwise(optimizer)
+
+
+def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
+    devices: dict[torch.device, str] = {}
+    for name, parameter in parameters.items():
+        if nn.parameter.is_lazy(parameter):
+            raise ConfigError(
+                f"parameter {name!r} belongs to a lazy module and has no shape yet: run the model"
+                " once on some inputs before shard()"
+            )
+        devices.setdefault(parameter.device, name)
+        if parameter.layout is not torch.strided:
+            raise ConfigError(
+                f"parameter {name!r} is sparse, which cannot be sharded: use a dense one"
+            )
+        is_float = parameter.is_floating_point()
+        if parameter.is_complex() or (is_float and parameter.dtype not in _FLOATS):
+            raise ConfigError(
+                f"parameter {name!r} is {dtype_name(parameter.dtype)}, which is not supported: use"
+                " a real dtype of 16 or 32 bits"
+            )
+    if len(devices) > 1:
+        shown = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise ConfigError(
+            f"the parameters are on {len(devices)} devices ({shown}): move the model to one device"
+            " before shard()"
+        )
+    check_device(next(iter(devices)))
+    if any(device.type == "meta" for device in devices):
+        raise ConfigError(
+            "the model is on the meta device and has no values: build it inside"
+            " zeroshard.deferred_init() instead"
+        )
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    shown = repr(name or "itself")
+    if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+        raise ConfigError(
+            f"module {shown} is traced or scripted (torch.jit), so that no hook of"
+            " Python's runs in it: give shard() the module that it was made from"
+        )
+    if module.__dict__.get(OWNED):
+        raise ConfigError(
+            f"submodule {name!r} is sharded already: shard the whole model once, from the outside"
+        )
+    if module._compiled_call_impl is not None:
+        raise ConfigError(
+            f"module {shown} was compiled with its hooks, module.compile():"
+            " compile what they surround, module.forward = torch.compile(module.forward), for"
+            " each block"
+        )
+    is_fsdp = type(module).__module__.startswith("torch.distributed.fsdp")
+    if is_fsdp or hasattr(module, "_get_fsdp_state"):
+        raise ConfigError(f"module {shown} is managed by FSDP: give shard() the plain module")
+    is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    if is_sparse and module.weight.requires_grad:
+        raise ConfigError(
+            f"module {name!r} makes sparse gradients (sparse=True), which cannot be sharded:"
+            " use sparse=False"
+        )
+
+
+def check_precision(model: nn.Module, precision: Precision) -> None:
+    """Raise ConfigError for a parameter of another dtype than `precision` computes in."""
+    for name, parameter in named_parameters_once(model).items():
+        fits = parameter.dtype in (torch.float32, precision.compute)
+        if parameter.is_floating_point() and not fits:
+            dtype = dtype_name(parameter.dtype)
+            raise ConfigError(
+                f"parameter {name!r} is {dtype} but precision computes in"
+                f" {dtype_name(precision.compute)}: pass precision={dtype!r}, or call model.float()"
+                " before building the optimizer"
+            )
+
+
+def check_codecs(model: nn.Module, dtypes: Dtypes, settings: Config) -> None:
+    """Raise ConfigError for parameters a codec cannot take, or a codec without any."""
+    comm, named = settings.comm, named_parameters_once(model)
+    all_train = all(parameter.requires_grad for parameter in named.values())
+    if comm.frozen_codec is not None and all_train:
+        raise ConfigError(
+            f"comm.frozen_codec={comm.frozen_codec!r} has no effect: every parameter of this model"
+            " is trained"
+        )
+    for setting in ("weight_codec", "frozen_codec", "grad_codec"):
+        name = getattr(comm, setting)
+        for path, parameter in named.items():
+            takes_part = setting == "weight_codec"
+            takes_part = takes_part or parameter.requires_grad == (setting == "grad_codec")
+            dtype = dtypes.of[id(parameter)]
+            if name is not None and takes_part and dtype not in CODED:
+                raise ConfigError(
+                    f"comm.{setting}={name!r} takes fp32, bf16 and fp16; parameter {path!r} is"
+                    f" {dtype_name(dtype)}: leave the codec out"
+                )
+
+
+def check_nodes(mesh: Mesh, settings: Config) -> None:
+    """Raise ConfigError for options without effect if all ranks are one node."""
+    comm = settings.comm
+    if mesh.size == 1 or mesh.num_nodes > 1:
+        return
+    if comm.hierarchical:
+        raise ConfigError(
+            f"comm.hierarchical=True has no effect: all {mesh.size} ranks are one node; set"
+            " comm.node_size"
+        )
+    if comm.grad_codec == "bf16":
+        raise ConfigError(
+            "comm.grad_codec='bf16' rounds sums over one node on their way to others: all"
+            f" {mesh.size} ranks are one; set comm.node_size"
+        )
+
+
+def node_size_of(settings: Config, dims: Dims) -> int | None:
+    """Return ranks per node: those of the mesh's names, or the settings; rows that keep columns
+    default to the launcher's variable.
+    """
+    asked, policy = settings.comm.node_size, settings.resolved_policy()
+    if dims.node_size is not None:
+        if not policy.keeps_columns:
+            raise ConfigError(
+                f"policy={policy.name!r} does not shard over the inner data parallel dimension"
+                " alone: take 'mics' (FSDP2's HSDP), 'hpz' or 'hfsdp', or a mesh with one, 'dp'"
+            )
+        if asked not in (None, dims.node_size):
+            raise ConfigError(
+                f"comm.node_size={asked} is not the mesh's nodes of {dims.node_size} ranks:"
+                " leave it out"
+            )
+        return dims.node_size
+    if asked is not None or not policy.keeps_columns:
+        return asked
+    if dims.others:
+        raise ConfigError(
+            f"policy={policy.name!r} needs to know the nodes: name the data parallel dimensions"
+            " 'dp_replicate' and 'dp_shard', or set comm.node_size in data parallel ranks"
+        )
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not text.isdecimal():
+        raise ConfigError(
+            f"policy={policy.name!r} needs to know the nodes: set comm.node_size (no launcher has"
+            " set LOCAL_WORLD_SIZE)"
+        )
+    return int(text)
+
+
+def check_own_meshes(
+    model: nn.Module,
+    plans: Sequence[UnitPlan],
+    seat: Seat,
+    mesh: Mesh,
+    settings: Config,
+    sync_from: int | None,
+) -> None:
+    """Raise ConfigError for what cannot be done beside meshes of parameters' own."""
+    if not seat.own:
+        return
+    for own in seat.own:
+        own.holders.mesh(mesh)
+    if sync_from is not None:
+        raise ConfigError(
+            f"sync_from={sync_from} would copy one rank's experts to all ranks, and mesh_of lets"
+            " ranks hold others: build the same model on the ranks with the same experts"
+        )
+    inside = {name for plan in plans if plan.pattern for name, _ in plan.owners}
+    buffers = [
+        f"{name}.{buffer}"
+        for name, module in model.named_modules()
+        if name in inside
+        for buffer in module._buffers
+    ]
+    if settings.broadcast_buffers and buffers:
+        raise ConfigError(
+            f"broadcast_buffers=True would give every rank rank 0's buffer {buffers[0]!r}, which"
+            " belongs to a module with a mesh of its own (mesh_of): leave it out"
+        )
