@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from tests.support import inside
 from tests.support.allocated import AllocatedBytes
 from tests.support.harness import run_ranks
 from tests.support.training import Recomputed, make_model
@@ -166,7 +167,7 @@ def _measured(way: Way, case: Case) -> tuple[int, int]:
     """Return the most bytes that three steps allocate, and that the engine's own meter counts."""
     gc.collect()
     training = case.training(way)
-    with AllocatedBytes() as allocated:
+    with inside.patient_pools(), AllocatedBytes() as allocated:
         model = _built(way.kind, way.size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         states = zip(("weight", "grad", "optimizer"), case.tiers, strict=True)

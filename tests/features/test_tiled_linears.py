@@ -484,13 +484,14 @@ def _peak(
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(sample)
-    for _ in range(3):
-        loss = model(torch.randn(3, Stack.WIDTH))
-        if rank:
-            time.sleep(0.05)  # the other rank's buffers wait for us
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    with inside.patient_pools():
+        for _ in range(3):
+            loss = model(torch.randn(3, Stack.WIDTH))
+            if rank:
+                time.sleep(0.05)  # the other rank's buffers wait for us
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
     reported = engine.memory().peak
     engine.close()
     return {"reported": reported / one, "sampled": sampled / one}

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
 import zeroshard as zs
+from zeroshard.comm import collectives
 from zeroshard.comm.transport import Transport
 from zeroshard.core.placement import Tier
 from zeroshard.memory import MemoryCounter
@@ -106,6 +108,15 @@ def recordings(engine: zs.Engine) -> list[object]:
     runner = engine._sharded.runner._options
     probes = [engine._context.streams.probe, runner.probe, *(store.probe for store in stores)]
     return [probe.recording for probe in probes]
+
+
+@contextmanager
+def patient_pools() -> Iterator[None]:
+    """Let a full pool of gradient buffers wait for a late peer as long as it takes, so that peaks
+    are the same on a machine whose cores are busy.
+    """
+    with mock.patch.object(collectives, "_SPILL_AFTER_S", 60.0):
+        yield
 
 
 # --------------------------------------------------------------------------------- weights, memory
