@@ -26,7 +26,10 @@ from zeroshard.runtime.streams import NoStreams
 DISTURBED = ("codecs and no_sync", "no_sync of stage 2")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "precision",
+    ["fp32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "fp16"))],
+)
 def test_plain_pytorch_trains_a_program_to_the_bits_of_every_row(precision: str) -> None:
     plain = Program(precision=precision).train_plainly("cpu")
     assert all(math.isfinite(loss) for loss in plain.losses)

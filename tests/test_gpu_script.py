@@ -109,6 +109,7 @@ def test_what_it_does_not_understand_it_refuses(arguments: list[str], tmp_path: 
     assert done.returncode == 2 and "scripts/gpu.sh" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_part_runs_on_the_cpu_at_tiny_size(tmp_path: Path) -> None:
     done = _gpu("--device", "cpu", str(tmp_path), "codec")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

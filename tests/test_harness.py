@@ -154,6 +154,7 @@ def test_a_local_function_is_refused_before_any_rank_sees_it() -> None:
         run_ranks(2, lambda rank, world_size: None)
 
 
+@pytest.mark.slow
 def test_a_pool_dies_with_the_process_that_started_it() -> None:
     code = (
         "from tests.support.harness import run_ranks\nfrom tests.test_harness import"

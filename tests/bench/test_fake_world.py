@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -24,6 +25,7 @@ def test_every_round_times_all_three_and_the_world_is_gone_afterwards() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_saves_the_time_per_unit(tmp_path: Path) -> None:
     saved = tmp_path / "fake.json"
     command = "-m zeroshard bench overhead --fake-world 2 --steps 1 --pairs 2 --json --out"

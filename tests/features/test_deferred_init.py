@@ -467,7 +467,7 @@ def _program(steps: list[tuple[int, int, int]]) -> list[torch.Tensor]:
     return tensors
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 36), st.integers(0, 20), st.integers(0, 20)), max_size=14),
     st.booleans(),

@@ -221,7 +221,11 @@ def _covering(cases: Sequence[Case]) -> list[Case]:
     return out
 
 
-@pytest.mark.parametrize("ranks", RANKS, ids=str)
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(ranks, marks=pytest.mark.slow if ranks[0] == 4 else ()) for ranks in RANKS],
+    ids=str,
+)
 def test_predicted_bytes_are_the_engines(
     ranks: tuple[int, int | None], covering: list[Case], tmp_path: Path
 ) -> None:

@@ -123,8 +123,9 @@ def _listening(pid: int) -> set[str]:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--max-restarts=1",),
-        *(pytest.param(options, marks=pytest.mark.slow) for options in ((), ("--nnodes=1",))),
+        pytest.param(("--max-restarts=1",), marks=pytest.mark.slow),
+        (),
+        pytest.param(("--nnodes=1",), marks=pytest.mark.slow),
     ],
     ids=["restarts", "plain", "named"],
 )
@@ -285,7 +286,7 @@ STUCK = "def stuck():\n    (here / f'deep-{rank}').touch()\n    time.sleep(600)\
     [
         ("sys.exit(0)", "auto"),
         pytest.param("sys.exit(0)", "gloo", marks=pytest.mark.slow),
-        ("os._exit(0)", "gloo"),
+        pytest.param("os._exit(0)", "gloo", marks=pytest.mark.slow),
         pytest.param("os._exit(0)", "auto", marks=pytest.mark.slow),
         pytest.param("pass", "auto", marks=pytest.mark.slow),
     ],
@@ -507,7 +508,8 @@ def test_modules_and_programs_run_too(launch: Launch) -> None:
     assert (echo.returncode, echo.stdout) == (0, "$a  b\n")
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 10])
 def test_launchers_started_at_once_all_get_ports_of_their_own(launch: Launch, count: int) -> None:
     script = (
         "import os, socket, time\n"
