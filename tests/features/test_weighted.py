@@ -177,6 +177,7 @@ def test_the_gradient_is_that_of_the_concatenated_batch(
 
 FP16: dict[str, Any] = {"precision": "fp16", "loss_scale": {"initial": 256.0}}
 HOST = {"grad": "host", "optimizer": "host"}
+LATE = {**HOST, "delayed_update": 1}
 PAIRS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "clipped": ("zero3", {}, "ddp", {}),
     "host": ("zero2", {"offload": HOST}, "zero2", {}),
@@ -184,6 +185,8 @@ PAIRS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "verified": ("zero1", {"verify_every": 1}, "zero3", {}),
     "bf16": ("zero3", {"precision": "bf16"}, "ddp", {"precision": "bf16"}),
     "fp16": ("zero2", FP16, "zero3", FP16),
+    "a step late": ("zero2", {"offload": LATE}, "zero3", {"offload": LATE}),
+    "nodes": ("mics", {"comm": zs.Comm(node_size=1)}, "zero3", {}),
 }
 
 
