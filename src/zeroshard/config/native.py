@@ -23,7 +23,7 @@ from zeroshard.config.deepspeed.reading import Reading, is_deepspeed, read
 from zeroshard.config.reading import nearest, parse_json, read_json
 from zeroshard.config.sections import Comm, LossScale, Offload, State
 from zeroshard.config.strict import Strict, one_line
-from zeroshard.core.batch_shares import check_shares, unequal
+from zeroshard.core.batch_shares import check_batch_shares, unequal
 from zeroshard.core.placement import Scope
 from zeroshard.core.policy import STAGES, Policy, row
 from zeroshard.core.precision import PRECISIONS, Precision, dtype_name
@@ -139,7 +139,7 @@ class Config(Strict):
         if shares is None:
             return None
         try:
-            check_shares(shares)
+            check_batch_shares(shares)
         except ConfigError as error:
             raise ValueError(str(error)) from None
         return tuple(shares)
