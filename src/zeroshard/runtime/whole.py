@@ -90,7 +90,7 @@ class Whole:
                 for unit in units:
                     unit.acquire(Use.USER)
                     self._weights.unshard(unit, "forward")
-                if any(segment.flat.rests_elsewhere for unit in units for segment in unit.segments):
+                if any(segment.flat.reads_first for unit in units for segment in unit.segments):
                     self._faults.agree()
                 yield
             finally:
