@@ -207,7 +207,7 @@ class Offload(Strict):
 
     def at(self, rank: int) -> Offload:
         """Return the tiers of data parallel rank number `rank`."""
-        own = {state: self.tiers(state)[rank].value for state in self.by_rank}
+        own: dict[str, str] = {s: self.tiers(s)[rank].value for s in self.by_rank}
         return self.model_copy(update=own) if own else self
 
     @property
@@ -217,7 +217,7 @@ class Offload(Strict):
         return {state: len(tiers) for state, tiers in named.items() if not isinstance(tiers, str)}
 
     @property
-    def away(self) -> dict[str, frozenset[Tier]]:
+    def away(self) -> dict[State, frozenset[Tier]]:
         """The states that leave the device on any rank, and for which tiers."""
         tiers = {s: frozenset(self.tiers(s)) - {Tier.DEVICE} for s in get_args(State)}
         return {state: others for state, others in tiers.items() if others}

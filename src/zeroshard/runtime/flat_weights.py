@@ -98,6 +98,8 @@ class FlatWeights:
         self.rest_span = layout.span(rank, self.scope)
         # the range of the buffer that this rank's optimizer steps, and that which is its alone
         self.stepped = layout.span(rank, layout.scope(cells.optim))
+        # whether that is everything, on every rank: one rank may own it all
+        self.steps_all = len(layout.members(rank, layout.scope(cells.optim))) == layout.num_shards
         self.own_span = layout.ranges[rank]
         self.portion = layout.portion(rank)  # of which routes count their bytes
         self.window: Window | None = None

@@ -286,8 +286,8 @@ class Whole:
         """Return every rank's slice of what `local`, of the range that this rank steps, is here;
         `local` itself where that is everything.
         """
-        layout, (start, stop) = segment.flat.layout, segment.flat.stepped
-        if stop - start == layout.numel:
+        layout, start = segment.flat.layout, segment.flat.stepped[0]
+        if segment.flat.steps_all:
             return local
         low, high = segment.flat.own_span
         local = local[low - start : high - start]
