@@ -66,7 +66,7 @@ def compute_dtypes(model: nn.Module, precision: Precision) -> Dtypes:
 
 def build_units(plans: Sequence[UnitPlan], context: Context) -> list[Unit]:
     """Take every planned unit's parameters over; afterwards they rest as the policy says."""
-    dealer = Dealer(context.shares)
+    dealer = Dealer(context.options.shares)
     planned = [_plan_segments(plan, context.of(plan.pattern), dealer) for plan in plans]
     splits = dict(
         zip(
@@ -142,8 +142,7 @@ def _split(plans: Sequence[SegmentPlan], context: Context) -> list[Splits]:
         "optimizer", [p.cells.optim.tier for p in trained], [p.num_stepped for p in trained]
     )
     stepped = {p.key: (grad, optim) for p, grad, optim in zip(trained, grads, optims, strict=True)}
-    here = [weight == p.num_weights for p, weight in zip(plans, weights, strict=True)]
-    stay = _stay_everywhere(plans, context) if "weight" in tiering.away else here
+    stay = _stay_everywhere(plans, context)
     return [
         Splits(weight, *stepped.get(p.key, (0, 0)), weights_stay=stays)
         for p, weight, stays in zip(plans, weights, stay, strict=True)
@@ -155,7 +154,7 @@ def _stay_everywhere(plans: Sequence[SegmentPlan], context: Context) -> list[boo
     window, which all ranks make together.
     """
     tiering, out = context.tiering, [True] * len(plans)
-    alike = context.shares is None and not tiering.differs("weight")
+    alike = context.options.shares is None and not tiering.differs("weight")
     for rank in range(context.mesh.size):
         # where ranks are alike, each speaks for all, also of parameters with a mesh of their own
         held = [p.layout.held(p.rank if alike else rank, p.cells.weight) for p in plans]
