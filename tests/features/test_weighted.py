@@ -186,6 +186,7 @@ PAIRS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "bf16": ("zero3", {"precision": "bf16"}, "ddp", {"precision": "bf16"}),
     "fp16": ("zero2", FP16, "zero3", FP16),
     "a step late": ("zero2", {"offload": LATE}, "zero3", {"offload": LATE}),
+    "shares of states": ("zero3", {"shares": [0.2, 0.8]}, "ddp", {}),
     "nodes": ("mics", {"comm": zs.Comm(node_size=1)}, "zero3", {}),
 }
 
