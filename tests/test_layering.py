@@ -38,10 +38,12 @@ LAYERS = {
     "config": 4,
     "api": 5,
     "asked": 5,
+    "batches": 5,
     "checks": 5,
     "activations": 5,
     "planning": 5,
     "auto": 5,
+    "hetero": 5,
     "zeroshard": 5,  # the package itself names what api.py offers
     "launch": 6,
     "integrations": 6,

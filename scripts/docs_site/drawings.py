@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the pictures of docs/img: the table of rows, a unit's route, the lanes, the tiers.
+"""Draw the pictures of docs/img: the table of rows, a unit's route, the lanes, the tiers, shares.
 
     python -m scripts.docs_site.drawings         # write the SVG files
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from zeroshard.core.placement import Cell, Scope
 from zeroshard.core.policy import ROWS
+from zeroshard.core.shares import deal, shares_of
 
 __all__ = ["DRAWINGS", "write"]
 
@@ -228,7 +229,63 @@ def tiers() -> str:
     return picture.text()
 
 
-DRAWINGS = {"table": table, "route": route, "lanes": lanes, "tiers": tiers}
+def uneven() -> str:
+    """Draw a step of a fast rank and one of half its speed, with equal batches and unequal ones."""
+    picture = Picture(820, 244, "Equal batches wait for the slow rank; unequal ones end together")
+    scale, begin = 80.0, 120.0
+    cases = (("equal", 3, 3), ("batch_shares", 4, 2))  # samples of the fast rank and the slow one
+    for row, (name, fast, slow) in enumerate(cases):
+        y = 8 + 104 * row
+        picture.words(4, y + 46, name, size=14, bold=True)
+        ends = max(fast, 2 * slow)
+        for rank, (samples, time) in enumerate(((fast, fast), (slow, 2 * slow))):
+            top = y + 42 * rank
+            each = scale * time / samples
+            for number in range(samples):
+                picture.label(begin + each * number, top, each - 3, 36, "sample", "own")
+            if time < ends:
+                picture.label(
+                    begin + scale * time, top, scale * (ends - time) - 3, 36, "waits", "none"
+                )
+        picture.label(begin + scale * ends, y, 66, 78, "reduce,|step", "sum")
+    picture.words(
+        begin, 228, "Six samples on a fast rank (above) and one of half its speed. Gradients are"
+        " weighted 1/2, 1/2 and 2/3, 1/3.", size=12, colour="soft",
+    )  # fmt: skip
+    return picture.text()
+
+
+def shares() -> str:
+    """Draw three segments that two ranks share, 1 to 3, beside what they gather and compute."""
+    picture = Picture(800, 236, "Shares: who rests which blocks, and what stays the same")
+    numbers, block, blocks, left = shares_of([0.25, 0.75]), 17, (10, 14, 8), 96
+    assert numbers is not None
+    dealt, x = [0, 0], left
+    rows = (("rank 0", "rests a quarter"), ("rank 1", "rests the rest"), ("both", "in use"))
+    for row, (name, about) in enumerate(rows):
+        picture.words(4, 57 + 62 * row, name, size=14, bold=True)
+        picture.words(4, 73 + 62 * row, about, size=11, colour="soft")
+    for number, count in enumerate(blocks):
+        mine = deal(numbers, dealt, count)
+        picture.words(x, 24, f"unit {number}: {count} blocks, {mine[0]} + {mine[1]}", bold=True)
+        for row, (first, own) in enumerate(((0, mine[0]), (mine[0], mine[1]), (0, count))):
+            picture.box(x, 40 + 62 * row, block * count, 38)
+            fill = "own" if row < 2 else "all"
+            for index in range(first, first + own):
+                picture.box(x + block * index + 2, 42 + 62 * row, block - 4, 34, fill, "none")
+        dealt = [have + more for have, more in zip(dealt, mine, strict=True)]
+        x += block * count + 26
+    picture.words(
+        left, 224, f"{dealt[0]} and {dealt[1]} of {sum(dealt)} blocks after three units. Every rank"
+        " gathers all of a unit, and computes its own batches.", size=12, colour="soft",
+    )  # fmt: skip
+    return picture.text()
+
+
+DRAWINGS = {
+    "table": table, "route": route, "lanes": lanes, "tiers": tiers, "shares": shares,
+    "uneven": uneven,
+}  # fmt: skip
 
 
 def write() -> None:

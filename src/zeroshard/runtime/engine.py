@@ -44,6 +44,7 @@ from zeroshard.runtime.rest import Rest, RestingPiece
 from zeroshard.runtime.stages import roots_of
 from zeroshard.runtime.trace import tracing
 from zeroshard.runtime.units import UnitPlan, named_parameters_once
+from zeroshard.runtime.weighting import weighed
 from zeroshard.runtime.whole import Whole
 
 __all__ = [
@@ -230,12 +231,25 @@ class Engine:
 
     # ------------------------------------------------------------------ a step
 
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        """Run the backward of `loss` (0-d); in fp16 of the scaled loss."""
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        weight: float | torch.Tensor | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Run the backward of `loss` (0-d); in fp16 of the scaled loss.
+
+        With a `weight` on every backward since ``zero_grad()``, on every rank, the gradient of the
+        step is the sum of weights x gradients over ranks and micro-batches, divided by the sum of
+        weights: where `loss` is the mean over `weight` samples or tokens, that of the mean over all
+        of them. Do not divide such a loss by the number of micro-batches. 0 counts nothing, even of
+        a loss that is NaN. A tensor (0-d) is read by the host. Without `weight`, ranks count the
+        same, or as ``batch_shares`` says, and micro-batches are added.
+        """
         self._states.check_open()
-        with self._backward.running_as(scaled=self._scaler is not None):
-            scaled = loss if self._scaler is None else loss.float() * self._scaler.scale
-            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        with weighed(self._backward, self._scaler, weight) as scaled:
+            scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Say that more micro-batches follow before the step: gradients rest where the policy's

@@ -111,17 +111,23 @@ class GradientPath:
         return self.reduction is not None
 
     def add(
-        self, index: int, grad: torch.Tensor, *, sync: bool, make_room: Callable[[int], None]
+        self,
+        index: int,
+        grad: torch.Tensor,
+        factor: float = 1.0,
+        *,
+        sync: bool,
+        make_room: Callable[[int], None],
     ) -> None:
-        """Take in the gradient of parameter `index`; `make_room(num_bytes)` is called before a
-        buffer is borrowed.
+        """Take in the gradient of parameter `index` times `factor`; `make_room(num_bytes)` is
+        called before a buffer is borrowed.
         """
         self.used[index] = True
         if self.sums_micro_batches and (self.partial.is_there or not sync):
-            self.partial.add(index, grad)
+            self.partial.add(index, grad, factor)
             return
         self._open_bucket(make_room)
-        self.bucket.add(index, grad)
+        self.bucket.add(index, grad, factor)
 
     def _open_bucket(self, make_room: Callable[[int], None]) -> None:
         if self.bucket.is_open:
@@ -201,7 +207,8 @@ class GradientPath:
         if recording is None or since is None:
             return work
         hops = [hop for hop in route if hop.kind is Kind.REDUCE_SCATTER]
-        received = sum(hop.link_bytes(self.flat.layout.numel).total for hop in hops)
+        portion = self.flat.layout.portion(self._transport.rank)
+        received = sum(hop.link_bytes(portion).total for hop in hops)
         operation = Operation("reduce", Kind.REDUCE_SCATTER.value, self.key, received)
         recording.rests(self.key, self.bytes_by_tier())
         return recording.watch(work, operation, since)
