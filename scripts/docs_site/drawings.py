@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Draw the pictures of docs/img: the table of rows, a unit's route, the lanes, the tiers.
+"""Draw the pictures of docs/img: the table of rows, a unit's route, the lanes, the tiers, reads
+ahead of inference.
 
     python -m scripts.docs_site.drawings         # write the SVG files
 
@@ -228,7 +229,36 @@ def tiers() -> str:
     return picture.text()
 
 
-DRAWINGS = {"table": table, "route": route, "lanes": lanes, "tiers": tiers}
+def inference() -> str:
+    """Draw four units that are read from disk, token after token."""
+    picture = Picture(884, 176, "Inference: units are read ahead, around the end of a forward")
+    step, begin, units = 78.0, 84.0, "ABCD"
+    for row, (name, about) in enumerate((("disk", "weights"), ("compute", "one token"))):
+        picture.words(4, 52 + 56 * row, name, size=14, bold=True)
+        picture.words(4, 68 + 56 * row, about, size=11, colour="soft")
+        picture.shapes.append(
+            f'<path d="M{begin} {76 + 56 * row}H876" style="stroke:var(--line)"/>'
+        )
+    for slot in range(10):
+        unit = units[slot % 4]
+        picture.label(begin + step * slot, 36, step - 4, 36, f"read {unit}", "own")
+        if slot:
+            done = units[(slot - 1) % 4]
+            picture.label(begin + step * slot, 92, step * 0.6, 36, done, "all")
+    for token in (1, 2):
+        x = begin + step * (4 * token + 1) - 2
+        picture.shapes.append(f'<path d="M{x} 26V132" style="stroke:var(--ink)"/>')
+        picture.words(x - 4, 20, f"token {token}", size=12, colour="soft", anchor="end")
+    picture.words(
+        begin, 166, "While the last unit of a forward computes, the first ones of the next forward"
+        " are read: the disk never waits for a token.", size=12, colour="soft",
+    )  # fmt: skip
+    return picture.text()
+
+
+DRAWINGS = {
+    "table": table, "route": route, "lanes": lanes, "tiers": tiers, "inference": inference,
+}  # fmt: skip
 
 
 def write() -> None:

@@ -37,7 +37,6 @@ from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.tiering import Tiering
-from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.full import memory_stride
 from zeroshard.state.local import local_of, part_of
 from zeroshard.state.state import DeviceMemory, State
@@ -197,6 +196,11 @@ class SegmentPlan:
         codecs = context.options.codecs
         return codecs.frozen if codecs.frozen is not None and not self.trainable else codecs.weight
 
+    def rest_codec(self, context: Context) -> Codec | None:
+        """Return the codec in which the weights rest: frozen ones alone rest encoded."""
+        frozen = context.options.codecs.frozen
+        return None if self.trainable or frozen is None else self.codec(context)
+
     def grad_codec(self, context: Context) -> Codec | None:
         """Return the codec in which the gradients travel."""
         return context.options.codecs.grad if self.precision(context).wire in CODED else None
@@ -209,7 +213,7 @@ class SegmentPlan:
         lowering = transport.lowering if isinstance(transport, TwoLevelTransport) else None
         gather, plain = _wire(self.dtype, codec), Wire.of(self.dtype)
         formats = Formats(
-            weight=gather if isinstance(rest.away, EncodedStorage) else plain,
+            weight=gather if rest.is_encoded else plain,
             gather=gather,
             reduce=_wire(precision.wire, grad_codec),
             node_sum=_wire(torch.float32 if lowering is None else lowering.hop_dtype, grad_codec),
@@ -217,7 +221,7 @@ class SegmentPlan:
             master=Wire.of(context.precision.master),
         )
         cells = self.cells
-        if rest.on_device:  # a fraction may leave a whole segment there
+        if not rest.rests_elsewhere:  # a fraction may leave a whole segment there
             cells = replace(cells, weight=replace(cells.weight, tier=Tier.DEVICE))
         two_level = False if lowering is None else lowering.two_level
         return routes(cells, context.mesh, formats, two_level=two_level)

@@ -115,7 +115,7 @@ class Loop:
         self._saved.end()
         if self.weights.passes.running == 1 and not self.weights.nothing_to_do:
             self.hold_parameters(output)
-        self.weights.end_pass()
+        self.weights.end_pass(repeats=self.weights.passes.evaluates)
         self.weights.leave(evaluates=False)
         if (recording := self._context.streams.probe.recording) is not None:
             recording.leave()

@@ -3,6 +3,11 @@
 The last pass says which unit comes next (core/order.py). Units are gathered ahead up to
 ``prefetch_bytes``, and no more than the budget of gathered weights and gradient buffers leaves.
 
+Without an optimizer, weights that rest on another tier are read *around* the end of a forward
+without gradients (ZeRO-Inference): nothing rewrites them before the next one, which runs the same
+units, and so the last units start the reads of the first ones. Before there was a forward, the
+order is that of definition.
+
 Invariant: every decision depends on what the ranks share (order and sizes), never on timing, so
 that two-sided collectives meet. Nothing is moved here: runtime/weights.py gathers and releases.
 """
@@ -11,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from typing import Literal
+
+import torch
 
 from zeroshard.core.order import Order, to_evict
 from zeroshard.runtime.budget import Budget
@@ -24,13 +31,24 @@ Phase = Literal["forward", "backward"]
 class Prefetch:
     """The units of one engine that are gathered and not used yet."""
 
-    def __init__(self, units: Sequence[Unit], budget: Budget) -> None:
+    def __init__(
+        self, units: Sequence[Unit], budget: Budget, *, around: bool = False, alone: bool = False
+    ) -> None:
+        """`around`: read around the end of a forward; `alone`: no gather follows a read."""
+        self.around = around
+        self._alone = alone
         self._units = units
         self._sizes = {unit.index: unit.full_bytes for unit in units}
         self._budget = budget
         self._order: Order[int] = Order()
         self._ahead: dict[int, Unit] = {}
         self._held: dict[int, Unit] = {}  # by a schedule, beyond the budget
+        if around:
+            self._order.seed("forward", [unit.index for unit in units if unit.full_bytes])
+
+    def stay_inside(self) -> None:
+        """Read no longer around the end of a forward: an optimizer is there."""
+        self.around = False
 
     @property
     def units(self) -> list[Unit]:
@@ -42,6 +60,15 @@ class Prefetch:
         """The units whose gathers may be under way."""
         held = [unit for unit in self._held.values() if unit.state is UnitState.GATHERING]
         return [*self._ahead.values(), *held]
+
+    @property
+    def due(self) -> list[Unit]:
+        """The units of them whose reads to wait for now, so that their gathers start. Where several
+        are on their way, the next one alone: the reads of the others keep the disk busy.
+        """
+        if not self.around:
+            return self.coming
+        return [] if self._alone else self.coming[:1]
 
     def begin(self, phase: Phase) -> None:
         """Start a pass over the model."""
@@ -85,7 +112,7 @@ class Prefetch:
         excess = unit.full_bytes - self._budget.left
         if not self._ahead or excess <= 0:
             return []
-        upcoming = self._order.upcoming(phase, unit.index)
+        upcoming = self._order.upcoming(phase, unit.index, around=self._goes_around(phase))
         evicted = to_evict(self._ahead, upcoming, sizes=self._sizes, excess_bytes=excess)
         return [self._units[index] for index in evicted]
 
@@ -102,8 +129,12 @@ class Prefetch:
             live_bytes=0,
             budget_bytes=allowed,
             live=here,
+            around=self._goes_around(phase),
         )
         return [self._units[index] for index in predicted if self._sizes[index]]
+
+    def _goes_around(self, phase: Phase) -> bool:
+        return self.around and phase == "forward" and not torch.is_grad_enabled()
 
     def abandon(self) -> None:
         """Forget the order, too: the ranks may have diverged."""
