@@ -121,7 +121,8 @@ def _model(options: Options, *, deferred: bool = False) -> Any:
     with ExitStack() as stack:
         if deferred:
             stack.enter_context(zs.deferred_init())
-        return LlamaForCausalLM(_config(options)).eval().requires_grad_(False)
+        model: Any = LlamaForCausalLM(_config(options))
+    return model.eval().requires_grad_(False)
 
 
 class _Clock:
@@ -252,7 +253,7 @@ def _measure(
     """Yield (contender, batch, tokens per second, share of the raw reader's speed), round by
     round; the first round warms up and is not yielded.
     """
-    names, expected = list(contenders), {}
+    names, expected = list(contenders), dict[int, torch.Tensor]()
     for number in range(options.rounds + 1):
         first = number % len(names)
         for batch in options.batches:

@@ -69,20 +69,20 @@ class _Room:
         return room[..., :whole, :]
 
 
-class _SplitLayer(DynamicLayer):  # type: ignore[misc]
+class _SplitLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """A layer whose keys and values [batch, heads, tokens, width] rest on either side."""
 
     _layer_type = None  # else Transformers would make every cache of these layers
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
+        super().__init__(*arguments, **keywords)  # type: ignore[no-untyped-call]
         self.is_on_host = False
         self._rooms = _Room(), _Room()
 
     def leave(self) -> None:
         """Rest on the host from here on."""
         self.is_on_host = True
-        if self.is_initialized:
+        if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys.to("cpu"), self.values.to("cpu")
 
     def update(
@@ -96,6 +96,7 @@ class _SplitLayer(DynamicLayer):  # type: ignore[misc]
             return out
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
         keys, values = self._rooms
         self.keys = keys.extended(self.keys, key_states)
         self.values = values.extended(self.values, value_states)
@@ -106,7 +107,7 @@ class _SplitLayer(DynamicLayer):  # type: ignore[misc]
         )
 
 
-class KVCache(DynamicCache):  # type: ignore[misc]
+class KVCache(DynamicCache):
     """A ``DynamicCache`` for a model of `config`, of which at most `device_bytes` rest on the
     device; 0: all of it rests on the host, None: all on the device.
 

@@ -132,8 +132,9 @@ def _check(arguments: argparse.Namespace) -> None:
 @contextmanager
 def _silent_transformers() -> Iterator[None]:
     """Keep Transformers' own bars and advice off the terminal."""
-    from transformers.utils import logging
+    from transformers.utils import logging as of_transformers
 
+    logging: Any = of_transformers
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -206,6 +207,7 @@ def _load(config: Any, arguments: argparse.Namespace, prefetch_bytes: int | None
 
     import zeroshard as zs
 
+    build: Any = AutoModelForCausalLM
     given = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     dtype = _DTYPES.get(arguments.dtype, given)
     precision = {long: short for short, long in _DTYPES.items()}.get(dtype)
@@ -214,7 +216,7 @@ def _load(config: Any, arguments: argparse.Namespace, prefetch_bytes: int | None
     try:
         # the files will give the weights their values; until then they are alike on every rank
         with zs.deferred_init(), initialization.no_init_weights(), torch.no_grad():
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+            model = build.from_config(config, dtype=getattr(torch, dtype))
             model.tie_weights()
             for parameter in model.parameters():
                 parameter.zero_()

@@ -186,7 +186,6 @@ class Engine:
                 " or shard a second model"
             )
         check_parameters(optimizer, named_parameters_once(self.module))
-        self._weights.attach_optimizer()
         with self._context.faults.noted(lost=True):
             for unit in self._weights.units:
                 for segment in unit.trainable:

@@ -237,8 +237,9 @@ class FlatWeights:
                 whole, work = self._gather(hop, axes, here, source)
                 yield hop, work
             elif hop.kind is Kind.READ:
-                here, source = self._landing(hop), None
-                whole = here if hop.wire.codec is not None else whole
+                here, source = self.full[slice(*self.rest_span)], None
+                if self.rest.is_encoded:
+                    here = whole = self._empty_encoding(self.rest.numel)
                 streams.write(self.key)
                 yield hop, self._read(here)
             elif hop.kind is Kind.ENCODE:
@@ -324,12 +325,6 @@ class FlatWeights:
         key = source if source == self.column.name else f"{self.key}.weight"
         work = gather_over(self.context.transport, axes, key, here, ranges, out)
         return out, ended(work, streams)
-
-    def _landing(self, hop: Hop) -> torch.Tensor:
-        """Return where our slice is read to: its place in the full buffer, or a buffer of bytes."""
-        if hop.wire.codec is not None:
-            return self._empty_encoding(self.rest.numel)
-        return self.full[slice(*self.rest_span)]
 
     def _lose(self, out: torch.Tensor, error: StorageError) -> None:
         """Our slice could not be read: go on with NaN, which bytes of ones are a scale of, too."""

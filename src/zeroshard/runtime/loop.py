@@ -105,8 +105,9 @@ class Loop:
         check_frozen(self.weights.units)
         self.backward.tell("forward")
         self._beat()
-        self.weights.begin("forward")
-        self.weights.enter(evaluates=not (torch.is_grad_enabled() or is_checkpointed()))
+        evaluates = not (torch.is_grad_enabled() or is_checkpointed())
+        self.weights.begin("forward", repeats=evaluates and self._optimizer is None)
+        self.weights.enter(evaluates=evaluates)
         self._saved.begin()
         self._broadcast_buffers()
 

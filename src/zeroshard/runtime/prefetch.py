@@ -17,8 +17,6 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Literal
 
-import torch
-
 from zeroshard.core.order import Order, to_evict
 from zeroshard.runtime.budget import Budget
 from zeroshard.runtime.unit import Unit, UnitState
@@ -34,8 +32,9 @@ class Prefetch:
     def __init__(
         self, units: Sequence[Unit], budget: Budget, *, around: bool = False, alone: bool = False
     ) -> None:
-        """`around`: read around the end of a forward; `alone`: no gather follows a read."""
-        self.around = around
+        """`around`: read around the end of a pass that repeats; `alone`: no gather follows."""
+        self.around = False  # in this pass
+        self._may_go_around = around
         self._alone = alone
         self._units = units
         self._sizes = {unit.index: unit.full_bytes for unit in units}
@@ -45,10 +44,6 @@ class Prefetch:
         self._held: dict[int, Unit] = {}  # by a schedule, beyond the budget
         if around:
             self._order.seed("forward", [unit.index for unit in units if unit.full_bytes])
-
-    def stay_inside(self) -> None:
-        """Read no longer around the end of a forward: an optimizer is there."""
-        self.around = False
 
     @property
     def units(self) -> list[Unit]:
@@ -70,8 +65,11 @@ class Prefetch:
             return self.coming
         return [] if self._alone else self.coming[:1]
 
-    def begin(self, phase: Phase) -> None:
-        """Start a pass over the model."""
+    def begin(self, phase: Phase, *, repeats: bool) -> None:
+        """Start a pass over the model; `repeats`: the next one may be the same, with the same
+        weights.
+        """
+        self.around = repeats and self._may_go_around
         self._order.begin(phase)
 
     def last_pass(self, phase: Phase) -> list[Unit]:
@@ -112,7 +110,7 @@ class Prefetch:
         excess = unit.full_bytes - self._budget.left
         if not self._ahead or excess <= 0:
             return []
-        upcoming = self._order.upcoming(phase, unit.index, around=self._goes_around(phase))
+        upcoming = self._order.upcoming(phase, unit.index, around=self.around)
         evicted = to_evict(self._ahead, upcoming, sizes=self._sizes, excess_bytes=excess)
         return [self._units[index] for index in evicted]
 
@@ -129,12 +127,9 @@ class Prefetch:
             live_bytes=0,
             budget_bytes=allowed,
             live=here,
-            around=self._goes_around(phase),
+            around=self.around,
         )
         return [self._units[index] for index in predicted if self._sizes[index]]
-
-    def _goes_around(self, phase: Phase) -> bool:
-        return self.around and phase == "forward" and not torch.is_grad_enabled()
 
     def abandon(self) -> None:
         """Forget the order, too: the ranks may have diverged."""

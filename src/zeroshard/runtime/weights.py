@@ -129,13 +129,14 @@ class Weights:
                 self.check_awake()
                 self.start(unit)
 
-    def begin(self, phase: Phase) -> None:
-        """Start a pass over the model."""
+    def begin(self, phase: Phase, *, repeats: bool = False) -> None:
+        """Start a pass over the model, which `repeats` itself: see Prefetch."""
         if self.refusal is not None:
             raise StateError(self.refusal)
-        if phase == "backward" or torch.is_grad_enabled():
-            self._release_ahead()  # autograd may refer to other memory of these units
-        self._prefetch.begin(phase)
+        if not repeats:  # autograd may refer to other memory of what is ahead
+            for unit in self._prefetch.units:
+                self.release_prefetched(unit)
+        self._prefetch.begin(phase, repeats=repeats)
 
     def unshard(self, unit: Unit, phase: Phase) -> None:
         """Return with `unit` gathered, and the units expected next on their way."""
@@ -273,17 +274,8 @@ class Weights:
         or idle, unless the same forward may follow (`repeats`) and is read for already.
         """
         self.release_idle()
-        if not (repeats and self._prefetch.around):
-            self._release_ahead()
-
-    def _release_ahead(self) -> None:
-        for unit in self._prefetch.units:
+        for unit in [] if repeats and self._prefetch.around else self._prefetch.units:
             self.release_prefetched(unit)
-
-    def attach_optimizer(self) -> None:
-        """Steps will rewrite the weights: nothing is read for a next forward any more."""
-        self._release_ahead()
-        self._prefetch.stay_inside()
 
     def after_backward(self, unit: Unit) -> None:
         """`unit`'s backward is over."""
