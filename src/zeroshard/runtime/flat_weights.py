@@ -239,7 +239,8 @@ class FlatWeights:
             elif hop.kind is Kind.READ:
                 here, source = self.full[slice(*self.rest_span)], None
                 if self.rest.is_encoded:
-                    here = whole = self._empty_encoding(self.rest.numel)
+                    num_bytes = sum(part.num_bytes for part in self.rest.parts)
+                    here = whole = self.context.memory.empty_for_disk(num_bytes, torch.uint8)
                 streams.write(self.key)
                 yield hop, self._read(here)
             elif hop.kind is Kind.ENCODE:

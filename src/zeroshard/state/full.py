@@ -131,7 +131,7 @@ class FullBuffer:
         skipped = -start % (_BLOCK // self.dtype.itemsize)
         self._home = self.tensor, self.views
         with torch.inference_mode(False):
-            self.tensor = memory.empty(skipped + self.layout.numel, self.dtype)[skipped:]
+            self.tensor = memory.empty_for_disk(skipped + self.layout.numel, self.dtype)[skipped:]
             self.views = self.views_of(self.tensor)
 
     def release(self) -> int:

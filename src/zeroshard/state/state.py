@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -39,14 +40,20 @@ class DeviceMemory:
     device: torch.device
     pages: Pages
     link: Link
+    for_disks: Pages = field(default_factory=partial(Pages, yielding=False))
 
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return undefined memory [numel] on the device."""
         return self.pages.empty(numel, dtype, self.device)
 
+    def empty_for_disk(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the same; where it is large, a disk may write to it straight."""
+        return self.for_disks.empty(numel, dtype, self.device)
+
     def release_idle(self) -> None:
         """Give memory that nothing uses back to the system: another process may need it."""
         self.pages.clear()
+        self.for_disks.clear()
         if self.device.type != "cpu":
             torch.get_device_module(self.device).empty_cache()
 
