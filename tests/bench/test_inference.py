@@ -1,4 +1,4 @@
-"""``zeroshard bench inference``: run on a small model, as a user does; missing peers are skipped."""
+"""``zeroshard bench inference``: run on a small model as a user does; missing peers are skipped."""
 
 from __future__ import annotations
 

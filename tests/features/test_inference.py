@@ -216,6 +216,18 @@ def test_a_fraction_of_encoded_weights_is_cut_between_blocks(world: int) -> None
     run_ranks(world, _cut)
 
 
+def test_a_block_that_does_not_divide_a_tile_of_the_load_is_no_hindrance(tmp_path: Path) -> None:
+    model, x = nn.Linear(1100, 1000, bias=False).requires_grad_(False), torch.ones(1, 1100)
+    coder = codec("int8", block=192)
+    plain = nn.Linear(1100, 1000, bias=False)
+    plain.load_state_dict(model.state_dict())
+    _round(coder, plain)
+    comm = zs.Comm(frozen_codec="int8", codec_block=192)
+    engine = zs.shard(model, None, offload=_offload("disk", tmp_path), comm=comm)
+    assert torch.equal(model(x), plain(x))
+    engine.close()
+
+
 # -------------------------------------------------------------------------------------- reads ahead
 
 

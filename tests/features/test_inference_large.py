@@ -21,6 +21,15 @@ from tests.support.harness import ROOT
 pytest.importorskip("transformers")
 
 
+_ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT / "src"),
+    "OMP_NUM_THREADS": "1",
+    # holes in the allocator's heap, and arenas of threads, are no memory in use, but count
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "131072",
+}
+
+
 def _generate(*arguments: object) -> subprocess.CompletedProcess[str]:
     script = ROOT / "tests" / "support" / "capped_generation.py"
     return subprocess.run(
@@ -29,9 +38,7 @@ def _generate(*arguments: object) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=280,
         check=False,
-        # one arena: each thread's own is address space that counts
-        env=os.environ
-        | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
+        env=os.environ | _ENVIRONMENT,
     )
 
 
