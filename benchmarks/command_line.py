@@ -26,6 +26,7 @@ def add_commands(bench: argparse.ArgumentParser) -> None:
     _add_disk(kinds)
     _add_codec(kinds)
     _add_offload(kinds)
+    _add_inference(kinds)
     report = kinds.add_parser(
         "report",
         help="print saved results as markdown",
@@ -224,6 +225,32 @@ def _add_disk(kinds: Any) -> None:
     disk.set_defaults(handler=_disk)
 
 
+def _add_inference(kinds: Any) -> None:
+    inference = kinds.add_parser(
+        "inference",
+        help="generation with weights on disk and host, beside Accelerate and DeepSpeed",
+        **_epilog("zeroshard bench inference --path /mnt/nvme --layers 24 --width 1024"),
+    )
+    add = inference.add_argument
+    text = "a directory on the disk to measure (default: the temporary folder)"
+    add("--path", type=Path, metavar="DIR", help=text)
+    text = "contenders (benchmarks/inference.py names them; default: those on disk)"
+    add("--contenders", type=lambda text: text.split(","), metavar="NAME,...", help=text)
+    text = "prompts that are generated at a time (default: 1,32)"
+    add("--batches", type=_counts, default=[1, 32], metavar="N,...", help=text)
+    add("--layers", type=_count(1), default=24, help="of the model (default: 24)")
+    add("--width", type=_count(64), default=1024, help="of the model (default: 1024)")
+    add("--tokens", type=_count(1), default=8, help="per prompt and turn (default: 8)")
+    add("--rounds", type=_count(1), default=7, help="rounds that count (default: 7)")
+    add("--out", type=Path, metavar="FILE", help="save everything measured as JSON")
+    add("--json", action="store_true", help="print that JSON instead of a table")
+    inference.set_defaults(handler=_inference)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(1)(word) for word in text.split(",")]
+
+
 def _add_offload(kinds: Any) -> None:
     offload = kinds.add_parser(
         "offload",
@@ -409,6 +436,21 @@ def _disk(arguments: argparse.Namespace) -> int:
         rounds=arguments.rounds,
         queue_depth=arguments.queue_depth,
         verify=arguments.verify,
+    )
+    return run(options, out=arguments.out, as_json=arguments.json)
+
+
+def _inference(arguments: argparse.Namespace) -> int:
+    from benchmarks.inference import DEFAULT, Options, run
+
+    options = Options(
+        path=arguments.path,
+        contenders=arguments.contenders or DEFAULT,
+        batches=arguments.batches,
+        layers=arguments.layers,
+        width=arguments.width,
+        tokens=arguments.tokens,
+        rounds=arguments.rounds,
     )
     return run(options, out=arguments.out, as_json=arguments.json)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the pictures of docs/img: the table of rows, a unit's route, the lanes, the tiers, shares.
+"""Draw the pictures of docs/img: a table, routes, lanes, tiers and what pages show of their own.
 
     python -m scripts.docs_site.drawings         # write the SVG files
 
@@ -143,11 +143,14 @@ ROUTE = {  # phase: what stages 1, 2 and 3 do there, by its kind
     "forward": ("compute", "compute", "compute,|then reshard"),
     "before backward": ("nothing", "nothing", "all-gather|weights"),
     "backward": ("compute", "compute", "compute,|then reshard"),
-    "gradients": ("reduce-scatter,|last micro-batch", "reduce-scatter,|each micro-batch",
-                  "reduce-scatter,|each micro-batch"),
+    "gradients": (
+        "reduce-scatter,|last micro-batch",
+        "reduce-scatter,|each micro-batch",
+        "reduce-scatter,|each micro-batch",
+    ),
     "step": ("own part", "own part", "own part"),
     "after the step": ("all-gather|weights", "all-gather|weights", "nothing"),
-}  # fmt: skip
+}
 
 
 def route() -> str:
@@ -282,10 +285,42 @@ def shares() -> str:
     return picture.text()
 
 
+def inference() -> str:
+    """Draw four units that are read from disk, token after token."""
+    picture = Picture(884, 176, "Inference: units are read ahead, around the end of a forward")
+    step, begin, units = 78.0, 84.0, "ABCD"
+    for row, (name, about) in enumerate((("disk", "weights"), ("compute", "one token"))):
+        picture.words(4, 52 + 56 * row, name, size=14, bold=True)
+        picture.words(4, 68 + 56 * row, about, size=11, colour="soft")
+        picture.shapes.append(
+            f'<path d="M{begin} {76 + 56 * row}H876" style="stroke:var(--line)"/>'
+        )
+    for slot in range(10):
+        unit = units[slot % 4]
+        picture.label(begin + step * slot, 36, step - 4, 36, f"read {unit}", "own")
+        if slot:
+            done = units[(slot - 1) % 4]
+            picture.label(begin + step * slot, 92, step * 0.6, 36, done, "all")
+    for token in (1, 2):
+        x = begin + step * (4 * token + 1) - 2
+        picture.shapes.append(f'<path d="M{x} 26V132" style="stroke:var(--ink)"/>')
+        picture.words(x - 4, 20, f"token {token}", size=12, colour="soft", anchor="end")
+    picture.words(
+        begin, 166, "While the last unit of a forward computes, the first ones of the next forward"
+        " are read: the disk never waits for a token.", size=12, colour="soft",
+    )  # fmt: skip
+    return picture.text()
+
+
 DRAWINGS = {
-    "table": table, "route": route, "lanes": lanes, "tiers": tiers, "shares": shares,
+    "table": table,
+    "route": route,
+    "lanes": lanes,
+    "tiers": tiers,
+    "shares": shares,
     "uneven": uneven,
-}  # fmt: skip
+    "inference": inference,
+}
 
 
 def write() -> None:

@@ -151,7 +151,7 @@ def check_codecs(model: nn.Module, dtypes: Dtypes, settings: Config) -> None:
     if comm.frozen_codec is not None and all_train:
         raise ConfigError(
             f"comm.frozen_codec={comm.frozen_codec!r} has no effect: every parameter of this model"
-            " is trained"
+            " is trained; for inference call model.requires_grad_(False) before shard()"
         )
     for setting in ("weight_codec", "frozen_codec", "grad_codec"):
         name = getattr(comm, setting)

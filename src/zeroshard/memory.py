@@ -297,11 +297,13 @@ class Pages:
     where memory is fragmented), 87 into fresh 4 KiB ones. Pages come back when the last view of
     their tensor dies, and from there the kernel may take them at any moment (MADV_FREE): under
     pressure they cost no memory, without it they still count as resident. On systems without that
-    advice, nothing is kept.
+    advice, nothing is kept. Not `yielding`, pages stay ours while they are idle: a disk may write
+    to them past the page cache, which before Linux 5.18 did not take back what was given away.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, yielding: bool = True) -> None:
         self._idle: dict[int, list[mmap.mmap]] = {}  # by size
+        self._yielding = yielding
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialised 1-D tensor."""
@@ -316,7 +318,8 @@ class Pages:
 
     def take_back(self, pages: mmap.mmap) -> None:
         """Keep `pages` for the next borrower; the kernel may take their memory meanwhile."""
-        pages.madvise(mmap.MADV_FREE)
+        if self._yielding:
+            pages.madvise(mmap.MADV_FREE)
         self._idle.setdefault(len(pages), []).append(pages)
 
     def clear(self) -> None:

@@ -112,6 +112,10 @@ class Order(Generic[U]):
         """Return the units of the last complete pass, in order."""
         return list(self._passes[phase].trace) if phase in self._passes else []
 
+    def seed(self, phase: Hashable, trace: Sequence[U]) -> None:
+        """Take `trace` for that of the pass before the first."""
+        self._passes[phase] = _Pass(trace=list(trace))
+
     def record(self, phase: Hashable, unit: U) -> None:
         """Say that `unit` runs now. The first call for a phase starts its first pass."""
         current = self._passes.setdefault(phase, _Pass())
@@ -129,8 +133,10 @@ class Order(Generic[U]):
         live_bytes: int,
         budget_bytes: int,
         live: Container[U] | None = None,
+        around: bool = False,
     ) -> list[U]:
-        """Return the units to prefetch after `unit`, in the order in which they are needed.
+        """Return the units to prefetch after `unit`, in the order in which they are needed;
+        `around`: after the last unit come those of a next pass like this one.
 
         `sizes` are gathered bytes. `live` are the units gathered now, `unit` among them (default:
         it alone), with `live_bytes` in all; live and predicted units together never exceed
@@ -139,18 +145,24 @@ class Order(Generic[U]):
         start = self._after(phase, unit)
         if start is None:
             return []
+        trace = self._passes[phase].trace
         return fitting(
-            self._passes[phase].trace,
-            start,
+            trace[start:] + trace[:start] if around else trace,
+            0 if around else start,
             sizes=sizes,
             free_bytes=budget_bytes - live_bytes,
             live=(unit,) if live is None else live,
         )
 
-    def upcoming(self, phase: Hashable, unit: U) -> list[U]:
-        """Return the units expected after `unit` in this pass, repeats included."""
+    def upcoming(self, phase: Hashable, unit: U, *, around: bool = False) -> list[U]:
+        """Return the units expected after `unit` in this pass, repeats included; `around`: and
+        those of a next pass like this one, up to `unit`.
+        """
         start = self._after(phase, unit)
-        return [] if start is None else self._passes[phase].trace[start:]
+        if start is None:
+            return []
+        trace = self._passes[phase].trace
+        return trace[start:] + trace[:start] if around else trace[start:]
 
     def _after(self, phase: Hashable, unit: U) -> int | None:
         current = self._passes.get(phase)

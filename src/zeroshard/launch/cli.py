@@ -12,7 +12,7 @@ import traceback
 
 from zeroshard._version import __version__
 from zeroshard.errors import ZeroshardError
-from zeroshard.launch import bench, checkpoint, config, doctor, plan, report
+from zeroshard.launch import bench, checkpoint, config, doctor, generate, plan, report
 from zeroshard.launch.options import LineParser, UsageError, add_run_options, parse_run
 
 __all__ = ["build_parsers", "explain", "main"]
@@ -75,6 +75,7 @@ def build_parsers() -> tuple[argparse.ArgumentParser, ...]:
     config.add_parser(commands)
     doctor.add_parser(commands)
     report.add_parser(commands)
+    generate.add_parser(commands)
     bench_parser = commands.add_parser(
         "bench",
         help="measure this library beside the others",

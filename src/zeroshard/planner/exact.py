@@ -50,13 +50,10 @@ class LaidOutGroup:
         """Return the elements of a state in `cell` that `rank` holds, padding included."""
         return self.layout.held(rank, cell)
 
-    def formats(self, cells: Cells, training: Training) -> Formats:
-        """Return the formats of the group's states that rest in `cells`: weights that are not
-        trained rest packed on the device alone.
-        """
+    def formats(self, training: Training) -> Formats:
+        """Return the formats of the group's states: frozen weights may rest packed."""
         trained = self.group.trained
-        is_packed = not trained and training.frozen_codec is not None
-        packed = is_packed and cells.weight.tier is Tier.DEVICE
+        packed = not trained and training.frozen_codec is not None
         return training.formats(self.group.dtype, trained=trained, rests_packed=packed)
 
 
@@ -169,7 +166,7 @@ def _cuts(
 
     def split(cell: Cell, held: Sequence[int]) -> list[int]:
         here = cell.tier is Tier.DEVICE
-        return list(held) if here else splits(held, training.fraction)
+        return list(held) if here else splits(held, training.fraction, training.align)
 
     stepped = [one.held(cells.optim, rank) for one in trained]
     weights = split(cells.weight, [one.held(cells.weight, rank) for one in groups])
@@ -205,14 +202,14 @@ def _column(one: LaidOutGroup, cells: Cells, training: Training, rank: int) -> i
     scopes = (cells.weight.scope, cells.between.scope)
     if one.layout.mesh.num_nodes == 1 or scopes != (Scope.SHARD, Scope.NODE_SHARD):
         return 0
-    return _bytes(one.held(cells.between, rank), one.formats(cells, training).gather)
+    return _bytes(one.held(cells.between, rank), one.formats(training).gather)
 
 
 def _group_bytes(
     one: LaidOutGroup, cut: Cut, cells: Cells, training: Training, rank: int
 ) -> StateBytes:
     """Return the bytes of one group, by state and tier."""
-    formats = one.formats(cells, training)
+    formats = one.formats(training)
     weights, stepped = one.held(cells.weight, rank), one.held(cells.optim, rank)
     out = {"weight": _in_two(cut.weight, weights, cells.weight.tier, formats.weight)}
     if not one.group.trained:
@@ -245,7 +242,7 @@ def _sums_in_place(one: LaidOutGroup, cut: Cut, cells: Cells, training: Training
     """Whether a single rank never encodes the group's gradients: autograd's first go straight to
     where they rest, and no second sum follows in a step (runtime/gradients.py).
     """
-    formats = one.formats(cells, training)
+    formats = one.formats(training)
     if one.layout.mesh.size > 1 or formats.reduce.dtype != formats.grad.dtype:
         return False
     waits = cells.grad.is_partial and one.layout.scope(cells.grad) is Scope.FULL
@@ -283,7 +280,7 @@ def step_routes(
     """
     for one, cut in placed(laid_out, policy, training, rank):
         cells = _whole_cells(one, cut, policy.default, rank)
-        group_routes = routes(cells, laid_out.mesh, one.formats(policy.default, training))
+        group_routes = routes(cells, laid_out.mesh, one.formats(training))
         for route in _unit_routes(laid_out, one, group_routes, training.micro_batches):
             yield one, group_routes, route
 
@@ -335,7 +332,7 @@ def staged_routes(
     """
     for one, cut in placed(laid_out, policy, training, rank):
         cells = _whole_cells(one, cut, policy.default, rank)
-        of = routes(cells, laid_out.mesh, one.formats(policy.default, training))
+        of = routes(cells, laid_out.mesh, one.formats(training))
         ahead, back = gathers
         for route in (*[of.unshard_forward] * ahead, *[of.unshard_backward] * back):
             yield one, of, route

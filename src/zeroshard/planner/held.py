@@ -109,7 +109,7 @@ def group_bytes(
 ) -> GroupBytes:
     """Return the bytes of one group on rank 0."""
     cells, layout = policy.default, one.layout
-    formats = one.formats(cells, training)
+    formats = one.formats(training)
     weight, wire, grad = (
         round(form.bytes_per_element)
         for form in (formats.weight.plain, formats.reduce.plain, formats.grad)

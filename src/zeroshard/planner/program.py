@@ -152,7 +152,7 @@ class Program:
         self._step()
 
     def _group(self, one: LaidOutGroup, cut: Cut, cells: Cells, training: Training) -> Group:
-        formats = one.formats(self._cells, training)
+        formats = one.formats(training)
         of = routes(cells, self._durations.laid_out.mesh, formats)
         return Group(one, cut, cells, of, formats)
 

@@ -1,6 +1,7 @@
 """How many bytes of gathered weights and of gradient buffers one engine may have in use at a time.
 
-    2 x the largest unit + prefetch_bytes     (default: the largest unit once more)
+    2 x the largest unit + prefetch_bytes     (default: the largest unit once more; two of them
+                                              where weights are read around the end of a forward)
 
 That is the unit in use, the next one, and either what is gathered ahead or the buffer of a reduce.
 Where the host runs ahead of the lanes (``Streams.enqueues``) it is the largest unit once more, so
@@ -32,9 +33,13 @@ class Budget:
         prefetch_bytes: int | None,
         *,
         enqueues: bool = False,
+        around: bool = False,
     ) -> None:
+        """`around`: weights are read around the end of a forward (prefetch.py)."""
         largest = max((unit.nominal_bytes for unit in units), default=0)
-        self.prefetch_bytes = largest if prefetch_bytes is None else prefetch_bytes
+        # a second unit on its way keeps a disk's queue filled while the first one arrives
+        chosen = (1 + around) * largest
+        self.prefetch_bytes = chosen if prefetch_bytes is None else prefetch_bytes
         self.num_bytes = (2 + enqueues) * largest + self.prefetch_bytes
         self._kept: dict[int, int] = {}  # bytes of units that wait for their backward, by index
         self._kept_bytes = 0

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
+from zeroshard.comm.codec import Codec
 from zeroshard.core.placement import Cells, Scope, Tier
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.core.shares import Dealer
@@ -30,7 +32,7 @@ from zeroshard.runtime.units import UnitPlan, holding_others
 from zeroshard.state.allocator import GradientAllocator
 from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.local import local_of
-from zeroshard.state.state import State
+from zeroshard.state.state import DeviceStorage, State
 from zeroshard.tier.store import Storage, Store
 
 __all__ = ["Context", "Dtypes", "build_units", "compute_dtypes", "make_master"]
@@ -130,17 +132,13 @@ def _plan_segments(plan: UnitPlan, context: Context, dealer: Dealer) -> list[Seg
 
 def _split(plans: Sequence[SegmentPlan], context: Context) -> list[Splits]:
     """Return where each segment's states are cut between the device and other tiers."""
-    tiering = context.tiering
-    weights = tiering.splits(
-        "weight", [p.cells.weight.tier for p in plans], [p.num_weights for p in plans]
-    )
+    # an encoding is cut between two of its blocks
+    split = partial(context.tiering.splits, align=context.options.codecs.align)
+    weights = split("weight", [p.cells.weight.tier for p in plans], [p.num_weights for p in plans])
     trained = [p for p in plans if p.trainable]
-    grads = tiering.splits(
-        "grad", [p.cells.grad.tier for p in trained], [p.num_stepped for p in trained]
-    )
-    optims = tiering.splits(
-        "optimizer", [p.cells.optim.tier for p in trained], [p.num_stepped for p in trained]
-    )
+    stepped_here = [p.num_stepped for p in trained]
+    grads = split("grad", [p.cells.grad.tier for p in trained], stepped_here)
+    optims = split("optimizer", [p.cells.optim.tier for p in trained], stepped_here)
     stepped = {p.key: (grad, optim) for p, grad, optim in zip(trained, grads, optims, strict=True)}
     stay = _stay_everywhere(plans, context)
     return [
@@ -159,7 +157,9 @@ def _stay_everywhere(plans: Sequence[SegmentPlan], context: Context) -> list[boo
         # where ranks are alike, each speaks for all, also of parameters with a mesh of their own
         held = [p.layout.held(p.rank if alike else rank, p.cells.weight) for p in plans]
         tier = tiering.tier_on(rank, "weight")
-        splits = tiering.splits("weight", [tier] * len(plans), held)
+        splits = tiering.splits(
+            "weight", [tier] * len(plans), held, align=context.options.codecs.align
+        )
         out = [stay and split == num for stay, split, num in zip(out, splits, held, strict=True)]
         if alike:
             break
@@ -214,7 +214,10 @@ def _storages_of(
     out = []
     weight_away = cells.weight.tier is not Tier.DEVICE and splits.weight < share
     if weight_away:
-        out.append((f"{plan.key} weights", share - splits.weight, plan.dtype, cells.weight.tier))
+        codec, numel, dtype = plan.rest_codec(context), share - splits.weight, plan.dtype
+        if codec is not None:
+            numel, dtype = codec.encoded_bytes(numel), torch.uint8
+        out.append((f"{plan.key} weights", numel, dtype, cells.weight.tier))
     if (
         plan.trainable
         and context.options.trains
@@ -271,17 +274,10 @@ def _rest_of_weights(
     plan: SegmentPlan, splits: Splits, reserved: Mapping[Tier, Store], context: Context
 ) -> State | None:
     """Return where this rank's weights rest, None for a window on the device."""
-    tier, share = plan.cells.weight.tier, plan.num_weights
-    codec = plan.codec(context)
-    if (
-        codec is not None
-        and not plan.trainable
-        and context.options.codecs.frozen is not None
-        and tier is Tier.DEVICE
-        and splits.weights_stay  # else some ranks encode what they read
-    ):
-        return State(EncodedStorage(plan.key, share, plan.dtype, codec, context.device))
+    tier, share, codec = plan.cells.weight.tier, plan.num_weights, plan.rest_codec(context)
     store = reserved.get(tier)
+    if codec is not None:
+        return _encoded_rest(plan, codec, share if store is None else splits.weight, store, context)
     if splits.weights_stay:
         return None
     here, away = splits.weight, share - splits.weight
@@ -291,6 +287,22 @@ def _rest_of_weights(
         assert store is not None, (plan.key, tier)
         there = store.allocate(f"{plan.key} weights", away, plan.dtype)
     return State.of(near, there, link=context.tiering.link)
+
+
+def _encoded_rest(
+    plan: SegmentPlan, codec: Codec, split: int, store: Store | None, context: Context
+) -> State:
+    """Return weights that rest encoded, the first `split` elements on the device."""
+    parts, left = [], plan.num_weights - split
+    if split or not left:  # zeros decode to zeros
+        num_bytes = codec.encoded_bytes(split)
+        near = torch.zeros(num_bytes, dtype=torch.uint8, device=context.device)
+        parts.append(EncodedStorage(split, plan.dtype, codec, DeviceStorage(near)))
+    if left:
+        assert store is not None, plan.key
+        away = store.allocate(f"{plan.key} weights", codec.encoded_bytes(left), torch.uint8)
+        parts.append(EncodedStorage(left, plan.dtype, codec, away))
+    return State(*parts)
 
 
 def _gradient_path(

@@ -38,7 +38,6 @@ from zeroshard.optim.scaler import LossScaler
 from zeroshard.runtime.faults import Faults
 from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.tiering import Tiering
-from zeroshard.state.encoded import EncodedStorage
 from zeroshard.state.full import memory_stride
 from zeroshard.state.local import local_of, part_of
 from zeroshard.state.state import DeviceMemory, State
@@ -197,6 +196,11 @@ class SegmentPlan:
         codecs = context.options.codecs
         return codecs.frozen if codecs.frozen is not None and not self.trainable else codecs.weight
 
+    def rest_codec(self, context: Context) -> Codec | None:
+        """Return the codec in which the weights rest: frozen ones alone rest encoded."""
+        frozen = context.options.codecs.frozen
+        return None if self.trainable or frozen is None else self.codec(context)
+
     def grad_codec(self, context: Context) -> Codec | None:
         """Return the codec in which the gradients travel."""
         return context.options.codecs.grad if self.precision(context).wire in CODED else None
@@ -211,7 +215,7 @@ class SegmentPlan:
         lowering = transport.lowering if isinstance(transport, TwoLevelTransport) else None
         gather, plain = _wire(self.dtype, codec), Wire.of(self.dtype)
         formats = Formats(
-            weight=gather if isinstance(rest.away, EncodedStorage) else plain,
+            weight=gather if rest.is_encoded else plain,
             gather=gather,
             reduce=_wire(precision.wire, grad_codec),
             node_sum=_wire(torch.float32 if lowering is None else lowering.hop_dtype, grad_codec),

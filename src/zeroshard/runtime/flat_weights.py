@@ -1,6 +1,7 @@
 """One segment's flat weights: at rest, kept for a backward, and gathered by the hops of a route.
 
     rest (a State) ----- unshard: read, encode, all-gather, keep, decode -----> full (FullBuffer)
+    rest, encoded ------ unshard: read bytes, all-gather bytes, decode -------^
     column (hpz) ------- unshard_backward: all-gather inside the node, decode ----^
 
 What rests here is this rank's part as the row's cell says: its own slice, its column, or the whole
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -29,7 +30,7 @@ from zeroshard.core.placement import Scope
 from zeroshard.core.recording import Operation, Recording
 from zeroshard.core.route import Axis, Hop, Kind, Route
 from zeroshard.errors import StorageError
-from zeroshard.memory import placeholder_value
+from zeroshard.memory import placeholder_value, reads_wait
 from zeroshard.runtime.column import KeptColumn
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flight import Hops, Run, ended
@@ -56,7 +57,10 @@ class _Reads:
         self._lose = lose
         self._works: list[Work] = []
         try:
-            self._works = state.read(0, state.numel, out)
+            if state.is_encoded:
+                self._works = state.read_encoded(out)
+            else:
+                self._works = state.read(0, state.numel, out)
         except StorageError as error:
             lose(error)
 
@@ -204,8 +208,9 @@ class FlatWeights:
 
     @property
     def coded_rest(self) -> EncodedStorage | None:
-        """The weights at rest, if they rest encoded."""
-        return self.rest.away if isinstance(self.rest.away, EncodedStorage) else None
+        """The weights at rest, if they rest encoded on the device of every rank."""
+        first = self.rest.parts[0]
+        return first if isinstance(first, EncodedStorage) and not self.reads_first else None
 
     def note(self, error: StorageError, *, lost: bool = False) -> None:
         """Note that what rests on another tier could not be read, or (`lost`) written."""
@@ -216,7 +221,8 @@ class FlatWeights:
     def take_memory(self) -> None:
         """Take the memory of the full buffer, on compute."""
         if self.buffer.is_ours:
-            self.buffer.take()
+            on_pages = self.rest.rests_elsewhere and not reads_wait(self.full)
+            self.buffer.take(self.context.memory if on_pages else None, self.rest_span[0])
             self.context.meter.add(self.full_bytes)
             self.context.streams.alloc(self.key)
 
@@ -241,6 +247,9 @@ class FlatWeights:
                 yield hop, work
             elif hop.kind is Kind.READ:
                 here, source = self.full[slice(*self.rest_span)], None
+                if self.rest.is_encoded:
+                    num_bytes = sum(part.num_bytes for part in self.rest.parts)
+                    here = whole = self.context.memory.empty_for_disk(num_bytes, torch.uint8)
                 streams.write(self.key)
                 yield hop, self._read(here)
             elif hop.kind is Kind.ENCODE:
@@ -288,7 +297,8 @@ class FlatWeights:
 
     def _read(self, out: torch.Tensor) -> Work:
         """Start reading our slice from another tier, which notes the read itself."""
-        work, recording = _Reads(self.rest, out, self._lose), self.context.streams.probe.recording
+        work = _Reads(self.rest, out, partial(self._lose, out))
+        recording = self.context.streams.probe.recording
         if recording is None:
             return work
         return recording.watch(work, Operation("tier read", "", self.key), recording.now())
@@ -328,10 +338,10 @@ class FlatWeights:
         work = gather_over(self.context.transport, axes, key, here, ranges, out)
         return out, ended(work, streams)
 
-    def _lose(self, error: StorageError) -> None:
-        """Our slice could not be read: go on without."""
+    def _lose(self, out: torch.Tensor, error: StorageError) -> None:
+        """Our slice could not be read: go on with NaN, which bytes of ones are a scale of, too."""
         self.note(error)
-        self.full[slice(*self.rest_span)].fill_(placeholder_value(self.dtype))
+        out.fill_(255 if out.dtype is torch.uint8 else placeholder_value(self.dtype))
 
     def _encode(self, here: torch.Tensor) -> torch.Tensor:
         assert self.codec is not None
@@ -351,8 +361,9 @@ class FlatWeights:
 
     # ------------------------------------------------------------------------- release, publish
 
-    def release(self, *, for_backward: bool | None = False) -> None:
+    def release(self, *, for_backward: bool | None = False) -> int:
         """Give the gathered memory back; the caller has waited for the flight and is done reading.
+        Returns the bytes that the allocator has got.
 
         `for_backward`: it is gathered again with the same numbers; where the policy says so, its
         column stays (None: a column that is here stays).
@@ -362,10 +373,11 @@ class FlatWeights:
         elif for_backward:
             self.column.keep(self.full)
         self.column.end_gather()
-        if self.buffer.is_ours:
-            self.context.streams.free(self.key)
-            self.context.meter.remove(self.full_bytes)
-            self.buffer.release()
+        if not self.buffer.is_ours:
+            return 0
+        self.context.streams.free(self.key)
+        self.context.meter.remove(self.full_bytes)
+        return self.buffer.release()
 
     def wait_published(self) -> None:
         """Return when what rests here is up to date with what other nodes have published."""

@@ -105,8 +105,9 @@ class Loop:
         check_frozen(self.weights.units)
         self.backward.tell("forward")
         self._beat()
-        self.weights.begin("forward")
-        self.weights.enter(evaluates=not (torch.is_grad_enabled() or is_checkpointed()))
+        evaluates = not (torch.is_grad_enabled() or is_checkpointed())
+        self.weights.begin("forward", repeats=evaluates and self._optimizer is None)
+        self.weights.enter(evaluates=evaluates)
         self._saved.begin()
         self._broadcast_buffers()
 
@@ -115,7 +116,7 @@ class Loop:
         self._saved.end()
         if self.weights.passes.running == 1 and not self.weights.nothing_to_do:
             self.hold_parameters(output)
-        self.weights.end_pass()
+        self.weights.end_pass(repeats=self.weights.passes.evaluates)
         self.weights.leave(evaluates=False)
         if (recording := self._context.streams.probe.recording) is not None:
             recording.leave()

@@ -13,6 +13,7 @@ from zeroshard.optim.state_dicts import PartialState
 from zeroshard.runtime.backward import Backward, Manner
 from zeroshard.runtime.budget import Budget
 from zeroshard.runtime.build import Context, build_units
+from zeroshard.runtime.prefetch import Prefetch
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan
@@ -26,7 +27,10 @@ def make_weights_and_gradients(
 ) -> tuple[Weights, Backward]:
     """Bring the model to rest, and make what gathers it and what takes its gradients."""
     units = build_units(plans, context)
-    budget = Budget(units, context.meter, prefetch_bytes, enqueues=context.streams.enqueues)
+    around = context.policy.weights_leave_the_device and not context.options.trains
+    budget = Budget(
+        units, context.meter, prefetch_bytes, enqueues=context.streams.enqueues, around=around
+    )
     # gathers need every rank: all gather the same units in the same order
     ordered = (
         not context.transport.one_sided
@@ -43,7 +47,7 @@ def make_weights_and_gradients(
     )
     weights = Weights(
         units,
-        budget,
+        Prefetch(units, budget, around=around, alone=context.transport.size == 1),
         reductions.make_room,
         streams=context.streams,
         digest=digest,

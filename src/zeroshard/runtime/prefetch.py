@@ -3,6 +3,11 @@
 The last pass says which unit comes next (core/order.py). Units are gathered ahead up to
 ``prefetch_bytes``, and no more than the budget of gathered weights and gradient buffers leaves.
 
+Without an optimizer, weights that rest on another tier are read *around* the end of a forward
+without gradients (ZeRO-Inference): nothing rewrites them before the next one, which runs the same
+units, and so the last units start the reads of the first ones. Before there was a forward, the
+order is that of definition.
+
 Invariant: every decision depends on what the ranks share (order and sizes), never on timing, so
 that two-sided collectives meet. Nothing is moved here: runtime/weights.py gathers and releases.
 """
@@ -24,13 +29,21 @@ Phase = Literal["forward", "backward"]
 class Prefetch:
     """The units of one engine that are gathered and not used yet."""
 
-    def __init__(self, units: Sequence[Unit], budget: Budget) -> None:
+    def __init__(
+        self, units: Sequence[Unit], budget: Budget, *, around: bool = False, alone: bool = False
+    ) -> None:
+        """`around`: read around the end of a pass that repeats; `alone`: no gather follows."""
+        self.around = False  # in this pass
+        self._may_go_around = around
+        self._alone = alone
         self._units = units
         self._sizes = {unit.index: unit.full_bytes for unit in units}
         self._budget = budget
         self._order: Order[int] = Order()
         self._ahead: dict[int, Unit] = {}
         self._held: dict[int, Unit] = {}  # by a schedule, beyond the budget
+        if around:
+            self._order.seed("forward", [unit.index for unit in units if unit.full_bytes])
 
     @property
     def units(self) -> list[Unit]:
@@ -43,8 +56,20 @@ class Prefetch:
         held = [unit for unit in self._held.values() if unit.state is UnitState.GATHERING]
         return [*self._ahead.values(), *held]
 
-    def begin(self, phase: Phase) -> None:
-        """Start a pass over the model."""
+    @property
+    def due(self) -> list[Unit]:
+        """The units of them whose reads to wait for now, so that their gathers start. Where several
+        are on their way, the next one alone: the reads of the others keep the disk busy.
+        """
+        if not self.around:
+            return self.coming
+        return [] if self._alone else self.coming[:1]
+
+    def begin(self, phase: Phase, *, repeats: bool) -> None:
+        """Start a pass over the model; `repeats`: the next one may be the same, with the same
+        weights.
+        """
+        self.around = repeats and self._may_go_around
         self._order.begin(phase)
 
     def last_pass(self, phase: Phase) -> list[Unit]:
@@ -85,7 +110,7 @@ class Prefetch:
         excess = unit.full_bytes - self._budget.left
         if not self._ahead or excess <= 0:
             return []
-        upcoming = self._order.upcoming(phase, unit.index)
+        upcoming = self._order.upcoming(phase, unit.index, around=self.around)
         evicted = to_evict(self._ahead, upcoming, sizes=self._sizes, excess_bytes=excess)
         return [self._units[index] for index in evicted]
 
@@ -102,6 +127,7 @@ class Prefetch:
             live_bytes=0,
             budget_bytes=allowed,
             live=here,
+            around=self.around,
         )
         return [self._units[index] for index in predicted if self._sizes[index]]
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from zeroshard.core.layout import Piece
+from zeroshard.core.layout import Piece, round_up
 from zeroshard.core.placement import Tier
 from zeroshard.core.split import tiles
 from zeroshard.core.work import DoneWork, Work
@@ -298,7 +298,7 @@ def _fill(
                 flatten(values[piece.index])[piece.start : piece.stop]
             )
         return
-    for start, stop in tiles(0, state.numel, _TILE):
+    for start, stop in tiles(0, state.numel, round_up(_TILE, state.align)):
         target = torch.zeros(stop - start, dtype=state.dtype)
         if keeps:
             with state.borrowed(start, stop, write=False) as numbers:

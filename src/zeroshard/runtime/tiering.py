@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from zeroshard.core.layout import ALIGN
 from zeroshard.core.placement import Tier
 from zeroshard.core.split import splits
 from zeroshard.memory import Trimmer
@@ -55,15 +56,16 @@ class Tiering:
         tiers = self.away.get(state, (Tier.DEVICE,))
         return tiers[rank % len(tiers)]
 
-    def splits(self, state: str, tiers: Sequence[Tier], numels: Sequence[int]) -> list[int]:
+    def splits(
+        self, state: str, tiers: Sequence[Tier], numels: Sequence[int], *, align: int = ALIGN
+    ) -> list[int]:
         """Return, per segment of `numels` elements on this rank, how many of `state` rest on the
-        device, given the tiers of their cells.
+        device, given the tiers of their cells; cuts fall on multiples of `align`.
         """
         away = [index for index, tier in enumerate(tiers) if tier is not Tier.DEVICE]
-        out = list(numels)
-        for index, split in zip(
-            away, splits([numels[i] for i in away], self.fractions.get(state, 1.0)), strict=True
-        ):
+        out, held = list(numels), [numels[index] for index in away]
+        cuts = splits(held, self.fractions.get(state, 1.0), align)
+        for index, split in zip(away, cuts, strict=True):
             out[index] = split
         return out
 

@@ -219,22 +219,23 @@ class Unit:
         for segment in self.segments:
             segment.attach()
 
-    def reshard(self, *, for_backward: bool | None = False) -> None:
+    def reshard(self, *, for_backward: bool | None = False) -> int:
         """Give the gathered memory back (replicated rows keep theirs, and only unpoint the
-        parameters); see FlatWeights.release.
+        parameters) and return the bytes that the allocator has got; see FlatWeights.release.
         """
         self._move(UnitState.FULL, UnitState.RESTING)
         self.dozing = False
-        name = None
+        name, num_bytes = None, 0
         for segment in self.segments:
             keeps_writes = segment.flat.replicated and (
                 segment.master is None or segment.master_is_weight
             )
             name = name or segment.seen.lost(writes=not keeps_writes)
             segment.seen.detach()
-            segment.flat.release(for_backward=for_backward)
+            num_bytes += segment.flat.release(for_backward=for_backward)
         if name is not None:
             raise _lost(name, "while it was gathered for computing")
+        return num_bytes
 
     def leave_views(self, tensor: torch.Tensor) -> None:
         """Where `tensor` is a view of the gathered weights, let it keep their memory; see

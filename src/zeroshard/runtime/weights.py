@@ -25,7 +25,6 @@ from zeroshard.core.digest import Digest
 from zeroshard.core.precision import dtype_name
 from zeroshard.errors import StateError
 from zeroshard.memory import Trimmer
-from zeroshard.runtime.budget import Budget
 from zeroshard.runtime.passes import Passes, Until
 from zeroshard.runtime.prefetch import Phase, Prefetch
 from zeroshard.runtime.streams import Streams
@@ -40,7 +39,7 @@ class Weights:
     def __init__(
         self,
         units: Sequence[Unit],
-        budget: Budget,
+        prefetch: Prefetch,
         make_room: Callable[[int], None],
         *,
         streams: Streams,
@@ -56,7 +55,7 @@ class Weights:
         self.epoch = 0
         # tests look at the order of events through this
         self.trace: Callable[[str, str], None] | None = None
-        self._prefetch = Prefetch(self.units, budget)
+        self._prefetch = prefetch
         self._wait_for_reduces = make_room
         self._trimmer = trimmer
         self._streams = streams
@@ -130,11 +129,14 @@ class Weights:
                 self.check_awake()
                 self.start(unit)
 
-    def begin(self, phase: Phase) -> None:
-        """Start a pass over the model."""
+    def begin(self, phase: Phase, *, repeats: bool = False) -> None:
+        """Start a pass over the model, which `repeats` itself: see Prefetch."""
         if self.refusal is not None:
             raise StateError(self.refusal)
-        self._prefetch.begin(phase)
+        if not repeats:  # autograd may refer to other memory of what is ahead
+            for unit in self._prefetch.units:
+                self.release_prefetched(unit)
+        self._prefetch.begin(phase, repeats=repeats)
 
     def unshard(self, unit: Unit, phase: Phase) -> None:
         """Return with `unit` gathered, and the units expected next on their way."""
@@ -171,7 +173,7 @@ class Weights:
         if self.trace is not None:
             self.trace("use", unit.name)
         self._prefetch.ran(unit, phase)
-        for other in self._prefetch.coming:
+        for other in self._prefetch.due:
             other.advance()
         if unit.full_bytes:
             # prefetched in one order and run in another: the ranks' next gathers will differ
@@ -258,8 +260,7 @@ class Weights:
         self._here.discard(unit.index)
         if unit.dozing:
             self._prefetch.keep(unit, kept=False)
-        unit.reshard(for_backward=for_backward)
-        self._trimmer.passed(unit.full_bytes)
+        self._trimmer.passed(unit.reshard(for_backward=for_backward))
 
     def release_unused(self, unit: Unit, *, for_backward: bool | None = False) -> None:
         """Release a unit that rests sharded, where neither a forward, a backward nor the user
@@ -268,12 +269,12 @@ class Weights:
         if unit.cells.weight.is_sharded and unit.state is UnitState.FULL and not unit.in_use:
             self.release(unit, for_backward=for_backward)
 
-    def end_pass(self) -> None:
+    def end_pass(self, *, repeats: bool = False) -> None:
         """A forward or backward of the whole model is over: nothing stays that was only expected
-        or idle.
+        or idle, unless the same forward may follow (`repeats`) and is read for already.
         """
         self.release_idle()
-        for unit in self._prefetch.units:
+        for unit in [] if repeats and self._prefetch.around else self._prefetch.units:
             self.release_prefetched(unit)
 
     def after_backward(self, unit: Unit) -> None:

@@ -1,9 +1,9 @@
-"""Weights that rest encoded: a storage on the device whose elements are kept as blocks of int8,
-int4 or fp8 (MixZ++, for frozen weights).
+"""Weights that rest encoded: a storage whose elements are kept as blocks of int8, int4 or fp8 in a
+storage of bytes, on whatever tier (MixZ++, for frozen weights; ZeRO-Inference).
 
-    encoded   | scale | codes | scale | codes | ...  what rests, and what travels in a gather
-    borrowed  |  decoded elements  |                 what checkpoints read and write: encoding them
-                                                     again gives the same bytes
+    bytes      | scale | codes | scale | codes | ...  what rests, is read, and travels in a gather
+    borrowed   |  decoded elements  |                 what checkpoints read and write: encoding them
+                                                      again gives the same bytes
 
 Invariant: reads give what the last write was decoded to. Ranges start on a block and end on one, or
 at the end of a parameter, after which its last block is padding. Cost: ``stride/block`` bytes per
@@ -20,47 +20,68 @@ import torch
 from zeroshard.comm.codec import Codec
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import DoneWork, Work
+from zeroshard.tier.store import Storage, Store
 
 __all__ = ["EncodedStorage"]
 
 
 class EncodedStorage:
-    """A Storage (tier/store.py) of `numel` elements, encoded on `device`."""
+    """A Storage (tier/store.py) of `numel` elements, encoded in `rest`, a Storage of
+    ``codec.encoded_bytes(numel)`` bytes.
+    """
 
-    tier = Tier.DEVICE
-
-    def __init__(
-        self, key: str, numel: int, dtype: torch.dtype, codec: Codec, device: torch.device
-    ) -> None:
-        self.key = key
+    def __init__(self, numel: int, dtype: torch.dtype, codec: Codec, rest: Storage) -> None:
+        assert rest.dtype is torch.uint8 and rest.numel == codec.encoded_bytes(numel), rest.key
+        self.key = rest.key
         self.numel = numel
         self.dtype = dtype
+        self.tier = rest.tier
         self.codec = codec
-        # zeros decode to zeros
-        self.encoded = torch.zeros(codec.encoded_bytes(numel), dtype=torch.uint8, device=device)
+        self._rest = rest
 
     @property
     def num_bytes(self) -> int:
-        return self.encoded.numel()
+        return self._rest.num_bytes
+
+    @property
+    def encoded(self) -> torch.Tensor:
+        """The encoding [encoded_bytes(numel)] of a storage on the device."""
+        assert self.tier is Tier.DEVICE, (self.key, self.tier)
+        with self._rest.borrowed(0, self._rest.numel, write=True) as there:
+            return there
+
+    def read_encoded(self, out: torch.Tensor) -> Work:
+        """Start copying the encoding into `out` [encoded_bytes(numel)]."""
+        return self._rest.read(0, self._rest.numel, out)
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> Work:
-        self.codec.decode(self._at(start, stop), out)
+        with self.borrowed(start, stop, write=False) as decoded:
+            out.copy_(decoded)
         return DoneWork()
 
     def write(self, start: int, stop: int, source: torch.Tensor) -> Work:
-        self.codec.encode(source.to(self.encoded.device), self._at(start, stop))
-        return DoneWork()
-
-    def _at(self, start: int, stop: int) -> torch.Tensor:
-        return self.encoded[slice(*self.codec.bytes_of((start, stop)))]
+        low, high = self.codec.bytes_of((start, stop))
+        encoded = torch.empty(high - low, dtype=torch.uint8, device=source.device)
+        self.codec.encode(source, encoded)
+        return self._rest.write(low, high, encoded)
 
     @contextmanager
     def borrowed(self, start: int, stop: int, *, write: bool) -> Iterator[torch.Tensor]:
-        decoded = torch.empty(stop - start, dtype=self.dtype, device=self.encoded.device)
-        self.read(start, stop, decoded)
-        yield decoded
-        if write:
-            self.write(start, stop, decoded)
+        low, high = self.codec.bytes_of((start, stop))
+        with self._rest.borrowed(low, high, write=write) as encoded:
+            decoded = torch.empty(stop - start, dtype=self.dtype, device=encoded.device)
+            self.codec.decode(encoded, decoded)
+            yield decoded
+            if write:
+                self.codec.encode(decoded, encoded)
+
+    def renew(self, store: Store) -> None:
+        """Take other memory of `store` for the bytes; its contents are undefined. Raises
+        StorageError.
+        """
+        other = store.allocate(self._rest.key, self._rest.numel, torch.uint8)
+        self._rest.close()
+        self._rest = other
 
     def close(self) -> None:
-        self.encoded = torch.empty(0, dtype=torch.uint8)
+        self._rest.close()

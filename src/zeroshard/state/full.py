@@ -18,6 +18,12 @@ to it, and holds the numbers from before the next step. Without gradients autogr
 any reference that is not ours is a view that has left; with gradients the views are looked for in
 what a module returns (runtime/hooks.py), and `leave` is called.
 
+[Note: pages of a gather] Without gradients nobody will look for the numbers in that storage later.
+A gather that reads a disk then takes pages that are used again, and whose address the disk accepts,
+so that it writes into them straight; the parameters are views of these pages, and the storage waits
+without memory. It takes the storage itself where anything refers to that: a graph whose backward is
+to come.
+
 Where the transport maps the peers' memory (or there is no peer), and where every rank keeps the
 whole, the buffer *is* the weights at rest: taking and releasing it does nothing.
 
@@ -31,8 +37,11 @@ from collections.abc import Sequence
 import torch
 
 from zeroshard.core.layout import Layout
+from zeroshard.state.state import DeviceMemory
 
 __all__ = ["FullBuffer", "flatten", "memory_stride"]
+
+_BLOCK = 4096  # bytes: where a disk may write to
 
 
 def memory_stride(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -86,6 +95,8 @@ class FullBuffer:
             for slot, stride in zip(layout.slots, self.strides, strict=True)
         ]
         self._has_left = False  # whether a view of it is known to be used elsewhere
+        # the tensor without memory and its views, while pages stand for them
+        self._home: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._use(tensor)
 
     def _use(self, tensor: torch.Tensor | None) -> None:
@@ -108,15 +119,31 @@ class FullBuffer:
         """Bytes that `take` takes."""
         return self.layout.numel * self.dtype.itemsize if self.is_ours else 0
 
-    def take(self) -> None:
-        """Take the memory, its contents undefined."""
-        if self.is_ours:
-            self.tensor.untyped_storage().resize_(self.num_bytes)
-
-    def release(self) -> None:
-        """Give the memory back, or leave it to views that are used elsewhere."""
+    def take(self, memory: DeviceMemory | None = None, start: int = 0) -> None:
+        """Take the memory, its contents undefined; where autograd cannot miss it, pages of
+        `memory` whose element `start` lies on a block of a disk: [Note: pages of a gather].
+        """
         if not self.is_ours:
             return
+        if memory is None or _autograd_may_save() or self._references() > self._own_references:
+            self.tensor.untyped_storage().resize_(self.num_bytes)
+            return
+        skipped = -start % (_BLOCK // self.dtype.itemsize)
+        self._home = self.tensor, self.views
+        with torch.inference_mode(False):
+            self.tensor = memory.empty_for_disk(skipped + self.layout.numel, self.dtype)[skipped:]
+            self.views = self.views_of(self.tensor)
+
+    def release(self) -> int:
+        """Give the memory back, or leave it to views that are used elsewhere. Returns the bytes
+        that the allocator has got.
+        """
+        if not self.is_ours:
+            return 0
+        if self._home is not None:
+            # the pages go with the last view of them
+            (self.tensor, self.views), self._home, self._has_left = self._home, None, False
+            return 0
         if self._has_left or (
             not _autograd_may_save() and self._references() > self._own_references
         ):
@@ -125,6 +152,7 @@ class FullBuffer:
                 self._use(None)  # see [Note: views that leave]
         else:
             self.tensor.untyped_storage().resize_(0)
+        return self.num_bytes
 
     def leave(self, address: int) -> None:
         """Leave the memory, at the next release, to a tensor at `address`, if that lies in it."""

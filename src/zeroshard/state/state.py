@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -23,6 +24,7 @@ from zeroshard.core.placement import Tier
 from zeroshard.core.split import tiles
 from zeroshard.core.work import DoneWork, Work
 from zeroshard.memory import Pages
+from zeroshard.state.encoded import EncodedStorage
 from zeroshard.tier.link import Direct, Link
 from zeroshard.tier.store import Storage, Store
 
@@ -38,14 +40,20 @@ class DeviceMemory:
     device: torch.device
     pages: Pages
     link: Link
+    for_disks: Pages = field(default_factory=partial(Pages, yielding=False))
 
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return undefined memory [numel] on the device."""
         return self.pages.empty(numel, dtype, self.device)
 
+    def empty_for_disk(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the same; where it is large, a disk may write to it straight."""
+        return self.for_disks.empty(numel, dtype, self.device)
+
     def release_idle(self) -> None:
         """Give memory that nothing uses back to the system: another process may need it."""
         self.pages.clear()
+        self.for_disks.clear()
         if self.device.type != "cpu":
             torch.get_device_module(self.device).empty_cache()
 
@@ -114,6 +122,22 @@ class State:
         return len(self.parts) == 1 and isinstance(self.parts[0], DeviceStorage)
 
     @property
+    def rests_elsewhere(self) -> bool:
+        """Whether any of it rests on another tier than the device."""
+        return any(part.tier is not Tier.DEVICE for part in self.parts)
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether it rests as blocks of a codec, all of it."""
+        return isinstance(self.parts[0], EncodedStorage)
+
+    @property
+    def align(self) -> int:
+        """On multiples of how many elements its ranges start."""
+        first = self.parts[0]
+        return first.codec.block if isinstance(first, EncodedStorage) else 1
+
+    @property
     def whole(self) -> torch.Tensor:
         """The tensor [numel] of a state that is one."""
         first = self.parts[0]
@@ -148,6 +172,15 @@ class State:
         return [
             part.read(low, high, out[place]) for part, low, high, place in self._cover(start, stop)
         ]
+
+    def read_encoded(self, out: torch.Tensor) -> list[Work]:
+        """Start copying the encoding of all of it into `out`, bytes."""
+        works, low = [], 0
+        for part in self.parts:
+            assert isinstance(part, EncodedStorage), part.key
+            works.append(part.read_encoded(out[low : low + part.num_bytes]))
+            low += part.num_bytes
+        return works
 
     def write(self, start: int, stop: int, source: torch.Tensor) -> list[Work]:
         """Start copying `source` [stop - start] of the same dtype, on the host or the device,
@@ -187,7 +220,9 @@ class State:
         wrong; its contents are undefined. Raises StorageError.
         """
         for part in self.parts:
-            if part.tier is store.tier:
+            if isinstance(part, EncodedStorage) and part.tier is store.tier:
+                part.renew(store)
+            elif part.tier is store.tier:
                 other = store.allocate(part.key, part.numel, part.dtype)
                 self.parts = tuple(other if old is part else old for old in self.parts)
                 part.close()
