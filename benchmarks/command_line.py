@@ -229,7 +229,7 @@ def _add_inference(kinds: Any) -> None:
     inference = kinds.add_parser(
         "inference",
         help="generation with weights on disk and host, beside Accelerate and DeepSpeed",
-        **_epilog("zeroshard bench inference --path /mnt/nvme --layers 24 --width 1024"),
+        **_epilog("zeroshard bench inference --path /mnt/nvme --layers 32 --width 2048"),
     )
     add = inference.add_argument
     text = "a directory on the disk to measure (default: the temporary folder)"
@@ -238,10 +238,10 @@ def _add_inference(kinds: Any) -> None:
     add("--contenders", type=lambda text: text.split(","), metavar="NAME,...", help=text)
     text = "prompts that are generated at a time (default: 1,32)"
     add("--batches", type=_counts, default=[1, 32], metavar="N,...", help=text)
-    add("--layers", type=_count(1), default=24, help="of the model (default: 24)")
+    add("--layers", type=_count(1), default=16, help="of the model (default: 16)")
     add("--width", type=_count(64), default=1024, help="of the model (default: 1024)")
     add("--tokens", type=_count(1), default=8, help="per prompt and turn (default: 8)")
-    add("--rounds", type=_count(1), default=7, help="rounds that count (default: 7)")
+    add("--rounds", type=_count(1), default=5, help="rounds that count (default: 5)")
     add("--out", type=Path, metavar="FILE", help="save everything measured as JSON")
     add("--json", action="store_true", help="print that JSON instead of a table")
     inference.set_defaults(handler=_inference)

@@ -2,7 +2,7 @@
 and DeepSpeed's ZeRO-Inference. One process, greedy decoding of a random Llama in fp32.
 
 Contenders take turns (A B C, B C A, ...) and the first round warms up. A turn generates `tokens`
-tokens for `batch` prompts, with Transformers' unmodified ``generate()``:
+tokens for `batch` prompts of four, with Transformers' unmodified ``generate()``:
 
     zeroshard+disk          zs.shard(model, None, offload=zs.Offload(weight="disk")): past the page
                             cache
@@ -62,7 +62,7 @@ CONTENDERS = (
 DEFAULT = CONTENDERS[:5]
 TARGET, DISK_TARGET = 1.5, 0.85
 _LIBRARIES = {"accelerate": "accelerate", "deepspeed": "deepspeed"}
-_PROMPT_TOKENS = 16
+_PROMPT_TOKENS = 4
 
 Generate = Callable[[torch.Tensor, int], tuple[torch.Tensor, float]]  # -> tokens, seconds
 
