@@ -219,12 +219,13 @@ class Offload(Strict):
     @property
     def away(self) -> dict[str, Tier]:
         """The states that leave the device, where ranks do not differ (`at`)."""
-        return {state: self.tier(state) for state in self.leaving}
+        leaving = self.leaving
+        return {state: self.tier(state) for state in get_args(State) if state in leaving}
 
     @property
-    def leaving(self) -> dict[State, tuple[Tier, ...]]:
+    def leaving(self) -> dict[str, tuple[Tier, ...]]:
         """The states that leave the device on any rank, with their `tiers`."""
-        tiers: dict[State, tuple[Tier, ...]] = {s: self.tiers(s) for s in get_args(State)}
+        tiers: dict[str, tuple[Tier, ...]] = {s: self.tiers(s) for s in get_args(State)}
         return {state: named for state, named in tiers.items() if set(named) != {Tier.DEVICE}}
 
     def fractions(self) -> dict[str, float]:
