@@ -244,22 +244,21 @@ def _make_tiering(
     asked: Asked, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device
 ) -> Tiering:
     """Make the configured stores. An unusable disk raises StorageError on every rank."""
-    offload, away = asked.settings.offload, asked.common.offload.away
+    offload, leaving = asked.settings.offload, asked.common.offload.leaving
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
-    tiers = set().union(*offload.away.values())
     link = link_of(device) if offload.link is None else offload.link
     stores: dict[Tier, Store] = {}
     error: StorageError | None = None
     try:
-        if Tier.HOST in tiers:
+        if Tier.HOST in offload.away.values():
             stores[Tier.HOST] = HostStore(device, link=link)
-        if Tier.DISK in tiers:
+        if Tier.DISK in offload.away.values():
             assert offload.disk_path is not None
             directory = SwapDirectory(offload.disk_path, rank=rank)
             stores[Tier.DISK] = DiskStore(directory, device, verify=offload.verify, link=link)
     except StorageError as failed:
         error = failed
-    if away:  # on any rank
+    if leaving:  # on any rank
         try:
             agree(through(group), {}, call="shard()", error=error, refusal=StorageError)
         except StorageError:
@@ -273,7 +272,7 @@ def _make_tiering(
         fractions["optimizer"] = fractions["grad"] = first_fraction(device, link, least=least)
     return Tiering(
         stores=stores,
-        away={state: tuple(asked.common.offload.tiers(state)) for state in away},
+        away=leaving,
         fractions=fractions,
         least=least,
         link=link,

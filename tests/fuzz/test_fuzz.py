@@ -65,6 +65,7 @@ FOUND = {  # what later seeds found, shrunk where that was possible
         steps=(Step((Micro(forwards=2),)), Step()),
     ),
     "sums on the host while ranks take different branches": draw(586),
+    "sums on the host of one rank, which has all of a unit": draw(2261),
     "the other kind of checkpoint between two reentrant ones": Program(
         622,
         world=1,

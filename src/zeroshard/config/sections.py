@@ -217,10 +217,16 @@ class Offload(Strict):
         return {state: len(tiers) for state, tiers in named.items() if not isinstance(tiers, str)}
 
     @property
-    def away(self) -> dict[State, frozenset[Tier]]:
-        """The states that leave the device on any rank, and for which tiers."""
-        tiers = {s: frozenset(self.tiers(s)) - {Tier.DEVICE} for s in get_args(State)}
-        return {state: others for state, others in tiers.items() if others}
+    def away(self) -> dict[str, Tier]:
+        """The states that leave the device, where ranks do not differ (`at`)."""
+        leaving = self.leaving
+        return {state: self.tier(state) for state in get_args(State) if state in leaving}
+
+    @property
+    def leaving(self) -> dict[str, tuple[Tier, ...]]:
+        """The states that leave the device on any rank, with their `tiers`."""
+        tiers: dict[str, tuple[Tier, ...]] = {s: self.tiers(s) for s in get_args(State)}
+        return {state: named for state, named in tiers.items() if set(named) != {Tier.DEVICE}}
 
     def fractions(self) -> dict[str, float]:
         """Return the share of each state that leaves the device ("auto" starts from 1)."""
@@ -230,7 +236,7 @@ class Offload(Strict):
 
     def check(self) -> None:
         """Raise ConfigError for options without effect and invalid combinations."""
-        away, defaults = self.away, Offload()
+        away, defaults = self.leaving, Offload()
         names = ("fraction", "disk_path", "staging_bytes", "delayed_update", "verify")
         given = [name for name in names if getattr(self, name) != getattr(defaults, name)]
         if given and not away:

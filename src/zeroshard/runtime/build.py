@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm.codec import Codec
-from zeroshard.core.placement import Cells, Scope, Tier
+from zeroshard.core.placement import Cell, Cells, Scope, Tier
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.core.shares import Dealer
 from zeroshard.memory import return_freed_memory
@@ -47,7 +47,9 @@ class Splits:
     weight: int
     grad: int
     optim: int
-    weights_stay: bool = True  # on the device as a whole, and on that of every other rank
+    # whether they rest on the device as a whole, and on that of every other rank
+    weights_stay: bool = True
+    grads_stay: bool = True
 
 
 def compute_dtypes(model: nn.Module, precision: Precision) -> Dtypes:
@@ -140,27 +142,32 @@ def _split(plans: Sequence[SegmentPlan], context: Context) -> list[Splits]:
     grads = split("grad", [p.cells.grad.tier for p in trained], stepped_here)
     optims = split("optimizer", [p.cells.optim.tier for p in trained], stepped_here)
     stepped = {p.key: (grad, optim) for p, grad, optim in zip(trained, grads, optims, strict=True)}
-    stay = _stay_everywhere(plans, context)
+    # only these have a window, which all ranks make together
+    stay = _stay_everywhere("weight", [(p, p.cells.weight) for p in plans], context)
+    # sums that leave are waited for, which all ranks do at the same places
+    sums = _stay_everywhere("grad", [(p, p.cells.optim) for p in trained], context)
     return [
-        Splits(weight, *stepped.get(p.key, (0, 0)), weights_stay=stays)
-        for p, weight, stays in zip(plans, weights, stay, strict=True)
+        Splits(weight, *stepped.get(p.key, (0, 0)), p.key in stay, p.key in sums)
+        for p, weight in zip(plans, weights, strict=True)
     ]
 
 
-def _stay_everywhere(plans: Sequence[SegmentPlan], context: Context) -> list[bool]:
-    """Return of which segments the weights rest on the device on every rank: only these have a
-    window, which all ranks make together.
+def _stay_everywhere(
+    state: str, plans: Sequence[tuple[SegmentPlan, Cell]], context: Context
+) -> set[str]:
+    """Return the segments whose `state`, of which a rank holds what the cell beside them says,
+    rests on the device on every rank.
     """
-    tiering, out = context.tiering, [True] * len(plans)
-    alike = context.options.shares is None and not tiering.differs("weight")
+    tiering, out = context.tiering, {plan.key for plan, _ in plans}
+    alike = context.options.shares is None and not tiering.differs(state)
     for rank in range(context.mesh.size):
         # where ranks are alike, each speaks for all, also of parameters with a mesh of their own
-        held = [p.layout.held(p.rank if alike else rank, p.cells.weight) for p in plans]
-        tier = tiering.tier_on(rank, "weight")
-        splits = tiering.splits(
-            "weight", [tier] * len(plans), held, align=context.options.codecs.align
-        )
-        out = [stay and split == num for stay, split, num in zip(out, splits, held, strict=True)]
+        held = [p.layout.held(p.rank if alike else rank, cell) for p, cell in plans]
+        tiers, align = [tiering.tier_on(rank, state)] * len(plans), context.options.codecs.align
+        splits = tiering.splits(state, tiers, held, align=align)
+        for (plan, _), split, numel in zip(plans, splits, held, strict=True):
+            if split < numel:
+                out.discard(plan.key)
         if alike:
             break
     return out
@@ -332,6 +339,8 @@ def _gradient_path(
             return State.of(context.memory.empty(numel, precision.accumulate))
         return State(store.allocate(f"{plan.key} partial gradient", numel, precision.accumulate))
 
-    summed = SummedGradient(plan, flat, context, place)
+    # where fractions move, no rank knows those of the others
+    leaves = not splits.grads_stay or context.tiering.automatic
+    summed = SummedGradient(plan, flat, context, place, leaves=leaves)
     partial = PartialSum(plan, flat, context, make_partial)
     return GradientPath(plan, flat, context, summed=summed, partial=partial)

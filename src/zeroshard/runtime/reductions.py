@@ -101,11 +101,9 @@ class Reductions:
         Where ranks may run their units in different order (see `make_room`), those stay whose other
         parts have not come.
         """
-        waiting = (
-            [path for path in self._flights.values() if path.summed.tiered]
-            if self._flushing
-            else []
-        )
+        # not those that leave this rank's device: a wait gives a buffer back, and what fits beside
+        # it is gathered ahead on every rank or on none
+        waiting = [path for path in self._flights.values() if path.summed.leaves]
         for path in waiting[:-_IN_FLIGHT]:
             path.wait(block=self._waits_for_room)
             if path.in_flight:

@@ -40,9 +40,18 @@ class SummedGradient:
     """The resting gradient of one trainable segment, and this rank's slice of it."""
 
     def __init__(
-        self, plan: SegmentPlan, flat: FlatWeights, context: Context, place: GradientAllocator
+        self,
+        plan: SegmentPlan,
+        flat: FlatWeights,
+        context: Context,
+        place: GradientAllocator,
+        *,
+        leaves: bool,
     ) -> None:
-        """`place` makes the resting gradients."""
+        """`place` makes the resting gradients. `leaves`: on some rank they may rest, in part, on
+        another tier.
+        """
+        self.leaves = leaves
         rank, layout = context.transport.rank, flat.layout
         self.key = flat.key  # the segment's key in collectives
         (low, high), (first, _) = flat.own_span, flat.stepped
