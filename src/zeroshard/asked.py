@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from zeroshard.runtime.build import Dtypes, compute_dtypes
 from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_units
 from zeroshard.state.local import local_of, part_of, whole_shape
 
-__all__ = ["Asked", "compared", "told_by_id", "understood"]
+__all__ = ["Asked", "asked_again", "compared", "told_by_id", "understood"]
 
 _log = logging.getLogger("zeroshard")
 
@@ -213,6 +213,20 @@ def _checked(
         deferred = report | {"a deferred model": "yes"}
         return Asked(settings, mesh, dtypes, plans, common, deferred, values, parts, within)
     return Asked(settings, mesh, dtypes, plans, common, report | values, {}, parts, within)
+
+
+def asked_again(asked: Asked, model: nn.Module, settings: Config, seat: Seat) -> Asked:
+    """Return what `asked` becomes with other `settings` in another `seat`: units and dtypes are the
+    same. Raises ConfigError.
+    """
+    settings.refuse_unsupported()
+    node_size = node_size_of(settings, seat.dims)
+    world = 1 if seat.group is None else seat.group.size()
+    mesh = Mesh.of(world, node_size, seat.dims.others)
+    check_nodes(mesh, settings)
+    check_codecs(model, asked.dtypes, settings)
+    report = _settings_report(settings, node_size)
+    return replace(asked, settings=settings, mesh=mesh, settings_report=report)
 
 
 def _first_report(seat: Seat, sync_from: int | None) -> dict[str, str]:

@@ -87,6 +87,7 @@ class Manner:
     scaled: bool = False  # inside engine.backward()
     divisor: int = 1  # by which the step divides, beside the number of ranks
     refused: str | None = None  # why a backward that no schedule runs is refused
+    joined: bool = False  # inside join(): other ranks may shadow this one
 
 
 @dataclass(eq=False)

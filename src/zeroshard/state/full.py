@@ -126,6 +126,11 @@ class FullBuffer:
         else:
             self.tensor.untyped_storage().resize_(0)
 
+    def close(self) -> None:
+        """Let go of memory at rest, which is given back: nothing is gathered here any more."""
+        self.tensor = torch.empty(0, dtype=self.dtype)
+        self.views = []
+
     def leave(self, address: int) -> None:
         """Leave the memory, at the next release, to a tensor at `address`, if that lies in it."""
         if 0 <= address - self.tensor.data_ptr() < self.num_bytes:
