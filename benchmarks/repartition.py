@@ -68,14 +68,15 @@ def _timed(action: Any) -> float:
 def _measure(case: str, layers: int, turns: int, folder: Path) -> dict[str, Any]:
     before, after = CASES[case]
     model, optimizer, engine = _made(layers, **before)
-    ours, others = [], []
+    ours, others, number = [], [], 0
 
     def by_checkpoint(options: dict[str, Any]) -> None:
-        nonlocal engine
-        zs.save(folder / "step", engine, step=1, keep=1)
+        nonlocal engine, number
+        number += 1
+        zs.save(folder / "steps", engine, step=number, keep_last=1)
         engine.close()
         engine = zs.shard(model, optimizer, units=[nn.Linear], **options)
-        zs.load(folder / "step", engine)
+        zs.load(folder / "steps", engine)
 
     for turn in range(turns + 1):  # the first one warms both up
         one = _timed(lambda: engine.repartition(**after))
