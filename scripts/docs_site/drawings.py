@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Draw the pictures of docs/img: the table of rows, a unit's route, the lanes, the tiers, a
-repartition.
+"""Draw the pictures of docs/img: the table of rows, a unit's route, the lanes, the tiers, shares,
+a repartition.
 
     python -m scripts.docs_site.drawings         # write the SVG files
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from zeroshard.core.placement import Cell, Mesh, Scope
 from zeroshard.core.policy import ROWS
 from zeroshard.core.precision import PRECISIONS
+from zeroshard.core.shares import deal, shares_of
 
 __all__ = ["DRAWINGS", "write"]
 
@@ -230,6 +231,33 @@ def tiers() -> str:
     return picture.text()
 
 
+def shares() -> str:
+    """Draw three segments that two ranks share, 1 to 3, beside what they gather and compute."""
+    picture = Picture(800, 236, "Shares: who rests which blocks, and what stays the same")
+    numbers, block, blocks, left = shares_of([0.25, 0.75]), 17, (10, 14, 8), 96
+    assert numbers is not None
+    dealt, x = [0, 0], left
+    rows = (("rank 0", "rests a quarter"), ("rank 1", "rests the rest"), ("both", "in use"))
+    for row, (name, about) in enumerate(rows):
+        picture.words(4, 57 + 62 * row, name, size=14, bold=True)
+        picture.words(4, 73 + 62 * row, about, size=11, colour="soft")
+    for number, count in enumerate(blocks):
+        mine = deal(numbers, dealt, count)
+        picture.words(x, 24, f"unit {number}: {count} blocks, {mine[0]} + {mine[1]}", bold=True)
+        for row, (first, own) in enumerate(((0, mine[0]), (mine[0], mine[1]), (0, count))):
+            picture.box(x, 40 + 62 * row, block * count, 38)
+            fill = "own" if row < 2 else "all"
+            for index in range(first, first + own):
+                picture.box(x + block * index + 2, 42 + 62 * row, block - 4, 34, fill, "none")
+        dealt = [have + more for have, more in zip(dealt, mine, strict=True)]
+        x += block * count + 26
+    picture.words(
+        left, 224, f"{dealt[0]} and {dealt[1]} of {sum(dealt)} blocks after three units. Every rank"
+        " gathers all of a unit, and computes its own batches.", size=12, colour="soft",
+    )  # fmt: skip
+    return picture.text()
+
+
 def repartition() -> str:
     """Draw the bytes at rest on a rank over a run that goes from stage 1 to stage 3."""
     picture = Picture(820, 262, "Bytes at rest on one of 8 ranks, from stage 1 to stage 3")
@@ -266,7 +294,8 @@ def repartition() -> str:
 
 
 DRAWINGS = {
-    "table": table, "route": route, "lanes": lanes, "tiers": tiers, "repartition": repartition,
+    "table": table, "route": route, "lanes": lanes, "tiers": tiers, "shares": shares,
+    "repartition": repartition,
 }  # fmt: skip
 
 

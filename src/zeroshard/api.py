@@ -201,7 +201,7 @@ def _make_context(
         pool_bytes=_pool_bytes(asked, ""),
     )
     with seat.axes.telling("shard()"):
-        tiering = _make_tiering(settings, model, seat.group, device)
+        tiering = _make_tiering(asked, model, seat.group, device)
         transport = make_transport(seat.group, device, spec)
     axes = seat.axes.connected(spec, transport.traffic)
     context = Context(
@@ -210,12 +210,13 @@ def _make_context(
         dtypes=asked.dtypes,
         transport=transport,
         mesh=asked.mesh,
+        shares=asked.shares,
         everyone=Everyone(transport.control, axes),
         holders=Holders.everyone(transport.size, transport.rank),
         streams=make_streams(device),
         meter=MemoryCounter(),
         memory=DeviceMemory(device, Pages(), tiering.link),
-        faults=Faults(transport, active=bool(tiering.stores), differing=told),
+        faults=Faults(transport, active=bool(tiering.away), differing=told),
         options=Options(
             strict=settings.strict,
             verify_every=settings.verify_every,
@@ -255,24 +256,25 @@ def _pool_bytes(asked: Asked, pattern: str) -> int:
 
 
 def _make_tiering(
-    settings: Config, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device
+    asked: Asked, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device
 ) -> Tiering:
     """Make the configured stores. An unusable disk raises StorageError on every rank."""
-    offload = settings.offload
+    offload, away = asked.settings.offload, asked.common.offload.away
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
+    tiers = set().union(*offload.away.values())
     link = link_of(device) if offload.link is None else offload.link
     stores: dict[Tier, Store] = {}
     error: StorageError | None = None
     try:
-        if Tier.HOST in offload.away.values():
+        if Tier.HOST in tiers:
             stores[Tier.HOST] = HostStore(device, link=link)
-        if Tier.DISK in offload.away.values():
+        if Tier.DISK in tiers:
             assert offload.disk_path is not None
             directory = SwapDirectory(offload.disk_path, rank=rank)
             stores[Tier.DISK] = DiskStore(directory, device, verify=offload.verify, link=link)
     except StorageError as failed:
         error = failed
-    if offload.away:
+    if away:  # on any rank
         try:
             agree(through(group), {}, call="shard()", error=error, refusal=StorageError)
         except StorageError:
@@ -281,10 +283,12 @@ def _make_tiering(
             raise
     fractions, automatic, least = offload.fractions(), offload.fraction == "auto", 0.0
     if automatic:
-        least = _no_room_for(model, device, world)
+        share = 1 / world if asked.shares is None else float(asked.shares[rank])
+        least = _no_room_for(model, device, share)
         fractions["optimizer"] = fractions["grad"] = first_fraction(device, link, least=least)
     return Tiering(
         stores=stores,
+        away={state: tuple(asked.common.offload.tiers(state)) for state in away},
         fractions=fractions,
         least=least,
         link=link,
@@ -294,13 +298,13 @@ def _make_tiering(
     )
 
 
-def _no_room_for(model: nn.Module, device: torch.device, world: int) -> float:
-    """Return the share of the optimizer's state that half of the free memory cannot hold."""
-    if device.type == "cpu":
+def _no_room_for(model: nn.Module, device: torch.device, share: float) -> float:
+    """Return the part of the optimizer's state that half of the free memory cannot hold."""
+    if device.type == "cpu" or not share:
         return 0.0
     free, _ = torch.get_device_module(device).mem_get_info(device)
     numel = sum(local_of(p).numel() for p in model.parameters() if p.requires_grad)
-    return max(0.0, 1.0 - 0.5 * float(free) / (12 * numel / world))
+    return max(0.0, 1.0 - 0.5 * float(free) / (12 * numel * share))
 
 
 def _prepare(tensors: Iterable[torch.Tensor], transport: Transport, source: int | None) -> None:

@@ -17,6 +17,7 @@ from zeroshard.checks import (
     check_model,
     check_nodes,
     check_own_meshes,
+    check_per_rank,
     check_precision,
     node_size_of,
 )
@@ -25,6 +26,7 @@ from zeroshard.comm.device_mesh import Seat
 from zeroshard.config import AUTO, Config
 from zeroshard.core.placement import Mesh
 from zeroshard.core.precision import dtype_name
+from zeroshard.core.shares import Shares, shares_of
 from zeroshard.core.tensor_digest import digest_of
 from zeroshard.errors import ConfigError, ZeroshardError
 from zeroshard.nn.deferred import (
@@ -51,7 +53,9 @@ _COMPARED = (
 class Asked:
     """This rank's settings, checked, and not yet compared with the other ranks'."""
 
-    settings: Config
+    settings: Config  # with this rank's own tiers
+    common: Config  # as it was given, the same on every rank
+    shares: Shares | None  # of the data parallel ranks; None: equal
     mesh: Mesh
     dtypes: Dtypes
     plans: list[UnitPlan]
@@ -96,20 +100,23 @@ def understood(
     seat: Seat,
     sync_from: int | None,
 ) -> tuple[Asked | None, ZeroshardError | None]:
-    """Return what is asked for, checked, or why this rank refuses. Collective for policy="auto"
-    alone.
+    """Return what is asked for, checked, or why this rank refuses. Collective for policy="auto",
+    and shares="memory" and "auto", alone.
     """
     try:
         settings = build()
     except ZeroshardError as refused:
         return None, refused
-    everyone = None
+    everyone, shares = None, settings.shares
     if settings.policy == AUTO:
         everyone = _facts(model, optimizer, settings, seat, sync_from)
+    elif isinstance(shares, str):
+        shares = _measured(model, optimizer, settings, seat, sync_from)
     try:
         if everyone is not None:
             settings = _chosen(model, optimizer, settings, seat, everyone)
-        return _checked(model, optimizer, settings, seat, sync_from), None
+        numbers = None if shares is None or isinstance(shares, str) else shares
+        return _checked(model, optimizer, settings, numbers, seat, sync_from), None
     except ZeroshardError as refused:
         return None, refused
 
@@ -144,6 +151,40 @@ def _facts(
     return [json.loads(one) for one in everyone]
 
 
+def _measured(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Config,
+    seat: Seat,
+    sync_from: int | None,
+) -> tuple[float, ...]:
+    """Return the shares that follow the ranks' memory; rank 0 logs why. Collective.
+
+    Raises this rank's error, another's, or PlanMismatch where not all ranks ask for them.
+    """
+    from zeroshard.hetero import resolved
+
+    assert isinstance(settings.shares, str)
+    world = 1 if seat.group is None else seat.group.size()
+    error, report = None, _first_report(seat, sync_from)
+    try:
+        check_per_rank(settings, world, seat)
+        refuse_inside("shard()")
+        check_model(model, optimizer)
+        report |= _shares_report(settings, seat)
+    except ZeroshardError as refused:
+        error = refused
+    with seat.axes.telling("shard()"):
+        agree(through(seat.group), report, call="shard()", error=error, remedy=REMEDY)
+        named = [p for p in model.parameters() if fingerprint_of(p) is None]
+        own_bytes = sum(local_of(p).nbytes for p in named)
+        device = next(model.parameters()).device
+        numbers, told = resolved(settings.shares, seat.group, device, own_bytes)
+    if seat.rank == 0:
+        _log.info("%s", told)
+    return numbers
+
+
 def _chosen(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -170,14 +211,17 @@ def _chosen(
 def _checked(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    settings: Config,
+    common: Config,
+    shares: tuple[float, ...] | None,
     seat: Seat,
     sync_from: int | None,
 ) -> Asked:
     """Check everything on this rank. Nothing is changed or sent. Raises ConfigError."""
     world = 1 if seat.group is None else seat.group.size()
-    settings.refuse_unsupported()
-    settings.batch_sizes(world)
+    common.refuse_unsupported()
+    check_per_rank(common, world, seat)
+    common.batch_sizes(world)
+    settings = common.at(seat.rank)
     node_size = node_size_of(settings, seat.dims)
     mesh = Mesh.of(world, node_size, seat.dims.others)
     check_nodes(mesh, settings)
@@ -204,29 +248,38 @@ def _checked(
         if plan.pattern
         for name in plan.parameters
     }
-    common = _first_report(seat, sync_from) | _settings_report(settings, node_size)
+    same = _first_report(seat, sync_from) | _settings_report(common, seat, node_size)
     report = _report(model, optimizer, dtypes, plans)
     values = _initial_values(model) if sync_from is None else {}
     named = named_parameters_once(model).items()
     parts = frozenset(_initial(name) for name, p in named if part_of(name, p).axes)
     if values and any(fingerprint_of(parameter) is not None for parameter in model.parameters()):
         deferred = report | {"a deferred model": "yes"}
-        return Asked(settings, mesh, dtypes, plans, common, deferred, values, parts, within)
-    return Asked(settings, mesh, dtypes, plans, common, report | values, {}, parts, within)
+    else:
+        deferred, values = report | values, {}
+    cut = None if shares is None else shares_of(shares)
+    return Asked(settings, common, cut, mesh, dtypes, plans, same, deferred, values, parts, within)
 
 
-def asked_again(asked: Asked, model: nn.Module, settings: Config, seat: Seat) -> Asked:
-    """Return what `asked` becomes with other `settings` in another `seat`: units and dtypes are the
-    same. Raises ConfigError.
+def asked_again(asked: Asked, model: nn.Module, common: Config, seat: Seat) -> Asked:
+    """Return what `asked` becomes with other `common` settings in another `seat`: units and dtypes
+    are the same, and so are shares that were measured. Raises ConfigError.
     """
-    settings.refuse_unsupported()
-    node_size = node_size_of(settings, seat.dims)
     world = 1 if seat.group is None else seat.group.size()
+    common.refuse_unsupported()
+    check_per_rank(common, world, seat)
+    settings = common.at(seat.rank)
+    node_size = node_size_of(settings, seat.dims)
     mesh = Mesh.of(world, node_size, seat.dims.others)
     check_nodes(mesh, settings)
     check_codecs(model, asked.dtypes, settings)
-    report = _settings_report(settings, node_size)
-    return replace(asked, settings=settings, mesh=mesh, settings_report=report)
+    shares = asked.shares
+    if not isinstance(common.shares, str):
+        shares = None if common.shares is None else shares_of(common.shares)
+    report = _settings_report(common, seat, node_size)
+    return replace(
+        asked, settings=settings, common=common, shares=shares, mesh=mesh, settings_report=report
+    )
 
 
 def _first_report(seat: Seat, sync_from: int | None) -> dict[str, str]:
@@ -235,10 +288,15 @@ def _first_report(seat: Seat, sync_from: int | None) -> dict[str, str]:
     return mesh | {"sync_from": str(sync_from)}
 
 
-def _settings_report(settings: Config, node_size: int | None) -> dict[str, str]:
+def _shares_report(settings: Config, seat: Seat) -> dict[str, str]:
+    """Return how the report of settings begins: with what is compared before ranks are measured."""
+    policy = settings.at(seat.rank).resolved_policy().name
+    return {"policy": policy, "shares": str(settings.shares)}
+
+
+def _settings_report(settings: Config, seat: Seat, node_size: int | None) -> dict[str, str]:
     """Return the settings that must be equal on all ranks, in order of importance."""
-    report = {
-        "policy": settings.resolved_policy().name,
+    report = _shares_report(settings, seat) | {
         "precision": settings.resolved_precision().describe(),
         "comm": settings.comm.model_dump_json(),
         "comm.node_size": str(node_size),

@@ -17,6 +17,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -33,6 +34,7 @@ from zeroshard.comm.hand_over import HandOver
 from zeroshard.config import AUTO, Config, build_config
 from zeroshard.core.digest import first_difference, holders
 from zeroshard.core.placement import Tier
+from zeroshard.core.shares import shares_of
 from zeroshard.errors import (
     CheckpointError,
     ConfigError,
@@ -41,6 +43,7 @@ from zeroshard.errors import (
     StorageError,
     ZeroshardError,
 )
+from zeroshard.hetero import resolved
 from zeroshard.runtime.build import Context, PlannedUnits, build_units, plan_units
 from zeroshard.runtime.ema import averages_of
 from zeroshard.runtime.engine import Engine, parts_of, relaid, states_of
@@ -49,6 +52,9 @@ from zeroshard.runtime.relayout import Arrival, Departure, Facts, Transfer, let_
 from zeroshard.state.local import local_of
 
 __all__ = ["Repartition"]
+
+_log = logging.getLogger("zeroshard")
+EQUAL = "equal"  # shares that are none
 
 _CALL = "engine.repartition()"
 _AWAY = (
@@ -139,7 +145,7 @@ class Repartition:
         mesh = changes.get("mesh")
         if not changes:
             raise ConfigError(
-                f"{_CALL} without a change: pass policy=, offload=, mesh= or node_size="
+                f"{_CALL} without a change: pass policy=, offload=, shares=, mesh= or node_size="
             )
         if changes.get("policy") == AUTO:
             raise ConfigError("policy='auto' plans for shard() alone: name a row")
@@ -253,12 +259,13 @@ class Repartition:
 
     def _settings_json(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings that may change, for ranks that come back."""
-        settings = _settings(self._asked.settings, changes)
+        settings = _settings(self._asked.common, changes)
         policy = settings.policy
         return {
             "policy": policy if policy is None or isinstance(policy, str) else None,
             "stage": settings.stage,
             "offload": settings.offload.model_dump(mode="json"),
+            "shares": EQUAL if settings.shares is None else settings.shares,
             "node_size": settings.comm.node_size,
         }
 
@@ -281,7 +288,7 @@ class Repartition:
         failure: ZeroshardError | None = None
         if asked is not None and seat is not None:
             try:
-                ready = self._ready(engine, asked, seat)
+                ready = self._ready(engine, _measured(engine, asked, seat, changes), seat)
             except (ConfigError, StorageError) as refused:
                 failure = refused
         failures = hand_over.exchange(b"" if failure is None else str(failure).encode(), _CALL)
@@ -300,11 +307,16 @@ class Repartition:
         if seat is None:
             return None, None
         try:
-            settings = self._asked.settings
+            settings = self._asked.common
             if self._is_away:
                 first = next(one for one in told if one["ranks"] is not None)
                 settings = _settings(settings, first["settings"])
-            asked = asked_again(self._asked, engine.module, _settings(settings, changes), seat)
+            settings = _settings(settings, changes)
+            if isinstance(settings.shares, str) and "shares" not in changes and "mesh" in changes:
+                raise ConfigError(
+                    f"shares={settings.shares!r} was measured on other ranks: pass shares= again"
+                )
+            asked = asked_again(self._asked, engine.module, settings, seat)
             away = [cells.optim.tier for cells in asked.settings.resolved_policy().all_cells]
             if averages_of(engine) and set(away) != {Tier.DEVICE}:
                 raise ConfigError(
@@ -440,10 +452,28 @@ class _Move:
 
 def _settings(settings: Config, changes: Mapping[str, Any]) -> Config:
     """Return `settings` with those of `changes` that a Config has. Raises ConfigError."""
-    known = {name: changes.get(name) for name in ("policy", "stage", "offload")}
+    known = {name: changes.get(name) for name in ("policy", "stage", "offload", "shares")}
+    if known["shares"] == EQUAL:
+        settings, known["shares"] = settings.model_copy(update={"shares": None}), None
     if changes.get("node_size") is not None:
         known["comm"] = settings.comm.model_copy(update={"node_size": changes["node_size"]})
     return build_config(settings, **known)
+
+
+def _measured(engine: Engine, asked: Asked, seat: Seat, changes: Mapping[str, Any]) -> Asked:
+    """Return `asked` with shares that follow what is measured now, if `changes` ask for that; the
+    first rank logs why. Collective over the new ranks.
+    """
+    shares = changes.get("shares")
+    if shares == EQUAL or not isinstance(shares, str):
+        return asked
+    rests = engine.memory().tiers.values()
+    own_bytes = sum(by_tier.get(Tier.DEVICE.value, 0) for by_tier in rests)
+    device = parts_of(engine).context.device
+    numbers, told = resolved(shares, seat.group, device, own_bytes)
+    if seat.rank == 0:
+        _log.info("%s", told)
+    return replace(asked, shares=shares_of(numbers))
 
 
 def _model_digest(asked: Asked) -> str:

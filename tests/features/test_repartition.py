@@ -29,6 +29,8 @@ Change = dict[str, Any]
 def _options(change: Change, before: Change) -> Change:
     """Return the options of shard() that say what a repartition with `change` asks for."""
     options = {**before, **change}
+    if options.get("shares") == "equal":
+        del options["shares"]
     if "node_size" in options:
         options["comm"] = zs.Comm(node_size=options.pop("node_size"))
     return options
@@ -91,7 +93,10 @@ NOWHERE: Change = {"offload": {}}
 
 
 def test_stages_1_and_3_have_the_bits_of_saving_and_loading(tmp_path: Path) -> None:
-    chain = [_row("zero1"), _row("zero3"), _row("zero1")]
+    chain = [
+        _row("zero1"), _row("zero3"), {"shares": [0.25, 0.75]},
+        _row("zero1") | {"shares": "equal"},
+    ]  # fmt: skip
     run_ranks(2, _chain, str(tmp_path), chain, {}, True)
 
 
@@ -192,6 +197,8 @@ def _refusals(rank: int, world: int, path: str) -> None:
     ask("a row that the planner finds", policy="auto")
     ask("both", policy="zero3", stage=3)
     ask("nodes", policy="hpz", node_size=3)
+    ask("shares of three", shares=[0.2, 0.3, 0.5])
+    ask("shares that do not sum", shares=[0.2, 0.3])
     ask("no mesh", mesh=[0, 1])
     ask("dp alone", dp="dp")
     ask("only one rank asks for a mesh", **({} if rank else {"mesh": _MESH}), policy="zero3")
@@ -239,6 +246,8 @@ _MESSAGES = {
     "a row that the planner finds": "name a row",
     "both": "one of them decides",
     "nodes": "does not divide",
+    "shares of three": "there are 2 data parallel ranks",
+    "shares that do not sum": "sum to 0.5",
     "no mesh": "init_device_mesh",
     "dp alone": "pass mesh=",
     "only one rank asks for a mesh": "mesh",
@@ -359,6 +368,19 @@ def test_every_tier_goes_to_every_other_tier(tmp_path: Path, precision: str) -> 
     }
     chain = [places[name] for name in _tour(list(places))]
     run_ranks(2, _chain, str(tmp_path), chain, {"precision": precision}, False, timeout=500)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_shares_go_to_other_shares_in_every_row_and_on_tiers(tmp_path: Path) -> None:
+    uneven = [{"shares": shares} for shares in ([0.5, 0, 0.3, 0.2], [0, 0.1, 0.9, 0], "equal")]
+    chain = [_row("zero3"), *uneven]
+    for row in ("zero1", "zero2", "hpz", "hfsdp", "mics"):
+        chain += [{"policy": row, "node_size": 2}, *uneven]
+    tiers = ("device", "host", "disk", "device")  # of each rank
+    chain += [_row("zero1"), {"offload": {"optimizer": list(tiers), "disk_path": str(tmp_path)}}]
+    chain += [uneven[0], NOWHERE, uneven[2]]
+    run_ranks(4, _chain, str(tmp_path), chain, {}, False, timeout=500)
 
 
 @pytest.mark.slow

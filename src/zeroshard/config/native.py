@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from zeroshard.config.deepspeed.reading import Reading, is_deepspeed, read
 from zeroshard.config.reading import nearest, parse_json, read_json
 from zeroshard.config.sections import Comm, LossScale, Offload, State
+from zeroshard.config.shares import check_shares
 from zeroshard.config.strict import Strict, one_line
 from zeroshard.core.placement import Scope
 from zeroshard.core.policy import STAGES, Policy, row
@@ -55,6 +57,11 @@ class Config(Strict):
     )
     offload: Offload = Field(
         default=Offload(), description="On which tier (device, host, disk) each state rests."
+    )
+    shares: tuple[float, ...] | Literal["memory", "auto"] | None = Field(
+        default=None,
+        description="The share of what is sharded that each data parallel rank keeps, numbers that"
+        " sum to 1; memory follows their free memory, auto measures them (default: equal).",
     )
     comm: Comm = Field(default=Comm(), description="How bytes travel.")
     loss_scale: LossScale | None = Field(
@@ -116,6 +123,11 @@ class Config(Strict):
             row(policy)
         return policy
 
+    @field_validator("shares", mode="before")
+    @classmethod
+    def _known_shares(cls, shares: Any) -> Any:
+        return check_shares(shares)
+
     @field_validator("precision")
     @classmethod
     def _known_precision(cls, precision: str | Precision) -> str | Precision:
@@ -132,6 +144,11 @@ class Config(Strict):
             name = self.policy if isinstance(self.policy, str) else self.policy.name
             raise ValueError(
                 f"stage={self.stage} and policy={name!r} were both given: one of them decides"
+            )
+        if self.policy == AUTO and (self.shares is not None or self.offload.by_rank):
+            raise ValueError(
+                "policy='auto' plans ranks that are alike, without shares or tiers per rank: name a"
+                " row"
             )
         return self
 
@@ -151,6 +168,11 @@ class Config(Strict):
             return policy.tiered(weight, grad, optimizer)
         except ValueError as error:
             raise ConfigError(f"policy={policy.name!r} with this offload: {error}") from None
+
+    def at(self, rank: int) -> Config:
+        """Return what data parallel rank number `rank` does: its own tiers, where ranks differ."""
+        offload = self.offload.at(rank)
+        return self if offload is self.offload else self.model_copy(update={"offload": offload})
 
     def resolved_precision(self) -> Precision:
         """Return the dtypes in force."""
@@ -192,7 +214,7 @@ class Config(Strict):
         self.loss_scaler()
 
     def _check_codecs(self) -> None:
-        comm, policy = self.comm, self.resolved_policy()
+        comm, policy = self.comm, self.at(0).resolved_policy()
         codecs = comm.codecs()
         shards_all = all(cells.weight.scope is Scope.SHARD for cells in policy.all_cells)
         for setting in ("weight_codec", "frozen_codec"):
@@ -258,6 +280,7 @@ class ShardOptions(TypedDict, total=False):
 
     precision: str | Precision | None
     offload: Offload | dict[str, Any] | None
+    shares: Sequence[float] | str | None
     comm: Comm | dict[str, Any] | None
     loss_scale: LossScale | dict[str, Any] | None
     prefetch_bytes: int | None

@@ -31,6 +31,7 @@ from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import Precision
 from zeroshard.core.route import Routes, routes
+from zeroshard.core.shares import Shares
 from zeroshard.core.wire import Formats, Wire
 from zeroshard.memory import MemoryCounter
 from zeroshard.optim.scaler import LossScaler
@@ -99,6 +100,7 @@ class Context:
     prepare: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None
     tiering: Tiering = field(default_factory=Tiering)
     own: Mapping[str, Context] = field(default_factory=dict)  # of units with a mesh of their own
+    shares: Shares | None = None  # of each rank of what is sharded; None: equal
 
     def of(self, pattern: str) -> Context:
         """Return the context of units of `pattern`, "" for those over all ranks."""
@@ -108,6 +110,11 @@ class Context:
     def transports(self) -> Transports:
         """All transports of the engine."""
         return Transports(self.transport, tuple(one.transport for one in self.own.values()))
+
+    @property
+    def weights_leave(self) -> bool:
+        """Whether any weights rest on another tier than the device, on any rank."""
+        return self.policy.weights_leave_the_device or "weight" in self.tiering.away
 
     @property
     def num_contributors(self) -> int:
@@ -165,8 +172,7 @@ class SegmentPlan:
         return self._held(self.cells.weight)
 
     def _held(self, cell: Cell) -> int:
-        start, stop = self.layout.span(self.rank, self.layout.scope(cell))
-        return stop - start
+        return self.layout.held(self.rank, cell)
 
     @property
     def strides(self) -> list[tuple[int, ...]]:
@@ -201,8 +207,10 @@ class SegmentPlan:
         """Return the codec in which the gradients travel."""
         return context.options.codecs.grad if self.precision(context).wire in CODED else None
 
-    def routes(self, context: Context, rest: State) -> Routes:
-        """Return the routes of weights that rest as `rest` and of their gradients."""
+    def routes(self, context: Context, rest: State, *, reads: bool) -> Routes:
+        """Return the routes of weights that rest as `rest` and of their gradients; `reads`: the
+        weights of some rank rest on another tier, and its peers wait for its read as for theirs.
+        """
         precision, codec = self.precision(context), self.codec(context)
         grad_codec = self.grad_codec(context)
         transport = context.transport
@@ -217,8 +225,12 @@ class SegmentPlan:
             master=Wire.of(context.precision.master),
         )
         cells = self.cells
-        if rest.on_device:  # a fraction may leave a whole segment there
-            cells = replace(cells, weight=replace(cells.weight, tier=Tier.DEVICE))
+        tier = cells.weight.tier
+        if not reads:  # a fraction may leave a whole segment there
+            tier = Tier.DEVICE
+        elif tier is Tier.DEVICE:
+            tier = Tier.HOST  # any that is read from
+        cells = replace(cells, weight=replace(cells.weight, tier=tier))
         two_level = False if lowering is None else lowering.two_level
         return routes(cells, context.mesh, formats, two_level=two_level)
 

@@ -445,6 +445,7 @@ class Engine(Assembly):
         offload: Any = None,
         mesh: Any = None,
         dp: str | Sequence[str] | None = None,
+        shares: Sequence[float] | str | None = None,
         node_size: int | None = None,
     ) -> None:
         """Lay every state out anew between two steps: in another row, on other tiers, over other
@@ -455,7 +456,8 @@ class Engine(Assembly):
         are bit for bit those that ``zs.save()`` and, in an engine of the new layout, ``zs.load()``
         would give; beside the larger of both layouts this takes two units of memory. `mesh` and
         `dp` are those of ``zs.shard()``; a rank that is not in it gives its part away and refuses
-        to be used until a repartition over a mesh with it. `node_size` is comm.node_size.
+        to be used until a repartition over a mesh with it. `shares` are those of ``zs.shard()``, or
+        "equal"; `node_size` is comm.node_size.
 
         Collective over the old and the new ranks together. Raises StateError while gradients rest
         that no step has taken, and inside a pass, ConfigError for what cannot be done, and
@@ -466,7 +468,7 @@ class Engine(Assembly):
             raise StateError("this engine was not made by zeroshard.shard(): it stays as it is")
         changes = {
             "policy": policy, "stage": stage, "offload": offload, "mesh": mesh, "dp": dp,
-            "node_size": node_size,
+            "shares": shares, "node_size": node_size,
         }  # fmt: skip
         self._repartition(
             self, {name: value for name, value in changes.items() if value is not None}

@@ -78,8 +78,17 @@ class _Reads:
 class FlatWeights:
     """The weights of one segment."""
 
-    def __init__(self, plan: SegmentPlan, context: Context, rest: State | None = None) -> None:
-        """Make them, zero-filled; `rest` where they do not rest in plain memory of the device."""
+    def __init__(
+        self,
+        plan: SegmentPlan,
+        context: Context,
+        rest: State | None = None,
+        *,
+        reads_first: bool = False,
+    ) -> None:
+        """Make them, zero-filled; `rest` where they do not rest in a window. `reads_first`: a
+        gather begins with a read of another tier, on this rank or another.
+        """
         layout, cells, rank = plan.layout, plan.cells, plan.rank
         self.key = plan.key
         self.layout = layout
@@ -89,7 +98,10 @@ class FlatWeights:
         self.rest_span = layout.span(rank, self.scope)
         # the range of the buffer that this rank's optimizer steps, and that which is its alone
         self.stepped = layout.span(rank, layout.scope(cells.optim))
+        # whether that is everything, on every rank: one rank may own it all
+        self.steps_all = len(layout.members(rank, layout.scope(cells.optim))) == layout.num_shards
         self.own_span = layout.ranges[rank]
+        self.portion = layout.portion(rank)  # of which routes count their bytes
         self.window: Window | None = None
         if rest is None and self.codec is not None:
             assert self.scope is Scope.SHARD, (self.key, self.scope)
@@ -111,7 +123,8 @@ class FlatWeights:
             context.device,
             None if self.window is None else self.window.full,
         )
-        self.routes = plan.routes(context, rest)
+        self.reads_first = reads_first
+        self.routes = plan.routes(context, rest, reads=reads_first)
         # between forward and backward
         self.column = KeptColumn(
             plan.key,
@@ -189,11 +202,6 @@ class FlatWeights:
         return self.window is not None and self.window.aliased
 
     @property
-    def rests_elsewhere(self) -> bool:
-        """Whether the weights rest on another tier than the device."""
-        return not self.rest.on_device and self.coded_rest is None
-
-    @property
     def coded_rest(self) -> EncodedStorage | None:
         """The weights at rest, if they rest encoded."""
         return self.rest.away if isinstance(self.rest.away, EncodedStorage) else None
@@ -254,7 +262,7 @@ class FlatWeights:
             route = self.routes.regather
         if self.coded_rest is not None:
             return route, self.coded_rest.encoded, self.rest_name
-        if self.rests_elsewhere:
+        if self.reads_first:
             return route, self.full, None  # it is read first
         return route, self.rest.whole, self.rest_name
 
@@ -269,7 +277,7 @@ class FlatWeights:
         recording = self.context.streams.probe.recording
         if recording is None:
             return self.window.gather()
-        num_bytes = self._start(raw=False)[0].bytes(self.layout.numel).total
+        num_bytes = self._start(raw=False)[0].bytes(self.portion).total
         if not num_bytes:
             return self.window.gather()  # a single rank
         operation = Operation("gather", Kind.ALL_GATHER.value, self.key, num_bytes)
@@ -292,9 +300,9 @@ class FlatWeights:
             return self._start_gather(hop, axes, here, source)
         since = recording.now()
         out, work = self._start_gather(hop, axes, here, source)
-        received = hop.link_bytes(self.layout.numel)
+        received = hop.link_bytes(self.portion)
         if len(axes) > 1:  # from this rank's column to the whole
-            received += replace(hop, source=hop.target, axis=axes[1]).link_bytes(self.layout.numel)
+            received += replace(hop, source=hop.target, axis=axes[1]).link_bytes(self.portion)
         operation = Operation(hop.lane, hop.kind.value, self.key, received.total)
         return out, recording.watch(work, operation, since)
 

@@ -81,8 +81,8 @@ class Loop:
         self._saved = backward.saved
         self._beat = heartbeat()
         # elsewhere ranks may run forwards that the others do not
-        may_agree = context.policy.weights_leave_the_device or context.transport.size == 1
-        self._agrees = bool(context.tiering.stores) and may_agree
+        may_agree = context.weights_leave or context.transport.size == 1
+        self._agrees = bool(context.tiering.away) and may_agree
 
     def attach(self, optimizer: ShardedOptimizer, tiles: StepTiles) -> None:
         """Step `optimizer`, which holds this rank's `tiles`."""

@@ -164,15 +164,15 @@ class SummedGradient:
 
     def _meet(self, mine: torch.Tensor, whole: torch.Tensor) -> Work:
         """Start bringing together what every rank that steps the same has averaged."""
-        route, layout = self._flat.routes.average, self._flat.layout
+        route, ranges = self._flat.routes.average, self._flat.layout.ranges
         axes = next(axes for _, axes in route.levels if axes)
         recording = self._flat.recording
         since = None if recording is None else recording.now()
-        work = gather_over(self._transport, axes, self.key, mine, layout.ranges, whole)
+        work = gather_over(self._transport, axes, self.key, mine, ranges, whole)
         if recording is None:
             return work
         operation = Operation(
-            "reduce", Kind.ALL_GATHER.value, self.key, route.bytes(layout.numel).total
+            "reduce", Kind.ALL_GATHER.value, self.key, route.bytes(self._flat.portion).total
         )
         return recording.watch(work, operation, since)
 
