@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroshard as zs
-from tests.support.broken_storage import Broken
+from tests.support.broken_storage import Broken, patched
 from tests.support.harness import run_ranks, spawn_ranks
 from tests.support.repartitions import Trained, loaded, made, rests
-from tests.support.training import batch
+from tests.support.training import batch, make_model
+from zeroshard.comm.hand_over import HandOver
 
 Change = dict[str, Any]
 
@@ -106,6 +108,87 @@ def test_states_move_from_the_device_to_the_host_and_back(tmp_path: Path) -> Non
         _row("zero3") | NOWHERE,
     ]  # fmt: skip
     run_ranks(2, _chain, str(tmp_path), chain, {"precision": "bf16"}, False)
+
+
+# ---------------------------------------------------------------------------- models and optimizers
+
+
+def _adapters(model: nn.Module) -> None:
+    """Freeze the weights, and train what else there is."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "weight" not in name or "norm" in name
+
+
+def _kind(
+    rank: int, world: int, path: str, kind: str, precision: str, changes: list[Change]
+) -> None:
+    def begin(change: Change, seed: int) -> Trained:
+        model = make_model()
+        if kind == "given in bf16":
+            model = model.bfloat16()
+        if kind in ("frozen", "frozen in int8"):
+            _adapters(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + seed)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = {
+            "sgd": lambda: torch.optim.SGD(trained, lr=0.1),
+            "momentum": lambda: torch.optim.SGD(trained, lr=0.1, momentum=0.9),
+            "amsgrad": lambda: torch.optim.Adam(trained, lr=1e-3, amsgrad=True, fused=True),
+        }.get(kind, lambda: torch.optim.AdamW(trained, lr=1e-3))()
+        options: Change = {"precision": precision, "stall_timeout_s": 30, **change}
+        if kind == "frozen in int8":
+            options["comm"] = zs.Comm(frozen_codec="int8")
+        stepped = None if kind == "no optimizer" else optimizer
+        engine = zs.shard(model, stepped, **options)
+        return Trained(model, optimizer, engine, None)
+
+    now = dict(changes[0])
+    run = begin(now, 0)
+    assert {p.dtype for p in run.model.parameters()} == {
+        torch.bfloat16 if precision == "bf16" else torch.float32
+    }
+    for number, change in enumerate(changes[1:]):
+        if kind != "no optimizer":
+            run.train(rank, range(3 * number, 3 * number + 2))
+        folder = Path(path) / str(number)
+        zs.save(folder, run.engine, step=1)
+        run.engine.repartition(**change)
+        now |= change
+        other = begin(now, 1)
+        zs.load(folder, other.engine)
+        assert rests(run) == rests(other), change
+        assert run.engine.memory().tiers == other.engine.memory().tiers
+        if kind == "no optimizer":
+            for one in (run, other) if number == len(changes) - 2 else ():
+                one.engine.attach(one.optimizer)
+        if run.engine.optimizer is not None:
+            assert run.train(rank, range(20, 22)) == other.train(rank, range(20, 22))
+            assert rests(run) == rests(other)
+        other.engine.close()
+    given = torch.bfloat16 if kind == "given in bf16" else torch.float32
+    run.engine.close()
+    assert {p.dtype for p in run.model.parameters()} == {given}
+    run.model(*batch(rank, 0)) if given is torch.float32 else None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "kind",
+    ["sgd", "momentum", "amsgrad", "frozen", "frozen in int8", "given in bf16", "no optimizer"],
+)
+def test_kinds_of_models_and_optimizers(tmp_path: Path, kind: str, precision: str) -> None:
+    if kind == "given in bf16":
+        precision = "bf16"
+    chain = [
+        _row("zero3"), _row("zero1"), _row("zero3") | _away(**ON_HOST), _row("zero2") | NOWHERE,
+        _row("zero3"),
+    ]  # fmt: skip
+    if kind == "frozen in int8":
+        chain = [_row("zero3"), {"shares": [0.25, 0.75]}, _away(optimizer="host"), NOWHERE]
+    run_ranks(2, _kind, str(tmp_path), kind, precision, chain)
 
 
 # -------------------------------------------------------------------------------- ranks come and go
@@ -501,3 +584,31 @@ def test_a_tier_that_fails_on_the_way_is_told_on_every_rank(
 @pytest.mark.slow
 def test_a_state_that_cannot_be_read_is_told_on_every_rank(tmp_path: Path) -> None:
     run_ranks(2, _failing, str(tmp_path), "read", "weights", {"disk": True})
+
+
+def _cut_off(rank: int, world: int) -> None:
+    run = made(policy="zero1")
+    run.train(rank, range(1))
+    calls = 0
+
+    def move(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise MemoryError("no memory for what comes")
+        real(*args)
+
+    real = HandOver.move
+    with patched(HandOver, "move", move), pytest.raises(MemoryError):
+        run.engine.repartition(policy="zero3")
+    for use in (
+        lambda: run.model(*batch(rank, 0)),
+        run.optimizer.step,
+        lambda: run.engine.repartition(policy="zero1"),
+        run.engine.close,
+    ):
+        assert "was cut off" in _refused(use)
+
+
+def test_a_repartition_that_is_cut_off_leaves_an_engine_that_says_so() -> None:
+    run_ranks(2, _cut_off)

@@ -86,7 +86,7 @@ def refusing_steps(engine: Engine, why: str) -> AbstractContextManager[None]:
 
 def parts_of(engine: Engine) -> Parts:
     """Return the parts that hold the states of `engine`. They are others after each repartition."""
-    return Parts(engine._context, engine._loop, engine._finalizer, engine._hooks, engine._sharded)
+    return Parts(engine._context, engine._loop, engine._finalizer, engine._sharded)
 
 
 def relaid(
@@ -101,6 +101,7 @@ def relaid(
     """Let `engine` be the engine of `units`, in which its states rest now; its optimizer steps
     the tiles `cut` of them.
     """
+    engine._hooks.remove()
     engine._put_together(units, plans, context, prefetch_bytes)
     engine._rejoin(cut)
 

@@ -16,7 +16,6 @@ from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.budget import Budget
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.finalize import Finalizer
-from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.unit import Unit
@@ -27,12 +26,11 @@ __all__ = ["Parts", "input_dtype", "make_weights_and_gradients", "step_settings"
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of one engine that hold its states, and that hang on its module and optimizer."""
+    """The parts of one engine that hold its states, and the tie to its optimizer."""
 
     context: Context
     loop: Loop
     finalizer: Finalizer
-    hooks: Hooks
     sharded: ShardedOptimizer | None
 
     @property

@@ -40,6 +40,7 @@ from zeroshard.runtime.build import PlannedUnits
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.offload_states import bring_to_rest
 from zeroshard.runtime.parts import Parts
+from zeroshard.runtime.released import restore_class
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.tiles import cut_tiles
 from zeroshard.state.local import leave_hollow
@@ -228,13 +229,14 @@ class Departure:
 
 
 def let_go(parts: Parts) -> None:
-    """Let another layout take over the module and its parameters, which hold no memory until then
-    and are of the dtypes and strides that shard() found.
+    """Let another layout take over the parameters, which hold no memory until then and are of the
+    dtypes and strides that shard() found. The old hooks stay: where the move does not come to its
+    end they refuse a use of the module.
     """
-    parts.hooks.remove()
     for segment in (segment for unit in parts.weights.units for segment in unit.segments):
         members = zip(segment.parameters, segment.flat.strides, segment.given, strict=True)
         for parameter, stride, dtype in members:
+            restore_class(parameter)
             leave_hollow(parameter, stride, dtype)
 
 
