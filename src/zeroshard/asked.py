@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -212,7 +212,7 @@ def _checked(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     common: Config,
-    shares: tuple[float, ...] | None,
+    shares: Sequence[float] | None,
     seat: Seat,
     sync_from: int | None,
 ) -> Asked:

@@ -189,7 +189,7 @@ def check_per_rank(settings: Config, world: int, seat: Seat) -> None:
     """
     shares, by_rank = settings.shares, settings.offload.by_rank
     counts = {f"offload.{state}": count for state, count in by_rank.items()}
-    if isinstance(shares, tuple):
+    if shares is not None and not isinstance(shares, str):
         counts["shares"] = len(shares)
     for name, count in counts.items():
         if count != world:

@@ -58,7 +58,7 @@ class Config(Strict):
     offload: Offload = Field(
         default=Offload(), description="On which tier (device, host, disk) each state rests."
     )
-    shares: tuple[float, ...] | Literal["memory", "auto"] | None = Field(
+    shares: Sequence[float] | Literal["memory", "auto"] | None = Field(
         default=None,
         description="The share of what is sharded that each data parallel rank keeps, numbers that"
         " sum to 1; memory follows their free memory, auto measures them (default: equal).",
@@ -280,7 +280,7 @@ class ShardOptions(TypedDict, total=False):
 
     precision: str | Precision | None
     offload: Offload | dict[str, Any] | None
-    shares: Sequence[float] | str | None
+    shares: Sequence[float] | Literal["memory", "auto"] | None
     comm: Comm | dict[str, Any] | None
     loss_scale: LossScale | dict[str, Any] | None
     prefetch_bytes: int | None

@@ -160,33 +160,34 @@ def cheapest(flat: LinkBytes, two_level: LinkBytes) -> bool:
 def step_bytes(
     cells: Cells,
     *,
-    numel: int,
+    numel: float | Portion,
     mesh: Mesh,
     wires: Wires,
     micro_batches: int = 1,
     no_sync: bool = False,
     two_level: bool | None = None,
-    has: Portion | None = None,
 ) -> WireBytes:
-    """Return the bytes per step, of a rank that `has` so much of each buffer (default: an equal
-    share), of `numel` parameters that rest in `cells`.
+    """Return the bytes per rank and step of parameters that rest in `cells`: `numel`, shared
+    equally, or this rank's portion of them.
 
     `micro_batches` forwards and backwards before the step; `no_sync`: all but the last ran inside
     ``engine.no_sync()``. `two_level` None takes the cheapest lowering of each transition.
     """
     weight, between, optim = cells.weight.scope, cells.between.scope, cells.optim.scope
-    psi, averages = numel * wires.weight, numel * wires.average
+    has = numel if isinstance(numel, Portion) else None
+    whole = numel.whole if isinstance(numel, Portion) else numel
+    psi, averages = whole * wires.weight, whole * wires.average
 
     def lowered(moved: Callable[..., LinkBytes], *args: Any) -> LinkBytes:
         flat, deep = (moved(mesh, *args, two_level=levels) for levels in (False, True))
         goes_deep = cheapest(flat, deep) if two_level is None else two_level
         return moved(mesh, *args, two_level=goes_deep, has=has)
 
-    def gather(source: Scope, target: Scope, whole: float) -> LinkBytes:
-        return lowered(all_gather, source, target, whole)
+    def gather(source: Scope, target: Scope, num_bytes: float) -> LinkBytes:
+        return lowered(all_gather, source, target, num_bytes)
 
     def reduce(target: Scope) -> LinkBytes:
-        return lowered(reduce_scatter, target, numel * wires.grad, numel * wires.hop)
+        return lowered(reduce_scatter, target, whole * wires.grad, whole * wires.hop)
 
     gathers = (gather(weight, Scope.FULL, psi) + gather(between, Scope.FULL, psi)) * micro_batches
     # micro-batches whose sums over ranks wait for the last
@@ -194,8 +195,8 @@ def step_bytes(
     inside = reduce(Scope.NODE_SHARD) if cells.grad.local is Placement.SHARD else LinkBytes()
     whole_sum = reduce(Scope.SHARD)
     if cells.grad.is_partial and cells.grad.local is Placement.SHARD:  # node sums are there
-        whole, hop = numel * wires.grad, numel * wires.hop
-        whole_sum = reduce_scatter(mesh, Scope.SHARD, whole, hop, two_level=True, has=has)
+        sums = whole * wires.grad, whole * wires.hop
+        whole_sum = reduce_scatter(mesh, Scope.SHARD, *sums, two_level=True, has=has)
     reduces = inside * held_back + whole_sum * (micro_batches - held_back)
     publish = gather(Scope.SHARD, optim, averages) + gather(optim, weight, psi)
     return WireBytes(gathers, reduces, publish)

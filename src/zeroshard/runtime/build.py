@@ -105,7 +105,7 @@ def plan_units(plans: Sequence[UnitPlan], context: Context) -> PlannedUnits:
     """Return where the segments of `plans` are to rest. Nothing is changed; raises StorageError, on
     every rank, where another tier has no room for weights and masters.
     """
-    dealer = Dealer(context.shares)
+    dealer = Dealer(context.options.shares)
     groups = [_plan_segments(plan, context.of(plan.pattern), dealer) for plan in plans]
     segments = [segment for group in groups for segment in group]
     found = _split(segments, context)
@@ -184,8 +184,7 @@ def _split(plans: Sequence[SegmentPlan], context: Context) -> list[Splits]:
         "optimizer", [p.cells.optim.tier for p in trained], [p.num_stepped for p in trained]
     )
     stepped = {p.key: (grad, optim) for p, grad, optim in zip(trained, grads, optims, strict=True)}
-    here = [weight == p.num_weights for p, weight in zip(plans, weights, strict=True)]
-    stay = _stay_everywhere(plans, context) if "weight" in tiering.away else here
+    stay = _stay_everywhere(plans, context)
     return [
         Splits(weight, *stepped.get(p.key, (0, 0)), weights_stay=stays)
         for p, weight, stays in zip(plans, weights, stay, strict=True)
@@ -197,7 +196,7 @@ def _stay_everywhere(plans: Sequence[SegmentPlan], context: Context) -> list[boo
     window, which all ranks make together.
     """
     tiering, out = context.tiering, [True] * len(plans)
-    alike = context.shares is None and not tiering.differs("weight")
+    alike = context.options.shares is None and not tiering.differs("weight")
     for rank in range(context.mesh.size):
         # where ranks are alike, each speaks for all, also of parameters with a mesh of their own
         held = [p.layout.held(p.rank if alike else rank, p.cells.weight) for p in plans]

@@ -76,6 +76,7 @@ class Options:
     loss_scaler: LossScaler | None  # of fp16
     trains: bool  # an optimizer is there, or will be: masters are kept
     codecs: Codecs = field(default_factory=Codecs)
+    shares: Shares | None = None  # of each rank, of what is sharded; None: equal
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,6 @@ class Context:
     prepare: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None
     tiering: Tiering = field(default_factory=Tiering)
     own: Mapping[str, Context] = field(default_factory=dict)  # of units with a mesh of their own
-    shares: Shares | None = None  # of each rank of what is sharded; None: equal
 
     def of(self, pattern: str) -> Context:
         """Return the context of units of `pattern`, "" for those over all ranks."""
@@ -225,11 +225,10 @@ class SegmentPlan:
             master=Wire.of(context.precision.master),
         )
         cells = self.cells
-        tier = cells.weight.tier
-        if not reads:  # a fraction may leave a whole segment there
-            tier = Tier.DEVICE
-        elif tier is Tier.DEVICE:
-            tier = Tier.HOST  # any that is read from
+        # a fraction may leave a whole segment on the device; a rank whose own part is there reads
+        # as from any other tier
+        away = {Tier.DEVICE: Tier.HOST}.get(cells.weight.tier, cells.weight.tier)
+        tier = away if reads else Tier.DEVICE
         cells = replace(cells, weight=replace(cells.weight, tier=tier))
         two_level = False if lowering is None else lowering.two_level
         return routes(cells, context.mesh, formats, two_level=two_level)

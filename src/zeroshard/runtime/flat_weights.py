@@ -86,8 +86,8 @@ class FlatWeights:
         *,
         reads_first: bool = False,
     ) -> None:
-        """Make them, zero-filled; `rest` where they do not rest in a window. `reads_first`: a
-        gather begins with a read of another tier, on this rank or another.
+        """Make them, zero-filled; `rest` where they do not rest in a window. `reads_first`: some
+        of them rest on another tier, on this rank or another.
         """
         layout, cells, rank = plan.layout, plan.cells, plan.rank
         self.key = plan.key
@@ -98,10 +98,7 @@ class FlatWeights:
         self.rest_span = layout.span(rank, self.scope)
         # the range of the buffer that this rank's optimizer steps, and that which is its alone
         self.stepped = layout.span(rank, layout.scope(cells.optim))
-        # whether that is everything, on every rank: one rank may own it all
-        self.steps_all = len(layout.members(rank, layout.scope(cells.optim))) == layout.num_shards
         self.own_span = layout.ranges[rank]
-        self.portion = layout.portion(rank)  # of which routes count their bytes
         self.window: Window | None = None
         if rest is None and self.codec is not None:
             assert self.scope is Scope.SHARD, (self.key, self.scope)
@@ -123,7 +120,6 @@ class FlatWeights:
             context.device,
             None if self.window is None else self.window.full,
         )
-        self.reads_first = reads_first
         self.routes = plan.routes(context, rest, reads=reads_first)
         # between forward and backward
         self.column = KeptColumn(
@@ -195,6 +191,11 @@ class FlatWeights:
     def rest_name(self) -> str:
         """What streams call the memory at rest: the full buffer itself where it stays here."""
         return f"{self.key}.local" if self.buffer.is_ours else self.key
+
+    @property
+    def reads_first(self) -> bool:
+        """Whether a gather begins with a read of another tier, on this rank or another."""
+        return any(hop.kind is Kind.READ for hop in self.routes.unshard_forward)
 
     @cached_property
     def is_local(self) -> bool:
@@ -277,7 +278,8 @@ class FlatWeights:
         recording = self.context.streams.probe.recording
         if recording is None:
             return self.window.gather()
-        num_bytes = self._start(raw=False)[0].bytes(self.portion).total
+        portion = self.layout.portion(self.context.transport.rank)
+        num_bytes = self._start(raw=False)[0].bytes(portion).total
         if not num_bytes:
             return self.window.gather()  # a single rank
         operation = Operation("gather", Kind.ALL_GATHER.value, self.key, num_bytes)
@@ -300,9 +302,10 @@ class FlatWeights:
             return self._start_gather(hop, axes, here, source)
         since = recording.now()
         out, work = self._start_gather(hop, axes, here, source)
-        received = hop.link_bytes(self.portion)
+        portion = self.layout.portion(self.context.transport.rank)
+        received = hop.link_bytes(portion)
         if len(axes) > 1:  # from this rank's column to the whole
-            received += replace(hop, source=hop.target, axis=axes[1]).link_bytes(self.portion)
+            received += replace(hop, source=hop.target, axis=axes[1]).link_bytes(portion)
         operation = Operation(hop.lane, hop.kind.value, self.key, received.total)
         return out, recording.watch(work, operation, since)
 

@@ -164,16 +164,15 @@ class SummedGradient:
 
     def _meet(self, mine: torch.Tensor, whole: torch.Tensor) -> Work:
         """Start bringing together what every rank that steps the same has averaged."""
-        route, ranges = self._flat.routes.average, self._flat.layout.ranges
+        route, layout = self._flat.routes.average, self._flat.layout
         axes = next(axes for _, axes in route.levels if axes)
         recording = self._flat.recording
         since = None if recording is None else recording.now()
-        work = gather_over(self._transport, axes, self.key, mine, ranges, whole)
+        work = gather_over(self._transport, axes, self.key, mine, layout.ranges, whole)
         if recording is None:
             return work
-        operation = Operation(
-            "reduce", Kind.ALL_GATHER.value, self.key, route.bytes(self._flat.portion).total
-        )
+        received = route.bytes(layout.portion(self.rank)).total
+        operation = Operation("reduce", Kind.ALL_GATHER.value, self.key, received)
         return recording.watch(work, operation, since)
 
     # ------------------------------------------------------------------ what is asked and done then

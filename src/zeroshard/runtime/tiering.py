@@ -51,9 +51,9 @@ class Tiering:
         return len(self.away.get(state, ())) > 1
 
     def tier_on(self, rank: int, state: str) -> Tier:
-        """Return the tier on which `rank` rests `state`, where its cell leaves the device."""
-        tiers = self.away[state]
-        return tiers[rank] if len(tiers) > 1 else tiers[0]
+        """Return the tier on which `rank` rests `state`."""
+        tiers = self.away.get(state, (Tier.DEVICE,))
+        return tiers[rank % len(tiers)]
 
     def splits(self, state: str, tiers: Sequence[Tier], numels: Sequence[int]) -> list[int]:
         """Return, per segment of `numels` elements on this rank, how many of `state` rest on the

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from zeroshard.comm.codec import CODECS, codec
 from zeroshard.comm.two_level import Lowering
 from zeroshard.core.cost import LinkBytes, step_bytes
-from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
+from zeroshard.core.layout import Layout
+from zeroshard.core.placement import Cell, Cells, Mesh, Portion, Scope, Tier
 from zeroshard.core.policy import ROWS, Policy, row
 from zeroshard.core.route import Kind, Place, Route, Routes, TierBytes, routes
 from zeroshard.core.route.__main__ import main
@@ -76,10 +77,22 @@ def formats_of(draw: st.DrawFn, cells: Cells) -> Formats:
     )
 
 
-def total(made: Routes, *names: str, **step: object) -> LinkBytes:
+@st.composite
+def portions(draw: st.DrawFn, mesh: Mesh) -> float | Portion:
+    """Draw equal shares of a buffer, or what a rank of `mesh` has where shares are drawn."""
+    if draw(st.booleans()):
+        return NUMEL
+    blocks = draw(st.lists(st.integers(0, 9), min_size=mesh.size, max_size=mesh.size))
+    shares = [64 * count for count in blocks]
+    assume(sum(shares))
+    layout = Layout.build([("p", (sum(shares),))], mesh, shares=shares)
+    return layout.portion(draw(st.integers(0, mesh.size - 1)))
+
+
+def total(made: Routes, *names: str, buffer: float | Portion = NUMEL, **step: object) -> LinkBytes:
     """Return the bytes by link of the routes of a step that are called `names`."""
     taken = made.step(**step)  # type: ignore[arg-type]
-    return sum((way.bytes(NUMEL) for way in taken if way.name in names), LinkBytes())
+    return sum((way.bytes(buffer) for way in taken if way.name in names), LinkBytes())
 
 
 def texts(made: Routes) -> dict[str, str]:
@@ -106,11 +119,11 @@ def test_the_routes_of_a_step_move_what_the_closed_forms_say(
     micro_batches: int,
     no_sync: bool,
 ) -> None:
-    formats = data.draw(formats_of(cells))
+    formats, buffer = data.draw(formats_of(cells)), data.draw(portions(mesh))
     made = routes(cells, mesh, formats, two_level=two_level)
     expected = step_bytes(
         cells,
-        numel=NUMEL,
+        numel=buffer,
         mesh=mesh,
         wires=formats.wires,
         micro_batches=micro_batches,
@@ -123,7 +136,7 @@ def test_the_routes_of_a_step_move_what_the_closed_forms_say(
         "publish": ("average", "publish"),
     }
     for part, ways in names.items():
-        seen = total(made, *ways, micro_batches=micro_batches, no_sync=no_sync)
+        seen = total(made, *ways, buffer=buffer, micro_batches=micro_batches, no_sync=no_sync)
         want = getattr(expected, part)
         assert (seen.inside, seen.between) == pytest.approx((want.inside, want.between)), part
 

@@ -33,7 +33,7 @@ def test_the_example_of_the_docstring() -> None:
 
 
 @given(WEIGHTS, SEGMENTS)
-@example([1, 1, 2], [1, 1, 1, 1])  # two ranks are due at once
+@example([1, 1, 4, 4], [1] * 10)  # the last two are due at once, and early ones are not
 @example([1, 0, 9], [10] * 5)
 @example([3, 3, 1, 1, 1], [1] * 27)
 def test_after_every_segment_each_rank_is_within_one_block_of_its_share(
