@@ -226,13 +226,19 @@ class Repartition:
         """Return what every rank says of itself. Raises, on every rank, for a refusal of any, and
         where the states of the new ranks cannot come from these ranks.
         """
+        settings: dict[str, Any] = {}
+        if refusal is None:
+            try:
+                settings = self._settings_json(changes)
+            except ConfigError as refused:
+                refusal = refused
         mine: dict[str, Any] = {
             "error": None if refusal is None else str(refusal),
             "ranks": None if self._is_away else self._ranks,
             "rank": _rank(),
             "model": _model_digest(self._asked),
             "averages": len(averages_of(engine)),
-            "settings": {} if refusal is not None else self._settings_json(changes),
+            "settings": settings,
         }
         answers = hand_over.exchange(json.dumps(mine).encode(), _CALL)
         told: list[dict[str, Any]] = [json.loads(answer) for answer in answers]

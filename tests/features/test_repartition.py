@@ -217,7 +217,8 @@ def _worlds(
     """Go over `worlds` of ranks, one row after another; compare after each with an engine of these
     ranks that has loaded the state.
     """
-    meshes = _meshes(*{*worlds, world})
+    meshes = _meshes(*sorted({*worlds, world}))
+    last = DeviceMesh("cpu", [world - 1], mesh_dim_names=("dp",))
     now: Change = {"mesh": meshes[world], **_row(rows[0])}
     averaged = "precision" not in fixed
     run = made(averaged=averaged, **fixed, **now)
@@ -240,7 +241,11 @@ def _worlds(
             ):
                 assert "engine.repartition(mesh=...)" in _refused(use)
             assert run.engine.memory().total == 0
+            if rank == world - 1:
+                assert "holds the states" in _refused(run.engine.repartition, mesh=last)
             continue
+        if size < world:
+            assert "inside the other" in _refused(run.engine.repartition, mesh=last)
         generator = torch.get_rng_state()
         other = loaded(run, folder, **fixed, **now)
         torch.set_rng_state(generator)
@@ -278,6 +283,7 @@ def _refusals(rank: int, world: int, path: str) -> None:
     ask("nothing")
     ask("a row that is none", policy="zero9")
     ask("a row that the planner finds", policy="auto")
+    ask("one rank's row is none", policy=f"zero{3 + 6 * rank}")
     ask("both", policy="zero3", stage=3)
     ask("nodes", policy="hpz", node_size=3)
     ask("shares of three", shares=[0.2, 0.3, 0.5])
@@ -327,6 +333,7 @@ _MESSAGES = {
     "nothing": "without a change",
     "a row that is none": "zero9",
     "a row that the planner finds": "name a row",
+    "one rank's row is none": "zero9",
     "both": "one of them decides",
     "nodes": "does not divide",
     "shares of three": "there are 2 data parallel ranks",
