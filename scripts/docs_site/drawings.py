@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from zeroshard.core.placement import Cell, Scope
+from zeroshard.core.placement import Cell, Mesh, Scope
 from zeroshard.core.policy import ROWS
+from zeroshard.core.precision import PRECISIONS
 from zeroshard.core.shares import deal, shares_of
 
 __all__ = ["DRAWINGS", "write"]
@@ -312,6 +313,41 @@ def inference() -> str:
     return picture.text()
 
 
+def repartition() -> str:
+    """Draw the bytes at rest on a rank over a run that goes from stage 1 to stage 3."""
+    picture = Picture(820, 262, "Bytes at rest on one of 8 ranks, from stage 1 to stage 3")
+    mesh, base, scale, width = Mesh(1, 8), 208, 48.0, 38
+    states = (("optimizer", "own"), ("master", "sum"), ("weight", "all"))
+    bf16 = PRECISIONS["bf16"]
+    rests = {
+        name: ROWS[name].bytes_at_rest("after_step", numel=1, mesh=mesh, precision=bf16)
+        for name in ("zero1", "zero3")
+    }
+    columns = [0.0] * 4 + [unit / 8 for unit in range(1, 8)] + [1.0] * 4  # the part that has moved
+    for index, moved in enumerate(columns):
+        x, y = 70 + 44 * index, float(base)
+        for state, fill in states:
+            before, after = (getattr(rests[name], state) for name in ("zero1", "zero3"))
+            height = scale * (before * (1 - moved) + after * moved)
+            y -= height
+            picture.box(x, y, width, height, fill, "none")
+    for number in range(5):
+        y = base - scale * number
+        picture.words(56, y + 4, str(number), size=11, colour="soft", anchor="end")
+    picture.words(8, 14, "bytes per parameter (bf16, Adam)", size=12, colour="soft")
+    for x, text in ((156, "steps at stage 1"), (398, "repartition: unit by unit"),
+                    (640, "steps at stage 3")):  # fmt: skip
+        picture.words(x, base + 22, text, anchor="middle", bold=True)
+    for x, (text, fill) in zip(
+        (240, 400, 520),
+        (("optimizer's states", "own"), ("masters", "sum"), ("weights", "all")),
+        strict=True,
+    ):
+        picture.box(x, base + 36, 14, 14, fill, "none")
+        picture.words(x + 20, base + 48, text, size=12)
+    return picture.text()
+
+
 DRAWINGS = {
     "table": table,
     "route": route,
@@ -320,6 +356,7 @@ DRAWINGS = {
     "shares": shares,
     "uneven": uneven,
     "inference": inference,
+    "repartition": repartition,
 }
 
 

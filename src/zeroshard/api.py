@@ -40,6 +40,7 @@ from zeroshard.nn.deferred import (
     deferred_init,
     materialize,
 )
+from zeroshard.repartition import Repartition
 from zeroshard.runtime.balance import first_fraction
 from zeroshard.runtime.build import Context
 from zeroshard.runtime.context import Options
@@ -142,8 +143,24 @@ def shard(
     told = told_by_id(module, differences)
     context = _make_context(module, asked, seat, sync_from, trains=optimizer is not None, told=told)
     context.prepare([local_of(buffer) for buffer in module.buffers()])
+    again = Repartition(asked, seat, partial(_make_context, module))
+    engine = _engine(module, optimizer, asked, context, again)
+    context.faults.end_shard()
+    return engine
+
+
+def _engine(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    asked: Asked,
+    context: Context,
+    again: Repartition,
+) -> Engine:
+    prefetch_bytes = asked.settings.prefetch_bytes
     try:
-        engine = Engine(module, asked.plans, context, prefetch_bytes=asked.settings.prefetch_bytes)
+        engine = Engine(
+            module, asked.plans, context, prefetch_bytes=prefetch_bytes, repartition=again
+        )
     except StorageError:
         context.close()
         raise
@@ -153,7 +170,6 @@ def shard(
         except StorageError:
             engine.close()
             raise
-    context.faults.end_shard()
     return engine
 
 
@@ -161,7 +177,7 @@ def _make_context(
     model: nn.Module,
     asked: Asked,
     seat: Seat,
-    sync_from: int | None,
+    sync_from: int | None = None,
     *,
     trains: bool,
     told: Mapping[int, str],

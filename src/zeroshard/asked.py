@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from zeroshard.runtime.build import Dtypes, compute_dtypes
 from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_units
 from zeroshard.state.local import local_of, part_of, whole_shape
 
-__all__ = ["Asked", "compared", "told_by_id", "understood"]
+__all__ = ["Asked", "asked_again", "compared", "told_by_id", "understood"]
 
 _log = logging.getLogger("zeroshard")
 
@@ -260,6 +260,27 @@ def _checked(
         deferred, values = report | values, {}
     cut = None if shares is None else shares_of(shares)
     return Asked(settings, common, cut, mesh, dtypes, plans, same, deferred, values, parts, within)
+
+
+def asked_again(asked: Asked, model: nn.Module, common: Config, seat: Seat) -> Asked:
+    """Return what `asked` becomes with other `common` settings in another `seat`: units and dtypes
+    are the same, and so are shares that were measured. Raises ConfigError.
+    """
+    world = 1 if seat.group is None else seat.group.size()
+    common.refuse_unsupported()
+    check_per_rank(common, world, seat)
+    settings = common.at(seat.rank)
+    node_size = node_size_of(settings, seat.dims)
+    mesh = Mesh.of(world, node_size, seat.dims.others)
+    check_nodes(mesh, settings)
+    check_codecs(model, asked.dtypes, settings)
+    shares = asked.shares
+    if not isinstance(common.shares, str):
+        shares = None if common.shares is None else shares_of(common.shares)
+    report = _settings_report(common, seat, node_size)
+    return replace(
+        asked, settings=settings, common=common, shares=shares, mesh=mesh, settings_report=report
+    )
 
 
 def _first_report(seat: Seat, sync_from: int | None) -> dict[str, str]:

@@ -12,7 +12,7 @@ NAMES = {
     "a step": "attach backward clip_grad_norm_ follow join loss_scale no_sync steps_skipped",
     "parameters, gradients, state": "gathered full_state_dict full_grad optimizer_part",
     "reports": "memory traffic reset_traffic trace offload_fraction",
-    "phases and the end": "offload_states reload_states reset close",
+    "phases and the end": "offload_states reload_states repartition reset close",
 }
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from zeroshard.comm.compat import all_gather_single
 from zeroshard.comm.groups import make_group
 
-__all__ = ["gather_bytes"]
+__all__ = ["gather_bytes", "on_cpu"]
 
 _FEW = 16
 _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -25,25 +25,25 @@ _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 
 def gather_bytes(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
     """Return every rank's `payload`, of any size, in rank order. Collective."""
-    on_cpu, size = _on_cpu(group), group.size()
+    served, size = on_cpu(group), group.size()
     lengths = torch.zeros(size, dtype=torch.int64)
-    all_gather_single(lengths, torch.tensor([len(payload)], dtype=torch.int64), group=on_cpu)
+    all_gather_single(lengths, torch.tensor([len(payload)], dtype=torch.int64), group=served)
     longest = max(1, *lengths.tolist())
     padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
     rows = torch.empty(size * longest, dtype=torch.uint8)
-    all_gather_single(rows, padded, group=on_cpu)
+    all_gather_single(rows, padded, group=served)
     payloads = [
         row[:length].numpy().tobytes()
         for row, length in zip(rows.view(size, longest), lengths.tolist(), strict=True)
     ]
-    if on_cpu is group:
+    if served is group:
         return payloads
     ranks = dist.get_process_group_ranks(group)
     by_rank = dict(zip(sorted(ranks), payloads, strict=True))  # new_group sorts its ranks
     return [by_rank[rank] for rank in ranks]
 
 
-def _on_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def on_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return `group`, or the gloo group beside it where it serves no CPU tensors."""
     try:
         group._get_backend(torch.device("cpu"))

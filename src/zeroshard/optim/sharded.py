@@ -217,6 +217,35 @@ class ShardedOptimizer:
         self.park()
         self.seal()
 
+    def rejoin(
+        self, tiles: Sequence[Tile], hooks: StepHooks, part: PartialState, options: StepOptions
+    ) -> None:
+        """Step `tiles` of an engine that is laid out anew, whose state is in the optimizer and at
+        rest already. No gradient rests.
+        """
+        taken, num_steps = self.taken, self.runner.num_steps
+        self.runner.close()
+        self._hooks, self._part, self._device = hooks, part, options.device
+        self.runner = TileRunner(self.optimizer, self.states, options)
+        self.continue_from(taken, num_steps)
+        self._empty = []
+        self._take(tiles)
+        self._point()
+        self.clear()
+
+    def continue_from(self, taken: int, num_steps: int) -> None:
+        """Count steps from `taken` on, and those of the tiles from `num_steps`."""
+        self.taken = taken
+        self.runner.count_from(num_steps)
+
+    def leave(self) -> None:
+        """Let go of everything that rests here: other ranks have it."""
+        self.runner.close()
+        for shard in self.pieces():
+            shard.leave_memory()
+        self.optimizer.state.clear()
+        self.clear()
+
     def detach(self) -> None:
         """Give the optimizer its original parameters back, without state, and remove the hooks."""
         for handle in self._handles:

@@ -135,6 +135,31 @@ class TileStates:
         base = shard.start - shard.segment.split
         return partial(shard.segment.moments[key].borrowed, base + low, base + high, write=False)
 
+    def put(
+        self, tile: Tile, key: str, numbers: torch.Tensor, shards: Sequence[ParamShard]
+    ) -> None:
+        """Let `numbers` [tile.numel] be state `key` of those `shards` of a tile, where it rests."""
+        if not tile.taken.off_device:
+            for shard in shards:
+                here = numbers[shard.span].to(shard.tensor.device, copy=True)
+                self._optimizer.state[shard.tensor][key] = here
+            return
+        storage = tile.segment.moment(key, numbers.dtype)
+        with storage.borrowed(*tile.moments_range, write=True) as room:
+            room.copy_(numbers)
+        for shard in shards:
+            away = self._placeholder(shard.piece.numel, numbers.dtype)
+            self._optimizer.state[shard.tensor][key] = away
+
+    def drop(self, tiles: Sequence[Tile], key: str) -> None:
+        """Forget state `key` of `tiles`, all of one segment, and give its memory back."""
+        for tile in tiles:
+            for shard in tile.shards:
+                self.of(shard).pop(key, None)
+            storage = tile.segment.moments.pop(key, None)
+            if storage is not None:
+                storage.close()
+
     def put_to_rest(self, tile: Tile) -> None:
         """Move state of a tile that is still on the device (created before shard(), or just
         loaded) to its tier.

@@ -89,6 +89,7 @@ class Manner:
     weight: float | None = None  # of engine.backward(weight=): what the backward counts
     factor: float = 1.0  # by which gradients are multiplied as they enter their buffer
     refused: str | None = None  # why a backward that no schedule runs is refused
+    joined: bool = False  # inside join(): other ranks may shadow this one
 
 
 @dataclass(eq=False)

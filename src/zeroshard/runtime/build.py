@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -35,7 +36,10 @@ from zeroshard.state.local import local_of
 from zeroshard.state.state import DeviceStorage, State
 from zeroshard.tier.store import Storage, Store
 
-__all__ = ["Context", "Dtypes", "build_units", "compute_dtypes", "make_master"]
+__all__ = [
+    "Context", "Dtypes", "GivenValues", "PlannedUnits", "Source", "build_units", "compute_dtypes",
+    "make_master", "plan_units",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,25 +72,63 @@ def compute_dtypes(model: nn.Module, precision: Precision) -> Dtypes:
     return Dtypes(of, as_given)
 
 
-def build_units(plans: Sequence[UnitPlan], context: Context) -> list[Unit]:
-    """Take every planned unit's parameters over; afterwards they rest as the policy says."""
+class Source(Protocol):
+    """Where the numbers of segments come from when they are built, one after another."""
+
+    def values(self, plan: SegmentPlan) -> Sequence[torch.Tensor]:
+        """Return the values of a segment's parameters, of any float dtype."""
+
+    def built(self, segment: Segment, cells: Cells) -> None:
+        """The segment rests, with these values."""
+
+
+class GivenValues:
+    """The parameters' own values, or those that they are prepared with."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def values(self, plan: SegmentPlan) -> Sequence[torch.Tensor]:
+        values = [local_of(parameter) for parameter in plan.members.values()]
+        self._context.prepare(values)
+        return [value.data for value in values]
+
+    def built(self, segment: Segment, cells: Cells) -> None: ...
+
+
+@dataclass(frozen=True)
+class PlannedUnits:
+    """Where every segment is to rest, by unit, with the memory on other tiers that it needs."""
+
+    segments: list[list[SegmentPlan]]
+    splits: dict[str, Splits]  # by segment
+    reserved: Mapping[Tier, Store]
+
+
+def plan_units(plans: Sequence[UnitPlan], context: Context) -> PlannedUnits:
+    """Return where the segments of `plans` are to rest. Nothing is changed; raises StorageError, on
+    every rank, where another tier has no room for weights and masters.
+    """
     dealer = Dealer(context.options.shares)
-    planned = [_plan_segments(plan, context.of(plan.pattern), dealer) for plan in plans]
-    splits = dict(
-        zip(
-            (p.key for group in planned for p in group),
-            _split([p for group in planned for p in group], context),
-            strict=True,
-        )
-    )
-    reserved = _reserve([p for group in planned for p in group], splits, context)
+    groups = [_plan_segments(plan, context.of(plan.pattern), dealer) for plan in plans]
+    segments = [segment for group in groups for segment in group]
+    found = _split(segments, context)
+    splits = {segment.key: split for segment, split in zip(segments, found, strict=True)}
+    return PlannedUnits(groups, splits, _reserve(segments, splits, context))
+
+
+def build_units(
+    plans: Sequence[UnitPlan], context: Context, planned: PlannedUnits, source: Source
+) -> list[Unit]:
+    """Take every planned unit's parameters over, with values of `source`; afterwards they rest as
+    the policy says.
+    """
     around = holding_others(plans)
     units = []
-    for index, (plan, group) in enumerate(zip(plans, planned, strict=True)):
+    for index, (plan, group) in enumerate(zip(plans, planned.segments, strict=True)):
         cells = context.policy.cells(plan.name)
         segments = [
-            _build_segment(segment, splits[segment.key], reserved, context.of(plan.pattern))
-            for segment in group
+            _build_segment(segment, planned, context.of(plan.pattern), source) for segment in group
         ]
         unit = Unit(
             index,
@@ -246,20 +288,20 @@ def _storages_of(
 
 
 def _build_segment(
-    plan: SegmentPlan, splits: Splits, reserved: Mapping[Tier, Store], context: Context
+    plan: SegmentPlan, planned: PlannedUnits, context: Context, source: Source
 ) -> Segment:
-    cells = plan.cells
-    parameters = list(plan.members.values())
+    cells, splits, reserved = plan.cells, planned.splits[plan.key], planned.reserved
+    values = source.values(plan)
     rest = _rest_of_weights(plan, splits, reserved, context)
     flat = FlatWeights(plan, context, rest, reads_first=not splits.weights_stay)
     grad = _gradient_path(plan, splits, flat, context) if plan.trainable else None
     segment = Segment(plan, flat, grad, split=splits.optim)
     if plan.trainable and context.options.trains:
         make_master(segment, cells, context, reserved)
-    values = [local_of(parameter) for parameter in parameters]
-    context.prepare(values)
     with context.faults.noted(lost=True):
-        segment.store([value.data for value in values])
+        segment.store(values)
+    del values
+    source.built(segment, cells)
     return segment
 
 

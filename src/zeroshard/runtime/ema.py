@@ -13,17 +13,26 @@ a swap is a publish.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 
 from zeroshard.errors import ConfigError
 from zeroshard.runtime.engine import Engine, refusing_steps, states_of
 
-__all__ = ["EMA"]
+__all__ = ["EMA", "averages_of"]
 
 _CHUNK = 1 << 17  # elements swapped at a time
+# by engine, in the order in which they were made
+_OF: WeakKeyDictionary[Engine, list[weakref.ref[EMA]]] = WeakKeyDictionary()
+
+
+def averages_of(engine: Engine) -> list[EMA]:
+    """Return the averages of `engine` that are alive, in the order in which they were made."""
+    return [ema for ref in _OF.get(engine, ()) if (ema := ref()) is not None]
 
 
 class EMA:
@@ -45,6 +54,7 @@ class EMA:
         self.decay = decay
         self._engine = engine
         self.averages = [master.clone() for master in states_of(engine).rest.masters()]
+        _OF.setdefault(engine, []).append(weakref.ref(self))
 
     @property
     def bytes(self) -> int:
@@ -56,6 +66,7 @@ class EMA:
         """Move the average towards the weights; call it after ``optimizer.step()``. Nothing is
         sent.
         """
+        states_of(self._engine).check_open()
         masters = states_of(self._engine).rest.masters()
         torch._foreach_lerp_(self.averages, masters, 1.0 - self.decay)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,40 +21,39 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.core.digest import Digest
 from zeroshard.core.policy import Policy
-from zeroshard.core.precision import Precision
 from zeroshard.core.sizes import parse_bytes
 from zeroshard.errors import ConfigError, StateError, StorageError, ZeroshardError
 from zeroshard.optim.sharded import ShardedOptimizer, check_parameters
+from zeroshard.optim.shards import Tile
 from zeroshard.runtime.access import StateAccess
-from zeroshard.runtime.build import Context, make_master
-from zeroshard.runtime.finalize import Finalizer
-from zeroshard.runtime.forked import refuse_in_children
-from zeroshard.runtime.hooks import Hooks
+from zeroshard.runtime.assembly import Assembly
+from zeroshard.runtime.build import Context, GivenValues, build_units, make_master, plan_units
 from zeroshard.runtime.join import Join
-from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.offload_states import OffloadedStates
-from zeroshard.runtime.parts import input_dtype, make_weights_and_gradients, step_settings
+from zeroshard.runtime.parts import Parts, step_settings
 from zeroshard.runtime.pipeline import Following, Terms, check_budget, check_mesh, units_of
-from zeroshard.runtime.recovery import Recovery
 from zeroshard.runtime.repartition import StepTiles
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, describe_bytes
-from zeroshard.runtime.rest import Rest, RestingPiece
+from zeroshard.runtime.rest import RestingPiece
 from zeroshard.runtime.stages import roots_of
 from zeroshard.runtime.trace import tracing
+from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, named_parameters_once
 from zeroshard.runtime.weighting import weighed
-from zeroshard.runtime.whole import Whole
 
 __all__ = [
     "Engine",
     "RestingPiece",
     "living_engines",
     "open_engines",
+    "parts_of",
     "refusing_steps",
+    "relaid",
     "states_of",
 ]
+
+Repartition = Callable[["Engine", Mapping[str, Any]], None]  # with the changes asked for
 
 _log = logging.getLogger("zeroshard")
 NOT_GIVEN_BACK = "rank %d: close() has not given everything back: %s"
@@ -86,7 +85,29 @@ def refusing_steps(engine: Engine, why: str) -> AbstractContextManager[None]:
     return engine._loop.refusing_steps(why)
 
 
-class Engine:
+def parts_of(engine: Engine) -> Parts:
+    """Return the parts that hold the states of `engine`. They are others after each repartition."""
+    return Parts(engine._context, engine._loop, engine._finalizer, engine._sharded)
+
+
+def relaid(
+    engine: Engine,
+    units: Sequence[Unit],
+    plans: Sequence[UnitPlan],
+    context: Context,
+    *,
+    prefetch_bytes: int | None,
+    cut: Sequence[list[Tile]],
+) -> None:
+    """Let `engine` be the engine of `units`, in which its states rest now; its optimizer steps
+    the tiles `cut` of them.
+    """
+    engine._hooks.remove()
+    engine._put_together(units, plans, context, prefetch_bytes)
+    engine._rejoin(cut)
+
+
+class Engine(Assembly):
     """A sharded model and its optimizer. Made by :func:`zeroshard.shard`; every method is called
     on every rank.
     """
@@ -98,39 +119,15 @@ class Engine:
         context: Context,
         *,
         prefetch_bytes: int | None,
+        repartition: Repartition | None = None,
     ) -> None:
-        self.module = module
-        self.precision: Precision = context.precision  # the dtypes in force
-        self._context = context
-        transports, faults, digest = context.transports, context.faults, Digest()
-        weights, backward = make_weights_and_gradients(
-            plans, context, digest, prefetch_bytes=prefetch_bytes
-        )
-        self._weights, self._backward = weights, backward
-        self._scaler = context.options.loss_scaler
-        self._finalizer = Finalizer(backward, context, digest, self._scaler)
-        rest = Rest(weights, transports=transports, streams=context.streams, faults=faults)
-        self._recovery = Recovery(weights, rest, digest, context)
-        self._loop = Loop(module, context, weights, backward, self._finalizer, rest, self._recovery)
-        self._states = StateAccess(
-            context, weights, rest, backward, self._finalizer, self._recovery, self._scaler
-        )
-        self._whole = Whole(module, weights, self._finalizer, context, self._states.join_step)
-        self._hooks = Hooks(
-            module,
-            plans,
-            self._loop,
-            input_dtype=input_dtype(context),
-            write_back=self._whole.store_unit,
-            owner=self,
-        )
-        self._sharded: ShardedOptimizer | None = None
-        self._tiles: StepTiles | None = None
+        """`repartition` does what the method of that name asks for."""
+        super().__init__(module)
+        self._repartition = repartition
         self._offloaded: OffloadedStates | None = None
-        faults.agree()  # that the weights have been written to where they rest
-        transports.watch(digest, context.streams.is_idle)
-        if self.world > 1 or context.axes.size > 1:
-            refuse_in_children(self, weights.refuse)
+        units = build_units(plans, context, plan_units(plans, context), GivenValues(context))
+        self._put_together(units, plans, context, prefetch_bytes)
+        context.faults.agree()  # that the weights have been written to where they rest
         _ENGINES[next(_numbers)] = self
 
     # ------------------------------------------------------------------ what it is
@@ -204,10 +201,7 @@ class Engine:
         except StorageError:
             sharded.detach()
             raise
-        self._sharded, self._tiles = sharded, tiles
-        self._loop.attach(sharded, tiles)
-        self._states.attach(sharded)
-        self._backward.attach(sharded)
+        self._step_with(sharded, tiles)
 
     def optimizer_part(self) -> dict[str, Any]:
         """Return this rank's part of the optimizer's ``state_dict()``, for ``load_state_dict()``
@@ -288,7 +282,8 @@ class Engine:
                 f"join() shadows data parallel ranks, and this mesh has {stages[0]!r}, along which"
                 " ranks have other parameters: run as many batches on every rank"
             )
-        with Join(self._loop, self._finalizer, self._sharded, self._context.transport).joined():
+        join = Join(self._loop, self._finalizer, self._sharded, self._context.transport)
+        with self._backward.running_as(joined=True), join.joined():
             yield
 
     def follow(
@@ -316,7 +311,7 @@ class Engine:
             "no_sync": str(no_sync),
         }
         try:
-            following = self._follower(schedule, budget, no_sync)
+            following = _follower(self, schedule, budget, no_sync)
             report["n_microbatches"] = str(schedule._n_microbatches)
             report["scale_grads"] = str(schedule.scale_grads)
         except ZeroshardError as refused:
@@ -326,20 +321,6 @@ class Engine:
         self._context.axes.share(None, _FOLLOW, common=report)
         self._states.follow(following)
         return following
-
-    def _follower(self, schedule: Any, budget: int | str | None, no_sync: bool) -> Following:
-        if (other := self._states.following) is not None and other.is_on:
-            raise ConfigError(
-                f"the engine follows a {type(other.schedule).__name__} already: end that"
-                " with the remove() of what engine.follow() has returned"
-            )
-        room = parse_bytes(budget, "budget") if isinstance(budget, str) else budget
-        units = units_of(schedule, roots_of(self.module), self._weights.units)
-        check_mesh(schedule, self._context.mesh.others)
-        if room is not None:
-            check_budget(room, units, self.policy.name)
-        terms = Terms(room, no_sync)
-        return Following(schedule, units, self._weights, self._backward, self._scaler, terms)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients so that their 2-norm over all ranks is at most `max_norm`.
@@ -452,14 +433,7 @@ class Engine:
         self._states.check_open()
         if self._offloaded is not None:
             return self._offloaded.num_bytes
-        if (
-            self._backward.running
-            or self._weights.passes.running
-            or any(unit.is_held for unit in self._weights.units)
-        ):
-            raise StateError(
-                "offload_states() inside a forward, a backward or gathered(): call it between steps"
-            )
+        self._loop.check_between_steps("offload_states()")
         self._backward.reductions.wait()
         self._states.join_step()
         self._weights.end_pass()
@@ -477,6 +451,43 @@ class Engine:
         if self._offloaded is not None:
             self._offloaded.end()
             self._offloaded = None
+
+    def repartition(
+        self,
+        *,
+        policy: str | Policy | None = None,
+        stage: int | None = None,
+        offload: Any = None,
+        mesh: Any = None,
+        dp: str | Sequence[str] | None = None,
+        shares: Sequence[float] | str | None = None,
+        node_size: int | None = None,
+    ) -> None:
+        """Lay every state out anew between two steps: in another row, on other tiers, over other
+        ranks. Module, parameters, optimizer and engine stay the objects they are, and what is not
+        given stays as it was.
+
+        The weights, masters, optimizer states, averages (zs.EMA), loss scale and step counts
+        are bit for bit those that ``zs.save()`` and, in an engine of the new layout, ``zs.load()``
+        would give; beside the larger of both layouts this takes two units of memory. `mesh` and
+        `dp` are those of ``zs.shard()``; a rank that is not in it gives its part away and refuses
+        to be used until a repartition over a mesh with it. `shares` are those of ``zs.shard()``, or
+        "equal"; `node_size` is comm.node_size.
+
+        Collective over the old and the new ranks together. Raises StateError while gradients rest
+        that no step has taken, and inside a pass, ConfigError for what cannot be done, and
+        PlanMismatch where ranks disagree, on every rank, before anything is changed; StorageError
+        on every rank where a tier has failed on the way: then only zs.load() helps.
+        """
+        if self._repartition is None:
+            raise StateError("this engine was not made by zeroshard.shard(): it stays as it is")
+        changes = {
+            "policy": policy, "stage": stage, "offload": offload, "mesh": mesh, "dp": dp,
+            "shares": shares, "node_size": node_size,
+        }  # fmt: skip
+        self._repartition(
+            self, {name: value for name, value in changes.items() if value is not None}
+        )
 
     # ------------------------------------------------------------------ recovery and the end
 
@@ -537,3 +548,18 @@ class Engine:
             _log.warning("the module is given back although a tier failed before: %s", told)
         elif failure is not None:
             raise failure
+
+
+def _follower(engine: Engine, schedule: Any, budget: int | str | None, no_sync: bool) -> Following:
+    if (other := engine._states.following) is not None and other.is_on:
+        raise ConfigError(
+            f"the engine follows a {type(other.schedule).__name__} already: end that"
+            " with the remove() of what engine.follow() has returned"
+        )
+    room = parse_bytes(budget, "budget") if isinstance(budget, str) else budget
+    units = units_of(schedule, roots_of(engine.module), engine._weights.units)
+    check_mesh(schedule, engine._context.mesh.others)
+    if room is not None:
+        check_budget(room, units, engine.policy.name)
+    terms = Terms(room, no_sync)
+    return Following(schedule, units, engine._weights, engine._backward, engine._scaler, terms)

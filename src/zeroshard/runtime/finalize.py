@@ -434,6 +434,16 @@ class Finalizer:
         self._backward.saved.end_step()
         self._beat()
 
+    @property
+    def step(self) -> int:
+        """The number of the step that comes."""
+        return self._digest.step
+
+    def continue_from(self, step: int, skipped: int) -> None:
+        """Count steps from `step` on, of which `skipped` were not taken."""
+        self.skipped = skipped
+        self._digest.advance(step)
+
     def abandon(self) -> None:
         """After an exception: nothing is agreed."""
         self._result = None

@@ -26,12 +26,16 @@ _REFUSALS: weakref.WeakKeyDictionary[object, Callable[[str], None]] = weakref.We
 _KEPT: list[object] = []  # in a forked child only
 
 
-def refuse_in_children(engine: object, refuse: Callable[[str], None]) -> None:
-    """From now on call `refuse` with the reason in processes that are forked off this one.
+def refuse_in_children(engine: object, refuse: Callable[[str], None] | None) -> None:
+    """From now on call `refuse` (None: nothing) with the reason in processes that are forked off
+    this one.
 
     It must not hold `engine`, which would live for ever.
     """
-    _REFUSALS[engine] = refuse
+    if refuse is None:
+        _REFUSALS.pop(engine, None)
+    else:
+        _REFUSALS[engine] = refuse
 
 
 def _in_child() -> None:

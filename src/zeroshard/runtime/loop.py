@@ -30,7 +30,7 @@ from torch import nn
 from zeroshard.core.launched import heartbeat
 from zeroshard.errors import StateError, StorageError
 from zeroshard.optim.sharded import INTERRUPTED, ShardedOptimizer
-from zeroshard.runtime.backward import Backward, retains_graph
+from zeroshard.runtime.backward import Backward, Manner, retains_graph
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.passes import Until
@@ -284,6 +284,45 @@ class Loop:
     def zero_gradient(self, parameter: nn.Parameter | None) -> None:
         """The ``zero_()`` of a sealed gradient on the optimizer's side was called."""
         self.backward.zero_gradient(parameter)
+
+    def check_between_steps(self, call: str) -> None:
+        """Raise StateError, naming the `call`, inside a forward, a backward or ``gathered()``."""
+        if (
+            self.backward.running
+            or self.weights.passes.running
+            or any(unit.is_held for unit in self.weights.units)
+        ):
+            raise StateError(
+                f"{call} inside a forward, a backward or gathered(): call it between steps"
+            )
+
+    def check_at_rest(self, call: str) -> None:
+        """Raise StateError, naming the `call`, where something is under way that goes on with
+        the layout as it is, or where the model is not the one that was sharded.
+        """
+        self.weights.check_awake()
+        context, optimizer = self._context, self._optimizer
+        if (unsaved := context.faults.unsaved) is not None:
+            raise StateError(f"{call}: what rests here is not whole: {unsaved}")
+        if optimizer is not None and optimizer.is_interrupted:
+            raise StateError(INTERRUPTED)
+        if self._refuse_steps is not None:
+            raise StateError(f"{call} inside EMA.swapped(): call it outside")
+        if context.streams.probe.recording is not None:
+            raise StateError(f"{call} inside engine.trace(): leave that first")
+        if self.backward.manner != Manner():
+            raise StateError(
+                f"{call} inside no_sync(), join() or a schedule that the engine follows: call it"
+                " outside"
+            )
+        self._watch.check()
+        check_frozen(self.weights.units)
+        for leaf in self.backward.leaves:
+            if not leaf.parameter.requires_grad:
+                raise StateError(
+                    f"parameter {leaf.name!r} was trained when the model was sharded and is frozen"
+                    f" now: set requires_grad=True before {call}"
+                )
 
     @contextmanager
     def refusing_steps(self, why: str) -> Iterator[None]:

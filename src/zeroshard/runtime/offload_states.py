@@ -30,7 +30,7 @@ from zeroshard.runtime.weights import Weights
 from zeroshard.state.state import State, move
 from zeroshard.tier.host import HostStore
 
-__all__ = ["OffloadedStates"]
+__all__ = ["OffloadedStates", "bring_to_rest"]
 
 _PAGE = mmap.PAGESIZE
 _OFFLOADED = "the states are off the device: call engine.reload_states() on every rank first"
@@ -62,7 +62,7 @@ class OffloadedStates:
         come here.
         """
         for unit in self._weights.units:
-            _flush(unit, self._weights)
+            bring_to_rest(unit, self._weights)
         self._transports.begin_write()
         for segment in self._segments():
             self._put_gradient(segment)
@@ -139,7 +139,7 @@ def _on_device(state: State, device: torch.device) -> torch.Tensor:
     return out
 
 
-def _flush(unit: Unit, weights: Weights) -> None:
+def bring_to_rest(unit: Unit, weights: Weights) -> None:
     """Bring a unit to rest, whatever row it is."""
     if unit.state is UnitState.GATHERING:
         weights.release_prefetched(unit)

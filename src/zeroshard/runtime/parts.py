@@ -3,30 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from zeroshard.core.digest import Digest
 from zeroshard.memory import Trimmer
 from zeroshard.optim.runner import StepOptions
+from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.state_dicts import PartialState
 from zeroshard.runtime.backward import Backward, Manner
 from zeroshard.runtime.budget import Budget
-from zeroshard.runtime.build import Context, build_units
+from zeroshard.runtime.build import Context
+from zeroshard.runtime.finalize import Finalizer
+from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.prefetch import Prefetch
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.unit import Unit
-from zeroshard.runtime.units import UnitPlan
 from zeroshard.runtime.weights import Weights
 
-__all__ = ["input_dtype", "make_weights_and_gradients", "step_settings"]
+__all__ = ["Parts", "input_dtype", "make_weights_and_gradients", "step_settings"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of one engine that hold its states, and the tie to its optimizer."""
+
+    context: Context
+    loop: Loop
+    finalizer: Finalizer
+    sharded: ShardedOptimizer | None
+
+    @property
+    def weights(self) -> Weights:
+        """The weights of all units."""
+        return self.loop.weights
+
+    @property
+    def backward(self) -> Backward:
+        """Their gradients."""
+        return self.loop.backward
 
 
 def make_weights_and_gradients(
-    plans: Sequence[UnitPlan], context: Context, digest: Digest, *, prefetch_bytes: int | None
+    units: Sequence[Unit], context: Context, digest: Digest, *, prefetch_bytes: int | None
 ) -> tuple[Weights, Backward]:
-    """Bring the model to rest, and make what gathers it and what takes its gradients."""
-    units = build_units(plans, context)
+    """Make what gathers `units`, and what takes their gradients."""
     around = context.policy.weights_leave_the_device and not context.options.trains
     budget = Budget(
         units, context.meter, prefetch_bytes, enqueues=context.streams.enqueues, around=around

@@ -37,10 +37,20 @@ __all__ = ["StepTiles"]
 class StepTiles:
     """The tiles that one rank steps, and the cut between the device's and the others."""
 
-    def __init__(self, units: Sequence[Unit], context: Context) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        context: Context,
+        cut: Sequence[list[Tile]] | None = None,
+    ) -> None:
+        """`cut`: the tiles of each trained segment, where they have been cut before."""
         self._trained = [(unit, segment) for unit in units for segment in unit.trainable]
         self._context = context
-        self._tiles = [cut_tiles(segment, unit.cells, context) for unit, segment in self._trained]
+        self._tiles = (
+            [cut_tiles(segment, unit.cells, context) for unit, segment in self._trained]
+            if cut is None
+            else list(cut)
+        )
         beside = any(tile.taken is not Taken.BY_USER for tile in self.all)
         tiering = context.tiering
         self.balance = (

@@ -276,6 +276,21 @@ class Segment:
         self.flat.column.release()
         self.rewritten |= frozen
 
+    def close(self) -> None:
+        """Give back the memory of weights and masters, which rest elsewhere now; the parameters
+        have been pointed elsewhere.
+        """
+        flat = self.flat
+        flat.column.release()
+        flat.buffer.close()
+        for state in (flat.rest, self.weight, self.master):
+            if state is not None:
+                state.release()
+        if flat.window is not None:
+            flat.window.close()
+        if self.grad is not None:
+            self.grad.summed.release_idle()
+
     def attach(self) -> None:
         """Point the parameters at the gathered buffer."""
         self.seen.attach(self.flat.views)

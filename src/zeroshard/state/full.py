@@ -154,6 +154,11 @@ class FullBuffer:
             self.tensor.untyped_storage().resize_(0)
         return self.num_bytes
 
+    def close(self) -> None:
+        """Let go of memory at rest, which is given back: nothing is gathered here any more."""
+        self.tensor = torch.empty(0, dtype=self.dtype)
+        self.views = []
+
     def leave(self, address: int) -> None:
         """Leave the memory, at the next release, to a tensor at `address`, if that lies in it."""
         if 0 <= address - self.tensor.data_ptr() < self.num_bytes:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "gradient_taker", "is_dtensor", "local_of", "part_of", "part_within", "point_at", "retype",
-    "whole_of", "whole_shape",
+    "gradient_taker", "is_dtensor", "leave_hollow", "local_of", "part_of", "part_within",
+    "point_at", "retype", "whole_of", "whole_shape",
 ]  # fmt: skip
 
 _DTENSOR = "torch.distributed.tensor"
@@ -105,6 +105,13 @@ def point_at(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
     """Let `tensor` be the memory of a parameter, of a DTensor that of its local tensor."""
     retype(parameter, tensor.dtype)
     local_of(parameter).data = tensor
+
+
+def leave_hollow(parameter: nn.Parameter, stride: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Take a plain parameter's memory, and let it be of `dtype` and lie in `stride`."""
+    hollow = torch.empty_strided(parameter.shape, stride, dtype=dtype, device=parameter.device)
+    hollow.untyped_storage().resize_(0)
+    parameter.data = hollow
 
 
 def gradient_taker(

@@ -232,6 +232,11 @@ class State:
         for part in self.parts:
             part.close()
 
+    def release(self) -> None:
+        """Give back all memory, whoever refers to the state: its numbers rest elsewhere."""
+        self.close()
+        self.parts = (DeviceStorage(torch.empty(0, dtype=self.dtype)),)
+
 
 def move(source: State, target: State, start: int = 0) -> None:
     """Copy the elements of `source` from `start` on into `target`, which has as many, a tile at a

@@ -16,9 +16,9 @@ def _gather_without_cpu_backend(rank: int, world: int) -> list[bytes]:
     group = dist.group.WORLD
     assert group is not None
     with mock.patch.object(dist.ProcessGroup, "_get_backend", side_effect=RuntimeError):
-        beside = plain._on_cpu(group)
+        beside = plain.on_cpu(group)
         try:
-            assert plain._on_cpu(group) is beside and beside is not group
+            assert plain.on_cpu(group) is beside and beside is not group
             return plain.gather_bytes(group, bytes([rank]) * (rank + 1))
         finally:
             del plain._beside[group]

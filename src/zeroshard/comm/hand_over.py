@@ -1,0 +1,77 @@
+"""Numbers that change hands between two layouts: every rank gives what it alone holds, and takes
+what it will hold.
+
+    held     rank 0 |---------------|  rank 1 |---------------|            each element once
+    wanted   rank 0 |---------|  rank 1 |---------|  rank 2 |----------|   or more than once
+    sent              0 -> 0, 0 -> 1        1 -> 1, 1 -> 2
+
+The ranks are those of the old and the new layout together. They send to each other through a
+process group, not over a transport: those of either layout know only its own ranks.
+
+Invariant: what is held is each element at most once, what is wanted is a range per rank. Cost: the
+bytes of what crosses between ranks, one message per pair that shares elements. Numbers of an
+accelerator go through the host: this is done between two steps, and seldom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.comm.agree import Exchange, through
+from zeroshard.comm.plain import on_cpu
+from zeroshard.core.layout import Range
+from zeroshard.core.repartition import overlap
+
+__all__ = ["HandOver"]
+
+
+class HandOver:
+    """The ranks of an old and a new layout together: those of `group` (None: this one)."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.rank = 0 if group is None else group.rank()
+        self.exchange: Exchange = through(group)
+        self._group = None if group is None or group.size() == 1 else on_cpu(group)
+        self._members = [0] if group is None else dist.get_process_group_ranks(group)
+
+    def move(
+        self,
+        held: Sequence[Range],
+        wanted: Sequence[Range],
+        mine: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Bring the elements that each rank has `wanted` there from the ranks that `held` them.
+
+        `mine` holds this rank's own, `out` counts from element 0; both are on the host.
+        Collective; every rank passes the same ranges, () being (0, 0).
+        """
+        first = held[self.rank][0]
+        operations: list[dist.P2POp] = []
+        for rank, peer in enumerate(self._members):
+            sent = overlap(held[self.rank], wanted[rank])
+            taken = overlap(held[rank], wanted[self.rank])
+            if rank == self.rank:
+                if sent is not None:
+                    out[slice(*sent)].copy_(mine[sent[0] - first : sent[1] - first])
+                continue
+            if sent is not None:
+                part = mine[sent[0] - first : sent[1] - first]
+                operations.append(dist.P2POp(dist.isend, part, peer, self._group))
+            if taken is not None:
+                operations.append(dist.P2POp(dist.irecv, out[slice(*taken)], peer, self._group))
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
+    def give(self, tensor: torch.Tensor, source: int) -> None:
+        """Copy a `tensor` of rank `source` into every other rank's, in place. Collective."""
+        if self._group is None:
+            return
+        here = tensor.detach().cpu().contiguous()
+        dist.broadcast(here, self._members[source], group=self._group)
+        if self.rank != source:
+            tensor.detach().copy_(here)

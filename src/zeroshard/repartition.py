@@ -1,0 +1,593 @@
+"""``engine.repartition()``: what shard() was asked for is asked again, with other settings.
+
+    the old ranks agree        nothing is under way, all ask for the same
+    old and new ranks meet     who holds the states; the settings, where a rank comes back
+    the new ranks make ready   transports and stores, memory on other tiers
+    ---------------------------------------------------------------- from here on numbers move
+    runtime/relayout.py        segment by segment
+    all say how it ended
+
+Invariant: up to the line nothing of the engine has changed, and an error is raised on every rank;
+after it every rank comes to the end, where a tier that has failed is told on every rank. Ranks that
+leave keep an engine that refuses to be used and knows the model: a later call may wake it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroshard.asked import Asked, asked_again
+from zeroshard.checkpoint.pieces import generators, restore_generators
+from zeroshard.checkpoint.values import decode, encode, no_tensors
+from zeroshard.comm.device_mesh import Seat, seat_of
+from zeroshard.comm.hand_over import HandOver
+from zeroshard.config import AUTO, Config, build_config
+from zeroshard.core.digest import first_difference, holders
+from zeroshard.core.placement import Tier
+from zeroshard.core.shares import shares_of
+from zeroshard.errors import (
+    CheckpointError,
+    ConfigError,
+    PlanMismatch,
+    StateError,
+    StorageError,
+    ZeroshardError,
+)
+from zeroshard.hetero import resolved
+from zeroshard.runtime.build import Context, PlannedUnits, build_units, plan_units
+from zeroshard.runtime.ema import averages_of
+from zeroshard.runtime.engine import Engine, parts_of, relaid, states_of
+from zeroshard.runtime.parts import Parts
+from zeroshard.runtime.relayout import Arrival, Departure, Facts, Transfer, let_go, wanted
+from zeroshard.state.local import local_of
+
+__all__ = ["Repartition"]
+
+_log = logging.getLogger("zeroshard")
+EQUAL = "equal"  # shares that are none
+
+_CALL = "engine.repartition()"
+_AWAY = (
+    "this rank has left the ranks of its engine in engine.repartition(): its model, optimizer and"
+    " engine can be used again after engine.repartition(mesh=...) with a mesh that contains it"
+)
+_CUT_OFF = (
+    "engine.repartition() was cut off while states moved, and what rests is not whole: make model"
+    " and engine anew, and call zs.load()"
+)
+
+
+class MakeContext(Protocol):
+    """Make what the parts of an engine share (api.py). Collective over the seat's ranks."""
+
+    def __call__(
+        self, asked: Asked, seat: Seat, /, *, trains: bool, told: Mapping[int, str]
+    ) -> Context: ...
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A new layout that this rank has a part in, before anything moves."""
+
+    asked: Asked
+    seat: Seat
+    context: Context
+    planned: PlannedUnits
+
+    def close(self) -> None:
+        """Give it up."""
+        self.context.close()
+
+
+class Repartition:
+    """What one engine was asked for last, and how it is asked again."""
+
+    def __init__(self, asked: Asked, seat: Seat, make: MakeContext) -> None:
+        self._asked = asked
+        self._seat = seat
+        self._make = make
+        self._is_away = False
+
+    def __call__(self, engine: Engine, changes: Mapping[str, Any]) -> None:
+        """Lay `engine` out anew with these `changes` (``Engine.repartition``)."""
+        if states_of(engine).is_closed or not self._is_away:
+            states_of(engine).check_open()
+        refusal = self._agree_on_call(engine, changes)
+        seat, hand_over, refusal = self._meet(changes, refusal)
+        told = self._tell(engine, hand_over, changes, refusal)
+        ready = self._make_ready(engine, hand_over, seat, told, changes)
+        move = _Move(engine, hand_over, ready, is_away=self._is_away)
+        move.agree(told)
+        move.run()
+        self._is_away = ready is None
+        if ready is not None:
+            self._asked, self._seat = ready.asked, ready.seat
+        move.end()
+
+    # ------------------------------------------------------------------ the old ranks
+
+    @property
+    def _ranks(self) -> list[int]:
+        """The ranks of the job over which the engine lies, or lay when this rank left."""
+        group = self._seat.group
+        return [_rank()] if group is None else dist.get_process_group_ranks(group)
+
+    def _agree_on_call(self, engine: Engine, changes: Mapping[str, Any]) -> ZeroshardError | None:
+        """Return why the old ranks refuse, the same on all of them. Collective over them."""
+        error: ZeroshardError | None = None
+        try:
+            self._check_call(engine, changes)
+        except ZeroshardError as refused:
+            error = refused
+        if self._is_away:
+            return error
+        mesh = changes.get("mesh")
+        asked = mesh.mesh.tolist() if isinstance(mesh, DeviceMesh) else mesh
+        try:
+            states_of(engine).peers.agree({"mesh": str(asked)}, error, _CALL)
+            states_of(engine).finish_step()
+        except (ConfigError, PlanMismatch, StateError, StorageError) as refused:
+            return refused
+        return None
+
+    def _check_call(self, engine: Engine, changes: Mapping[str, Any]) -> None:
+        """Raise for what cannot be done on this rank, whatever the others say."""
+        mesh = changes.get("mesh")
+        if not changes:
+            raise ConfigError(
+                f"{_CALL} without a change: pass policy=, offload=, shares=, mesh= or node_size="
+            )
+        if changes.get("policy") == AUTO:
+            raise ConfigError("policy='auto' plans for shard() alone: name a row")
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise ConfigError(
+                f"mesh is a {type(mesh).__name__}, not a DeviceMesh: make one with"
+                " torch.distributed.init_device_mesh()"
+            )
+        if "dp" in changes and mesh is None:
+            raise ConfigError(
+                f"dp={changes['dp']!r} names dimensions of a mesh, and there is none: pass mesh="
+            )
+        if self._is_away:
+            if mesh is None or _rank() not in mesh.mesh:
+                raise StateError(_AWAY)
+            return
+        states, parts = states_of(engine), parts_of(engine)
+        if states.following is not None and states.following.is_on:
+            raise ConfigError(f"{_CALL} while the engine follows a schedule: end that first")
+        if self._seat.own or self._seat.dims.others:
+            raise ConfigError(
+                f"{_CALL} moves data parallel ranks alone, and this engine has other axes or"
+                " mesh_of: save, close and shard() again"
+            )
+        parts.loop.check_between_steps(_CALL)
+        if states.has_pending_gradients:
+            raise StateError(
+                f"{_CALL} while gradients rest that no step has taken: call it after"
+                " optimizer.step() or zero_grad()"
+            )
+        parts.loop.check_at_rest(_CALL)
+        Departure(parts, _averages(engine)).facts()  # raises for state that cannot be cut
+        if mesh is not None and _overlap_in_part(self._ranks, mesh.mesh.flatten().tolist()):
+            raise ConfigError(
+                f"mesh has the ranks {mesh.mesh.flatten().tolist()}, and the engine lies over"
+                f" {self._ranks}: go over a mesh that contains both, or one inside the other"
+            )
+
+    # ------------------------------------------------------------------ old and new ranks
+
+    def _meet(
+        self, changes: Mapping[str, Any], refusal: ZeroshardError | None
+    ) -> tuple[Seat | None, HandOver, ZeroshardError | None]:
+        """Return this rank's new seat (None: it leaves), all ranks that take part, and why this one
+        refuses. Collective over the new ranks.
+        """
+        mesh = changes.get("mesh")
+        if not isinstance(mesh, DeviceMesh):
+            if refusal is not None:
+                raise refusal
+            return self._seat, HandOver(self._seat.group), None
+        ranks = mesh.mesh.flatten().tolist()
+        grows = self._is_away or not set(ranks) <= set(self._ranks)
+        if refusal is not None and not (grows and _rank() in ranks):
+            raise refusal  # else the ranks that come back are told
+        if _rank() not in ranks:
+            return None, HandOver(self._seat.group), None
+        try:
+            seat = seat_of(mesh, changes.get("dp"))
+            if seat.dims.others:
+                raise ConfigError(
+                    f"{_CALL} moves data parallel ranks alone, and mesh= has other dimensions:"
+                    " save, close and shard() again"
+                )
+        except ConfigError as refused:
+            if grows:  # then all ranks are in it
+                raise
+            return None, HandOver(self._seat.group), refused
+        return seat, HandOver(seat.group if grows else self._seat.group), refusal
+
+    def _tell(
+        self,
+        engine: Engine,
+        hand_over: HandOver,
+        changes: Mapping[str, Any],
+        refusal: ZeroshardError | None,
+    ) -> list[dict[str, Any]]:
+        """Return what every rank says of itself. Raises, on every rank, for a refusal of any, and
+        where the states of the new ranks cannot come from these ranks.
+        """
+        settings: dict[str, Any] = {}
+        if refusal is None:
+            try:
+                settings = self._settings_json(changes)
+            except ConfigError as refused:
+                refusal = refused
+        mine: dict[str, Any] = {
+            "error": None if refusal is None else str(refusal),
+            "ranks": None if self._is_away else self._ranks,
+            "rank": _rank(),
+            "model": _model_digest(self._asked),
+            "averages": len(averages_of(engine)),
+            "settings": settings,
+        }
+        answers = hand_over.exchange(json.dumps(mine).encode(), _CALL)
+        told: list[dict[str, Any]] = [json.loads(answer) for answer in answers]
+        _refuse(refusal, [one["error"] for one in told])
+        held = [one["ranks"] for one in told if one["ranks"] is not None]
+        here = {one["rank"] for one in told}
+        if not held:
+            raise ConfigError(
+                f"no rank of mesh= {sorted(here)} holds the states: all have left the engine"
+            )
+        if any(set(ranks) - here for ranks in held):
+            raise ConfigError(
+                f"mesh= {sorted(here)} leaves out ranks that hold a part of the states, which lie"
+                f" over {held[0]}: call {_CALL} on these, too, over a mesh that contains them"
+            )
+        for name in ("model", "averages"):
+            entries = [str(one[name]) for one in told]
+            if len(set(entries)) > 1:
+                raise PlanMismatch(
+                    f"the ranks disagree about their {name}: {holders(entries)}. Build the same"
+                    " model on every rank, with as many zs.EMA"
+                )
+        return told
+
+    def _settings_json(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings that may change, for ranks that come back."""
+        settings = _settings(self._asked.common, changes)
+        policy = settings.policy
+        return {
+            "policy": policy if policy is None or isinstance(policy, str) else None,
+            "stage": settings.stage,
+            "offload": settings.offload.model_dump(mode="json"),
+            "shares": EQUAL if settings.shares is None else settings.shares,
+            "node_size": settings.comm.node_size,
+        }
+
+    def _make_ready(
+        self,
+        engine: Engine,
+        hand_over: HandOver,
+        seat: Seat | None,
+        told: Sequence[dict[str, Any]],
+        changes: Mapping[str, Any],
+    ) -> _Ready | None:
+        """Make the new layout's transports and stores on its ranks. Raises on every rank."""
+        asked, error = self._asked_anew(engine, seat, told, changes)
+        report = None if asked is None else asked.settings_report
+        mine = json.dumps([None if error is None else str(error), report]).encode()
+        answers = [json.loads(one) for one in hand_over.exchange(mine, _CALL)]
+        _refuse(error, [failure for failure, _ in answers])
+        _compare([found for _, found in answers if found is not None])
+        ready: _Ready | None = None
+        failure: ZeroshardError | None = None
+        if asked is not None and seat is not None:
+            try:
+                ready = self._ready(engine, _measured(engine, asked, seat, changes), seat)
+            except (ConfigError, StorageError) as refused:
+                failure = refused
+        failures = hand_over.exchange(b"" if failure is None else str(failure).encode(), _CALL)
+        if any(failures) and ready is not None:
+            ready.close()
+        _refuse(failure, [answer.decode() for answer in failures])
+        return ready
+
+    def _asked_anew(
+        self,
+        engine: Engine,
+        seat: Seat | None,
+        told: Sequence[dict[str, Any]],
+        changes: Mapping[str, Any],
+    ) -> tuple[Asked | None, ZeroshardError | None]:
+        if seat is None:
+            return None, None
+        try:
+            settings = self._asked.common
+            if self._is_away:
+                first = next(one for one in told if one["ranks"] is not None)
+                settings = _settings(settings, first["settings"])
+            settings = _settings(settings, changes)
+            if isinstance(settings.shares, str) and "shares" not in changes and "mesh" in changes:
+                raise ConfigError(
+                    f"shares={settings.shares!r} was measured on other ranks: pass shares= again"
+                )
+            asked = asked_again(self._asked, engine.module, settings, seat)
+            away = [cells.optim.tier for cells in asked.settings.resolved_policy().all_cells]
+            if averages_of(engine) and set(away) != {Tier.DEVICE}:
+                raise ConfigError(
+                    "zs.EMA keeps an average beside masters on the device: leave offload.optimizer"
+                    " there, or drop the average first"
+                )
+        except ZeroshardError as refused:
+            return None, refused
+        return asked, None
+
+    def _ready(self, engine: Engine, asked: Asked, seat: Seat) -> _Ready:
+        trains = parts_of(engine).sharded is not None
+        context = self._make(asked, seat, trains=trains, told={})
+        scaler = parts_of(engine).context.options.loss_scaler
+        context = replace(context, options=replace(context.options, loss_scaler=scaler))
+        # strides and dtypes are those that shard() found: plans look at them when segments are made
+        try:
+            return _Ready(asked, seat, context, plan_units(asked.plans, context))
+        except StorageError:
+            context.close()
+            raise
+
+
+class _Move:
+    """The states of one engine on their way into another layout."""
+
+    def __init__(
+        self, engine: Engine, hand_over: HandOver, ready: _Ready | None, *, is_away: bool
+    ) -> None:
+        self._engine = engine
+        self._hand_over = hand_over
+        self._ready = ready  # None: this rank leaves
+        self._parts: Parts = parts_of(engine)
+        self._averages = _averages(engine)
+        self._departure = None if is_away else Departure(self._parts, self._averages)
+        self._facts: list[Facts] = []
+        self._first = 0  # the first rank of the old layout
+        self._carried: dict[str, Any] | None = None  # for ranks that come back
+        self._comes_back = is_away
+
+    def agree(self, told: Sequence[dict[str, Any]]) -> None:
+        """Tell every rank what is held and wanted here. Nothing has changed; raises on every
+        rank.
+        """
+        self._first = next(rank for rank, one in enumerate(told) if one["ranks"] is not None)
+        some_come_back = any(one["ranks"] is None for one in told)
+        facts = Facts() if self._departure is None else self._departure.facts()
+        if self._ready is not None:
+            trains = self._parts.sharded is not None
+            facts.wanted = wanted(self._ready.planned, trains=trains)
+        carried, error = None, None
+        if some_come_back and self._departure is not None:
+            try:
+                carried = _carried(self._engine, self._parts)
+            except CheckpointError as odd:  # an option of a param group without a form
+                error = ConfigError(str(odd))
+        mine = [None if error is None else str(error), facts.to_json(), carried]
+        answers = self._hand_over.exchange(json.dumps(mine).encode(), _CALL)
+        everyone = [json.loads(answer) for answer in answers]
+        failures = [failure for failure, _, _ in everyone]
+        if any(failures) and self._ready is not None:
+            self._ready.close()
+        _refuse(error, failures)
+        self._facts = [Facts(**found) for _, found, _ in everyone]
+        if some_come_back:
+            self._carried = everyone[self._first][2]
+            known = [one[2]["generators"] for one in everyone if one[2] is not None]
+            if any(state != known[0] for state in known):
+                self._carried["generators"] = None
+
+    def run(self) -> None:
+        """Move everything. What is cut off leaves an engine that refuses to be used."""
+        try:
+            self._run()
+        except BaseException:
+            for parts in (self._parts, parts_of(self._engine)):
+                parts.weights.refuse(_CUT_OFF)
+            raise
+
+    def _run(self) -> None:
+        ready, departure = self._ready, self._departure
+        transfer = Transfer(self._hand_over, self._facts, departure)
+        if departure is not None:
+            departure.begin()
+        if ready is None:
+            transfer.give_all()
+        else:
+            let_go(self._parts)
+            self._build(ready, transfer)
+        if self._carried is not None:
+            for buffer in self._engine.module.buffers():
+                self._hand_over.give(local_of(buffer), self._first)
+        if ready is None:
+            self._parts.weights.refuse(_AWAY)
+        elif self._comes_back:
+            assert self._carried is not None
+            _take_over(self._engine, self._carried)
+        else:
+            finalizer = self._parts.finalizer
+            parts_of(self._engine).finalizer.continue_from(finalizer.step, finalizer.skipped)
+        if departure is not None:
+            departure.end(stays=ready is not None)
+
+    def _build(self, ready: _Ready, transfer: Transfer) -> None:
+        context, plans = ready.context, ready.asked.plans
+        arrival = Arrival(transfer, context, self._departure, self._parts.sharded, self._averages)
+        units = build_units(plans, context, ready.planned, arrival)
+        prefetch_bytes = ready.asked.settings.prefetch_bytes
+        relaid(self._engine, units, plans, context, prefetch_bytes=prefetch_bytes, cut=arrival.cut)
+        context.faults.end_shard()
+
+    def end(self) -> None:
+        """Raise StorageError on every rank where a tier has failed on any. Collective."""
+        error: StorageError | None = None
+        if self._ready is not None:
+            try:
+                self._ready.context.faults.agree()
+            except StorageError as failed:
+                error = failed
+        if self._departure is not None:
+            error = self._departure.error or error
+        answers = self._hand_over.exchange(b"" if error is None else str(error).encode(), _CALL)
+        found = next((answer.decode() for answer in answers if answer), None)
+        if found is None:
+            return
+        if self._ready is not None:
+            self._ready.context.faults.lose(_CALL, found)
+        raise StorageError(found) if error is None else error
+
+
+# ---------------------------------------------------------------------------------------- settings
+
+
+def _settings(settings: Config, changes: Mapping[str, Any]) -> Config:
+    """Return `settings` with those of `changes` that a Config has. Raises ConfigError."""
+    known = {name: changes.get(name) for name in ("policy", "stage", "offload", "shares")}
+    if known["shares"] == EQUAL:
+        settings, known["shares"] = settings.model_copy(update={"shares": None}), None
+    if changes.get("node_size") is not None:
+        known["comm"] = settings.comm.model_copy(update={"node_size": changes["node_size"]})
+    return build_config(settings, **known)
+
+
+def _measured(engine: Engine, asked: Asked, seat: Seat, changes: Mapping[str, Any]) -> Asked:
+    """Return `asked` with shares that follow what is measured now, if `changes` ask for that; the
+    first rank logs why. Collective over the new ranks.
+    """
+    shares = changes.get("shares")
+    if shares == EQUAL or not isinstance(shares, str):
+        return asked
+    rests = engine.memory().tiers.values()
+    own_bytes = sum(by_tier.get(Tier.DEVICE.value, 0) for by_tier in rests)
+    device = parts_of(engine).context.device
+    numbers, told = resolved(shares, seat.group, device, own_bytes)
+    if seat.rank == 0:
+        _log.info("%s", told)
+    return replace(asked, shares=shares_of(numbers))
+
+
+def _model_digest(asked: Asked) -> str:
+    """Return what the parameters and units of a model are, as a few letters."""
+    return hashlib.blake2b(json.dumps(asked.report).encode(), digest_size=8).hexdigest()
+
+
+def _compare(reports: Sequence[Mapping[str, str]]) -> None:
+    """Raise PlanMismatch where the new ranks ask for different settings."""
+    entries = [[f"{name} = {text}" for name, text in report.items()] for report in reports]
+    position, found = first_difference(entries)
+    if len(set(found)) > 1:
+        name = entries[0][position].split(" = ")[0]
+        raise PlanMismatch(
+            f"the ranks disagree, first about {name!r}: {holders(found)}. Pass the same options on"
+            " every rank"
+        )
+
+
+def _refuse(own: ZeroshardError | None, reasons: Sequence[str | None]) -> None:
+    """Raise this rank's `own` error, or another rank's."""
+    if own is not None:
+        raise own
+    for rank, reason in enumerate(reasons):
+        if reason:
+            raise PlanMismatch(f"rank {rank} refused: {reason}")
+
+
+def _overlap_in_part(old: Sequence[int], new: Sequence[int]) -> bool:
+    """Whether some ranks leave and others come."""
+    return bool(set(new) - set(old)) and bool(set(old) - set(new))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _averages(engine: Engine) -> list[list[torch.Tensor]]:
+    return [ema.averages for ema in averages_of(engine)]
+
+
+# ---------------------------------------------------------------------- for ranks that come back
+
+
+def _carried(engine: Engine, parts: Parts) -> dict[str, Any]:
+    """Return what a rank that comes back has to know beside the states. Raises CheckpointError."""
+    sharded, scaler = parts.sharded, parts.context.options.loss_scaler
+    groups = [] if sharded is None else sharded.optimizer.param_groups
+    return {
+        "groups": [
+            {
+                key: encode(value, f"optimizer param group {index}: {key}", no_tensors)
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            }
+            for index, group in enumerate(groups)
+        ],
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "counts": [parts.finalizer.step, parts.finalizer.skipped],
+        "steps": None if sharded is None else [sharded.taken, sharded.runner.num_steps],
+        "generators": _generators(),
+    }
+
+
+def _take_over(engine: Engine, carried: Mapping[str, Any]) -> None:
+    """Continue, on a rank that has come back, what the others were doing."""
+    parts = parts_of(engine)
+    parts.finalizer.continue_from(*carried["counts"])
+    if parts.sharded is not None:
+        parts.sharded.continue_from(*carried["steps"])
+        for group, options in zip(
+            parts.sharded.optimizer.param_groups, carried["groups"], strict=True
+        ):
+            group.update({key: decode(value, _no_tensor) for key, value in options.items()})
+    scaler = parts.context.options.loss_scaler
+    if scaler is not None and carried["scaler"] is not None:
+        scaler.load_state_dict(carried["scaler"])
+    if carried["generators"] is not None:
+        _restore_generators(carried["generators"])
+
+
+def _generators() -> dict[str, Any]:
+    """Return the random generators' states as JSON."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def store(path: str, tensor: torch.Tensor) -> str:
+        tensors[path] = tensor
+        return path
+
+    found = encode(generators(), "random generators", store)
+    data = {
+        path: [
+            base64.b64encode(tensor.cpu().contiguous().numpy().tobytes()).decode(),
+            str(tensor.dtype).removeprefix("torch."),
+        ]
+        for path, tensor in tensors.items()
+    }
+    return {"state": found, "tensors": data}
+
+
+def _restore_generators(carried: Mapping[str, Any]) -> None:
+    def fetch(path: str) -> torch.Tensor:
+        text, dtype = carried["tensors"][path]
+        raw = bytearray(base64.b64decode(text))
+        return torch.frombuffer(raw, dtype=getattr(torch, dtype))
+
+    restore_generators(decode(carried["state"], fetch))
+
+
+def _no_tensor(path: str) -> torch.Tensor:
+    raise ValueError(f"{path} is no number")
