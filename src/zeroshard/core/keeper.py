@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -35,13 +36,13 @@ class Keeper:
 
     def parts(self, directory: str) -> list[tuple[int, Part]]:
         """Return the complete parts of saves for `directory`, by the keeper's numbers for them."""
-        _, (table,) = self._ask({"parts": directory})
+        (table,) = self._ask({"parts": directory})
         with os.fdopen(table, "rb") as file:
             return [(number, Part(**raw)) for number, raw in json.loads(file.read())]
 
     def open(self, number: int) -> tuple[int, int]:
         """Return descriptors of a part's file and note, the caller's to close."""
-        _, (file, note) = self._ask({"open": number})
+        file, note = self._ask({"open": number})
         return file, note
 
     def drop(self, directory: str, *, but: str) -> None:
@@ -52,14 +53,15 @@ class Keeper:
         """Tell that `step` is complete on disk."""
         self._ask({"saved": directory, "step": step})
 
-    def _ask(self, request: dict[str, Any], files: list[int] | None = None) -> tuple[Any, list[int]]:
+    def _ask(self, request: dict[str, Any], files: Sequence[int] = ()) -> list[int]:
+        """Send a request with `files`; return the descriptors of the answer."""
         with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
             connection.settimeout(_TIMEOUT_S)
             connection.connect("\0" + self.address)
-            socket.send_fds(connection, [json.dumps(request).encode()], files or [])
+            socket.send_fds(connection, [json.dumps(request).encode()], files)
             answer, received, _, _ = socket.recv_fds(
                 connection, MAX_RECORD, 2, socket.MSG_CMSG_CLOEXEC
             )
         if not answer:
             raise ConnectionError("the launcher that keeps this job's memory is gone")
-        return json.loads(answer), received
+        return received

@@ -112,7 +112,7 @@ class KeeperServer:
         elif "saved" in request:
             self._saved[request["saved"]] = int(request["step"])
         elif "open" in request:
-            found = next(one for one in self._files.values() if one.number == request["open"])
+            found = {one.number: one for one in self._files.values()}[request["open"]]
             return [found.file, found.note]
         else:
             return [self._table(request["parts"])]
@@ -133,7 +133,9 @@ class KeeperServer:
     def _table(self, directory: str) -> int:
         """Return a file with the complete parts of `directory`: a record may be too short."""
         rows = [
-            (number, asdict(part)) for number, part in self._complete() if part.directory == directory
+            (number, asdict(part))
+            for number, part in self._complete()
+            if part.directory == directory
         ]
         table = os.memfd_create("zeroshard-parts", os.MFD_CLOEXEC)
         with os.fdopen(os.dup(table), "wb") as file:
