@@ -57,7 +57,7 @@ class _Slot:
     def __init__(self, keeper: Keeper, place: list[Any]) -> None:
         self.file, self.note = memfd.create(0), memfd.create(0)
         os.ftruncate(self.note, 0)
-        keeper.put(place, [self.file, self.note])
+        keeper.put(place, self.file, self.note)
 
     def empty(self) -> None:
         """Say that the pieces are not complete."""

@@ -37,14 +37,11 @@ def local_keeper() -> Keeper | None:
 
 
 def newest_kept_step(directory: Path) -> int | None:
-    """Return the newest step of `directory` in memory, as this host alone can see it."""
+    """Return the newest step of `directory` that was in memory when the ranks were started. No
+    host knows by itself what lies on others; the launcher did.
+    """
     keeper = local_keeper()
-    if keeper is None:
-        return None
-    parts = [part for _, part in keeper.parts(os.path.realpath(directory))]
-    found = newest(parts)
-    # with several hosts some of the parts lie on others
-    return found[0] if found else min((part.step for part in parts), default=None)
+    return None if keeper is None else keeper.whole_step(os.path.realpath(directory))
 
 
 @dataclass
@@ -130,7 +127,7 @@ class KeptStep:
         keeper = local_keeper()
         assert keeper is not None
         files = copies.receive(source, [part.file_bytes, part.note_bytes])
-        keeper.put([self._directory, part.writer, part.rank, part.nonce, "fetched"], files)
+        keeper.put([self._directory, part.writer, part.rank, part.nonce, "fetched"], *files)
         for descriptor in files:
             os.close(descriptor)
 

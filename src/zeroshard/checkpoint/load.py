@@ -58,7 +58,9 @@ class Restored:
 
 
 def latest_step(directory: str | Path) -> int | None:
-    """Return the newest complete step in `directory`, or of ``Saver.keep`` in memory, or None."""
+    """Return the newest complete step in `directory`, or None. Where the launcher has started the
+    ranks again, one that ``Saver.keep`` had left in memory counts.
+    """
     steps = [*list_steps(Path(directory)), newest_kept_step(Path(directory))]
     return max((step for step in steps if step is not None), default=None)
 

@@ -36,13 +36,13 @@ class Keeper:
 
     def parts(self, directory: str) -> list[tuple[int, Part]]:
         """Return the complete parts of saves for `directory`, by the keeper's numbers for them."""
-        (table,) = self._ask({"parts": directory})
+        _, (table,) = self._ask({"parts": directory})
         with os.fdopen(table, "rb") as file:
             return [(number, Part(**raw)) for number, raw in json.loads(file.read())]
 
     def open(self, number: int) -> tuple[int, int]:
         """Return descriptors of a part's file and note, the caller's to close."""
-        file, note = self._ask({"open": number})
+        _, (file, note) = self._ask({"open": number})
         return file, note
 
     def drop(self, directory: str, *, but: str) -> None:
@@ -53,8 +53,14 @@ class Keeper:
         """Tell that `step` is complete on disk."""
         self._ask({"saved": directory, "step": step})
 
-    def _ask(self, request: dict[str, Any], files: Sequence[int] = ()) -> list[int]:
-        """Send a request with `files`; return the descriptors of the answer."""
+    def whole_step(self, directory: str) -> int | None:
+        """Return the newest whole step of `directory` when the ranks were started, on all hosts."""
+        answer, _ = self._ask({"whole": directory})
+        step: int | None = answer["step"]
+        return step
+
+    def _ask(self, request: dict[str, Any], files: Sequence[int] = ()) -> tuple[Any, list[int]]:
+        """Send a request with `files`; return the answer, and its descriptors."""
         with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
             connection.settimeout(_TIMEOUT_S)
             connection.connect("\0" + self.address)
@@ -64,4 +70,4 @@ class Keeper:
             )
         if not answer:
             raise ConnectionError("the launcher that keeps this job's memory is gone")
-        return received
+        return json.loads(answer), received

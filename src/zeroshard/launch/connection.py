@@ -190,7 +190,7 @@ class Connection:
         """Have the host start a launcher once more, for the slots that `host` still has."""
         self.host, self.outcome, self.exit_code = host, None, None
         self._asked_to_end, self._error = False, ""
-        self.order({"again": orders})
+        self.order({"again": {**orders, "whole": self.kept["whole"]}})
 
     def end(self) -> None:
         """Take the end of the ssh process."""

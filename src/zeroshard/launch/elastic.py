@@ -68,7 +68,7 @@ def launch(options: RunOptions, run_ranks: Callable[[RunOptions], tuple[Outcome,
                 say_too_few(loss, least)
                 outcome.tell(begin)
                 return outcome.exit_code
-            say_again(loss, source([keeper.summary()]))
+            keeper.whole = say_again(loss, [keeper.summary()])
             _leave_devices(dead, num_ranks)
             options = replace(options, nproc=str(loss.left), elastic=min(least, loss.left))
     finally:
@@ -107,10 +107,13 @@ def how_they_died(first: Failure, dead: Iterable[int]) -> str:
     return f"{first.name}{more} died, {first.how}{hint}"
 
 
-def say_again(loss: Loss, whence: str) -> None:
-    """Say who has died, who goes on, and from where."""
-    line = f"{loss.reason}: {loss.left} of {loss.of} rank(s) go on, {whence}"
+def say_again(loss: Loss, summaries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Say who has died, who goes on, and from where, by what the keepers of all hosts hold; return
+    the newest step in memory of each directory.
+    """
+    line = f"{loss.reason}: {loss.left} of {loss.of} rank(s) go on, {source(summaries)}"
     say("\n".join(filter(None, [line, loss.details.rstrip()])))
+    return _whole(summaries)
 
 
 def say_too_few(loss: Loss, least: int) -> None:
@@ -120,18 +123,26 @@ def say_too_few(loss: Loss, least: int) -> None:
 
 def source(summaries: Sequence[Mapping[str, Any]]) -> str:
     """Return from where the ranks will go on, from what the keepers of all hosts say."""
-    parts = [Part(**raw) for summary in summaries for raw in summary["parts"]]
-    saved: dict[str, int] = {}
+    kept, saved = _whole(summaries), dict[str, int]()
     for summary in summaries:
         saved |= summary["saved"]
     found = []
-    for directory in sorted({*saved, *(part.directory for part in parts)}):
-        kept = newest(part for part in parts if part.directory == directory)
-        if kept is not None and kept[0] >= saved.get(directory, -1):
-            found.append(f"memory (step {kept[0]})")
-        elif directory in saved:
+    for directory in sorted({*saved, *kept}):
+        if kept.get(directory, -1) >= saved.get(directory, -1):
+            found.append(f"memory (step {kept[directory]})")
+        else:
             found.append(f"checkpoint (step {saved[directory]})")
     return f"from {', '.join(found)}" if found else "from the start: no step is saved"
+
+
+def _whole(summaries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return, by directory, the newest step that is whole in the memory of all hosts together."""
+    by_directory: dict[str, list[Part]] = {}
+    for summary in summaries:
+        for raw in summary["parts"]:
+            by_directory.setdefault(raw["directory"], []).append(Part(**raw))
+    found = {directory: newest(parts) for directory, parts in by_directory.items()}
+    return {directory: save[0] for directory, save in found.items() if save is not None}
 
 
 def visible_devices(visible: Sequence[str], num_ranks: int, dead: Iterable[int]) -> list[str]:

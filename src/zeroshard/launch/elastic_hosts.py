@@ -18,7 +18,6 @@ from zeroshard.launch.elastic import (
     how_they_died,
     say_again,
     say_too_few,
-    source,
 )
 from zeroshard.launch.hostfile import Host
 from zeroshard.launch.reports import Outcome
@@ -51,7 +50,9 @@ def go_on(
     if loss.left < least:
         say_too_few(loss, least)
         return []
-    say_again(loss, source([connection.kept for connection, _ in left]))
+    whole = say_again(loss, [connection.kept for connection, _ in left])
+    for connection, _ in left:
+        connection.kept["whole"] = whole
     return left
 
 

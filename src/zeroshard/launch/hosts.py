@@ -139,7 +139,7 @@ class _Job:
         if not left:
             return False
         for connection in self._connections:
-            if connection not in [one for one, _ in left]:
+            if connection.is_open and connection not in [one for one, _ in left]:
                 self._forget(connection)
         hosts = [host for _, host in left]
         choice = replace(self._choice, master_addr=self._address(left[0][0]))

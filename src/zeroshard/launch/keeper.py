@@ -53,6 +53,8 @@ class KeeperServer:
 
     def __init__(self) -> None:
         self.address = f"zeroshard-keeper-{secrets.token_hex(16)}"
+        # by directory: the newest step that was whole on all hosts when the ranks were started
+        self.whole: dict[str, int] = {}
         self._saved: dict[str, int] = {}  # by directory: the newest step that is known on disk
         self._files: dict[tuple[Any, ...], _Files] = {}  # by slot
         self._count = 0
@@ -95,7 +97,8 @@ class KeeperServer:
             with self._lock:
                 given = self._do(request, files)
                 files = []
-            socket.send_fds(connection, [b"{}"], given)
+            answer = {"step": self.whole.get(request["whole"])} if "whole" in request else {}
+            socket.send_fds(connection, [json.dumps(answer).encode()], given)
         finally:
             for descriptor in files:
                 os.close(descriptor)
@@ -114,8 +117,10 @@ class KeeperServer:
         elif "open" in request:
             found = {one.number: one for one in self._files.values()}[request["open"]]
             return [found.file, found.note]
-        else:
+        elif "parts" in request:
             return [self._table(request["parts"])]
+        elif "whole" not in request:
+            raise LookupError(request)
         return []
 
     def _put(self, slot: tuple[Any, ...], files: list[int]) -> None:

@@ -125,6 +125,7 @@ def _guard(job: dict[str, Any], orders: _Orders) -> None:
             return
         job = order["again"]
         os.environ.update(job["environment"])
+        keeper.whole = job["whole"]
 
 
 def _guard_one(job: dict[str, Any], orders: _Orders, keeper: KeeperServer | None) -> bool:
