@@ -338,8 +338,8 @@ class Checkpoints:
         )
 
     def after_step(self, step: int, loss: float) -> None:
-        """Keep `step` in memory, save it where it is time to; leave where any rank was told to. `loss`
-        is this rank's.
+        """Keep `step` in memory and save it where it is time to; leave where any rank was told to.
+        `loss` is this rank's.
         """
         stop = self.signals.of_any_rank()
         self.losses.append(float(across_ranks(loss).mean()))

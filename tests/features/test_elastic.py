@@ -32,7 +32,7 @@ from tests.support.launched import PROGRAM
 from zeroshard.checkpoint import kept as kept_steps
 from zeroshard.core.keeper import Keeper
 from zeroshard.core.kept import Part, newest, note_of, partners, read_note
-from zeroshard.launch.elastic import dead_ranks, source, visible_devices
+from zeroshard.launch.elastic import dead_ranks, killed_ranks, source, visible_devices
 from zeroshard.launch.keeper import KeeperServer
 from zeroshard.launch.reports import Outcome
 from zeroshard.launch.supervisor import Failure
@@ -93,6 +93,11 @@ def test_the_dead_are_those_that_nobody_else_has_ended() -> None:
     broken = {"message": "ValueError: no"}
     assert dead_ranks(Outcome([_failure(0, 1, **broken), _failure(1, 1, **broken)])) == {0, 1}
     assert dead_ranks(Outcome([_failure(0, 1, **broken), _failure(1, 1, message="NCCL")])) == {0}
+
+
+def test_where_a_host_was_lost_other_ranks_are_dead_only_if_they_were_killed() -> None:
+    told_to_end, killed = _failure(0, -15), _failure(2, -9)
+    assert killed_ranks(Outcome([told_to_end, killed, _failure(3, 1, message="NCCL")])) == {2}
 
 
 @pytest.mark.parametrize("code", [3, 71, 72, 73, 74, 75])

@@ -29,8 +29,8 @@ from zeroshard.launch.supervisor import (
 )
 
 __all__ = [
-    "Loss", "dead_ranks", "how_they_died", "launch", "say_again", "say_too_few", "source",
-    "visible_devices",
+    "Loss", "dead_ranks", "how_they_died", "killed_ranks", "launch", "say_again", "say_too_few",
+    "source", "visible_devices",
 ]  # fmt: skip
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -66,7 +66,6 @@ def launch(options: RunOptions, run_ranks: Callable[[RunOptions], tuple[Outcome,
             )
             if loss.left < least:
                 say_too_few(loss, least)
-                outcome.tell(begin)
                 return outcome.exit_code
             keeper.whole = say_again(loss, [keeper.summary()])
             _leave_devices(dead, num_ranks)
@@ -91,12 +90,21 @@ def dead_ranks(outcome: Outcome) -> set[int]:
 
 def _is_own(failure: Failure, first: Failure) -> bool:
     """Whether a later failure is a death of its own."""
-    if failure.consequence or failure.left:
-        return False
+    same = bool(failure.message) and failure.message == first.message
+    return _was_killed(failure) or (same and not failure.consequence)
+
+
+def _was_killed(failure: Failure) -> bool:
+    """Whether a signal ended the rank which no launcher and no lost peer sends."""
     killed_by = -(failure.status or 0)
-    if killed_by > 0:
-        return killed_by not in SIGNALS_OF_A_CONSEQUENCE
-    return bool(failure.message) and failure.message == first.message
+    return not failure.consequence and killed_by > 0 and killed_by not in SIGNALS_OF_A_CONSEQUENCE
+
+
+def killed_ranks(outcome: Outcome) -> set[int]:
+    """Return the ranks that have died by themselves where a host was lost: any other failure may
+    be its consequence.
+    """
+    return {failure.rank for failure in outcome.failures if _was_killed(failure)}
 
 
 def how_they_died(first: Failure, dead: Iterable[int]) -> str:
@@ -118,7 +126,8 @@ def say_again(loss: Loss, summaries: Sequence[Mapping[str, Any]]) -> dict[str, i
 
 def say_too_few(loss: Loss, least: int) -> None:
     """Say why the job ends."""
-    say(f"{loss.reason}: {loss.left} rank(s) are left, and {ELASTIC}={least} needs {least}")
+    line = f"{loss.reason}: {loss.left} rank(s) are left, and {ELASTIC}={least} needs {least}"
+    say("\n".join(filter(None, [line, loss.details.rstrip()])))
 
 
 def source(summaries: Sequence[Mapping[str, Any]]) -> str:

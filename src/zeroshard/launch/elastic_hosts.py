@@ -16,6 +16,7 @@ from zeroshard.launch.elastic import (
     Loss,
     dead_ranks,
     how_they_died,
+    killed_ranks,
     say_again,
     say_too_few,
 )
@@ -29,16 +30,16 @@ _REFUSED = (2, 3)  # the command line or the configuration is wrong on a host
 
 def go_on(
     connections: Sequence[Connection], outcome: Outcome, least: int
-) -> list[tuple[Connection, Host]]:
-    """Return the hosts that go on, with the slots that they still have, and say so; none where the
-    job ends.
+) -> list[tuple[Connection, Host]] | None:
+    """Return the hosts that go on, with the slots that they still have; none where they are too
+    few. Either is said. None where nobody has died by whom the job could go on.
     """
     lost = [connection for connection in connections if not connection.waits]
     if any(one.loss is not None and one.loss.code in _REFUSED for one in lost):
-        return []
-    dead = dead_ranks(outcome)
+        return None
+    dead = killed_ranks(outcome) if lost else dead_ranks(outcome)
     if not (dead or lost) or outcome.stalled:
-        return []
+        return None
     left, first_rank = list[tuple[Connection, Host]](), 0
     for connection in connections:
         host = connection.host

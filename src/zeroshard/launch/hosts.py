@@ -105,6 +105,7 @@ class _Job:
         self._ended_by: int | None = None
         self._end_by = math.inf
         self._is_ending = False
+        self._has_told = False  # why the job ends
         self._connections = [
             _connect(options, choice, hosts, node_rank) for node_rank in range(len(hosts))
         ]
@@ -136,6 +137,7 @@ class _Job:
         if self._options.elastic is None or self._ended_by is not None:
             return False
         left = elastic_hosts.go_on(self._connections, self._outcome(), self._options.elastic)
+        self._has_told = left is not None and not left
         if not left:
             return False
         for connection in self._connections:
@@ -261,13 +263,16 @@ class _Job:
             loss = min(losses, key=lambda one: one.at)
             first = outcome.failures[0] if outcome.failures else None
             if first is None or blame_time(first) > loss.at - SIGNAL_LEAD_S or first.consequence:
+                if self._has_told:
+                    return loss.code
                 for failure in outcome.failures:
                     if not failure.silent and not failure.left:
                         said = (failure.message or failure.how).splitlines()[0][:160]
                         say(f"{failure.name} failed too: {said}")
                 say(f"{loss.reason} ({loss.at - self._begin:.2f} s after the start)")
                 return loss.code
-        outcome.tell(self._begin)
+        if not self._has_told:
+            outcome.tell(self._begin)
         return outcome.exit_code
 
 
