@@ -21,7 +21,7 @@ from tests.support.harness import run_ranks
 from tests.support.hosts import descendants
 from tests.support.launched import PROGRAM, stub_ssh, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 WITHIN_S = 10.0
 DEAD = "died, killed by SIGKILL (often the kernel, out of memory):"
@@ -53,7 +53,7 @@ def run(
     )
     try:
         meanwhile(process)
-        _, errors = process.communicate(timeout=100)
+        _, errors = process.communicate(timeout=300)
     finally:
         process.kill()
         process.communicate()
@@ -103,7 +103,7 @@ def _death(draw: random.Random, world: int, after: int) -> Death:
     return Death(world, draw.randrange(world), step, where, call=draw.randrange(20))
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_twenty_deaths_at_random_steps_cost_no_step_and_change_no_bit(tmp_path: Path) -> None:
     seconds = []
     for seed in range(10):
@@ -143,7 +143,7 @@ def _rank_after(directory: Path, world: int, rank: int, step: int) -> int:
     def is_there() -> bool:
         return any(one.step >= step for one in of(events(directory), "kept", world))
 
-    wait_until(is_there, 60)
+    wait_until(is_there, 200)
     (pid,) = {one.pid for one in of(events(directory), "begin", world) if one.rank == rank}
     return pid
 
