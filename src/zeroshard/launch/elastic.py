@@ -4,8 +4,7 @@ The launcher ends what is left of the group and starts the script again with few
 resume by themselves: from memory that the launcher has kept for them (``keeper.py``), else from the
 newest checkpoint. ``elastic_hosts.py`` does the same on several hosts.
 
-Invariant: the number of ranks falls with each start, so a script that always fails ends. No torch
-here.
+Invariant: the number of ranks falls with each start, so a script that always fails ends.
 """
 
 from __future__ import annotations
