@@ -21,10 +21,13 @@ from benchmarks import PATH
 __all__ = ["start", "start_with_report", "timed"]
 
 
-def start(script: str, ranks: int, arguments: Sequence[str]) -> int:
-    """Run `script` on `ranks` ranks of one thread each; return the exit code."""
+def start(script: str, ranks: int, arguments: Sequence[str], options: Sequence[str] = ()) -> int:
+    """Run `script` on `ranks` ranks of one thread each, with `options` of ``zeroshard run``; return
+    the exit code.
+    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATH), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "zeroshard", "run", "--nproc", str(ranks), script, *arguments]
+    line = ["--nproc", str(ranks), *options, script, *arguments]
+    command = [sys.executable, "-m", "zeroshard", "run", *line]
     return subprocess.run(command, env=environment, check=False).returncode
 
 

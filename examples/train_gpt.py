@@ -28,7 +28,7 @@ code 75 (preempted: please requeue) or 130. A run that resumes has the same loss
 one that was never interrupted; on another number of processes, under another stage or in another
 precision it goes on from the same state, too. When a rank dies, the steps since the last save are
 lost; with ``--resume`` and ``zeroshard run --max-restarts 1`` all ranks then start again and go on
-by themselves.
+by themselves. With ``zeroshard run --elastic`` the other ranks go on, and no step is lost.
 """
 
 from __future__ import annotations
@@ -302,8 +302,7 @@ class Checkpoints:
         self.signals = Signals()
         # zeroshard
         self.saver = zs.Saver(args.checkpoint, engine, states=states, keep_last=args.keep_last)
-        # of the steps before the one that was resumed from, mean over ranks
-        self.losses: list[float] = []
+        self.losses: list[float] = []  # of all steps so far, mean over ranks
 
     def resume(self, position: Position) -> None:
         """Go on from the newest step that is whole; start at step 0 where there is none yet."""
@@ -338,16 +337,16 @@ class Checkpoints:
             )
         )
 
-    def after_step(self, step: int, losses: list[float]) -> None:
-        """Save `step` where it is time to; leave where any rank was told to. `losses` are this
-        rank's since it started or resumed.
+    def after_step(self, step: int, loss: float) -> None:
+        """Keep `step` in memory and save it where it is time to; leave where any rank was told to.
+        `loss` is this rank's.
         """
         stop = self.signals.of_any_rank()
+        self.losses.append(float(across_ranks(loss).mean()))
+        extra = {"losses": self.losses, "settings": settings(self.args)}
+        # zeroshard: into memory that outlives this process, under `zeroshard run --elastic`
+        self.saver.keep(step, extra=extra)
         if stop or step % self.args.save_every == 0 or step == self.args.steps:
-            extra = {
-                "losses": self.losses + across_ranks(*losses).mean(0).tolist(),
-                "settings": settings(self.args),
-            }
             # zeroshard: copies the state; it is written while the training goes on
             self.saver.save(step, extra=extra)
         if stop:
@@ -519,7 +518,7 @@ def train(
             if step - first == TRACED[-1]:
                 tracing.close()
             if checkpoints:
-                checkpoints.after_step(step + 1, losses)
+                checkpoints.after_step(step + 1, losses[-1])
             if (step + 1) % max(
                 1, args.steps // (4 if args.compare else 12)
             ) == 0 or step + 1 == args.steps:
@@ -547,9 +546,7 @@ def train(
     sample = model.generate(b"def ", args.sample).decode(errors="replace")
     per_step = {name: count // len(losses) for name, count in traffic.items()}
     engine.close()
-    mean_losses = (checkpoints.losses if checkpoints else []) + across_ranks(*losses).mean(
-        0
-    ).tolist()
+    mean_losses = checkpoints.losses if checkpoints else across_ranks(*losses).mean(0).tolist()
     return Result(
         stage,
         name,

@@ -348,6 +348,33 @@ def repartition() -> str:
     return picture.text()
 
 
+def elastic() -> str:
+    """Draw where the parts of a checkpoint rest in an elastic run on two hosts."""
+    picture = Picture(820, 262, "An elastic run: memory that outlives the ranks")
+    for host, left in enumerate((8, 416)):
+        picture.box(left, 8, 396, 216)
+        picture.words(left + 12, 28, f"host {host}", size=14, bold=True)
+        picture.label(left + 12, 40, 372, 44, f"rank {host}|trains; may die", "all")
+        picture.words(left + 12, 128, "memory of the launcher", size=12, colour="soft")
+        for slot, text in enumerate((f"part {host}|step 56", f"part {host}|step 57")):
+            picture.label(left + 12 + 94 * slot, 140, 84, 62, text, "own")
+            picture.label(
+                left + 206 + 94 * slot, 140, 84, 62, f"part {1 - host}|step {56 + slot}", "sum"
+            )
+        picture.arrow(left + 148, 88, left + 148, 136)
+        picture.words(left + 156, 108, "keep(57)", size=12)
+    picture.arrow(570, 112, 322, 112)
+    picture.arrow(322, 112, 322, 136)
+    picture.words(470, 108, "redundancy=1", size=12, anchor="middle")
+    for x, colour, text in (
+        (8, "all", "gone with the rank"), (170, "own", "stays when the rank dies"),
+        (370, "sum", "the other host's part: stays when that host is gone"),
+    ):  # fmt: skip
+        picture.box(x, 236, 14, 14, colour, "none")
+        picture.words(x + 21, 248, text, colour="soft")
+    return picture.text()
+
+
 DRAWINGS = {
     "table": table,
     "route": route,
@@ -357,6 +384,7 @@ DRAWINGS = {
     "uneven": uneven,
     "inference": inference,
     "repartition": repartition,
+    "elastic": elastic,
 }
 
 

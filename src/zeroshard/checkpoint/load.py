@@ -10,13 +10,23 @@ time, first to be verified.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from zeroshard.checkpoint.keeping import copies_of
+from zeroshard.checkpoint.kept import (
+    Holdings,
+    KeptStep,
+    local_keeper,
+    newest_kept_step,
+    own_holdings,
+)
 from zeroshard.checkpoint.match import Wanted
 from zeroshard.checkpoint.pieces import Stateful, check_arguments
 from zeroshard.checkpoint.reading import Reading
@@ -41,13 +51,18 @@ class Restored:
     extra: Any = None
     # entries of the checkpoint that were not loaded, and state that it lacks
     skipped: list[str] = field(default_factory=list)
+    # it was kept in memory (saver.keep); `path` is then no directory
+    from_memory: bool = False
     damaged: list[str] = field(default_factory=list)  # newer steps that were passed over, and why
     bytes_read: int = 0  # on this rank
 
 
 def latest_step(directory: str | Path) -> int | None:
-    """Return the newest complete step in `directory`, or None."""
-    return next(reversed(list_steps(Path(directory))), None)
+    """Return the newest complete step in `directory`, or None. Where the launcher has started the
+    ranks again, one that ``Saver.keep`` had left in memory counts.
+    """
+    steps = [*list_steps(Path(directory)), newest_kept_step(Path(directory))]
+    return max((step for step in steps if step is not None), default=None)
 
 
 def load(
@@ -62,6 +77,8 @@ def load(
     frozen: bool = True,
 ) -> Restored:
     """Read the newest checkpoint in `directory`, or that of `step`, into `engine`. Collective.
+
+    A step that ``Saver.keep`` has copied into memory counts, too; of two equal ones it is taken.
 
     It may have been saved under any row, precision, number of ranks and unit cut. `states` are the
     objects that were saved under these names; random generators and the loss scaler are loaded too.
@@ -84,69 +101,98 @@ def load(
     candidates = _candidates(directory, engine, step)
     damaged: list[str] = []
     while True:
-        number = candidates.pop()
+        candidate = candidates.pop()
         try:
-            restored = _load_step(directory, number, engine, wanted, strict=strict, verify=verify)
+            restored = _load_step(candidate, engine, wanted, strict=strict, verify=verify)
         except CheckpointError as error:
             if not candidates:
                 raise CheckpointError("; ".join([*damaged, str(error)])) from error
             if fallback is None:
-                more = f". Step {candidates[-1]} is there, too: fallback='previous' takes it"
+                more = f". Step {candidates[-1].step} is there, too: fallback='previous' takes it"
                 if isinstance(error, _Misfit):
                     more = ""
                 raise CheckpointError(f"{error}{more}") from error
             damaged.append(str(error))
             if states_of(engine).everyone.rank == 0:
-                _log.warning("step %d is passed over: %s", number, error)
+                _log.warning("step %d is passed over: %s", candidate.step, error)
             continue
         restored.damaged = damaged
         return restored
 
 
-def _candidates(directory: Path, engine: Engine, step: int | None) -> list[int]:
-    """Return the steps to try, first choice last. Rank 0 decides: others may see a prune."""
-    steps: list[int] = []
+@dataclass
+class _Candidate:
+    """A step that may be loaded: on disk, or kept in memory."""
+
+    directory: Path
+    step: int
+    kept: KeptStep | None = None
+    held: list[Holdings] = field(default_factory=list)  # what each rank's host has in memory
+
+    def found(self) -> Path | KeptStep:
+        """Return what to read on this rank."""
+        if self.kept is not None:
+            return self.kept
+        path = list_steps(self.directory).get(self.step)
+        if path is None:
+            raise CheckpointError(
+                f"{self.directory} holds no step {self.step} that this rank can see: is it on"
+                " storage that all ranks share?"
+            )
+        return path
+
+    def fetch(self, engine: Engine) -> None:
+        """Have all of it where this rank can read it. Collective."""
+        if self.kept is not None:
+            rank = states_of(engine).everyone.rank
+            self.kept.fetch(self.held, rank, lambda: copies_of(engine))
+
+
+def _candidates(directory: Path, engine: Engine, step: int | None) -> list[_Candidate]:
+    """Return the steps to try, first choice last. Of those on disk rank 0 decides: others may see
+    a prune.
+    """
+    steps, held = list[int](), Holdings("", [])
+    everyone = states_of(engine).everyone
     with on_all_ranks(engine, "zs.load()", f"{directory} cannot be listed"):
-        if states_of(engine).everyone.rank == 0:
+        held = own_holdings(directory)
+        if everyone.rank == 0:
             steps = list(list_steps(directory))
-            if not steps:
-                raise CheckpointError(f"{directory} holds no checkpoint")
-    answer = states_of(engine).everyone.exchange(",".join(map(str, steps)).encode(), "zs.load()")[0]
-    steps = [int(number) for number in answer.decode().split(",")]
-    if step is not None and step not in steps:
-        raise _NoSuchStep(f"{directory} holds no step {step}; its newest is {steps[-1]}")
-    return [number for number in steps if step is None or number <= step]
+    mine = json.dumps({"steps": steps, "held": held.to_json()}).encode()
+    answers = [json.loads(one) for one in everyone.exchange(mine, "zs.load()")]
+    steps, all_held = answers[0]["steps"], [Holdings.from_json(one["held"]) for one in answers]
+    found = [_Candidate(directory, number) for number in steps]
+    kept = KeptStep.find(directory, all_held)
+    if kept is not None:
+        found.append(_Candidate(directory, kept.step, kept, all_held))
+        found.sort(key=lambda one: (one.step, one.kept is not None))
+    if not found:
+        raise CheckpointError(f"{directory} holds no checkpoint")
+    if step is not None and step not in (one.step for one in found):
+        raise _NoSuchStep(f"{directory} holds no step {step}; its newest is {found[-1].step}")
+    return [one for one in found if step is None or one.step <= step]
 
 
 def _load_step(
-    directory: Path,
-    step: int,
-    engine: Engine,
-    wanted: Wanted,
-    *,
-    strict: bool,
-    verify: bool,
+    candidate: _Candidate, engine: Engine, wanted: Wanted, *, strict: bool, verify: bool
 ) -> Restored:
+    directory, step = candidate.directory, candidate.step
+    candidate.fetch(engine)
     with ExitStack() as stack:
         # also for invalid values, a disk that fails, no memory
         with on_all_ranks(engine, "zs.load()", f"step {step} in {directory} cannot be read"):
-            path = list_steps(directory).get(step)
-            if path is None:
-                raise CheckpointError(
-                    f"{directory} holds no step {step} that this rank can see: is it on storage"
-                    " that all ranks share?"
-                )
-            saved = StepReader(path, stack, states_of(engine).trimmer(), verify=verify)
+            trimmer = states_of(engine).trimmer()
+            saved = StepReader(candidate.found(), stack, trimmer, verify=verify)
             reading = Reading(saved, engine, wanted)
             if strict and reading.misfits:
                 raise _Misfit(
-                    f"{path} does not fit {type(engine.module).__name__}: {_some(reading.misfits)};"
-                    " strict=False loads what fits"
+                    f"{saved.path} does not fit {type(engine.module).__name__}:"
+                    f" {_some(reading.misfits)}; strict=False loads what fits"
                 )
             if states_of(engine).is_lost and reading.left_out:
                 raise _Misfit(
-                    f"{path} would leave out {_some(reading.left_out)}, and what rests here is lost"
-                    " since a tier failed: load all of it"
+                    f"{saved.path} would leave out {_some(reading.left_out)}, and what rests here"
+                    " is lost since a tier failed: load all of it"
                 )
             reading.read()
         mine = saved.text_hash.encode()
@@ -157,10 +203,28 @@ def _load_step(
             )
         _apply(reading, engine)
         if states_of(engine).everyone.rank == 0:
-            with suppress(CheckpointError):
-                remember_steps(directory)  # steps of other jobs are known from now on
+            _note(candidate)
         skipped = reading.misfits + reading.skipped
-        return Restored(step, path, reading.extra, skipped, bytes_read=saved.bytes_read)
+        return Restored(
+            step,
+            saved.path,
+            reading.extra,
+            skipped,
+            from_memory=candidate.kept is not None,
+            bytes_read=saved.bytes_read,
+        )
+
+
+def _note(candidate: _Candidate) -> None:
+    """On rank 0, after a load: say where it came from, and know the steps that are there."""
+    with suppress(CheckpointError):
+        remember_steps(candidate.directory)  # steps of other jobs are known from now on
+    keeper = local_keeper()
+    if keeper is not None:
+        where = "disk" if candidate.kept is None else "memory"
+        _log.info("step %d of %s is loaded from %s", candidate.step, candidate.directory, where)
+        if candidate.kept is None:
+            keeper.saved(os.path.realpath(candidate.directory), candidate.step)
 
 
 def _apply(reading: Reading, engine: Engine) -> None:

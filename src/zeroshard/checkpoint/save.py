@@ -22,14 +22,14 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zeroshard._version import __version__
-from zeroshard.checkpoint.manifest import Manifest, ShardEntry, TensorEntry
+from zeroshard.checkpoint.indices import heading_of, index_of, manifest_of
+from zeroshard.checkpoint.keeping import Keeping
 from zeroshard.checkpoint.pieces import RankPart, Stateful, check_arguments, collect, divide
 from zeroshard.checkpoint.shards import Stored, opened, shard_bytes, write_shard
 from zeroshard.checkpoint.stages import unite
@@ -108,6 +108,9 @@ class Saver:
     One save is under way at a time: the next one, ``wait()`` and ``close()`` wait for it, and raise
     its error on every rank. The copy takes as much host memory as the checkpoint has bytes on this
     rank, once. All methods are collective. Use it as a context, or call ``close()``.
+
+    ``keep()`` copies the state into memory that outlives the rank (``zeroshard run --elastic``);
+    with ``redundancy=1`` also into that of another host.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class Saver:
         keep_every: int | None = None,
         background: bool = True,
         frozen: bool = True,
+        redundancy: int = 0,
         timeout_s: float = 600.0,
     ) -> None:
         check_arguments(directory, engine, states)
@@ -141,6 +145,7 @@ class Saver:
         if background and states_of(engine).rests_on_disk and self._ranks.rank == 0:
             reason = "a copy in memory of what rests on disk would undo the offload"
             _log.info("saves of %s are written in the foreground: %s", self.directory, reason)
+        self._keeping = Keeping(self.directory, engine, redundancy)
         self._timeout_s = timeout_s  # how long rank 0 waits for the other ranks' files
         self._pages = Pages()
         self._staging: dict[str, torch.Tensor] = {}
@@ -162,7 +167,7 @@ class Saver:
     def save(self, step: int, *, extra: Any = None) -> Path:
         """Save `step`; return the path that it has, or will have once it is written."""
         self.wait()
-        self._agree_on(step)
+        self._agree_on(step, "zs.save()")
         job = self._prepare(step, extra)
         if self._background:
             self._begin(job)
@@ -170,6 +175,20 @@ class Saver:
             self._run(job)
             self._raise_failure()
         return step_path(self.directory, step)
+
+    def keep(self, step: int, *, extra: Any = None) -> bool:
+        """Copy `step` into memory that outlives this process, and return True. Collective.
+
+        That takes ``zeroshard run --elastic``, whose launcher keeps the memory; under any other
+        launcher nothing happens, and the answer is False. When a rank has died, ``zs.load`` takes
+        the newest step of memory and disk. A save under way goes on meanwhile.
+        """
+        if not self._keeping.begin():
+            return False
+        self._agree_on(step, "saver.keep()")
+        self._finish_step("saver.keep()")
+        self._keeping.keep(step, self._states, extra, frozen=self._frozen)
+        return True
 
     def wait(self) -> None:
         """Wait for the save under way; raise CheckpointError if it failed on any rank. Collective.
@@ -206,16 +225,17 @@ class Saver:
         finally:
             self._staging.clear()
             self._pages.clear()
+            self._keeping.close()
 
     # ------------------------------------------------------------------ together
 
-    def _agree_on(self, step: int) -> None:
+    def _agree_on(self, step: int, call: str) -> None:
         """Raise PlanMismatch if the ranks save different steps, ConfigError for an invalid one."""
-        steps = self._ranks.exchange(repr(step).encode(), "zs.save()")
+        steps = self._ranks.exchange(repr(step).encode(), call)
         if len(set(steps)) > 1:
             said = ", ".join(f"rank {rank} step={text.decode()}" for rank, text in enumerate(steps))
             raise PlanMismatch(
-                f"zs.save() is called with different steps: {said}. Give every rank the same step"
+                f"{call} is called with different steps: {said}. Give every rank the same step"
             )
         if type(step) is not int or step < 0:
             raise ConfigError(f"step={step!r} is not a number of steps")
@@ -243,7 +263,7 @@ class Saver:
 
     def _prepare(self, step: int, extra: Any) -> _Job:
         engine = self._engine
-        self._finish_step()
+        self._finish_step("zs.save()")
         with on_all_ranks(engine, "zs.save()", f"step {step} cannot be collected"):
             part = collect(engine, self._states, extra, frozen=self._frozen)
         unite(engine, part)
@@ -259,7 +279,7 @@ class Saver:
             path = working_path(self.directory, step, nonce)
             return _Job(step, part, metadata, path, stack.pop_all())
 
-    def _finish_step(self) -> None:
+    def _finish_step(self, call: str) -> None:
         """Return when no step is under way; raise on every rank where that fails on any."""
         states, error = states_of(self._engine), None
         try:
@@ -273,7 +293,7 @@ class Saver:
             raise  # who waits for us hears of it in the same way
         except ZeroshardError as refused:
             error = refused
-        raise_on_all(self._engine, error, "zs.save()")
+        raise_on_all(self._engine, error, call)
 
     def _open(self, step: int, num_bytes: int, stack: ExitStack) -> str:
         """On rank 0: lock, clean up, check space, make the hidden directory; return its nonce."""
@@ -360,12 +380,7 @@ class Saver:
                 " storage that all ranks share, and was nothing removed?"
             )
         file, tensors = write_shard(self._shard(job), rank, job.part.stored, job.metadata)
-        index = {
-            "file": asdict(file),
-            "tensors": [asdict(entry) for entry in tensors],
-            "states": job.part.states,
-            "scalars": job.part.scalars,
-        }
+        index = index_of(job.part, file, tensors)
         if rank > 0:
             with os_errors(f"{job.path} cannot be written"):
                 _leave(job.path / f"rank-{rank}.json", json.dumps(index))
@@ -389,13 +404,14 @@ class Saver:
     def _commit(self, job: _Job) -> None:
         """On rank 0: wait for every rank's file, write the manifest, make the step visible."""
         indices = self._gather(job)
-        manifest = self._manifest(job, indices)
+        manifest = manifest_of(heading_of(self._engine, job.part, job.step), indices)
         with os_errors(f"{job.path / MANIFEST} cannot be written"):
             for rank in range(1, self._ranks.size):
                 (job.path / f"rank-{rank}.json").unlink()
             _leave(job.path / MANIFEST, manifest.dump())
         commit(job.path, self.directory, job.step)
         job.visible = True
+        self._keeping.saved(job.step)
         prune(self.directory, **self._keep, written=job.step)
 
     def _await(self, job: _Job, rank: int) -> dict[str, Any]:
@@ -421,32 +437,6 @@ class Saver:
                 )
             time.sleep(_POLL_S)
 
-    def _manifest(self, job: _Job, indices: list[dict[str, Any]]) -> Manifest:
-        engine = self._engine
-        states: dict[str, Any] = indices[0]["states"]
-        for name, value in states.items():
-            if "same" not in value:
-                states[name] = {"ranks": [index["states"][name]["own"] for index in indices]}
-        optimizer: dict[str, Any] | None = None
-        if engine.optimizer is not None:
-            name, scalars = type(engine.optimizer).__name__, dict[str, Any]()
-            for index in reversed(indices):
-                scalars |= index["scalars"]
-            optimizer = {"class": name, "groups": job.part.groups, "scalars": scalars}
-        return Manifest(
-            step=job.step,
-            world=self._ranks.size,
-            written_by=f"zeroshard {__version__}, torch {torch.__version__}",
-            policy=engine.policy.name,
-            precision=engine.precision.describe(),
-            files=tuple(ShardEntry(**index["file"]) for index in indices),
-            parameters=job.part.parameters,
-            tensors=tuple(_tensor(raw) for index in indices for raw in index["tensors"]),
-            optimizer=optimizer,
-            states=states,
-            places=self._ranks.places,
-        )
-
 
 @dataclass
 class _Job:
@@ -464,12 +454,6 @@ class _Job:
     tried: threading.Event = field(default_factory=threading.Event)
     failure_elsewhere: str | None = None  # why another rank's file will never come
     visible: bool = False  # on rank 0: the step has its name
-
-
-def _tensor(raw: dict[str, Any]) -> TensorEntry:
-    """Return the entry of a tensor that a rank has written as JSON."""
-    shape, hashes, box = (tuple(raw.pop(key)) for key in ("shape", "hashes", "box"))
-    return TensorEntry(**raw, shape=shape, hashes=hashes, box=tuple(map(tuple, box)))
 
 
 def _leave(path: Path, content: str | bytes) -> None:

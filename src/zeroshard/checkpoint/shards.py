@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -105,10 +105,12 @@ def write_shard(
     metadata: dict[str, str],
     *,
     chunk_bytes: int = CHUNK_BYTES,
+    write: Callable[[Path, int, Iterable[Any]], None] = write_new,
 ) -> tuple[ShardEntry, list[TensorEntry]]:
     """Write and fsync the new file `path`; return the entries of the file and of its tensors.
 
-    Raises CheckpointError when there is no space, or the disk fails; the file may be left behind.
+    `write` takes the path, the number of bytes and the bytes, in parts. Raises CheckpointError when
+    there is no space, or the disk fails; the file may be left behind.
     """
     header = _header(stored, metadata)
     total = len(header) + sum(entry.num_bytes for entry, _ in stored)
@@ -129,7 +131,7 @@ def write_shard(
             entries.append(replace(entry, file=file, offset=offset, hashes=tuple(hashes)))
             offset += entry.num_bytes
 
-    write_new(path, total, parts())
+    write(path, total, parts())
     return ShardEntry(path.name, total, len(header), digest(header)), entries
 
 
@@ -148,14 +150,20 @@ class ShardReader:
     """An open file of pieces, as its manifest describes it; counts `bytes_read`."""
 
     def __init__(
-        self, path: Path, file: ShardEntry, *, chunk_bytes: int, verify: bool = True
+        self,
+        path: Path,
+        file: ShardEntry,
+        *,
+        chunk_bytes: int,
+        verify: bool = True,
+        open_file: Callable[[Path], int] = open_regular,
     ) -> None:
         self.path = path
         self.bytes_read = 0
         self._chunk_bytes = chunk_bytes
         self._verify = verify
         self._start = file.header_bytes
-        self._fd = open_regular(path)
+        self._fd = open_file(path)
         try:
             if hasattr(os, "posix_fadvise"):
                 # a wider window of reading ahead
@@ -248,13 +256,19 @@ class OpenShards:
     """The files of one step, each opened when it is first needed; `stack` closes them."""
 
     def __init__(
-        self, path: Path, manifest: Manifest, stack: ExitStack, *, verify: bool = True
+        self,
+        path: Path,
+        manifest: Manifest,
+        stack: ExitStack,
+        *,
+        verify: bool = True,
+        open_file: Callable[[Path], int] = open_regular,
     ) -> None:
         self.pages = Pages()
         self.path, self.chunk_bytes = path, manifest.chunk_bytes
         self._manifest = manifest
         self._stack = stack
-        self._verify = verify
+        self._options: Any = {"verify": verify, "open_file": open_file}
         self._readers: dict[int, ShardReader] = {}
 
     def read(self, entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
@@ -262,7 +276,7 @@ class OpenShards:
         if entry.file not in self._readers:
             file = self._manifest.files[entry.file]
             path, chunk_bytes = self.path / file.name, self._manifest.chunk_bytes
-            reader = ShardReader(path, file, chunk_bytes=chunk_bytes, verify=self._verify)
+            reader = ShardReader(path, file, chunk_bytes=chunk_bytes, **self._options)
             self._readers[entry.file] = self._stack.enter_context(reader)
         return self._readers[entry.file].read(entry, start, stop, self.pages)
 

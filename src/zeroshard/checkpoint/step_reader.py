@@ -1,5 +1,5 @@
-"""One step on disk, opened to be read: any range of any part of a parameter, in any memory order,
-and every other tensor by its key.
+"""One step, on disk or in memory, opened to be read: any range of any part of a parameter, in
+any memory order, and every other tensor by its key.
 
 Invariant: what is returned has been verified. Cost: the bytes that are asked for, plus at most a
 chunk at either end of each range. It does not know an engine.
@@ -11,11 +11,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from zeroshard.checkpoint.manifest import Manifest, TensorEntry, digest
+from zeroshard.checkpoint.kept import KeptStep
+from zeroshard.checkpoint.manifest import TensorEntry, digest
 from zeroshard.checkpoint.shards import OpenShards
 from zeroshard.checkpoint.spans import read_span
 from zeroshard.checkpoint.steps import MANIFEST, check_files, read_manifest
@@ -28,16 +29,24 @@ _T = TypeVar("_T")
 
 
 class StepReader:
-    """The tensors of the step in `path`; `stack` closes its files. Raises CheckpointError."""
+    """The tensors of the step in `path`, or of one that is kept in memory; `stack` closes its
+    files. Raises CheckpointError.
+    """
 
-    def __init__(self, path: Path, stack: ExitStack, trimmer: Trimmer, *, verify: bool) -> None:
-        self.path = path
-        self.manifest: Manifest = read_manifest(path)
-        self.text_hash = digest((path / MANIFEST).read_bytes())
-        check_files(path, self.manifest)
+    def __init__(
+        self, step: Path | KeptStep, stack: ExitStack, trimmer: Trimmer, *, verify: bool
+    ) -> None:
+        options: Any = {"verify": verify}
+        if isinstance(step, KeptStep):
+            self.path, self.manifest, self.text_hash = step.path, *step.manifest()
+            options["open_file"] = step.open_file
+        else:
+            self.path, self.manifest = step, read_manifest(step)
+            self.text_hash = digest((step / MANIFEST).read_bytes())
+            check_files(step, self.manifest)
         self.pieces = self.manifest.pieces()  # by parameter and kind
         self.loose = self.manifest.loose()
-        self._shards = OpenShards(path, self.manifest, stack, verify=verify)
+        self._shards = OpenShards(self.path, self.manifest, stack, **options)
         self._trimmer, self._trimmed = trimmer, 0
 
     @property

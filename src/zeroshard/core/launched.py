@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from zeroshard.errors import ZeroshardError
 
-__all__ = ["end_process", "heartbeat", "meeting_file"]
+__all__ = ["end_process", "heartbeat", "keeper_address", "meeting_file"]
 
 NAME = "zeroshard_launched"
 
@@ -41,6 +41,12 @@ def heartbeat() -> Callable[[], None]:
 
 
 def _nobody_listens() -> None: ...
+
+
+def keeper_address() -> str | None:
+    """Return where the keeper of this host is asked (``core/keeper.py``); None: it has none."""
+    launcher = _launcher()
+    return None if launcher is None else launcher.keeper_address()
 
 
 def end_process(error: ZeroshardError) -> NoReturn:

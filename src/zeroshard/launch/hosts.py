@@ -13,7 +13,6 @@ No torch here, and no part of the job runs in this process.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -21,23 +20,22 @@ import select
 import selectors
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import IO, Any
+from dataclasses import asdict, replace
+from typing import Any
 
-from zeroshard.launch import hostfile, wire
+from zeroshard.launch import elastic_hosts, hostfile, wire
+from zeroshard.launch.connection import Connection
 from zeroshard.launch.hostfile import Host
 from zeroshard.launch.options import HostChoice, Place, RunOptions, UsageError
 from zeroshard.launch.reports import Outcome, say
-from zeroshard.launch.supervisor import SIGNAL_LEAD_S, Failure, blame_order, blame_time
+from zeroshard.launch.supervisor import SIGNAL_LEAD_S, blame_order, blame_time
 
 __all__ = ["COMMAND", "beginning", "launch_on_hosts", "sent_environment"]
 
-EXIT_IO = 74
 SIGNAL_GRACE_S = 30.0  # a launcher's own, see run.py
 ANSWER_S = 2.0  # the way to a host and back
 # Reads the interpreter's path, then [directory, command, environment], and becomes that command.
@@ -92,190 +90,12 @@ def sent_environment(environ: Mapping[str, str], export: Sequence[str]) -> dict[
     }
 
 
-@dataclass(frozen=True)
-class _Loss:
-    """A host that is gone, or could not begin, and the exit code for it."""
-
-    at: float
-    reason: str
-    code: int
-
-
-class _Lines:
-    """Writes the output of a host with its name before each line."""
-
-    def __init__(self, name: str, stream: IO[bytes]) -> None:
-        self._prefix = f"[{name}] ".encode()
-        self._stream = stream
-        self._rest = b""
-
-    def write(self, data: bytes) -> None:
-        """Write the lines that are complete; a bar ends its lines with a carriage return."""
-        *lines, self._rest = re.split(rb"(?<=\n)|(?<=\r)(?=[^\n])", self._rest + data)
-        if len(self._rest) > 1 << 20:
-            lines, self._rest = [*lines, self._rest + b"\n"], b""
-        if lines:
-            self._stream.write(b"".join(self._prefix + line for line in lines))
-            self._stream.flush()
-
-    def close(self) -> None:
-        """Write the last line, if it has no end."""
-        if self._rest:
-            self.write(b"\n")
-
-
-class _Connection:
-    """The ssh process of one host, and what is known of the host."""
-
-    def __init__(self, host: Host, command: list[str], orders: bytes) -> None:
-        self.host = host
-        self.outcome: Outcome | None = None
-        self.loss: _Loss | None = None
-        self.exit_code: int | None = None  # of its launcher
-        self.is_open = True
-        self._asked_to_end = False
-        self._error = ""
-        self._complaints = b""  # ssh's own
-        self._orders = bytearray(orders)
-        self._frames = wire.Frames()
-        self._outputs = {
-            wire.OUT: _Lines(host.name, sys.stdout.buffer),
-            wire.ERR: _Lines(host.name, sys.stderr.buffer),
-        }
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            # not in our group: the terminal's Ctrl-C is passed on, and must not cut the line
-            command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, bufsize=0
-        )  # fmt: skip
-        self.pidfd = os.pidfd_open(self.process.pid)
-        for stream in (self.stdin, self.stdout, self.stderr):
-            os.set_blocking(stream, False)
-
-    @property
-    def stdin(self) -> int:
-        """The descriptor to which orders are written."""
-        assert self.process.stdin is not None
-        return self.process.stdin.fileno()
-
-    @property
-    def stdout(self) -> int:
-        """The descriptor of the host's frames."""
-        assert self.process.stdout is not None
-        return self.process.stdout.fileno()
-
-    @property
-    def stderr(self) -> int:
-        """The descriptor of ssh's own messages."""
-        assert self.process.stderr is not None
-        return self.process.stderr.fileno()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether this host's part is a reason to end the others."""
-        return self.loss is not None or self.exit_code not in (None, 0)
-
-    @property
-    def has_orders(self) -> bool:
-        """Whether orders wait to be written."""
-        return self.is_open and bool(self._orders)
-
-    def order(self, order: Mapping[str, Any]) -> None:
-        """Have an order written."""
-        self._asked_to_end = self._asked_to_end or "end" in order or "signal" in order
-        self._orders += wire.line(order)
-
-    def write_orders(self) -> None:
-        """Write as much of the orders as ssh takes now."""
-        try:
-            count = os.write(self.stdin, self._orders[: 1 << 16])
-        except BlockingIOError:
-            return
-        except BrokenPipeError:  # ssh has ended, which is noticed by itself
-            self._orders.clear()
-            return
-        del self._orders[:count]
-
-    def read(self, descriptor: int) -> list[dict[str, Any]] | None:
-        """Pass on output; return the notes of the host, None at the end of the stream."""
-        try:
-            data = os.read(descriptor, 1 << 16)
-        except BlockingIOError:
-            return []
-        if not data:
-            return None
-        if descriptor == self.stderr:
-            self._complaints = (self._complaints + data)[-(1 << 14) :]
-            return []
-        notes = []
-        for kind, content in self._frames.feed(data):
-            if kind == wire.NOTE:
-                notes.append(json.loads(content))
-            else:
-                self._outputs[kind].write(content)
-        return notes
-
-    def note(self, note: Mapping[str, Any]) -> None:
-        """Take a note of the host's."""
-        if "failures" in note:
-            self.outcome = Outcome.from_json(note, self.host.name)
-        self._error = str(note.get("error", self._error))
-        if "exit" in note:
-            self.exit_code = int(note["exit"])
-            self._judge()
-
-    def _judge(self) -> None:
-        """Say why the launcher of the host has ended, where no rank's failure says it."""
-        code, name = self.exit_code or 0, self.host.name
-        known = self.outcome is not None and (self.outcome.failures or self.outcome.stalled)
-        if code == 0 or self._asked_to_end or known:
-            return
-        if self._error:
-            reason = f"{name}: {self._error}"
-        elif self.outcome is not None and self.outcome.ended_by is not None:
-            ended_by = signal.Signals(self.outcome.ended_by).name
-            reason = f"{name}: its launcher was ended by {ended_by}"
-        elif code < 0:
-            code, reason = 128 - code, f"{name}: its launcher was {Failure(0, 0, 0, code).how}"
-        else:
-            reason = f"{name}: its launcher ended with exit code {code}"
-        self.loss = _Loss(time.monotonic(), reason, code)
-
-    def lose(self, reason: str) -> None:
-        """Note that nothing more will come from this host, and why."""
-        self.loss = self.loss or _Loss(time.monotonic(), f"{self.host.name} {reason}", EXIT_IO)
-
-    def end(self) -> None:
-        """Take the end of the ssh process."""
-        self.process.wait()
-        said = self._complaints.decode("utf-8", "replace").strip().splitlines()
-        why = f": {said[-1].strip()}" if said else ""
-        if not self._frames.greeted and not self._asked_to_end:
-            self.lose(f"could not be reached{why}")
-        elif self.exit_code is None and not self._asked_to_end:
-            self.lose(f"was lost, its connection ended{why}")
-        self.close()
-
-    def close(self) -> None:
-        """End the connection; the host ends its part of the job for it."""
-        if not self.is_open:
-            return
-        self.is_open = False
-        for output in self._outputs.values():
-            output.close()
-        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
-            assert stream is not None
-            stream.close()
-        if self.process.poll() is None:
-            self.process.terminate()
-        os.close(self.pidfd)
-
-
 class _Job:
     """The connections to all hosts, from the first to the last of them."""
 
     def __init__(self, options: RunOptions, choice: HostChoice, hosts: Sequence[Host]) -> None:
         self._begin = time.monotonic()
-        self._grace_s = options.grace_s
+        self._options, self._choice = options, choice
         own = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
         self._signal_grace_s = float(
             own if own.isdecimal() else max(options.grace_s, SIGNAL_GRACE_S)
@@ -285,9 +105,11 @@ class _Job:
         self._ended_by: int | None = None
         self._end_by = math.inf
         self._is_ending = False
+        self._has_told = False  # why the job ends
         self._connections = [
             _connect(options, choice, hosts, node_rank) for node_rank in range(len(hosts))
         ]
+        self._first = self._connections[0]
 
     def run(self) -> int:
         """Return the exit code when all hosts have ended."""
@@ -295,14 +117,46 @@ class _Job:
             with _wakeup(self._selector, self._take_signals):
                 for connection in self._connections:
                     self._register(connection)
-                while any(connection.is_open for connection in self._connections):
+                while not self._is_over() or self._go_on():
                     self._turn()
         finally:
             for connection in self._connections:
                 connection.close()
         return self._tell()
 
-    def _register(self, connection: _Connection) -> None:
+    def _is_over(self) -> bool:
+        """Whether every host has ended its part, or is gone."""
+        return all(map(self._has_ended, self._connections))
+
+    def _has_ended(self, connection: Connection) -> bool:
+        waits = self._options.elastic is not None and connection.waits
+        return waits or not connection.is_open
+
+    def _go_on(self) -> bool:
+        """Begin again without what has died, where ``--elastic`` says so; return whether."""
+        if self._options.elastic is None or self._ended_by is not None:
+            return False
+        left = elastic_hosts.go_on(self._connections, self._outcome(), self._options.elastic)
+        self._has_told = left is not None and not left
+        if not left:
+            return False
+        for connection in self._connections:
+            if connection.is_open and connection not in [one for one, _ in left]:
+                self._forget(connection)
+        hosts = [host for _, host in left]
+        choice = replace(self._choice, master_addr=self._address(left[0][0]))
+        for node_rank, (connection, host) in enumerate(left):
+            orders = _orders(self._options, choice, hosts, node_rank)
+            connection.begin_again(host, {**orders, "environment": _devices(host)})
+        self._connections = [connection for connection, _ in left]
+        self._is_ending, self._end_by, self._begin = False, math.inf, time.monotonic()
+        return True
+
+    def _address(self, first: Connection) -> str | None:
+        """Return the address of the first host that the line names, if that host is still there."""
+        return self._choice.master_addr if first is self._first else None
+
+    def _register(self, connection: Connection) -> None:
         for descriptor in (connection.stdout, connection.stderr):
             reading = _bind(self._read, connection, descriptor)
             self._selector.register(descriptor, selectors.EVENT_READ, reading)
@@ -322,16 +176,17 @@ class _Job:
         if not self._is_ending and any(one.has_failed for one in self._connections):
             self._end_others()
         if time.monotonic() >= self._end_by:
-            for connection in filter(lambda one: one.is_open, self._connections):
-                connection.lose("does not answer")
-                self._forget(connection)
+            for connection in self._connections:
+                if not self._has_ended(connection):
+                    connection.lose("does not answer")
+                    self._forget(connection)
 
-    def _write(self, connection: _Connection) -> None:
+    def _write(self, connection: Connection) -> None:
         connection.write_orders()
         if not connection.has_orders:
             self._selector.unregister(connection.stdin)
 
-    def _read(self, connection: _Connection, descriptor: int) -> bool:
+    def _read(self, connection: Connection, descriptor: int) -> bool:
         """Take what there is to read; return whether there was something."""
         try:
             notes = connection.read(descriptor)
@@ -350,7 +205,7 @@ class _Job:
                     other.order(note)
         return True
 
-    def _end(self, connection: _Connection) -> None:
+    def _end(self, connection: Connection) -> None:
         """Take what is left to read, then the end."""
         for descriptor in (connection.stderr, connection.stdout):
             while connection.is_open and self._has_data(descriptor):
@@ -366,11 +221,11 @@ class _Job:
         poll.register(descriptor, select.POLLIN)
         return any(event & select.POLLIN for _, event in poll.poll(0))
 
-    def _forget(self, connection: _Connection) -> None:
+    def _forget(self, connection: Connection) -> None:
         self._unregister(connection)
         connection.close()
 
-    def _unregister(self, connection: _Connection) -> None:
+    def _unregister(self, connection: Connection) -> None:
         for descriptor in (
             connection.stdin, connection.stdout, connection.stderr, connection.pidfd,
         ):  # fmt: skip
@@ -380,10 +235,11 @@ class _Job:
     def _end_others(self) -> None:
         """End every part of the job, since one has failed."""
         self._is_ending = True
-        self._end_by = min(self._end_by, time.monotonic() + self._grace_s + ANSWER_S)
+        grace_s = self._options.grace_s
+        self._end_by = min(self._end_by, time.monotonic() + grace_s + ANSWER_S)
         for connection in self._connections:
             if connection.exit_code is None:
-                connection.order({"end": self._grace_s})
+                connection.order({"end": grace_s})
 
     def _take_signals(self, numbers: bytes) -> None:
         for number in numbers:
@@ -396,45 +252,61 @@ class _Job:
             elif number == signal.SIGINT:
                 self._end_by = time.monotonic()
 
+    def _outcome(self) -> Outcome:
+        return replace(_joined(self._connections), ended_by=self._ended_by)
+
     def _tell(self) -> int:
         """Say how the job has ended; return the exit code."""
-        outcome = replace(_joined(self._connections), ended_by=self._ended_by)
+        outcome = self._outcome()
         losses = [one.loss for one in self._connections if one.loss is not None]
         if losses and not outcome.was_ended:
             loss = min(losses, key=lambda one: one.at)
             first = outcome.failures[0] if outcome.failures else None
             if first is None or blame_time(first) > loss.at - SIGNAL_LEAD_S or first.consequence:
+                if self._has_told:
+                    return loss.code
                 for failure in outcome.failures:
                     if not failure.silent and not failure.left:
                         said = (failure.message or failure.how).splitlines()[0][:160]
                         say(f"{failure.name} failed too: {said}")
                 say(f"{loss.reason} ({loss.at - self._begin:.2f} s after the start)")
                 return loss.code
-        outcome.tell(self._begin)
+        if not self._has_told:
+            outcome.tell(self._begin)
         return outcome.exit_code
 
 
 def _connect(
     options: RunOptions, choice: HostChoice, hosts: Sequence[Host], node_rank: int
-) -> _Connection:
+) -> Connection:
     """Start ssh to a host, with the orders for it."""
     host = hosts[node_rank]
+    environment = sent_environment(os.environ, choice.export) | _devices(host)
+    orders = beginning([sys.executable, "-P", "-m", "zeroshard.launch.on_host"], environment)
+    orders += wire.line(_orders(options, choice, hosts, node_rank))
+    command = [*shlex.split(choice.ssh), *SSH_OPTIONS, "--", host.name, COMMAND]
+    try:
+        return Connection(host, command, orders)
+    except OSError as error:
+        raise UsageError(f"--ssh {command[0]}: {error.strerror}") from None
+
+
+def _orders(
+    options: RunOptions, choice: HostChoice, hosts: Sequence[Host], node_rank: int
+) -> dict[str, Any]:
+    """Return what a host's guard starts its launcher with."""
     master = choice.master_addr or hosts[0].name
     place = Place(node_rank, len(hosts), wire.to_text(master), choice.master_port)
-    own = replace(options, hosts=None, standalone=False, nproc=str(len(host.slots)))
+    own = replace(options, hosts=None, standalone=False, nproc=str(len(hosts[node_rank].slots)))
     data = asdict(own)
     data["script"] = wire.to_text(options.script)
     data["args"] = [wire.to_text(argument) for argument in options.args]
-    environment = sent_environment(os.environ, choice.export)
-    if not host.is_whole:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host.slots))
-    orders = beginning([sys.executable, "-P", "-m", "zeroshard.launch.on_host"], environment)
-    orders += wire.line({"options": data, "place": asdict(place)})
-    command = [*shlex.split(choice.ssh), *SSH_OPTIONS, "--", host.name, COMMAND]
-    try:
-        return _Connection(host, command, orders)
-    except OSError as error:
-        raise UsageError(f"--ssh {command[0]}: {error.strerror}") from None
+    return {"options": data, "place": asdict(place)}
+
+
+def _devices(host: Host) -> dict[str, str]:
+    """Return the variable that shows the ranks of a host its slots, where they are not all."""
+    return {} if host.is_whole else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))}
 
 
 def beginning(command: Sequence[str], environment: Mapping[str, str]) -> bytes:
@@ -448,7 +320,7 @@ def beginning(command: Sequence[str], environment: Mapping[str, str]) -> bytes:
     return os.fsencode(command[0]) + b"\n" + wire.line(job)
 
 
-def _joined(connections: Sequence[_Connection]) -> Outcome:
+def _joined(connections: Sequence[Connection]) -> Outcome:
     """Return the outcome of all hosts together."""
     outcomes = [one.outcome for one in connections if one.outcome is not None]
     failures = blame_order([one for two in outcomes for one in two.failures if not one.left])

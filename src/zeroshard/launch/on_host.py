@@ -15,7 +15,6 @@ with its janitor, also by SIGKILL. Nothing here imports torch; the child does.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import selectors
@@ -26,8 +25,9 @@ import time
 from typing import Any
 
 from zeroshard.launch import cli, network, wire
+from zeroshard.launch.keeper import KeeperServer
 from zeroshard.launch.options import Place, RunOptions, UsageError, check_target
-from zeroshard.launch.worker import die_with
+from zeroshard.launch.worker import KEEPER, die_with
 
 __all__ = ["main"]
 
@@ -41,9 +41,10 @@ def main(argv: list[str]) -> None:
         _launch()
     with contextlib.suppress(BrokenPipeError):  # the caller is gone
         _send(wire.GREETING)
-        job = io.FileIO(0, closefd=False).readline()
-        if job:
-            _guard(json.loads(job))
+        orders = _Orders()
+        job = orders.wait_for("options")
+        if job is not None:
+            _guard(job, orders)
 
 
 # ------------------------------------------------------------------ the launcher
@@ -79,7 +80,58 @@ def _note(note: Any) -> None:
     _send(wire.frame(wire.NOTE, json.dumps(note).encode()))
 
 
-def _guard(job: dict[str, Any]) -> None:
+class _Orders:
+    """The caller's orders: lines of JSON on standard input."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._orders: list[dict[str, Any]] = []
+
+    def read(self) -> bool:
+        """Read what there is, at least something; return False when the caller is gone."""
+        data = os.read(0, 1 << 16)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self._orders += [json.loads(one) for one in lines]
+        return bool(data)
+
+    def take(self) -> list[dict[str, Any]]:
+        """Return the orders that have come and were not taken yet."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def wait_for(self, *words: str) -> dict[str, Any] | None:
+        """Return the first order with one of `words`, passing over others; None when the caller is
+        gone.
+        """
+        while True:
+            while self._orders:
+                order = self._orders.pop(0)
+                if any(word in order for word in words):
+                    return order
+            if not self.read():
+                return None
+
+
+def _guard(job: dict[str, Any], orders: _Orders) -> None:
+    """Be the guard of one launcher, and of those that the caller then asks for."""
+    if job["options"]["elastic"] is None:
+        _guard_one(job, orders, None)
+        return
+    keeper = KeeperServer()
+    os.environ[KEEPER] = keeper.address
+    while _guard_one(job, orders, keeper):
+        order = orders.wait_for("again")
+        if order is None:
+            return
+        job = order["again"]
+        os.environ.update(job["environment"])
+        keeper.whole = job["whole"]
+
+
+def _guard_one(job: dict[str, Any], orders: _Orders, keeper: KeeperServer | None) -> bool:
+    """Start a launcher and watch it to its end; return False when the caller is gone, or nothing
+    could be started.
+    """
     place = job["place"]
     passed = []
     if place["node_rank"] == 0:
@@ -88,16 +140,16 @@ def _guard(job: dict[str, Any]) -> None:
         except UsageError as error:
             _note({"error": str(error)})
             _note({"exit": 2})
-            return
+            return False
         place["listener"], place["master_port"] = listener.fileno(), listener.getsockname()[1]
         passed.append(listener.fileno())
         _note({"port": place["master_port"]})
     else:
         # the caller is gone, or has ended the job already
-        message = json.loads(io.FileIO(0, closefd=False).readline() or "{}")
+        message = orders.wait_for("port", "end", "signal") or {}
         if "port" not in message:
             _note({"exit": 0})
-            return
+            return bool(message)
         place["master_port"] = message["port"]
     report, place["report"] = os.pipe()
     job["guard"] = os.getpid()
@@ -115,21 +167,22 @@ def _guard(job: dict[str, Any]) -> None:
     with child.stdin as stdin, contextlib.suppress(BrokenPipeError):
         stdin.write(wire.line(job))
     try:
-        _Guard(child, report).watch()
+        return _Guard(child, report, orders).watch(keeper)
     finally:
         child.kill()
+        child.wait()
 
 
 class _Guard:
     """Passes on what the launcher writes, and what the caller asks for."""
 
-    def __init__(self, child: subprocess.Popen[bytes], report: int) -> None:
+    def __init__(self, child: subprocess.Popen[bytes], report: int, orders: _Orders) -> None:
         assert child.stdout is not None and child.stderr is not None
         self._child = child
         self._outputs = {child.stdout.fileno(): wire.OUT, child.stderr.fileno(): wire.ERR}
         self._report_fd = report
         self._report = b""
-        self._orders = b""
+        self._orders = orders
         self._kill_at: float | None = None
         self._selector = selectors.DefaultSelector()
         for descriptor in (0, report, *self._outputs):
@@ -137,8 +190,8 @@ class _Guard:
         self._pidfd = os.pidfd_open(child.pid)
         self._selector.register(self._pidfd, selectors.EVENT_READ)
 
-    def watch(self) -> None:
-        """Return when the launcher has ended, and all is told, or the caller is gone."""
+    def watch(self, keeper: KeeperServer | None) -> bool:
+        """Return when the launcher has ended, and all is told, or False when the caller is gone."""
         ended_at: float | None = None
         while ended_at is None or (self._outputs and time.monotonic() < ended_at + DRAIN_S):
             for key, _ in self._selector.select(0.1 if self._kill_at or ended_at else None):
@@ -146,25 +199,35 @@ class _Guard:
                     self._selector.unregister(self._pidfd)
                     ended_at = time.monotonic()
                 elif not self._read(key.fd):
-                    return
+                    return False
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._child.kill()
         with contextlib.suppress(ValueError):  # it was killed while it wrote
             _note(json.loads(self._report))
+        if keeper is not None:
+            _note({"kept": keeper.summary()})
         _note({"exit": self._child.wait()})
+        self._close()
+        return True
+
+    def _close(self) -> None:
+        self._selector.close()
+        for descriptor in (self._pidfd, self._report_fd):
+            os.close(descriptor)
 
     def _read(self, descriptor: int) -> bool:
         """Pass on what there is to read; return False when the caller is gone."""
+        if descriptor == 0:
+            is_there = self._orders.read()
+            for order in self._orders.take():
+                self._obey(order)
+            return is_there
         data = os.read(descriptor, 1 << 16)
         if not data:
             self._selector.unregister(descriptor)
             self._outputs.pop(descriptor, None)
-            return descriptor != 0
-        if descriptor == 0:
-            *orders, self._orders = (self._orders + data).split(b"\n")
-            for order in orders:
-                self._obey(json.loads(order))
-        elif descriptor == self._report_fd:
+            return True
+        if descriptor == self._report_fd:
             self._report += data
         else:
             _send(wire.frame(self._outputs[descriptor], data))

@@ -18,8 +18,8 @@ from typing import Any, NoReturn, TypeVar
 from zeroshard.core.slurm import read_step
 
 __all__ = [
-    "REFUSED", "TORCHRUN_FLAGS", "TORCHRUN_VALUES", "HostChoice", "LineParser", "Place",
-    "RunOptions", "UsageError", "add_run_options", "check_target", "parse_run",
+    "ELASTIC", "REFUSED", "TORCHRUN_FLAGS", "TORCHRUN_VALUES", "HostChoice", "LineParser", "Place",
+    "RunOptions", "UsageError", "add_run_options", "check_least", "check_target", "parse_run",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -75,6 +75,7 @@ HOST_VALUES = {
     "--ssh": "the ssh program and options of it, as one word: 'ssh -p 2222'",
     "--export": "more environment variables for the hosts, NAME,... (docs/launching.md)",
 }
+ELASTIC = "--elastic"  # with a value or without
 OWN_VALUES = ("--nproc", "--nproc-per-node", "--stall-timeout", *HOST_VALUES)
 OWN_FLAGS = ("--as-deepspeed", "--debug", "--help", "-h")
 HOST_WORDS = {
@@ -155,6 +156,8 @@ class RunOptions:
     debug: bool = False
     hosts: HostChoice | None = None  # start launchers there
     place: Place | None = None  # this is one of them
+    # when a rank dies go on with the others, down to so many; None: end
+    elastic: int | None = None
     as_deepspeed: bool = False  # `import deepspeed` is zeroshard's stand-in in the ranks
 
 
@@ -176,9 +179,16 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "--stall-timeout",
         metavar="SECONDS",
         help=(
-            "end the job, with the stacks of every rank, when no rank has made progress (a forward,"
-            " a step) for so long; 0: never look (default: show the stacks after 600 s, and go on)"
+            "end the job, with all stacks, when no rank has made progress (a forward, a step) for"
+            " so long; 0: never look (default: show the stacks after 600 s)"
         ),
+    )
+    parser.add_argument(
+        ELASTIC,
+        metavar="MIN",
+        nargs="?",
+        const="1",
+        help="when a rank dies, go on with at least MIN (1) others",
     )
     parser.add_argument(
         "--as-deepspeed",
@@ -250,8 +260,36 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
         debug=given.debug,
         hosts=hosts,
         place=place,
+        elastic=_elastic(given, is_placed=not one_host and hosts is None),
         as_deepspeed=given.as_deepspeed,
     )
+
+
+def _elastic(given: argparse.Namespace, *, is_placed: bool) -> int | None:
+    """Return the least number of ranks of ``--elastic``; None where it is not given."""
+    least = given.elastic
+    if least is None:
+        return None
+    if not least.isdecimal() or int(least) < 1:
+        raise UsageError(f"{ELASTIC} must be a number of ranks of at least 1, not {least!r}")
+    if given.max_restarts not in (None, "0"):
+        raise UsageError(
+            f"{ELASTIC} and --max-restarts exclude each other: one goes on with fewer ranks, the"
+            " other starts as many again"
+        )
+    if is_placed:
+        raise UsageError(
+            f"{ELASTIC} needs one launcher for all ranks: use --nproc on one host, or --hostfile"
+        )
+    if given.nproc is not None and given.nproc.isdecimal():
+        check_least(int(least), int(given.nproc))
+    return int(least)
+
+
+def check_least(least: int, num_ranks: int) -> None:
+    """Raise UsageError where a job of `num_ranks` never has as many as ``--elastic`` asks for."""
+    if least > num_ranks:
+        raise UsageError(f"{ELASTIC}={least} asks for more ranks than the {num_ranks} there are")
 
 
 def _host_choice(given: argparse.Namespace, named: list[str]) -> HostChoice | None:
@@ -346,6 +384,8 @@ def _split(argv: list[str]) -> tuple[list[tuple[str, str | None]], list[str]]:
                 value = argv[index]
                 index += 1
             options.append((name, value))
+        elif name == ELASTIC:
+            options.append((name, value if joined else None))
         else:
             raise UsageError(_unknown(written, name))
     return options, []
@@ -354,7 +394,7 @@ def _split(argv: list[str]) -> tuple[list[tuple[str, str | None]], list[str]]:
 def _unknown(written: str, name: str) -> str:
     if name in REFUSED:
         return f"{written} has no place here: {REFUSED[name]}"
-    known = [*TORCHRUN_VALUES, *TORCHRUN_FLAGS, *OWN_VALUES, *OWN_FLAGS]
+    known = [*TORCHRUN_VALUES, *TORCHRUN_FLAGS, *OWN_VALUES, *OWN_FLAGS, ELASTIC]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f", did you mean {near[0]}?" if near else ""
     return f"unknown option {written}{hint}; the script's own options come after it"
@@ -365,7 +405,7 @@ def _canonical(options: list[tuple[str, str | None]]) -> list[str]:
 
 
 def _for_torchrun(options: list[tuple[str, str | None]]) -> list[str]:
-    ours = {*OWN_VALUES, *OWN_FLAGS}
+    ours = {*OWN_VALUES, *OWN_FLAGS, ELASTIC}
     ours |= {"--module", "--no-python", "--shutdown-timeout", "--standalone"}
     return _canonical([(name, value) for name, value in options if name not in ours])
 

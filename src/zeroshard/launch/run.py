@@ -29,14 +29,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from zeroshard.launch import network, worker
+from zeroshard.launch import elastic, network, worker
 from zeroshard.launch.leftovers import Janitor
-from zeroshard.launch.options import Place, RunOptions, UsageError
+from zeroshard.launch.options import Place, RunOptions, UsageError, check_least
 from zeroshard.launch.reports import Outcome, report_restart, report_stall, say
 from zeroshard.launch.settings import settings_for
 from zeroshard.launch.supervisor import Failure, Supervisor
 
-__all__ = ["SIGNAL_GRACE_S", "launch", "leave"]
+__all__ = ["SIGNAL_GRACE_S", "launch", "leave", "run_ranks"]
 
 # torchrun's own, and Slurm's and Kubernetes' for torchrun; after a failure the Supervisor's counts
 SIGNAL_GRACE_S = 30
@@ -45,6 +45,19 @@ SIGNAL_GRACE_S = 30
 def launch(options: RunOptions) -> int:
     """Run the script on every rank; return the exit code (0 to 3, 70 to 75, 128 + signal)."""
     begin = time.monotonic()
+    if options.elastic is not None and options.place is None:
+        return elastic.launch(options, run_ranks)
+    outcome, _ = run_ranks(options)
+    if options.place is not None and options.place.report >= 0:
+        with open(options.place.report, "w") as report:
+            json.dump(outcome.to_json(), report)
+    else:
+        outcome.tell(begin)
+    return outcome.exit_code
+
+
+def run_ranks(options: RunOptions) -> tuple[Outcome, int]:
+    """Run the script on every rank of this host; return how it ended, and how many ranks it had."""
     with _private_directory() as directory:
         import torch.distributed.run as torchrun
 
@@ -52,6 +65,8 @@ def launch(options: RunOptions) -> int:
             _silence_torch_launcher()
         arguments = _torchrun_arguments(torchrun, options, directory)
         num_ranks, restarts = int(arguments.nproc_per_node), arguments.max_restarts > 0
+        if options.elastic is not None and options.place is None:
+            check_least(options.elastic, num_ranks)
         _set_environment(options, directory, num_ranks=num_ranks, restarts=restarts)
         supervisor = Supervisor(
             directory,
@@ -61,13 +76,7 @@ def launch(options: RunOptions) -> int:
             stall_s=options.stall_s,
         )
         supervisor.start()
-        outcome = _run(torchrun, arguments, supervisor)
-        if options.place is not None and options.place.report >= 0:
-            with open(options.place.report, "w") as report:
-                json.dump(outcome.to_json(), report)
-        else:
-            outcome.tell(begin)
-        return outcome.exit_code
+        return _run(torchrun, arguments, supervisor), num_ranks
 
 
 @contextmanager

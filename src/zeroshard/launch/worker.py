@@ -41,11 +41,12 @@ import types
 from collections.abc import Mapping
 from typing import NoReturn, TextIO
 
-__all__ = ["beat", "die_with", "main", "meeting_file", "report"]
+__all__ = ["beat", "die_with", "keeper_address", "main", "meeting_file", "report"]
 
 DIRECTORY = "ZEROSHARD_RUN_DIRECTORY"
 LAUNCHER_PID = "ZEROSHARD_RUN_PID"
 MEETING = "ZEROSHARD_RUN_MEETING"
+KEEPER = "ZEROSHARD_RUN_KEEPER"
 AS_DEEPSPEED = "ZEROSHARD_RUN_AS_DEEPSPEED"
 MODULE = "zeroshard_launched"  # as core/launched.py looks for it
 PR_SET_PDEATHSIG = 1
@@ -58,6 +59,7 @@ def main(argv: list[str]) -> None:
     directory, launcher = os.environ.pop(DIRECTORY), int(os.environ.pop(LAUNCHER_PID))
     die_with(launcher)
     _Launched.meeting, _Launched.directory = os.environ.pop(MEETING, None), directory
+    _Launched.keeper = os.environ.pop(KEEPER, None)
     as_deepspeed = os.environ.pop(AS_DEEPSPEED, None)
     kind, target, *args = argv
     shows = _show(directory, stacks=kind != "command")
@@ -97,6 +99,7 @@ class _Launched:
 
     directory = ""
     meeting: str | None = None
+    keeper: str | None = None
     num_meetings = 0
     heart: mmap.mmap | None = None
     stacks: TextIO | None = None
@@ -108,6 +111,11 @@ def meeting_file() -> str | None:
         return None
     _Launched.num_meetings += 1
     return f"{_Launched.meeting}-{_env_int('TORCHELASTIC_RESTART_COUNT')}-{_Launched.num_meetings}"
+
+
+def keeper_address() -> str | None:
+    """See core/launched.py."""
+    return _Launched.keeper
 
 
 def beat() -> None:

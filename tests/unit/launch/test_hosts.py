@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.launched import stub_ssh
-from zeroshard.launch import hosts, network, wire
+from zeroshard.launch import connection, hosts, network, wire
 from zeroshard.launch.options import UsageError
 from zeroshard.launch.reports import Outcome
 from zeroshard.launch.supervisor import Failure
@@ -139,7 +139,7 @@ def test_output_of_a_host_is_the_same_but_for_its_name_before_each_line(
     data: bytes, size: int
 ) -> None:
     stream = io.BytesIO()
-    lines = hosts._Lines("worker-1", stream)
+    lines = connection._Lines("worker-1", stream)
     for start in range(0, len(data), size):
         lines.write(data[start : start + size])
     lines.close()

@@ -1,0 +1,244 @@
+"""``Saver.keep``: this rank's part of a checkpoint, in memory that outlives the rank.
+
+    collect . divide . empty the note of the other slot . write the pieces . [send them to another
+    host] . write the note . all ranks say that they have
+
+The pieces are those of a save, in the same format, with the same hashes; the memory is an anonymous
+file whose descriptor the launcher holds (``core/keeper.py``).
+
+Invariant: of two slots, the one that is written is never that of the last save that is whole: all
+ranks have finished a slot before any begins the other. Cost: one pass over the bytes for the copy
+and one for the hashes, five exchanges, the memory of two parts on this host, and with redundancy
+their bytes once over the network and the memory of two more there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from zeroshard.checkpoint.indices import heading_of, index_of
+from zeroshard.checkpoint.kept import local_keeper
+from zeroshard.checkpoint.pieces import Stateful, collect, divide
+from zeroshard.checkpoint.shards import write_shard
+from zeroshard.checkpoint.stages import unite
+from zeroshard.checkpoint.together import on_all_ranks, raise_on_all
+from zeroshard.comm import memfd
+from zeroshard.comm.copies import Copies
+from zeroshard.core.keeper import Keeper
+from zeroshard.core.kept import Part, note_of, partners
+from zeroshard.errors import ConfigError
+from zeroshard.runtime.engine import Engine, states_of
+
+__all__ = ["Keeping", "copies_of"]
+
+_log = logging.getLogger("zeroshard")
+_CALL = "saver.keep()"
+
+
+def copies_of(engine: Engine) -> Copies:
+    """Return the way of files between the ranks of `engine`. Collective."""
+    everyone = states_of(engine).everyone
+    ranks = [int(answer) for answer in everyone.exchange(str(dist.get_rank()).encode(), _CALL)]
+    return Copies(ranks, lambda payload: everyone.exchange(payload, _CALL))
+
+
+class _Slot:
+    """Two files that the keeper holds: pieces, and the note that says that they are complete."""
+
+    def __init__(self, keeper: Keeper, place: list[Any]) -> None:
+        self.file, self.note = memfd.create(0), memfd.create(0)
+        os.ftruncate(self.note, 0)
+        keeper.put(place, self.file, self.note)
+
+    def empty(self) -> None:
+        """Say that the pieces are not complete."""
+        os.ftruncate(self.note, 0)
+
+    def write(self, _: Path, num_bytes: int, parts: Iterable[Any]) -> None:
+        """Write the pieces."""
+        self.resize(num_bytes)
+        position = 0
+        for part in parts:
+            data = memoryview(part)
+            while data:
+                count = os.pwrite(self.file, data, position)
+                data, position = data[count:], position + count
+
+    def resize(self, num_bytes: int) -> None:
+        """Have memory for so many bytes of pieces. Raises OSError."""
+        if os.fstat(self.file).st_size != num_bytes:
+            os.ftruncate(self.file, num_bytes)
+            try:
+                memfd.reserve(self.file, 0, num_bytes)
+            except OSError:
+                os.ftruncate(self.file, 0)  # a hole would be a SIGBUS when it is written
+                raise
+
+    def seal(self, note: bytes) -> None:
+        """Write the note: from now on the pieces count."""
+        position = 0
+        while position < len(note):
+            position += os.pwrite(self.note, note[position:], position)
+
+    def close(self) -> None:
+        """Forget the files; the keeper has them."""
+        os.close(self.file)
+        os.close(self.note)
+
+
+@dataclass
+class _Place:
+    """Where a writer's parts rest, found at its first keep."""
+
+    keeper: Keeper
+    directory: str
+    writer: str
+    homes: list[str]  # the keeper of each rank
+    partner: int | None = None  # the rank on another host that has our copy
+    wards: list[int] = field(default_factory=list)  # the ranks whose copies we have
+    copies: Copies | None = None
+    # by rank: two slots each, used in turn
+    slots: dict[int, list[_Slot]] = field(default_factory=dict)
+    turn: int = 0
+
+
+class Keeping:
+    """The memory of one Saver."""
+
+    def __init__(self, directory: Path, engine: Engine, redundancy: int) -> None:
+        if redundancy not in (0, 1):
+            raise ConfigError(
+                f"redundancy={redundancy!r}: each part rests on 0 or 1 other hosts beside its own"
+            )
+        self._directory = directory
+        self._engine = engine
+        self._redundancy = redundancy
+        self._ranks = states_of(engine).everyone
+        self._place: _Place | None = None
+        self._asked = False  # whether there is a keeper
+
+    def saved(self, step: int) -> None:
+        """Tell the launcher that `step` is complete on disk, or was when we began."""
+        keeper = local_keeper()
+        if keeper is not None:
+            keeper.saved(os.path.realpath(self._directory), step)
+
+    def begin(self) -> bool:
+        """Return whether there is memory that outlives the ranks. Collective."""
+        if not self._asked:
+            self._asked = True
+            self._place = self._find_place()
+        return self._place is not None
+
+    def keep(self, step: int, states: Mapping[str, Stateful], extra: Any, *, frozen: bool) -> None:
+        """Copy the state. Collective; raises CheckpointError on every rank, and what was kept
+        before is unchanged then.
+        """
+        assert self._place is not None
+        with on_all_ranks(self._engine, _CALL, f"step {step} cannot be collected"):
+            part = collect(self._engine, states, extra, frozen=frozen)
+        unite(self._engine, part)
+        divide(self._engine, part)
+        nonce = self._ranks.exchange(secrets.token_hex(8).encode(), _CALL)[0].decode()
+        place, rank = self._place, self._ranks.rank
+        kept = Part(place.directory, place.writer, nonce, step, self._ranks.size, rank, 0)
+        note = b""
+        with on_all_ranks(self._engine, _CALL, f"step {step} cannot be kept"):
+            slot = self._slot(rank)
+            slot.empty()
+            name = Path(f"rank-{rank:05d}-of-{self._ranks.size:05d}.safetensors")
+            metadata = {"format": "zeroshard", "rank": str(rank), "step": str(step)}
+            file, tensors = write_shard(name, rank, part.stored, metadata, write=slot.write)
+            index = index_of(part, file, tensors)
+            if rank == 0:
+                index["heading"] = heading_of(self._engine, part, step)
+            note = note_of(replace(kept, file_bytes=file.bytes), json.dumps(index).encode())
+            if place.copies is None:
+                slot.seal(note)
+        if place.copies is not None:
+            self._send(place.copies, slot, note)
+        self._finish()
+
+    def close(self) -> None:
+        """Close our descriptors; what is kept stays with the launcher."""
+        if self._place is not None:
+            for slot in (slot for pair in self._place.slots.values() for slot in pair):
+                slot.close()
+            self._place.slots.clear()
+
+    def _finish(self) -> None:
+        """All ranks have the new save: what others have left here is no longer needed."""
+        place = self._place
+        assert place is not None
+        place.turn = 1 - place.turn
+        place.keeper.drop(place.directory, but=place.writer)
+
+    def _slot(self, rank: int) -> _Slot:
+        """Return where this turn's part of `rank` goes."""
+        place = self._place
+        assert place is not None
+        if rank not in place.slots:
+            where = [place.directory, place.writer, rank]
+            place.slots[rank] = [_Slot(place.keeper, [*where, turn]) for turn in range(2)]
+        return place.slots[rank][place.turn]
+
+    def _find_place(self) -> _Place | None:
+        keeper = local_keeper()
+        mine = json.dumps(["" if keeper is None else keeper.address, secrets.token_hex(8)])
+        answers = [json.loads(one) for one in self._ranks.exchange(mine.encode(), _CALL)]
+        homes = [home for home, _ in answers]
+        if keeper is None or not all(homes):
+            if self._ranks.rank == 0:
+                _log.warning("saver.keep() keeps nothing without `zeroshard run --elastic`")
+            return None
+        place = _Place(keeper, os.path.realpath(self._directory), answers[0][1], homes)
+        if self._redundancy:
+            self._find_partners(place)
+        return place
+
+    def _find_partners(self, place: _Place) -> None:
+        found = partners(place.homes)
+        place.partner = found[self._ranks.rank]
+        place.wards = [rank for rank, one in enumerate(found) if one == self._ranks.rank]
+        if place.partner is not None:
+            place.copies = copies_of(self._engine)
+        elif self._ranks.rank == 0:
+            _log.warning(
+                "redundancy=1 has no other host: all ranks are on one, whose launcher keeps the"
+                " state while it lives"
+            )
+
+    def _send(self, copies: Copies, slot: _Slot, note: bytes) -> None:
+        """Send our part to the partner, take those of the wards, then seal all of them."""
+        place = self._place
+        assert place is not None and place.partner is not None
+        sizes = json.dumps([os.fstat(slot.file).st_size, len(note)]).encode()
+        everyone = [json.loads(one) for one in self._ranks.exchange(sizes, _CALL)]
+        with on_all_ranks(self._engine, _CALL, "no memory for copies of other hosts"):
+            theirs = {rank: self._slot(rank) for rank in place.wards}
+            notes = {rank: memfd.create(everyone[rank][1]) for rank in place.wards}
+            for rank, copy in theirs.items():
+                copy.empty()
+                copy.resize(everyone[rank][0])
+            own = memfd.create(len(note))
+            os.pwrite(own, note, 0)
+        begun = []
+        for rank, copy in theirs.items():
+            begun += copies.receiving(rank, [copy.file, notes[rank]], everyone[rank])
+        begun += copies.sending(place.partner, [slot.file, own])
+        copies.wait(begun)
+        slot.seal(note)
+        for rank, copy in theirs.items():
+            copy.seal(os.pread(notes[rank], everyone[rank][1], 0))
+            os.close(notes[rank])
+        os.close(own)
+        raise_on_all(self._engine, None, _CALL)  # nobody begins the next before all have sealed

@@ -1,0 +1,176 @@
+"""``zeroshard run --elastic``: when a rank dies, the job starts again with those that are left.
+
+The launcher ends what is left of the group and starts the script again with fewer ranks, which
+resume by themselves: from memory that the launcher has kept for them (``keeper.py``), else from the
+newest checkpoint. ``elastic_hosts.py`` does the same on several hosts.
+
+Invariant: the number of ranks falls with each start, so a script that always fails ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zeroshard.core.kept import Part, newest
+from zeroshard.launch import worker
+from zeroshard.launch.keeper import KeeperServer
+from zeroshard.launch.options import ELASTIC, RunOptions
+from zeroshard.launch.reports import Outcome, say
+from zeroshard.launch.supervisor import (
+    CONTRACT_EXIT_CODES,
+    SIGNALS_OF_A_CONSEQUENCE,
+    Failure,
+)
+
+__all__ = [
+    "Loss", "dead_ranks", "how_they_died", "killed_ranks", "launch", "say_again", "say_too_few",
+    "source", "visible_devices",
+]  # fmt: skip
+
+DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a job has lost: the failure to name first, in words, and how many ranks are left."""
+
+    reason: str  # "rank 1 died (killed by SIGKILL)"
+    left: int
+    of: int
+    details: str = ""  # a traceback
+
+
+def launch(options: RunOptions, run_ranks: Callable[[RunOptions], tuple[Outcome, int]]) -> int:
+    """Run the script on this host until it ends, with fewer ranks after each death; return the
+    exit code of ``zeroshard run``.
+    """
+    least, keeper = options.elastic or 1, KeeperServer()
+    os.environ[worker.KEEPER] = keeper.address
+    try:
+        while True:
+            begin = time.monotonic()
+            outcome, num_ranks = run_ranks(options)
+            dead = dead_ranks(outcome)
+            if not dead:
+                outcome.tell(begin)
+                return outcome.exit_code
+            first = outcome.failures[0]
+            loss = Loss(
+                how_they_died(first, dead), num_ranks - len(dead), num_ranks, first.traceback
+            )
+            if loss.left < least:
+                say_too_few(loss, least)
+                return outcome.exit_code
+            keeper.whole = say_again(loss, [keeper.summary()])
+            _leave_devices(dead, num_ranks)
+            options = replace(options, nproc=str(loss.left), elastic=min(least, loss.left))
+    finally:
+        keeper.close()
+
+
+def dead_ranks(outcome: Outcome) -> set[int]:
+    """Return the ranks that have died by themselves; none where the job as a whole has ended.
+
+    That is the first to fail, and others that a signal has killed which no launcher and no lost
+    peer sends, or that have failed with the same error. Other errors are taken for consequences.
+    """
+    if outcome.ended_by is not None or outcome.stalled or not outcome.failures:
+        return set()
+    first = outcome.failures[0]
+    if first.left or first.consequence or first.stalled or first.status in CONTRACT_EXIT_CODES:
+        return set()
+    return {one.rank for one in outcome.failures if one is first or _is_own(one, first)}
+
+
+def _is_own(failure: Failure, first: Failure) -> bool:
+    """Whether a later failure is a death of its own."""
+    same = bool(failure.message) and failure.message == first.message
+    return _was_killed(failure) or (same and not failure.consequence)
+
+
+def _was_killed(failure: Failure) -> bool:
+    """Whether a signal ended the rank which no launcher and no lost peer sends."""
+    killed_by = -(failure.status or 0)
+    return not failure.consequence and killed_by > 0 and killed_by not in SIGNALS_OF_A_CONSEQUENCE
+
+
+def killed_ranks(outcome: Outcome) -> set[int]:
+    """Return the ranks that have died by themselves where a host was lost: any other failure may
+    be its consequence.
+    """
+    return {failure.rank for failure in outcome.failures if _was_killed(failure)}
+
+
+def how_they_died(first: Failure, dead: Iterable[int]) -> str:
+    """Return which ranks have died, and how, in words."""
+    others = len(set(dead)) - 1
+    more = f" and {others} more" if others else ""
+    hint = " (often the kernel, out of memory)" if first.status == -signal.SIGKILL else ""
+    return f"{first.name}{more} died, {first.how}{hint}"
+
+
+def say_again(loss: Loss, summaries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Say who has died, who goes on, and from where, by what the keepers of all hosts hold; return
+    the newest step in memory of each directory.
+    """
+    line = f"{loss.reason}: {loss.left} of {loss.of} rank(s) go on, {source(summaries)}"
+    say("\n".join(filter(None, [line, loss.details.rstrip()])))
+    return _whole(summaries)
+
+
+def say_too_few(loss: Loss, least: int) -> None:
+    """Say why the job ends."""
+    line = f"{loss.reason}: {loss.left} rank(s) are left, and {ELASTIC}={least} needs {least}"
+    say("\n".join(filter(None, [line, loss.details.rstrip()])))
+
+
+def source(summaries: Sequence[Mapping[str, Any]]) -> str:
+    """Return from where the ranks will go on, from what the keepers of all hosts say."""
+    kept, saved = _whole(summaries), dict[str, int]()
+    for summary in summaries:
+        saved |= summary["saved"]
+    found = []
+    for directory in sorted({*saved, *kept}):
+        if kept.get(directory, -1) >= saved.get(directory, -1):
+            found.append(f"memory (step {kept[directory]})")
+        else:
+            found.append(f"checkpoint (step {saved[directory]})")
+    return f"from {', '.join(found)}" if found else "from the start: no step is saved"
+
+
+def _whole(summaries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return, by directory, the newest step that is whole in the memory of all hosts together."""
+    by_directory: dict[str, list[Part]] = {}
+    for summary in summaries:
+        for raw in summary["parts"]:
+            by_directory.setdefault(raw["directory"], []).append(Part(**raw))
+    found = {directory: newest(parts) for directory, parts in by_directory.items()}
+    return {directory: save[0] for directory, save in found.items() if save is not None}
+
+
+def visible_devices(visible: Sequence[str], num_ranks: int, dead: Iterable[int]) -> list[str]:
+    """Return the devices that the ranks left have, of those `visible`: each rank had the one of
+    its number, and that of a dead one may be broken. All where they are fewer than ranks.
+    """
+    gone = set(dead)
+    if len(visible) < num_ranks:
+        return list(visible)
+    return [device for number, device in enumerate(visible) if number not in gone]
+
+
+def _leave_devices(dead: Iterable[int], num_ranks: int) -> None:
+    """Hide the devices of dead ranks of this host from the next ones."""
+    import torch
+
+    named = os.environ.get(DEVICES)
+    if named is None:
+        visible = [str(number) for number in range(torch.cuda.device_count())]
+    else:
+        visible = [device for device in named.split(",") if device]
+    if visible:
+        os.environ[DEVICES] = ",".join(visible_devices(visible, num_ranks, dead))

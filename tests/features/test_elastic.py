@@ -1,0 +1,371 @@
+"""``zeroshard run --elastic``: a job goes on with the ranks that are left, from memory that
+outlives them, which ``saver.keep()`` fills.
+
+The repeated deaths are in ``tests/faults/test_elastic.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zeroshard as zs
+from tests.support.elastic_runs import (
+    Death,
+    Plan,
+    events,
+    losses_from,
+    make,
+    resume,
+    save_every_step,
+    step_once,
+)
+from tests.support.harness import RankError, run_ranks
+from tests.support.launched import PROGRAM
+from zeroshard.checkpoint import kept as kept_steps
+from zeroshard.core.keeper import Keeper
+from zeroshard.core.kept import Part, newest, note_of, partners, read_note
+from zeroshard.launch.elastic import dead_ranks, killed_ranks, source, visible_devices
+from zeroshard.launch.keeper import KeeperServer
+from zeroshard.launch.reports import Outcome
+from zeroshard.launch.supervisor import Failure
+
+PART = Part("/runs/gpt", "writer", "nonce", step=7, world=2, rank=0, file_bytes=100)
+
+# ------------------------------------------------------------------ the note, and whole saves: pure
+
+
+def test_a_note_is_read_as_it_was_written_and_torn_it_is_none() -> None:
+    note = note_of(PART, b'{"file": {}}\nand more')
+    found = read_note(note)
+    assert found == (replace(PART, note_bytes=len(note)), b'{"file": {}}\nand more')
+    assert all(read_note(note[:length]) is None for length in range(len(note)))
+    for place in range(len(note)):
+        flipped = note[:place] + bytes([note[place] ^ 1]) + note[place + 1 :]
+        assert place == 32 or read_note(flipped) is None, place
+
+
+def test_the_newest_save_is_the_last_one_that_every_rank_has_finished() -> None:
+    older = [replace(PART, nonce="a", rank=rank) for rank in range(2)]
+    newer = [replace(PART, nonce="b", step=8, rank=rank) for rank in range(2)]
+    assert newest([]) is None
+    assert newest([*older, newer[1]]) == (7, "a", 2)  # rank 0 died before it had finished step 8
+    assert newest([*newer, older[1]]) == (8, "b", 2)  # and here in step 9
+    again = [replace(PART, nonce="c", rank=0)]  # another save of step 7, of which a part is missing
+    assert newest([older[0], *again]) is None
+    assert newest([*newer, *newer]) == (8, "b", 2)  # each on two hosts
+
+
+@pytest.mark.parametrize(
+    ("homes", "expected"),
+    [
+        (["a", "a"], [None, None]),
+        (["a", "b"], [1, 0]),
+        (["a", "a", "b", "b"], [2, 3, 0, 1]),
+        (["a", "a", "a", "b"], [3, 3, 3, 0]),
+        (["a", "b", "c"], [1, 2, 0]),
+    ],
+)
+def test_each_part_has_its_copy_on_the_next_host(homes: list[str], expected: list[Any]) -> None:
+    assert partners(homes) == expected
+
+
+# ------------------------------------------------------------------ who has died, and what is said
+
+
+def _failure(rank: int, status: int | None, **more: Any) -> Failure:
+    return Failure(rank, 100 + rank, at=float(rank), status=status, **more)
+
+
+def test_the_dead_are_those_that_nobody_else_has_ended() -> None:
+    killed, lost = _failure(1, -9), _failure(0, 74, message="PeerLostError", consequence=True)
+    told_to_end, aborted = _failure(2, -15), _failure(3, -6)
+    assert dead_ranks(Outcome([killed, lost, told_to_end, aborted])) == {1}
+    assert dead_ranks(Outcome([killed, _failure(2, -9)])) == {1, 2}
+    assert dead_ranks(Outcome([killed, _failure(2, -9, consequence=True)])) == {1}
+    broken = {"message": "ValueError: no"}
+    assert dead_ranks(Outcome([_failure(0, 1, **broken), _failure(1, 1, **broken)])) == {0, 1}
+    assert dead_ranks(Outcome([_failure(0, 1, **broken), _failure(1, 1, message="NCCL")])) == {0}
+
+
+def test_where_a_host_was_lost_other_ranks_are_dead_only_if_they_were_killed() -> None:
+    told_to_end, killed = _failure(0, -15), _failure(2, -9)
+    assert killed_ranks(Outcome([told_to_end, killed, _failure(3, 1, message="NCCL")])) == {2}
+
+
+@pytest.mark.parametrize("code", [3, 71, 72, 73, 74, 75])
+def test_what_all_ranks_raise_together_is_nobodys_death(code: int) -> None:
+    assert dead_ranks(Outcome([_failure(0, code), _failure(1, code)])) == set()
+
+
+def test_a_job_that_was_told_to_end_or_has_stalled_has_no_dead() -> None:
+    failures = [_failure(0, -9)]
+    assert dead_ranks(Outcome(failures, ended_by=15)) == set()
+    assert dead_ranks(Outcome(failures, stalled=True)) == set()
+    assert dead_ranks(Outcome([])) == set()
+
+
+def test_the_launcher_says_from_where_the_ranks_go_on() -> None:
+    parts = [vars(replace(PART, rank=rank)) for rank in range(2)]
+    halves = [{"parts": [part], "saved": {}} for part in parts]
+    assert source(halves) == "from memory (step 7)"
+    assert source(halves[:1]) == "from the start: no step is saved"
+    on_disk: dict[str, Any] = {"parts": [], "saved": {"/runs/gpt": 8}}
+    assert source([*halves, on_disk]) == "from checkpoint (step 8)"
+    assert source([halves[0], on_disk]) == "from checkpoint (step 8)"
+
+
+def test_the_device_of_a_dead_rank_is_left_alone() -> None:
+    assert visible_devices(["0", "1", "2"], 3, [1]) == ["0", "2"]
+    assert visible_devices(["4", "GPU-5"], 2, [0]) == ["GPU-5"]
+    assert visible_devices(["0"], 2, [1]) == ["0"]  # two ranks share it
+
+
+# ------------------------------------------------------------------ the memory, without a launcher
+
+
+@contextmanager
+def servers(count: int) -> Iterator[list[KeeperServer]]:
+    """Yield the keepers of so many hosts."""
+    made = [KeeperServer() for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for server in made:
+            server.close()
+
+
+@contextmanager
+def kept_at(address: str) -> Iterator[None]:
+    """Let this rank find the keeper at `address`."""
+    real = kept_steps.keeper_address
+    kept_steps.keeper_address = lambda: address
+    try:
+        yield
+    finally:
+        kept_steps.keeper_address = real
+
+
+def _train(
+    rank: int, world: int, homes: list[str], directory: Path, last: int, redundancy: int
+) -> list[str]:
+    """Load what there is, train up to `last`, keep each step; return the losses."""
+    with kept_at(homes[rank]):
+        model, optimizer, engine = make()
+        begin, losses = 0, []
+        with zs.Saver(directory, engine, redundancy=redundancy) as saver:
+            if zs.latest_step(directory) is not None:
+                restored = zs.load(directory, engine)
+                assert restored.from_memory
+                begin = restored.step
+            for number in range(begin + 1, last + 1):
+                losses.append(step_once(model, optimizer, number, rank, world).hex())
+                assert saver.keep(number)
+        engine.close()
+    return losses
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (3, 2)])
+def test_what_is_kept_goes_on_as_a_checkpoint_does_on_any_number_of_ranks(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    run_ranks(before, save_every_step, tmp_path / "disk", 3)
+    expected = run_ranks(after, resume, tmp_path / "disk", 3, 6)
+    with servers(1) as (server,):
+        homes = [server.address] * 3
+        run_ranks(before, _train, homes, tmp_path / "run", 3, 0)
+        server.whole = {str(tmp_path / "run"): 3}  # as the launcher says when it starts again
+        assert run_ranks(after, _train, homes, tmp_path / "run", 6, 0) == expected
+        parts = server.summary()["parts"]
+    # of the ranks before nothing is left, of these two saves
+    assert sorted((part["step"], part["world"], part["rank"]) for part in parts) == [
+        (step, after, rank) for step in (5, 6) for rank in range(after)
+    ]
+    assert not (tmp_path / "run").exists()
+
+
+def test_with_redundancy_a_host_that_is_gone_takes_nothing_with_it(tmp_path: Path) -> None:
+    run_ranks(3, save_every_step, tmp_path / "disk", 3)
+    expected = run_ranks(2, resume, tmp_path / "disk", 3, 5)
+    with servers(3) as (one, other, third):
+        run_ranks(3, _train, [one.address, one.address, other.address], tmp_path / "run", 3, 1)
+        # the first host is gone, the second has a new rank beside it, on a host of its own
+        homes = [other.address, third.address]
+        other.whole = third.whole = {str(tmp_path / "run"): 3}
+        assert run_ranks(2, _train, homes, tmp_path / "run", 5, 1) == expected
+
+
+def _load(rank: int, world: int, homes: list[str], directory: Path) -> tuple[int, bool]:
+    with kept_at(homes[rank]):
+        _, _, engine = make()
+        restored = zs.load(directory, engine)
+        engine.close()
+    return restored.step, restored.from_memory
+
+
+def test_without_redundancy_a_host_that_is_gone_leaves_the_checkpoint(tmp_path: Path) -> None:
+    run_ranks(2, save_every_step, tmp_path, 2)
+    with servers(2) as (one, other):
+        run_ranks(2, _train_beside, [one.address, other.address], tmp_path)
+        assert run_ranks(2, _load, [one.address, one.address], tmp_path) == [(2, False)] * 2
+        assert run_ranks(2, _load, [one.address, other.address], tmp_path) == [(4, True)] * 2
+
+
+def _train_beside(rank: int, world: int, homes: list[str], directory: Path) -> None:
+    with kept_at(homes[rank]):
+        model, optimizer, engine = make()
+        zs.load(directory, engine)
+        with zs.Saver(directory, engine) as saver:
+            for number in (3, 4):
+                step_once(model, optimizer, number, rank, world)
+                saver.keep(number)
+        engine.close()
+
+
+def test_a_damaged_part_is_refused_by_name_and_the_checkpoint_is_there(tmp_path: Path) -> None:
+    run_ranks(2, save_every_step, tmp_path, 2)
+    with servers(1) as (server,):
+        homes = [server.address] * 2
+        run_ranks(2, _train_beside, homes, tmp_path)
+        _flip(server.address, tmp_path, step=4)
+        with pytest.raises(RankError) as error:
+            run_ranks(2, _load, homes, tmp_path)
+        assert "step-0000000004 in memory" in str(error.value) and "is damaged" in str(error.value)
+        assert "Step 2 is there, too: fallback='previous' takes it" in str(error.value)
+
+
+def _flip(address: str, directory: Path, step: int) -> None:
+    """Change the last byte of a part."""
+    keeper = Keeper(address)
+    parts = keeper.parts(os.path.realpath(directory))
+    number, part = next(found for found in parts if found[1].step == step)
+    file, note = keeper.open(number)
+    (last,) = os.pread(file, 1, part.file_bytes - 1)
+    os.pwrite(file, bytes([last ^ 1]), part.file_bytes - 1)
+    os.close(file)
+    os.close(note)
+
+
+def _stops(rank: int, world: int, address: str, directory: Path, call: int) -> tuple[int, int]:
+    """Keep steps 1 and 2; in the second rank 1 stops at its `call`-th change of the memory. Return
+    the step that can then be loaded, and how many changes there were.
+    """
+    with kept_at(address):
+        model, optimizer, engine = make()
+        saver, count = zs.Saver(directory, engine), 0
+        for number in (1, 2, 3):  # the third writes where the first is
+            step_once(model, optimizer, number, rank, world)
+            if number == 3 and rank == 1:
+                count = _torn(saver, call)
+            elif number == 3:
+                with suppress(zs.CheckpointError):
+                    saver.keep(3)
+            else:
+                saver.keep(number)
+        restored = zs.load(directory, engine)
+        engine.close()
+    assert restored.from_memory
+    return restored.step, count
+
+
+def _torn(saver: zs.Saver, call: int) -> int:
+    """Keep step 3, and stop in the middle of the `call`-th change."""
+    real, count = (os.pwrite, os.ftruncate), 0
+
+    def pwrite(fd: int, data: Any, position: int) -> int:
+        nonlocal count
+        count += 1
+        if count <= call:
+            return real[0](fd, data, position)
+        real[0](fd, data[: len(data) // 2], position)
+        raise OSError("killed here")
+
+    def ftruncate(fd: int, size: int) -> None:
+        nonlocal count
+        count += 1
+        if count > call:
+            raise OSError("killed here")
+        real[1](fd, size)
+
+    os.pwrite, os.ftruncate = pwrite, ftruncate
+    try:
+        with suppress(zs.CheckpointError):
+            saver.keep(3)
+    finally:
+        os.pwrite, os.ftruncate = real
+    return count
+
+
+def test_a_copy_that_stops_at_any_point_leaves_the_step_before(tmp_path: Path) -> None:
+    call, count = -1, 0
+    while call < count:
+        call += 1
+        with servers(1) as (server,):
+            (step, _), (same, count) = run_ranks(2, _stops, server.address, tmp_path, call)
+        assert (step, same) == ((2, 2) if call < count else (3, 3)), call
+    assert call > 10  # header, pieces, notes
+
+
+def _nothing(rank: int, world: int, directory: Path) -> tuple[bool, int | None]:
+    _, _, engine = make()
+    with zs.Saver(directory, engine, redundancy=1) as saver:
+        answer = saver.keep(1)
+    engine.close()
+    return answer, zs.latest_step(directory)
+
+
+def test_without_an_elastic_launcher_nothing_is_kept(tmp_path: Path) -> None:
+    assert run_ranks(2, _nothing, tmp_path) == [(False, None)] * 2
+
+
+def test_redundancy_is_one_other_host_or_none(tmp_path: Path) -> None:
+    engine = zs.shard(torch.nn.Linear(2, 2))
+    with pytest.raises(zs.ConfigError, match="redundancy=2: each part rests on 0 or 1 other hosts"):
+        zs.Saver(tmp_path, engine, redundancy=2)
+    engine.close()
+
+
+def test_strangers_and_nonsense_change_nothing_in_a_keeper() -> None:
+    import socket
+
+    with servers(1) as (server,):
+        keeper = Keeper(server.address)
+        keeper.saved("/runs", 3)
+        for nonsense in (b"", b"no JSON", b"[]", b'{"put": ["a", "b"]}', b'{"open": 99}'):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+                client.connect("\0" + server.address)
+                client.send(nonsense)
+                assert client.recv(100) == b""
+        assert server.summary() == {"parts": [], "saved": {"/runs": 3}}
+
+
+# ------------------------------------------------------------------ a real launch
+
+
+def test_a_killed_rank_costs_no_step_and_the_other_goes_on_from_memory(tmp_path: Path) -> None:
+    import subprocess
+
+    from tests.support import elastic_runs
+
+    plan = Plan(steps=8, deaths=[Death(world=2, rank=0, step=5, where="forward")])
+    line = [PROGRAM, "run", "--elastic", "--nproc", "2", elastic_runs.__file__, str(tmp_path)]
+    done = subprocess.run(
+        [*line, plan.to_json()], capture_output=True, text=True, timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == (
+        "zeroshard run: rank 0 died, killed by SIGKILL (often the kernel, out of memory): 1 of 2"
+        " rank(s) go on, from memory (step 4)\n"
+    )
+    found = events(tmp_path)
+    assert [(one.step, one.value) for one in found if one.name == "loaded"] == [(4, "memory")]
+    run_ranks(2, save_every_step, tmp_path / "disk", 4)
+    assert losses_from(found, 1, 4) == run_ranks(1, resume, tmp_path / "disk", 4, 8)
